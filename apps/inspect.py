@@ -89,8 +89,7 @@ def _load(
     dtype: str | None,
 ) -> tuple[Any, Any]:
     """Load a model, and prepare the prompt with its media, or the text, that it reads."""
-    from oscar_mm.generation.message import first_turn
-    from oscar_mm.media.part import media_parts
+    from oscar_mm.generation.message_lists import conversation_from
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
     from oscar_mm.pipelines.text import is_text_model, load_text_model
 
@@ -111,7 +110,8 @@ def _load(
             f"{given['audio'][0]}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni"
         )
     pipe = kind(model, device=device, dtype=dtype)
-    prepared = pipe.read_request(first_turn(prompt, media_parts(**given)))
+    media = given["images"], given["videos"], given["audio"]
+    prepared = pipe.read_request(conversation_from(prompt, media, None, None))
     return pipe.model, prepared
 
 

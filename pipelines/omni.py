@@ -26,6 +26,7 @@ from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.qwen3 import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy
+from oscar_mm.tool_parsers.parser import Piece
 
 _ARGUMENTS = (
     *("prompt", "audio", "images", "videos", "system", "messages"),
@@ -145,7 +146,7 @@ class OscarOmniPipeline(Pipeline):
 
     def _spoken(
         self, prompt: Prompt, sampling: Sampling, speaker: str, start: float
-    ) -> Generator[str | Answer, None, None]:
+    ) -> Generator[Piece | Answer, None, None]:
         with self.lock:
             answer = speak_answer(self.family, prompt, self.policy, sampling, speaker, start)
         yield answer.text

@@ -41,6 +41,8 @@ from oscar_mm.pipelines.loading import Placement, load
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.ranks import Ranks
 from oscar_mm.sizes import parse_bytes
+from oscar_mm.tool_parsers.offer import ToolOffer
+from oscar_mm.tool_parsers.parser import Piece
 
 _ARGUMENTS = ("images", "prompt", "videos", "system", "messages")
 _REASONING = 8192
@@ -152,19 +154,48 @@ class Pipeline:
         it."""
         return self._fingerprint()
 
-    def chat(self, system: str | None = None, *, cache_salt: str = "") -> Chat:
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        cache_salt: str = "",
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+    ) -> Chat:
         """A conversation that keeps its cache between turns.
 
         Args:
             system: system prompt.
             cache_salt: with ``prefix_cache`` only chats of the same salt share beginnings.
+            tools: functions that the model may call, as OpenAI's protocol has them, or Python
+                functions with type hints and a docstring; ``Answer.tool_calls`` has the calls.
+            tool_choice: OpenAI's: "auto", "none", "required", or a function that must be called.
 
         Raises:
-            InputError: the system prompt is no text, or empty.
+            InputError: the system prompt is no text, or empty; or tools that cannot be used.
         """
         if system is not None:
             self.check_text("system", system)
-        return Chat(self, system, cache_salt=cache_salt)
+        offer = self.offer(tools, tool_choice)
+        return Chat(self, system, cache_salt=cache_salt, tools=offer)
+
+    def offer(
+        self, tools: Sequence[Any] | None, tool_choice: Any = None, *, parallel: bool = True
+    ) -> ToolOffer | None:
+        """Check tools; None where none are given or none may be called.
+
+        Args:
+            tools, tool_choice: as of ``chat``.
+            parallel: whether an answer may hold several calls.
+
+        Raises:
+            InputError: names the tool, and what would be right; as ``NoRoom`` tools that are too
+                long.
+        """
+        offer = self.family.offer(tools, tool_choice, parallel=parallel)
+        if offer is not None:
+            self.admission.check_characters("tools", offer.characters)
+        return offer
 
     def load_chat(self, path: str | Path) -> Chat:
         """A chat that ``Chat.save`` wrote, of this model and policy.
@@ -328,27 +359,36 @@ class Pipeline:
         """
         self.admission.check_text(name, text, may_be_empty=may_be_empty)
 
-    def prepare(self, messages: Sequence[Message], media: Media) -> Prompt:
+    def prepare(
+        self, messages: Sequence[Message], media: Media, tools: ToolOffer | None = None
+    ) -> Prompt:
         """Run template and processor on a conversation, whose texts were checked.
 
         Args:
             messages: the conversation.
             media: those of all messages, each kind in order.
+            tools: that the model may call.
 
         Raises:
             InputError: media that the model does not read, or too many.
         """
-        read = self.family.prompt(messages, media)
+        read = self.family.prompt(messages, media, tools)
         # Copies to the device must not come between the steps of others while these are captured.
         with self.lock.briefly():
             return read.to(self.family.device)
 
-    def read_request(self, messages: Sequence[Message], max_new_tokens: int = 1) -> Prompt:
+    def read_request(
+        self,
+        messages: Sequence[Message],
+        max_new_tokens: int = 1,
+        tools: ToolOffer | None = None,
+    ) -> Prompt:
         """A conversation as the model reads it, which has room together with its answer.
 
         Args:
             messages: the conversation, of which a user's message is the last.
             max_new_tokens: of the answer.
+            tools: that the model may call.
 
         Raises:
             InputError: texts or media that cannot be used; as ``NoRoom`` a request that is too
@@ -361,17 +401,23 @@ class Pipeline:
             self.admission.check_outline(messages, sizes, max_new_tokens)
 
         with self.media_reader.reading(media_of(messages), fits=fits) as media:
-            read = self.prepare(messages, media)
+            read = self.prepare(messages, media, tools)
         self.admission.check_prompt(read, max_new_tokens)
         return read
 
     def chat_completion(
-        self, messages: Sequence[Any], **sampling: Unpack[SamplingOptions]
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """Answer a whole conversation, given as a list of messages.
 
         Args:
             messages: as of ``oscar_mm.generation.message_lists.messages_from``.
+            tools, tool_choice: as of ``chat``.
             sampling: see ``oscar_mm.generation.sampling.SamplingOptions``.
 
         Raises:
@@ -379,9 +425,11 @@ class Pipeline:
                 that is too long.
         """
         start = time.perf_counter()
-        chosen = self.sampling(sampling, ("messages",))
-        prompt = self.read_request(messages_from(messages), chosen.max_new_tokens)
-        return AnswerStream(self.answer(prompt, chosen, start)).complete()
+        offer = self.offer(tools, tool_choice)
+        options = self.family.with_forced_calls(sampling, offer)
+        chosen = self.sampling(options, ("messages", "tools", "tool_choice"))
+        prompt = self.read_request(messages_from(messages), chosen.max_new_tokens, offer)
+        return AnswerStream(self.answer(prompt, chosen, start, offer)).complete()
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """``options`` as a ``Sampling``; None and missing options are the checkpoint's own.
@@ -424,28 +472,40 @@ class Pipeline:
         return max(text, min(text + _REASONING, self.max_context // 2))
 
     def answer(
-        self, prompt: Prompt, sampling: Sampling, start: float
-    ) -> Generator[str | Answer, None, None]:
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        start: float,
+        tools: ToolOffer | None = None,
+    ) -> Generator[Piece | Answer, None, None]:
         """Pieces of text as they are generated, then the answer.
 
         Args:
             prompt: of a single row, checked.
             sampling: how tokens are chosen.
             start: ``time.perf_counter()`` when the request came.
+            tools: that the model may call.
         """
-        generation = self.generation(prompt, sampling, start)
+        generation = self.generation(prompt, sampling, start, tools)
         yield from generation
         yield generation.answer()
 
-    def generation(self, prompt: Prompt, sampling: Sampling, start: float) -> Generation:
+    def generation(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        start: float,
+        tools: ToolOffer | None = None,
+    ) -> Generation:
         """An answer to a prompt of a single row, checked, which has not begun.
 
         Args:
             prompt: what the model reads.
             sampling: how tokens are chosen.
             start: ``time.perf_counter()`` when the request came.
+            tools: that the model may call.
         """
-        return Generation(self.engine, prompt, self.new_cache(), sampling, start)
+        return Generation(self.engine, prompt, self.new_cache(), sampling, start, tools=tools)
 
 
 class OscarVLPipeline(Pipeline):

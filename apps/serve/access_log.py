@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-if TYPE_CHECKING:
-    from oscar_mm.apps.serve.conversations import CompletedAnswer
 
 LOGGER = logging.getLogger("oscar_mm.serve.access")
 """Writes the lines, at level INFO."""
@@ -19,9 +16,9 @@ _SHOWN = 200
 """Characters of a path or a reason that a line shows."""
 
 
-def note_answer(scope: MutableMapping[str, Any], completed: CompletedAnswer) -> None:
-    """Note a complete answer, whose tokens the line of its request tells."""
-    scope["state"]["tokens"] = completed.prompt_tokens, len(completed.answer.token_ids)
+def note_answer(scope: MutableMapping[str, Any], usage: Mapping[str, Any]) -> None:
+    """Note the usage of a complete answer, whose tokens the line of its request tells."""
+    scope["state"]["tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
 
 
 def note_refusal(scope: MutableMapping[str, Any], reason: str) -> None:

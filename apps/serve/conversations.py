@@ -19,6 +19,7 @@ from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.message import Message, Part
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.tool_parsers.calls import ToolCall
+from oscar_mm.tool_parsers.parser import Piece
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -52,6 +53,7 @@ class CompletedAnswer:
                 "cached_tokens": self.cached_tokens // PAGE_TOKENS * PAGE_TOKENS,
                 "audio_tokens": memory.tokens["audio"],
             },
+            "completion_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
             "kv_bytes": memory.kv_bytes,
             "kv_ratio": round(memory.ratio, 4),
             "kv_bytes_by_modality": dict(memory.by_modality),
@@ -81,14 +83,14 @@ class Conversations:
 
     def answer_steps(
         self, request: Request
-    ) -> Generator[Chat | str | Generation | CompletedAnswer, None, None]:
+    ) -> Generator[Chat | Piece | Generation | CompletedAnswer, None, None]:
         """Answer step by step; closing the generator ends the answer there.
 
         Yields:
             the chat that answers, "" after earlier turns, where the model had to read any, and
             once the question is read, then the first piece of the answer, then the answer as it is
             written, from which pieces can be taken, then the pieces that are left and the complete
-            answer. Pieces of the reasoning are ``Reasoning``.
+            answer. Pieces are those of ``AnswerStream.pieces``.
 
         Raises:
             Busy: other answers use the memory that the request needs.
@@ -98,16 +100,21 @@ class Conversations:
         chat, turns = self._fork_longest_past(request)
         if chat is None:
             system = request.system.written if request.system else None
-            chat = self.pipe.chat(system, cache_salt=request.cache_salt)
+            chat = Chat(self.pipe, system, cache_salt=request.cache_salt, tools=request.tools)
         try:
             yield chat
             cached = chat.turns[-1].stop if chat.turns else 0
             if earlier := request.past[turns:]:
                 chat.tell_all(earlier)
                 yield ""
-            stream = chat.stream(messages=request.question, cut_to_fit=True, **request.sampling)
+            stream = chat.stream(
+                messages=request.question,
+                cut_to_fit=True,
+                tools=request.tools,
+                **request.sampling,
+            )
             yield ""
-            for count, piece in enumerate(stream.with_reasoning()):
+            for count, piece in enumerate(stream.pieces()):
                 yield piece
                 if count == 0 and (writing := chat.answering) is not None:
                     yield writing
@@ -117,7 +124,8 @@ class Conversations:
         except BaseException:
             chat.close()
             raise
-        past = (*request.past, PastTurn(request.question, Message("assistant", (turn.answer,))))
+        said = Message("assistant", (turn.answer,), tool_calls=answer.tool_calls)
+        past = (*request.past, PastTurn(request.question, said))
         self._store(_keys(request, past)[-1], chat)
         yield written
 
@@ -186,7 +194,8 @@ class Conversations:
 def _keys(request: Request, past: tuple[PastTurn, ...]) -> list[str]:
     """Return a key for each beginning of a past; it covers everything up to there, and the salt."""
     system = request.system and request.system.written
-    keys, before = [], json.dumps([request.cache_salt, system])
+    tools = request.tools and request.tools.for_template()
+    keys, before = [], json.dumps([request.cache_salt, system, tools])
     for turn in past:
         said = [_said(message) for message in (*turn.messages, turn.answer)]
         text = json.dumps([before, said])

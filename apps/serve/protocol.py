@@ -25,12 +25,13 @@ import io
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from oscar_mm.apps.serve.structured import ResponseFormat, StructuredOutputs, grammar_of
+from oscar_mm.apps.serve.tools import ToolFields
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
 from oscar_mm.generation.message import ASKING, Message, Part
@@ -43,6 +44,7 @@ from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 from oscar_mm.media.timeline import picture_track, sound_track
 from oscar_mm.modality import Modality
 from oscar_mm.tool_parsers.calls import ToolCall
+from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import MAX_CALLS
 
 MAX_STRUCTURE = 250_000
@@ -54,6 +56,8 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 """Longest stop string."""
 MAX_SALT_CHARACTERS = 256
+MAX_ANSWERS = 16
+"""Most answers to one request."""
 _BASE64_PIECE = 4 << 20
 """Characters that are decoded at once while other threads wait; a multiple of 4."""
 NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is no {0}"
@@ -80,12 +84,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "n": (1,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "skip_special_tokens": (True,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -209,7 +210,7 @@ class StreamOptions(_Model):
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-class Body(_Model):
+class Body(ToolFields, _Model):
     """The JSON of a request; other fields are refused if ``_REFUSED`` has them, else ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -230,6 +231,7 @@ class Body(_Model):
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None
     seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -275,6 +277,8 @@ class Request:
         stream: whether to answer piece by piece.
         usage: whether a stream ends with the usage.
         cache_salt: only requests of the same one share kept conversations and beginnings.
+        n: number of answers to it.
+        tools: that the model may call.
     """
 
     model: str | None
@@ -285,6 +289,8 @@ class Request:
     stream: bool = False
     usage: bool = False
     cache_salt: str = ""
+    n: int = 1
+    tools: ToolOffer | None = None
 
     def messages(self) -> Iterator[Message]:
         """Yield all messages in their order."""
@@ -296,14 +302,15 @@ class Request:
         yield from self.question
 
 
-def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Request:
-    """Parse the JSON of a request and decode its media.
+T = TypeVar("T", bound=BaseModel)
+
+
+def parsed(kind: type[T], data: bytes) -> T:
+    """Parse the JSON of a request.
 
     Args:
+        kind: of the body.
         data: the body, of bounded length.
-        limits: ``max_file_bytes`` bounds each medium.
-        remote_bytes: bound on the bytes of all media that are fetched from http(s) addresses; 0
-            refuses addresses.
 
     Raises:
         FieldError: a field is wrong; the message names it and what would be right.
@@ -315,9 +322,35 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
             "of the largest conversation"
         )
     try:
-        body = Body.model_validate_json(data)
+        return kind.model_validate_json(data)
     except ValidationError as error:
         raise _field_error(error) from None
+
+
+def checked(fields: dict[str, Any]) -> Body:
+    """Check the parsed JSON of a request.
+
+    Raises:
+        FieldError: as of ``parsed``.
+    """
+    try:
+        return Body.model_validate(fields)
+    except ValidationError as error:
+        raise _field_error(error) from None
+
+
+def read_request(body: Body, limits: MediaLimits, remote_bytes: int = 0) -> Request:
+    """Decode the media of a request, and split its messages into turns.
+
+    Args:
+        body: the JSON of the request.
+        limits: ``max_file_bytes`` bounds each medium.
+        remote_bytes: bound on the bytes of all media that are fetched from http(s) addresses; 0
+            refuses addresses.
+
+    Raises:
+        FieldError: a field is wrong; the message names it and what would be right.
+    """
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
     decoder = _MediaDecoder(limits, remote_bytes)
@@ -342,6 +375,7 @@ def read_request(data: bytes, limits: MediaLimits, remote_bytes: int = 0) -> Req
         stream=bool(body.stream),
         usage=bool(body.stream_options and body.stream_options.include_usage),
         cache_salt=body.cache_salt or "",
+        n=body.n or 1,
     )
 
 
@@ -494,6 +528,7 @@ _MESSAGES = {
     "float_type": "must be a number",
     "bool_type": "must be true or false",
     "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
     "too_short": "must not be empty",
     "too_long": "holds {actual_length}, where at most {max_length} are allowed",
     "string_too_short": "must not be empty",

@@ -1,4 +1,4 @@
-"""RunningAnswer: an answer of a server while the model writes it, and its stream of events.
+"""RunningAnswer: an answer of a server while the model writes it.
 
 Places: those of answers that run at once, and the queue for them.
 """
@@ -6,7 +6,6 @@ Places: those of answers that run at once, and the queue for them.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cached_property
@@ -16,25 +15,20 @@ from typing import Any, cast
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from oscar_mm.apps.serve.access_log import note_answer, note_refusal
 from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
 from oscar_mm.apps.serve.logprobs import logprobs_body
 from oscar_mm.apps.serve.metrics import AnswerTimes, Metrics
 from oscar_mm.apps.serve.protocol import Request
-from oscar_mm.apps.serve.responses import RETRY_S, ClientGone, Refusal, as_refusals, busy, chunk
+from oscar_mm.apps.serve.refusals import RETRY_S, ClientGone, Refusal, as_refusals, busy
 from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy
-from oscar_mm.generation.answer import Reasoning
 from oscar_mm.generation.generation import Generation
+from oscar_mm.tool_parsers.calls import ToolCallDelta
+from oscar_mm.tool_parsers.parser import Piece, merged
 
 _MEMORY_POLL_S = 1.0
 """Seconds after which to look for memory that something else than an answer has freed."""
-_JSON = json.JSONEncoder(ensure_ascii=False)
-_TEXT = "\0"
-"""Stands for the text in the constant part of an answer's events."""
 
 
 class Places:
@@ -57,6 +51,7 @@ class Places:
         self.watchers: set[Callable[[], None]] = set()
         self.closing: set[asyncio.Task[None]] = set()
         self._free, self._most_waiting = asyncio.Semaphore(running), waiting
+        self._turn = asyncio.Lock()
         self._waiting = 0
         self._memory_freed: asyncio.Future[None] | None = None
 
@@ -70,11 +65,12 @@ class Places:
         """Done when the server cuts running answers short."""
         return asyncio.get_running_loop().create_future()
 
-    async def take(self, gone: asyncio.Future[None]) -> None:
-        """Wait in the queue for a place.
+    async def take(self, gone: asyncio.Future[None], count: int = 1) -> None:
+        """Wait in the queue for places.
 
         Args:
             gone: done when the client has left.
+            count: number of places, at most all.
 
         Raises:
             Refusal: the queue is full, the client has left, or the server stops.
@@ -84,17 +80,34 @@ class Places:
             raise Refusal(429, message, "rate_limit_error", retry_after=RETRY_S)
         self._waiting += 1
         self.metrics.waiting.inc()
-        place = asyncio.ensure_future(self._free.acquire())
+        taking = asyncio.ensure_future(self._collect(count))
         try:
-            await self._wait_for(place, gone)
+            await self._wait_for(taking, gone)
         except BaseException:
-            if place.done():
-                self._free.release()
-            place.cancel()
+            if taking.done():
+                self._give_back(count)
+            taking.cancel()
             raise
         finally:
             self._waiting -= 1
             self.metrics.waiting.dec()
+
+    async def _collect(self, count: int) -> None:
+        """Take places for one request after the other: two that hold some would wait for each
+        other."""
+        async with self._turn:
+            taken = 0
+            try:
+                while taken < count:
+                    await self._free.acquire()
+                    taken += 1
+            except BaseException:
+                self._give_back(taken)
+                raise
+
+    def _give_back(self, count: int) -> None:
+        for _ in range(count):
+            self._free.release()
 
     async def wait_for_memory(self, gone: asyncio.Future[None], seconds: float) -> None:
         """Wait until an answer has ended, for at most ``seconds``.
@@ -160,7 +173,7 @@ class RunningAnswer:
         self.places, self.conversations = places, conversations
         self.request, self.gone = request, gone
         self._completed: CompletedAnswer | None = None
-        self._pieces: deque[str | CompletedAnswer] = deque()
+        self._pieces: deque[Piece | CompletedAnswer] = deque()
         self._changed: asyncio.Future[None] | None = None
         """Done where there are pieces, the thread has ended or the answer is to end."""
         self._steps = conversations.answer_steps(request)
@@ -209,8 +222,8 @@ class RunningAnswer:
                     if not await run_sync(self.conversations.give_way):
                         await self.places.wait_for_memory(self.gone, left)
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """Yield text, all that waits in one piece, then set ``completed``.
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield text and tool calls, all that waits of each in one piece, then set ``completed``.
 
         Raises:
             Refusal: the answer ends here; the message says why.
@@ -284,10 +297,10 @@ class RunningAnswer:
                 self._add(step)
         return None
 
-    def _add(self, piece: str | CompletedAnswer) -> None:
-        if isinstance(piece, str):
-            if not piece:
-                return
+    def _add(self, piece: Piece | CompletedAnswer) -> None:
+        if not piece:
+            return
+        if not isinstance(piece, CompletedAnswer):
             self._times.note()
         self._pieces.append(piece)
 
@@ -333,66 +346,14 @@ class RunningAnswer:
         await asyncio.gather(thread, return_exceptions=True)
 
 
-def joined(pieces: deque[str | CompletedAnswer]) -> Iterator[str | CompletedAnswer]:
-    """Take out pieces, those joined that follow each other in the reasoning or in the text."""
+def joined(pieces: deque[Piece | CompletedAnswer]) -> Iterator[Piece | CompletedAnswer]:
+    """Take out pieces, those joined that follow each other in the reasoning, in the text or in a
+    tool call."""
     taken = [pieces.popleft() for _ in range(len(pieces))]
     for kind, group in groupby(taken, type):
         if issubclass(kind, str):
             yield kind("".join(cast("Iterator[str]", group)))
+        elif issubclass(kind, ToolCallDelta):
+            yield from merged(cast("Iterator[ToolCallDelta]", group))
         else:
             yield from group
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of an answer; the answer ends with them, even if they never begin.
-
-    Args:
-        answer: that has begun.
-        header: fields that all events share.
-        scope: of the request; its line in the access log tells how the stream ends.
-    """
-
-    def __init__(self, answer: RunningAnswer, header: dict[str, Any], scope: Scope) -> None:
-        note_refusal(scope, str(ClientGone()))  # until it ends otherwise
-        headers, events = {"Cache-Control": "no-cache"}, _events(answer, header, scope)
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, then end the answer."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.end()
-
-
-async def _events(
-    answer: RunningAnswer, header: dict[str, Any], scope: Scope
-) -> AsyncIterator[str]:
-    try:
-        yield _event(chunk(header, {"role": "assistant", "content": ""}))
-        text = _event(chunk(header, {"content": _TEXT})).split(_JSON.encode(_TEXT))
-        reasoning = _event(chunk(header, {"reasoning_content": _TEXT})).split(_JSON.encode(_TEXT))
-        async for piece in answer.pieces():
-            if (logprobs := answer.take_logprobs()) is not None:
-                kind = "reasoning_content" if isinstance(piece, Reasoning) else "content"
-                yield _event(chunk(header, {kind: piece}, logprobs=logprobs))
-                continue
-            parts = reasoning if isinstance(piece, Reasoning) else text
-            yield _JSON.encode(piece).join(parts)
-        note_answer(scope, answer.completed)
-        reason = answer.completed.answer.finish_reason
-        yield _event(chunk(header, {}, reason, answer.take_logprobs()))
-        if answer.request.usage:
-            yield _event(chunk(header, None, usage=answer.completed.usage))
-        await asyncio.shield(answer.end())
-        yield "data: [DONE]\n\n"
-    except Refusal as error:
-        # The status is sent already: the answer has begun.
-        note_refusal(scope, str(error))
-        answer.places.metrics.requests.labels(str(error.status)).inc()
-        yield _event(error.body)
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {_JSON.encode(data)}\n\n"

@@ -7,14 +7,13 @@ import hmac
 import math
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter, time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import uvicorn
 from anyio import CapacityLimiter
@@ -27,23 +26,28 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from oscar_mm import __version__
 from oscar_mm.apps.connections import Connection, ConnectionBounds
 from oscar_mm.apps.guard import Guard, OneLength
 from oscar_mm.apps.serve.access_log import AccessLog, note_answer, note_refusal
+from oscar_mm.apps.serve.answer_set import AnswerSet
+from oscar_mm.apps.serve.chat_writer import ChatWriter
 from oscar_mm.apps.serve.conversations import Conversations
+from oscar_mm.apps.serve.event_stream import AnswerFormat, EventStream
+from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
 from oscar_mm.apps.serve.metrics import Metrics
-from oscar_mm.apps.serve.protocol import Request, read_request
-from oscar_mm.apps.serve.responses import (
+from oscar_mm.apps.serve.protocol import Body, FieldError, Request, checked, parsed, read_request
+from oscar_mm.apps.serve.refusals import (
     ClientGone,
     Refusal,
-    answer_header,
     as_refusals,
     busy,
-    completion,
     error_body,
     model_card,
 )
-from oscar_mm.apps.serve.running_answer import EventStream, Places, RunningAnswer
+from oscar_mm.apps.serve.response_writer import ResponseWriter
+from oscar_mm.apps.serve.responses_body import ResponsesBody, renamed, unknown_response
+from oscar_mm.apps.serve.running_answer import Places
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -108,6 +112,7 @@ class Service:
     Attributes:
         hurry: ends the grace time of answers when it is set.
         places: of running answers.
+        responses: that later requests may continue.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class Service:
         self.limits, self.name = limits, name
         self.hurry = asyncio.Event()
         self.places = Places(limits.running, limits.waiting, metrics)
+        self.responses = KeptResponses()
         self._body_bytes = 0
         self._readers = CapacityLimiter(_READERS)
 
@@ -160,36 +166,75 @@ class Service:
             message = f"The model `{name[:200]}` does not exist."
             raise Refusal(404, message, code="model_not_found", field="model")
 
-    async def answer(self, http: HttpRequest, header: dict[str, Any]) -> Response:
+    async def complete(self, http: HttpRequest) -> Response:
+        """Answer a chat-completions request."""
+
+        def read(data: bytes) -> tuple[Body, AnswerFormat]:
+            body = parsed(Body, data)
+            usage = bool(body.stream_options and body.stream_options.include_usage)
+            return body, ChatWriter(self.name, usage=usage)
+
+        return await self._answer(http, read)
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """Answer a request of the Responses API."""
+
+        def read(data: bytes) -> tuple[Body, AnswerFormat]:
+            asked = parsed(ResponsesBody, data)
+            past, size = self._past(asked.previous_response_id)
+            fields = asked.chat_body(past)
+            places[:] = asked.places(len(past))
+            said = fields["messages"][bool(asked.instructions) :]
+
+            def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
+                self.responses.add(KeptResponse(response, [*said, answer], size + len(data)))
+
+            kept = None if asked.store is False else keep
+            return checked(fields), ResponseWriter(asked, self.name, kept)
+
+        places: list[str] = []
+        try:
+            return await self._answer(http, read)
+        except Refusal as refusal:
+            raise renamed(refusal, places) from None
+
+    def _past(self, previous: str | None) -> tuple[Sequence[dict[str, Any]], int]:
+        """Messages up to a response, and the bytes of their requests."""
+        if previous is None:
+            return (), 0
+        if (kept := self.responses.get(previous)) is None:
+            raise unknown_response(previous, "previous_response_id")
+        return kept.messages, kept.size
+
+    async def _answer(
+        self, http: HttpRequest, read: Callable[[bytes], tuple[Body, AnswerFormat]]
+    ) -> Response:
         """Read a request, wait for a place, then answer at once or piece by piece."""
         arrival = perf_counter()
         with self._room_for_body() as add:
-            request = await self._request(await self._body(http, add))
+            request, written = await self._request(await self._body(http, add), read)
             gone = asyncio.ensure_future(_disconnect(http))
             try:
-                await self.places.take(gone)
+                await self.places.take(gone, request.n)
             except BaseException:
                 gone.cancel()
                 raise
-        answer = RunningAnswer(self.places, self.conversations, request, gone, arrival)
+        answers = AnswerSet(self.places, self.conversations, request, gone, arrival)
         try:
-            await answer.begin(self.limits.room_s)
+            await answers.begin(self.limits.room_s)
             if request.stream:
                 # A streaming response itself notices that its client has left.
-                answer.gone = asyncio.get_running_loop().create_future()
-                return EventStream(answer, header, http.scope)
-            async for _ in answer.pieces():
-                pass
+                answers.outlive_client()
+                return EventStream(answers, written, http.scope)
+            await answers.complete()
         except BaseException:
-            answer.end()
+            answers.end()
             raise
         finally:
             gone.cancel()
-        await asyncio.shield(answer.end())
-        completed = answer.completed
-        note_answer(http.scope, completed)
-        logprobs = answer.take_logprobs()
-        return JSONResponse(completion(header, completed.answer, completed.usage, logprobs))
+        await asyncio.shield(answers.end())
+        note_answer(http.scope, answers.usage)
+        return JSONResponse(written.whole(answers.complete_choices(), answers.usage))
 
     async def stop(self) -> None:
         """Take no more requests, and cut running answers short after their grace time."""
@@ -257,17 +302,25 @@ class Service:
         finally:
             reading.cancel()
 
-    async def _request(self, body: bytes) -> Request:
+    async def _request(
+        self, data: bytes, read: Callable[[bytes], tuple[Body, AnswerFormat]]
+    ) -> tuple[Request, AnswerFormat]:
         """Parse and check a request."""
         with as_refusals():
-            request = await run_sync(self._parse, body, limiter=self._readers)
+            request, written = await run_sync(self._parse, data, read, limiter=self._readers)
         self.check_model(request.model)
-        return request
+        return request, written
 
-    def _parse(self, body: bytes) -> Request:
+    def _parse(
+        self, data: bytes, read: Callable[[bytes], tuple[Body, AnswerFormat]]
+    ) -> tuple[Request, AnswerFormat]:
         pipe = self.conversations.pipe
         remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
+        body, written = read(data)
         request = read_request(body, pipe.limits, remote_bytes)
+        parallel = body.parallel_tool_calls is not False
+        offer = pipe.offer(body.tools, body.tool_choice, parallel=parallel)
+        request = replace(request, tools=offer)
         texts = [
             (message.place, text)
             for message in request.messages()
@@ -277,9 +330,11 @@ class Service:
         for place, text in texts:
             pipe.check_text(place, text, may_be_empty=True)
         self._bound_answer(request.sampling)
+        if request.n > self.limits.running:
+            raise FieldError(f"must be at most {self.limits.running} on this server", "n")
         # A grammar takes its time to compile: that comes when the request has its place.
         pipe.sampling(request.sampling | {"grammar": None}, ())
-        return request
+        return request, written
 
     def _bound_answer(self, sampling: dict[str, Any]) -> None:
         """Set the longest answer; the conversation lowers it to what it has memory for."""
@@ -348,7 +403,30 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
     @app.post("/v1/chat/completions")
     async def complete(request: HttpRequest) -> Response:
         service.authorize(request)
-        return await service.answer(request, answer_header(uuid4().hex, name))
+        return await service.complete(request)
+
+    @app.post("/v1/responses")
+    async def respond(request: HttpRequest) -> Response:
+        service.authorize(request)
+        return await service.respond(request)
+
+    @app.get("/v1/responses/{response}")
+    async def kept(request: HttpRequest, response: str) -> dict[str, Any]:
+        service.authorize(request)
+        if (found := service.responses.get(response)) is None:
+            raise unknown_response(response)
+        return found.body
+
+    @app.delete("/v1/responses/{response}")
+    async def forget(request: HttpRequest, response: str) -> dict[str, Any]:
+        service.authorize(request)
+        if not service.responses.remove(response):
+            raise unknown_response(response)
+        return {"id": response, "object": "response", "deleted": True}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
+from oscar_mm.tool_parsers.offer import ToolOffer
+from oscar_mm.tool_parsers.parser import Piece
 
 _ARGUMENTS = ("prompt", "images", "videos", "audio", "parts", "use_audio_in_video")
 
@@ -61,6 +63,7 @@ class Chat:
         system: system prompt.
         conversation: to go on from; by default a new one.
         cache_salt: as of ``pipe.chat``.
+        tools: that the model may call; the first turn names them.
     """
 
     def __init__(
@@ -69,8 +72,9 @@ class Chat:
         system: str | None = None,
         conversation: Conversation | None = None,
         cache_salt: str = "",
+        tools: ToolOffer | None = None,
     ) -> None:
-        self.pipe, self.system, self.cache_salt = pipe, system, cache_salt
+        self.pipe, self.system, self.cache_salt, self.tools = pipe, system, cache_salt, tools
         self._spillable = SpillableConversation(
             pipe, conversation or Conversation.empty(self._new_cache())
         )
@@ -111,7 +115,8 @@ class Chat:
         media = images, videos, audio
         question = question_from(prompt, media, parts, sound=use_audio_in_video)
         with self._calls:
-            return self._stream([question], sampling, keep_part=False).complete()
+            how = {"keep_part": False, "tools": self.tools}
+            return self._stream([question], sampling, **how).complete()
 
     def stream(
         self,
@@ -124,6 +129,7 @@ class Chat:
         messages: Sequence[Message] | None = None,
         use_audio_in_video: bool = False,
         cut_to_fit: bool = False,
+        tools: ToolOffer | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AnswerStream:
         """Ask the next question; an iterator of pieces of text with the answer as ``result``.
@@ -135,6 +141,7 @@ class Chat:
             messages: all messages since the last answer instead, of which a user's is the last.
             cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory have; else a
                 turn is refused whose longest answer does not fit.
+            tools: those of the chat with another choice of what must be called, for this turn.
 
         Raises:
             InputError: as of ``ask``.
@@ -143,7 +150,8 @@ class Chat:
             media = images, videos, audio
             messages = [question_from(prompt, media, parts, sound=use_audio_in_video)]
         with self._calls:
-            return self._stream(messages, sampling, keep_part=True, cut_to_fit=cut_to_fit)
+            how = {"keep_part": True, "cut_to_fit": cut_to_fit}
+            return self._stream(messages, sampling, tools=tools or self.tools, **how)
 
     def tell(
         self, prompt: str, answer: str, images: Any = None, videos: Any = None, audio: Any = None
@@ -197,7 +205,9 @@ class Chat:
 
         def prepare(then: Conversation) -> Prompt:
             nonlocal after
-            prompt, after = history_prompt(pipe, then, turns, self.system, shown, ids)
+            prompt, after = history_prompt(
+                *(pipe, then, turns, self.system, shown, ids), self.tools
+            )
             return prompt
 
         with self._calls:
@@ -321,7 +331,7 @@ class Chat:
             conversation = Conversation(
                 now.cache.fork(), now.token_ids, now.next_position, now.pending, now.turns
             )
-            return Chat(self.pipe, self.system, conversation, self.cache_salt)
+            return Chat(self.pipe, self.system, conversation, self.cache_salt, self.tools)
 
     def save(self, path: str | Path) -> None:
         """Write the chat to one safetensors file, for ``pipe.load_chat``; others answer meanwhile.
@@ -415,6 +425,7 @@ class Chat:
         options: SamplingOptions,
         *,
         keep_part: bool,
+        tools: ToolOffer | None,
         cut_to_fit: bool = False,
     ) -> AnswerStream:
         start = time.perf_counter()
@@ -423,13 +434,13 @@ class Chat:
         if self._running is not None:
             with self._calls, pipe.lock.briefly():
                 self._end_stream()
-        sampling = pipe.sampling(options, _ARGUMENTS)
+        sampling = pipe.sampling(pipe.family.with_forced_calls(options, tools), _ARGUMENTS)
         most = 1 if cut_to_fit else sampling.max_new_tokens
         decoding = ExitStack()
 
         def prepare(then: Conversation) -> Prompt:
             turn = with_system(None if then.turns else self.system, messages)
-            prompt = next_prompt(pipe, then, turn, shown, most)
+            prompt = next_prompt(pipe, then, turn, shown, most, tools)
             decoding.close()
             return replace(prompt, salt=self.cache_salt)
 
@@ -440,7 +451,7 @@ class Chat:
                     most = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
                     sampling = replace(sampling, max_new_tokens=most)
                 question = messages[-1].text
-                pieces = self._answer(question, prompt, sampling, start, keep_part)
+                pieces = self._answer(question, prompt, sampling, start, tools, keep_part)
                 self._running = weakref.ref(pieces)
                 return AnswerStream(pieces)
 
@@ -460,8 +471,14 @@ class Chat:
         return reader.reading(media_of(messages), fits=fits, cancelled=lambda: self._cancelled)
 
     def _answer(
-        self, question: str, prompt: Prompt, sampling: Sampling, start: float, keep_part: bool
-    ) -> Generator[str | Answer, None, None]:
+        self,
+        question: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        start: float,
+        tools: ToolOffer | None,
+        keep_part: bool,
+    ) -> Generator[Piece | Answer, None, None]:
         """Pieces of the answer, then the answer; the turn counts from then on."""
 
         def after(finish_reason: str) -> Conversation:
@@ -476,6 +493,7 @@ class Chat:
                 *(self.pipe.engine, prompt.to(self.pipe.family.device), cache, sampling, start),
                 history=before.token_ids,
                 keeps_cache=True,
+                tools=tools,
             )
             # Within the lock: from here on the chat stays where it is.
             self._spillable.answering = generation

@@ -27,6 +27,7 @@ from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.policy import KVPolicy
 from oscar_mm.threads import FairLock
+from oscar_mm.tool_parsers.offer import ToolOffer
 
 _LABEL = 40
 """Characters of a prompt that name its segment."""
@@ -312,6 +313,7 @@ def next_prompt(
     messages: Sequence[Message],
     shown: Media,
     max_new_tokens: int,
+    tools: ToolOffer | None = None,
 ) -> Prompt:
     """What the model reads next, on the CPU: the first turn, or what is new of a later one.
 
@@ -321,6 +323,7 @@ def next_prompt(
         messages: of the turn, checked; of a first one the system prompt too.
         shown: media of the turn.
         max_new_tokens: of the answer.
+        tools: that the model may call; a later turn has those of the first.
 
     Raises:
         InputError: media that the model does not read, or positions beyond the model's.
@@ -329,7 +332,7 @@ def next_prompt(
     # Media that were forgotten keep their numbers.
     earlier = [span.modality for turn in conversation.turns for span in turn.media]
     if not conversation.turns:
-        prompt = family.prompt(messages, shown)
+        prompt = family.prompt(messages, shown, tools)
     else:
         config = family.model.config
         prompt = family.continuation(

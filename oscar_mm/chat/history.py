@@ -13,6 +13,7 @@ from oscar_mm.generation.answer import ThinkTokens
 from oscar_mm.generation.message import Message, media_of, with_system
 from oscar_mm.generation.prompt import Prompt, beginning, text_after
 from oscar_mm.media.media import Media
+from oscar_mm.tool_parsers.offer import ToolOffer
 
 _TOGETHER, _TEMPLATE = 1 << 13, 32
 """Most characters of past turns that are read in one pass, which is some 2,000 to 4,000 tokens, and
@@ -62,6 +63,7 @@ def history_prompt(
     system: str | None,
     shown: Sequence[Media],
     answers: Sequence[list[int]],
+    tools: ToolOffer | None = None,
 ) -> tuple[Prompt, Conversation]:
     """What the model reads of turns that took place elsewhere, and the conversation with them.
 
@@ -74,6 +76,7 @@ def history_prompt(
         system: system prompt of a first turn, checked.
         shown: media of each turn.
         answers: token ids of each answer.
+        tools: that the model may call.
 
     Raises:
         InputError: as of ``next_prompt``.
@@ -81,7 +84,7 @@ def history_prompt(
     family, prompts = engine.family, list[Prompt]()
     for turn, media, ids in zip(turns, shown, answers, strict=True):
         messages = with_system(None if conversation.turns else system, turn.messages)
-        opened = next_prompt(engine, conversation, messages, media, len(ids))
+        opened = next_prompt(engine, conversation, messages, media, len(ids), tools)
         question = without_reasoning(opened, family.think_tokens)
         prompts.append(with_answer(question, ids))
         answer = turn.messages[-1].text, turn.answer.written, ids, "stop", len(ids)

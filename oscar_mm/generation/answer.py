@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.tool_parsers.calls import ToolCall
+from oscar_mm.tool_parsers.marks import MarkDecoder, special_marks
+from oscar_mm.tool_parsers.offer import ToolOffer
+from oscar_mm.tool_parsers.parser import Piece
 
 if TYPE_CHECKING:
     import torch
@@ -50,11 +54,14 @@ class Answer:
         token_ids: its tokens, those of the reasoning included, without the end token.
         memory: bytes of the KV cache at the end.
         timings: seconds of its parts.
-        finish_reason: "stop" (end token or stop text) or "length" (max_new_tokens).
+        finish_reason: "stop" (end token or stop text), "tool_calls" (there are some, and the answer
+            is complete) or "length" (max_new_tokens).
         prompt_tokens: tokens of the prompt, media included.
         speech: (samples,) float32, mono, the spoken answer; None without ``speak``.
         sample_rate: samples per second of ``speech``.
+        tool_calls: calls of tools that were offered, which are not in ``text``.
         reasoning: what a thinking model wrote before the answer; None where it did not think.
+        reasoning_tokens: of ``token_ids``, those before the text.
         cached_tokens: tokens of the prompt that the prefix cache held.
         logprobs: of each of ``token_ids``; None without ``logprobs``.
     """
@@ -67,7 +74,9 @@ class Answer:
     prompt_tokens: int
     speech: np.ndarray | None = field(default=None, compare=False)
     sample_rate: int | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
+    reasoning_tokens: int = 0
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
 
@@ -79,10 +88,11 @@ class Answer:
 class AnswerStream:
     """Iterator over the pieces of an answer; ``result`` is the answer when they are exhausted.
 
-    A thinking model's reasoning is passed over; ``with_reasoning`` gives its pieces too.
+    A thinking model's reasoning is passed over; ``with_reasoning`` gives its pieces too, and
+    ``pieces`` those of tool calls besides.
     """
 
-    def __init__(self, pieces: Generator[str | Answer, None, None]) -> None:
+    def __init__(self, pieces: Generator[Piece | Answer, None, None]) -> None:
         self._pieces = pieces
         self._result: Answer | None = None
 
@@ -98,7 +108,13 @@ class AnswerStream:
         raise StopIteration
 
     def with_reasoning(self) -> Iterator[str]:
-        """The pieces that are left, none empty; pieces of the reasoning are ``Reasoning``."""
+        """The pieces of text that are left, none empty; of the reasoning they are ``Reasoning``."""
+        for piece in self.pieces():
+            if isinstance(piece, str):
+                yield piece
+
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces that are left, none empty; those of tool calls are ``ToolCallDelta``."""
         for piece in self._pieces:
             if isinstance(piece, Answer):
                 self._result = piece
@@ -133,6 +149,7 @@ class AnswerWriter:
         start: ``time.perf_counter()`` when the request came.
         thinks: the tokens between which the model reasons; None if it has none.
         prompt: (tokens,) ids of the prompt, which may begin the reasoning.
+        tools: that are offered; the text after the reasoning may hold calls of them.
 
     Attributes:
         token_ids: the tokens so far.
@@ -145,7 +162,11 @@ class AnswerWriter:
         start: float,
         thinks: ThinkTokens | None = None,
         prompt: torch.Tensor | None = None,
+        tools: ToolOffer | None = None,
     ) -> None:
+        self._calls = None if tools is None else tools.parser()
+        if tools is not None and (marks := special_marks(tokenizer, tools.tool_format)):
+            tokenizer = cast("PreTrainedTokenizerBase", MarkDecoder(tokenizer, marks))
         self._tokenizer, self._sampling, self._start = tokenizer, sampling, start
         self._thinks, self._breaks = thinks, ""
         self._stop = cast(tuple[str, ...], sampling.stop)  # Sampling makes a tuple of it
@@ -163,12 +184,13 @@ class AnswerWriter:
     @property
     def text(self) -> str:
         """The text that was given out so far."""
-        return self._text.text
+        return self._text.text if self._calls is None else self._calls.text
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text has occurred, after which nothing more is to be pushed."""
-        return self._text.stopped
+        """Whether a stop text or the last of the tool calls has occurred, after which nothing more
+        is to be pushed."""
+        return self._text.stopped or (self._calls is not None and self._calls.complete)
 
     @property
     def reasoning_span(self) -> ReasoningSpan | None:
@@ -178,8 +200,23 @@ class AnswerWriter:
         tokens = len(self.token_ids) - len(self._text.token_ids)
         return ReasoningSpan(self._reasoning.text.rstrip("\n"), self._opened, tokens)
 
-    def push(self, token: int) -> str:
-        """Take a token; the text that is now certain, perhaps empty, as ``Reasoning`` if it is."""
+    def push(self, token: int) -> list[Piece]:
+        """Take a token; at least one piece of what is now certain, perhaps empty, the reasoning's
+        as ``Reasoning``."""
+        return self._with_calls(self._push(token)) or [""]
+
+    def finish(self) -> list[Piece]:
+        """The end of the text, which waited for more tokens."""
+        pieces = self._with_calls(self._finish())
+        return pieces if self._calls is None else pieces + self._calls.finish()
+
+    def _with_calls(self, text: str) -> list[Piece]:
+        """A piece of text as text and tool calls."""
+        if self._calls is None or isinstance(text, Reasoning):
+            return [text]
+        return self._calls.feed(text)
+
+    def _push(self, token: int) -> str:
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self.token_ids.append(token)
@@ -193,8 +230,7 @@ class AnswerWriter:
             return ""  # Line breaks between reasoning and text belong to neither.
         return self._text.push(token, may_stop=len(self.token_ids) > self._sampling.min_tokens)
 
-    def finish(self) -> str:
-        """The end of the text, which waited for more tokens."""
+    def _finish(self) -> str:
         if self._reasons is not None:
             return self._without_last_breaks(self._reasons.finish())
         return self._text.finish()
@@ -210,8 +246,9 @@ class AnswerWriter:
             or self._sampling.includes(self.token_ids[-1])
         )
         span = self.reasoning_span
+        calls = () if self._calls is None else self._calls.calls
         return Answer(
-            text=self._text.text,
+            text=self.text,
             token_ids=self.token_ids,
             memory=memory,
             timings=Timings(
@@ -219,9 +256,11 @@ class AnswerWriter:
                 decode_s=decode_s,
                 tokens_per_s=(count - 1) / decode_s if decode_s else 0.0,
             ),
-            finish_reason="stop" if ended else "length",
+            finish_reason=("tool_calls" if calls else "stop") if ended else "length",
             prompt_tokens=prompt_tokens,
+            tool_calls=calls,
             reasoning=None if span is None else span.text,
+            reasoning_tokens=0 if span is None else span.tokens,
             cached_tokens=cached_tokens,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import ThinkTokens
+from oscar_mm.generation.grammar import Grammar
 from oscar_mm.generation.message import Message, user_message
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.media import Media, Medium
@@ -26,6 +27,10 @@ from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.modules import computing_device
 from oscar_mm.moe_switch import choose_experts
 from oscar_mm.threads import begun
+from oscar_mm.tool_parsers.marks import special_marks
+from oscar_mm.tool_parsers.offer import ToolOffer, read_offer
+from oscar_mm.tool_parsers.parser import ToolFormat
+from oscar_mm.tool_parsers.registry import format_of
 
 _MARKUP = re.compile(r"<.+>|\[.+\]")
 _QUESTION, _ANSWER = "oscar-question", "oscar-answer"
@@ -128,14 +133,14 @@ class Family(ABC):
                 )
 
     def prompt(
-        self, messages: Sequence[Message], media: Media, tools: Sequence[Any] = ()
+        self, messages: Sequence[Message], media: Media, tools: ToolOffer | None = None
     ) -> Prompt:
         """A conversation from its beginning: template, processor, positions.
 
         Args:
             messages: of one or several turns.
             media: those of all messages, each kind in the order of the conversation.
-            tools: that the model may call, as chat templates take them.
+            tools: that the model may call.
 
         Returns:
             All on the CPU. Positions are (1, tokens), for multimodal RoPE (4, 1, tokens): text,
@@ -267,6 +272,42 @@ class Family(ABC):
         return ThinkTokens.of(self.processor.tokenizer)
 
     @cached_property
+    def tool_format(self) -> type[ToolFormat] | None:
+        """The format in which the chat template has the model call tools; None if it has none."""
+        template = self.processor.chat_template
+        return format_of(template if isinstance(template, str) else " ".join(template.values()))
+
+    def offer(
+        self, tools: Sequence[Any] | None, choice: Any = None, *, parallel: bool = True
+    ) -> ToolOffer | None:
+        """Check the tools of a request; arguments as of ``read_offer``.
+
+        Raises:
+            InputError: a tool or the choice is wrong, or holds a control token.
+        """
+        offer = read_offer(tools, choice, parallel, self.tool_format)
+        for place, tool in enumerate(() if offer is None else offer.tools):
+            for text in tool.texts():
+                self.refuse_control_tokens(f"tools[{place}]", text)
+        return offer
+
+    def with_forced_calls(self, options: Mapping[str, Any], offer: ToolOffer | None) -> Any:
+        """Options of the sampling, with a grammar where the answer must call tools.
+
+        Raises:
+            InputError: the answer must match something else, or the format of calls cannot write
+                the parameters of a tool.
+        """
+        if offer is None:
+            return options
+        grammar = offer.grammar(special_marks(self.processor.tokenizer, offer.tool_format))
+        if grammar is None:
+            return options
+        if (other := options.get("grammar")) is not None:
+            raise InputError(f"tool_choice: cannot be had together with {other.name}")
+        return {**options, "grammar": Grammar.cfg(grammar, "tool_choice")}
+
+    @cached_property
     def thinks(self) -> bool:
         """Whether answers begin with reasoning by the chat template."""
         if self.think_tokens is None:
@@ -355,24 +396,26 @@ class Family(ABC):
                 return text[text.index(_ANSWER) :]
         raise InputError("the chat template of this checkpoint leaves out answers")
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> str:
+    def render(self, messages: Sequence[Message], *, tools: ToolOffer | None = None) -> str:
         """The conversation as the chat template writes it, up to where an answer begins.
 
         Args:
             messages: texts and media in their order.
-            tools: that the model may call, as chat templates take them.
+            tools: that the model may call.
 
         Raises:
             InputError: a medium that the family does not read, or a conversation that the template
                 refuses.
         """
-        return self._render(self._listed(messages), tools=list(tools) or None)
+        offered = {} if tools is None else {"tools": tools.for_template()}
+        return self._render(self._listed(messages), **offered)
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         options = {"tokenize": False, "add_generation_prompt": True} | options
         try:
             return self.processor.apply_chat_template(list(messages), **options)
-        except TemplateError as error:
+        # Templates take apart what clients send: schemas, arguments of calls.
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InputError(
                 f"the chat template of this checkpoint refuses the conversation: {error}"
             ) from error

@@ -18,6 +18,8 @@ from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, token_sequences
 from oscar_mm.threads import FairLock
+from oscar_mm.tool_parsers.offer import ToolOffer
+from oscar_mm.tool_parsers.parser import Piece
 
 
 class AnsweringEngine(Protocol):
@@ -47,7 +49,7 @@ _INTERRUPTED = "a thread that made a step for several answers was interrupted in
 
 
 class Generation(DecodeRow):
-    """One answer while it is written: an iterator of pieces of text, some empty.
+    """One answer while it is written: an iterator of its pieces, some empty.
 
     Iterate over it, which puts it into the engine's queue; or ``Engine.submit`` it, and
     ``complete`` it once it has ended. Pieces wait until they are taken; the answer goes on
@@ -64,6 +66,7 @@ class Generation(DecodeRow):
         history: (1, tokens) ids of what the cache holds, for the repetition penalty.
         keeps_cache: leave the cache as it is when the answer has ended; else its pages are given
             up then, whether the pieces were taken or not.
+        tools: that are offered to the model.
 
     Attributes:
         cache: the cache that is written, as above.
@@ -82,6 +85,7 @@ class Generation(DecodeRow):
         history: torch.Tensor | None = None,
         *,
         keeps_cache: bool = False,
+        tools: ToolOffer | None = None,
     ) -> None:
         ids = prompt.inputs["input_ids"][0].cpu()
         seen = ids if history is None else torch.cat([history[0].cpu(), ids])
@@ -91,7 +95,7 @@ class Generation(DecodeRow):
         until = thinks.closing if thinks is not None and thinks.opened(ids) else None
         super().__init__(sampling, seen, position, family.end_tokens(), bad_words, until)
         self.engine, self.prompt, self.cache, self.sampling = engine, prompt, cache, sampling
-        self.written = AnswerWriter(tokenizer, sampling, start, thinks, ids)
+        self.written = AnswerWriter(tokenizer, sampling, start, thinks, ids, tools)
         self.has_past = cache.get_seq_length() > 0
         self.prompt_tokens = prompt.tokens
         self.unread = prompt
@@ -103,7 +107,7 @@ class Generation(DecodeRow):
         self.room: object | None = None
         """Reserved for the answer while this is referenced."""
         self.cancelled = False
-        self._pieces: deque[str] = deque()
+        self._pieces: deque[Piece] = deque()
         self._keeps_cache = keeps_cache
         self._memory: MemoryReport | None = None
 
@@ -117,7 +121,7 @@ class Generation(DecodeRow):
         """Tokens of the prompt and of the longest answer."""
         return self.prompt.tokens + self.sampling.max_new_tokens
 
-    def take_pieces(self) -> list[str]:
+    def take_pieces(self) -> list[Piece]:
         """The pieces that wait, perhaps empty, which the iterator passes over then. From the one
         thread that asks for pieces."""
         return [self._pieces.popleft() for _ in range(len(self._pieces))]
@@ -126,7 +130,7 @@ class Generation(DecodeRow):
         """Give out the text of a token that was chosen. Other threads see that the answer has ended
         once its last piece is there."""
         try:
-            self._pieces.append(self.written.push(token))
+            self._pieces += self.written.push(token)
         except Exception as error:  # Whatever a tokenizer raises is this answer's own.
             self.fail(error)
         if self.written.stopped:
@@ -137,7 +141,7 @@ class Generation(DecodeRow):
         which may wait for another answer."""
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Piece]:
         """Submit the answer; the model runs as pieces are taken."""
         self.engine.submit(self)
         try:
@@ -148,7 +152,7 @@ class Generation(DecodeRow):
                 while self._pieces:
                     yield self._pieces.popleft()
             self._raise_error()
-            yield self.written.finish()
+            yield from self.written.finish()
         finally:
             self.cancel()
 

@@ -261,9 +261,10 @@ def _source(grammar: Grammar) -> str:
 
     try:
         if grammar.kind == "json":
-            options = {"whitespace_pattern": _WHITESPACE, "lenient": False}
+            options: Any = {"whitespace_pattern": _WHITESPACE, "lenient": False}
             return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
-        return grammar_from(grammar.kind, grammar.text)
+        kind: Any = grammar.kind
+        return grammar_from(kind, grammar.text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{grammar.name}: cannot be served ({_in_one_line(str(error))})") from None
 

@@ -24,22 +24,34 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class AskedLogprobs:
+    """Which rows of a batch ask for log-probabilities.
+
+    Args:
+        tops: numbers of likeliest tokens that rows ask for, by row.
+        device: of the logits.
+    """
+
+    def __init__(self, tops: dict[int, int], device: torch.device) -> None:
+        self.tops = tops
+        self.rows = torch.tensor([*tops], dtype=torch.long, device=device)
+
+
 class StepLogprobs:
     """Log-probabilities of a step, on their way to the host.
 
     Args:
-        tops: numbers of likeliest tokens that rows ask for, by row.
+        rows: of the batch that ask for them.
         logits: (batch, vocabulary), which may be overwritten afterwards.
         tokens: (batch,) ids that were chosen.
     """
 
-    def __init__(self, tops: dict[int, int], logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        self._tops = tops
-        rows = torch.tensor([*tops], device=logits.device)
-        asked = logits[rows].float()
+    def __init__(self, rows: AskedLogprobs, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        self._tops = rows.tops
+        asked = logits[rows.rows].float()
         total = asked.logsumexp(-1, keepdim=True)
-        chosen = asked.gather(1, tokens[rows, None])
-        likeliest, ids = asked.topk(min(max(tops.values()), asked.shape[1]))
+        chosen = asked.gather(1, tokens[rows.rows, None])
+        likeliest, ids = asked.topk(min(max(rows.tops.values()), asked.shape[1]))
         found = torch.cat([chosen, likeliest], dim=1) - total
         self._ids = ids.to("cpu", non_blocking=True)
         self._logprobs = found.to("cpu", non_blocking=True)

@@ -82,7 +82,8 @@ class Message:
 def user_message(prompt: str, media: Iterable[MediaPart] = ()) -> Message:
     """A user's message that shows media and then asks; of media alone if the prompt is empty."""
     parts = tuple(media)
-    return Message("user", parts if parts and prompt == "" else (*parts, prompt))
+    alone = isinstance(prompt, str) and not prompt
+    return Message("user", parts if parts and alone else (*parts, prompt))
 
 
 def first_turn(

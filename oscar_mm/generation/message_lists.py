@@ -146,6 +146,8 @@ def conversation_from(
         InputError: as of ``messages_from``, or both a prompt and messages.
     """
     if messages is None:
+        if isinstance(prompt, str) and not prompt.strip():
+            raise InputError("prompt is empty: give some text")
         return first_turn(prompt, media_parts(*media, sound=sound), system)
     if prompt:
         raise InputError("give a prompt or messages, not both: the last message is the question")

@@ -23,7 +23,7 @@ from transformers import (
 from oscar_mm.errors import InputError, shown
 from oscar_mm.generation.grammar import Grammar, GrammarState
 from oscar_mm.generation.logit_edits import logit_edits
-from oscar_mm.generation.logprobs import StepLogprobs, TokenLogprob
+from oscar_mm.generation.logprobs import AskedLogprobs, StepLogprobs, TokenLogprob
 from oscar_mm.ranks import Ranks
 
 MAX_BIASES = 1024
@@ -456,11 +456,12 @@ class Choices:
         ]
         self._rows = torch.tensor([row for row, _ in changed], dtype=torch.long, device=device)
         self._chooser = Chooser([sampler for _, sampler in changed], device) if changed else None
-        self._tops = {
+        tops = {
             row: sampler.sampling.logprobs
             for row, sampler in enumerate(samplers)
             if sampler is not None and sampler.sampling.logprobs is not None
         }
+        self._asked = AskedLogprobs(tops, device) if tops else None
 
     def __call__(self, logits: torch.Tensor) -> NextTokens:
         """Next tokens from (batch, vocabulary) logits, which may be overwritten afterwards."""
@@ -472,7 +473,7 @@ class Choices:
         self._ranks.agree(told)
         if self._ranks.count > 1:
             tokens = told.clamp(min=0)
-        logprobs = StepLogprobs(self._tops, logits, tokens) if self._tops else None
+        logprobs = StepLogprobs(self._asked, logits, tokens) if self._asked else None
         sent = told.to("cpu", non_blocking=True)
         arrived = None
         if told.is_cuda:

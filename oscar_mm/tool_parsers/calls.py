@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from oscar_mm.tool_parsers.values import texts_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class ToolCall:
             arguments = parsed
         function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+    def texts(self) -> Iterator[str]:
+        """All texts that a chat template may write; escapes in the arguments are undone."""
+        yield self.arguments
+        yield from texts_of(self.for_template())
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oscar_mm.errors import InputError, shown
+from oscar_mm.tool_parsers.values import texts_of
 
 MAX_TOOLS = 1024
 """Most tools of a request."""
@@ -46,15 +47,9 @@ class ToolDefinition:
         return len(json.dumps(self.for_template(), ensure_ascii=False))
 
     def texts(self) -> Iterator[str]:
-        """All texts that a template may write; keys also between tags, as some templates do."""
-        yield self.name
-        yield self.description
-        for value, _ in _nodes(self.parameters):
-            if isinstance(value, str):
-                yield value
-            elif isinstance(value, Mapping):
-                for key in value:
-                    yield from (key, f"<{key}>", f"</{key}>")
+        """All texts that a chat template may write."""
+        yield from (self.name, self.description)
+        yield from texts_of(self.parameters)
 
 
 def read_definitions(tools: Sequence[Any]) -> tuple[ToolDefinition, ...]:

@@ -36,6 +36,7 @@ class Mistral(ToolFormat):
 
     name = "mistral"
     begins = (_BEGIN,)
+    inner = (_ID, _ARGUMENTS)
 
     @classmethod
     def written_by(cls, template: str) -> bool:

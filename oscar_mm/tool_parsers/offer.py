@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oscar_mm.errors import InputError, suggestion
-from oscar_mm.tool_parsers.definitions import ToolDefinition
+from oscar_mm.errors import InputError, shown, suggestion
+from oscar_mm.tool_parsers.definitions import ToolDefinition, read_definitions
 from oscar_mm.tool_parsers.parser import MAX_CALLS, ToolCallParser, ToolFormat
 
-NONE, AUTO, REQUIRED = "none", "auto", "required"
+_CHOICES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,66 @@ class ToolOffer:
         schemas = {tool.name: tool.parameters for tool in self.tools}
         return ToolCallParser(self.tool_format, schemas, self.most_calls)
 
-    def grammar(self, special_tokens: Mapping[str, int]) -> str | None:
+    def grammar(self, special_marks: Mapping[str, int]) -> str | None:
         """Lark grammar, as llguidance reads it, of an answer that must be calls; None if it need
         not.
 
         Args:
-            special_tokens: ids of the tokenizer's special tokens, which a grammar names by id.
+            special_marks: as ``marks.special_marks`` gives them.
+
+        Raises:
+            InputError: the format has no way to write the parameters of a tool.
         """
         if not self.required and self.named is None:
             return None
         tools = [tool for tool in self.tools if self.named in (None, tool.name)]
-        return self.tool_format.grammar(tools, self.most_calls > 1, special_tokens)
+        return self.tool_format.grammar(tools, self.most_calls > 1, special_marks)
+
+
+def read_offer(
+    tools: Sequence[Any] | None,
+    choice: Any,
+    parallel: bool,
+    tool_format: type[ToolFormat] | None,
+) -> ToolOffer | None:
+    """Check what a request offers.
+
+    Args:
+        tools: as ``read_definitions`` takes them.
+        choice: OpenAI's tool_choice: "none", "auto", "required", a function, or None.
+        parallel: whether an answer may hold several calls.
+        tool_format: of the model's chat template; None if it has none.
+
+    Returns:
+        None where no tools are given, or none may be called.
+
+    Raises:
+        InputError: names the argument, says what is wrong with it and what would be right.
+    """
+    definitions, named = read_definitions(() if tools is None else tools), _named(choice)
+    if choice == "none":
+        return None
+    if not definitions:
+        if named is not None or choice == "required":
+            raise InputError("tool_choice: there are no tools to choose from: give tools")
+        return None
+    if tool_format is None:
+        raise InputError(
+            "tools: the chat template of this checkpoint has no tools, or a format of calls that "
+            "is not known: leave them out"
+        )
+    return ToolOffer(definitions, tool_format, choice == "required", named, parallel)
+
+
+def _named(choice: Any) -> str | None:
+    """The name of the function that is chosen, if one is."""
+    if choice is None or (isinstance(choice, str) and choice in _CHOICES):
+        return None
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise InputError(
+            f'tool_choice: {shown(choice)} must be "none", "auto", "required" or '
+            '{"type": "function", "function": {"name": ...}}'
+        )
+    return name

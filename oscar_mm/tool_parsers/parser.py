@@ -23,13 +23,21 @@ class ToolFormat(ABC):
     """How a model writes tool calls.
 
     Attributes:
+        name: of the format.
         begins: marks with which calls begin.
         end: mark with which they end; "" if there is none.
+        inner: marks within them.
     """
 
     name: ClassVar[str]
     begins: ClassVar[tuple[str, ...]]
     end: ClassVar[str] = ""
+    inner: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def marks(cls) -> tuple[str, ...]:
+        """All marks, of which some are tokens of their own."""
+        return tuple(mark for mark in (*cls.begins, *cls.inner, cls.end) if mark)
 
     @classmethod
     @abstractmethod
@@ -133,6 +141,7 @@ class ToolCallParser:
         self._space: list[str] = []
         """White space that is text unless a call follows."""
         self._after_call = False
+        self._text: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self._reading = self._read()
 
@@ -140,6 +149,11 @@ class ToolCallParser:
     def complete(self) -> bool:
         """Whether all calls that are allowed have been written: the answer ends there."""
         return self._calls.full
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._text)
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
@@ -160,8 +174,9 @@ class ToolCallParser:
 
     def _advance(self) -> list[Piece]:
         next(self._reading, None)
-        pieces = list(_merged(self._calls.pieces))
+        pieces = list(merged(self._calls.pieces))
         self._calls.pieces.clear()
+        self._text += (piece for piece in pieces if isinstance(piece, str))
         self._deltas += (piece for piece in pieces if isinstance(piece, ToolCallDelta))
         return pieces
 
@@ -209,11 +224,12 @@ def parse(
 ) -> tuple[str, tuple[ToolCall, ...]]:
     """The text and the calls of a whole answer; text after ``limit`` calls is left out."""
     parser = ToolCallParser(tool_format, tools, limit)
-    pieces = parser.feed(text) + parser.finish()
-    return "".join(piece for piece in pieces if isinstance(piece, str)), parser.calls
+    parser.feed(text)
+    parser.finish()
+    return parser.text, parser.calls
 
 
-def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Join pieces that follow each other in the text or in one call."""
     for index, group in groupby(pieces, lambda one: None if isinstance(one, str) else one.index):
         if index is None:

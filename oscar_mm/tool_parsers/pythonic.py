@@ -43,6 +43,7 @@ class Pythonic(ToolFormat):
 
     name = "pythonic"
     begins = (*_TAGS, "[")
+    inner = tuple(_TAGS.values())
 
     @classmethod
     def written_by(cls, template: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from oscar_mm.tool_parsers.reader import MAX_NAME, Broken, Reader, Reading, Write
@@ -184,6 +184,21 @@ def normalized(text: str) -> str | None:
     except Broken:
         return None
     return None if reader.take(1) else "".join(pieces)
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """All texts within a value; keys also between tags, as some chat templates write them."""
+    open_values = [value]
+    while open_values:
+        one = open_values.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            for key in one:
+                yield from (key, f"<{key}>", f"</{key}>")
+            open_values += one.values()
+        elif isinstance(one, list | tuple):
+            open_values += one
 
 
 def _has_surrogates(text: str) -> bool:

@@ -77,8 +77,8 @@ def written(tokenizer, text: str, sampling: Sampling, start: float):
     writer, pieces = AnswerWriter(tokenizer, sampling, start), []
     for token in tokenizer(text)["input_ids"]:
         if not writer.stopped:
-            pieces.append(writer.push(token))
-    pieces.append(writer.finish())
+            pieces += writer.push(token)
+    pieces += writer.finish()
     answer = writer.answer(OscarCache("bf16").memory(), 7)
     assert "".join(pieces) == answer.text and answer.token_ids == writer.token_ids
     return answer

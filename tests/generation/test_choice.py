@@ -9,7 +9,7 @@ from oscar_mm.ranks import Ranks
 SEEN = torch.tensor([3, 8, 8])
 SAMPLINGS = (
     Sampling(temperature=0.8, top_p=0.9, top_k=40, seed=5),
-    Sampling(),
+    Sampling(logprobs=3),
     Sampling(repetition_penalty=2.0),
     Sampling(presence_penalty=1.0, frequency_penalty=0.3, logit_bias={7: 2.0, 9: -100}),
     Sampling(temperature=1.0, min_p=0.05, seed=6, bad_words=["x"], min_tokens=12),

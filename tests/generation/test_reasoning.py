@@ -41,8 +41,8 @@ def written(tokenizer, said: str, prompt: str = OPENED, **how) -> tuple[AnswerWr
     pieces = []
     for token in ids(tokenizer, said)[: how.get("max_new_tokens")].tolist():
         if not writer.stopped:
-            pieces.append(writer.push(token))
-    pieces.append(writer.finish())
+            pieces += writer.push(token)
+    pieces += writer.finish()
     return writer, pieces
 
 

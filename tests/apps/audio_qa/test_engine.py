@@ -90,9 +90,9 @@ def test_the_next_recording_is_decoded_meanwhile(worker, recordings, monkeypatch
     reader, read = worker._pipe.media_reader, []
     right = reader.read
 
-    def read_media(**media: Any) -> Any:
-        read.append((media["audio"][0], threading.get_ident()))
-        return right(**media)
+    def read_media(parts: Any, **how: Any) -> Any:
+        read.append((parts[0].source, threading.get_ident()))
+        return right(parts, **how)
 
     monkeypatch.setattr(reader, "read", read_media)
     rows = rows_of(recordings, questions(4, 1))

@@ -83,7 +83,7 @@ def test_refusals(omni, lines) -> None:
 def test_web_pages_and_failures(omni, lines, monkeypatch) -> None:
     with served(omni) as address:
         get(address, "/v1/models", Origin="http://evil.example")
-        monkeypatch.setattr(omni.family, "messages", lambda *_: 1 / 0)
+        monkeypatch.setattr(omni.family, "render", lambda *_, **__: 1 / 0)
         with pytest.raises(openai.InternalServerError):
             ask(client_of(address), user(SECRET))
         found = logged(lines, 2)

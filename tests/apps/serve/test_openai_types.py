@@ -134,7 +134,7 @@ def test_errors(address, path: str, body: Any, status: int) -> None:
 
 
 def test_errors_of_a_server_without_a_key(omni, monkeypatch) -> None:
-    monkeypatch.setattr(omni.family, "render", lambda *_: 1 / 0)
+    monkeypatch.setattr(omni.family, "render", lambda *_, **__: 1 / 0)
     with served(omni) as address:
         found = [asked(address), asked(address, stream=True)]
         foreign = {"Content-Type": "text/plain"}

@@ -1,65 +1,205 @@
-"""Refusals: what a client is told of errors, and what is left of them."""
+"""OpenAI's Responses API: bodies, events, tools, media, and conversations that go on."""
 
-import gc
-import weakref
+import json
+from collections.abc import Iterator
+from typing import Any
 
+import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
-from oscar_mm.apps.serve.responses import Refusal, as_refusals
-from oscar_mm.errors import Busy, InputError, NoRoom
+from oscar_mm import OscarVLPipeline
+from tests.apps.serve.conftest import encoded, image, png, served, text, user
+from tests.apps.serve.test_openai_types import sent
+from tests.generation.engine import counted
+from tests.thinking import ids_of, saying
+from tests.tool_template import TOOL_TEMPLATE
+
+FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": True}
+SAID = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"text": "the sign"}}\n</tool_call>'
+EVENT: Any = TypeAdapter(ResponseStreamEvent)
+SHOWN = {"type": "input_image", "image_url": f"data:image/png;base64,{encoded(png())}"}
 
 
-class Medium:
-    """Decoded media, in the frames of the functions that refuse them."""
+@pytest.fixture(scope="module")
+def pipe(qwen3_vl_folder) -> OscarVLPipeline:
+    pipe = OscarVLPipeline(qwen3_vl_folder, policy="compact", device="cpu", prefix_cache="1MB")
+    pipe.processor.chat_template = TOOL_TEMPLATE
+    return pipe
 
 
-def refuse(error: Exception, medium: Medium) -> None:
-    def decoded() -> Medium:
-        raise KeyError(repr(medium))
+@pytest.fixture(scope="module")
+def address(pipe) -> Iterator[str]:
+    with served(pipe) as address:
+        yield address
 
-    try:
-        decoded()
-    except KeyError:
-        raise error from None
+
+@pytest.fixture
+def client(address) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def respond(client: Any, given: Any, **options: Any) -> Any:
+    options = {"model": "tiny", "max_output_tokens": 6} | options
+    return client.responses.create(input=given, **options)
+
+
+def test_an_answer_is_that_of_the_other_protocol(client) -> None:
+    asked = [{"type": "input_text", "text": "What is it?"}, SHOWN]
+    response = respond(client, [{"role": "user", "content": asked}], instructions="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    expected = client.chat.completions.create(
+        model="tiny",
+        messages=[system, user(text("What is it?"), image(png()))],
+        max_tokens=6,
+    )
+    assert response.output_text == expected.choices[0].message.content
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens) == (expected.usage.prompt_tokens, 6)
+    assert usage.total_tokens == usage.input_tokens + 6
+    assert response.status == "incomplete" and response.instructions == "Be brief."
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_bodies_are_valid_for_openai(pipe, address) -> None:
+    body = {"input": "What is it?", "tools": [FIND], "max_output_tokens": 200}
+    with saying(pipe, ids_of(pipe, SAID)):
+        status, whole = sent(address, "/v1/responses", body)
+        _, stream = sent(address, "/v1/responses", body | {"stream": True})
+    response = Response.model_validate_json(whole, strict=True)
+    assert status == 200 and response.status == "completed"
+    assert [item.type for item in response.output] == ["message", "function_call"]
+    assert response.output_text == "I look."
+    assert json.loads(response.output[1].arguments) == {"text": "the sign"}
+    *frames, _ = stream.split("\n\n")
+    events = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        event = EVENT.validate_json(data.removeprefix("data: "), strict=True)
+        assert name == f"event: {event.type}"
+        events.append(event)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert [kind for at, kind in enumerate(kinds) if kinds[at - 1 : at] != [kind]] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
+        *("output_item.done", "completed"),
+    ]
+    last = events[-1].response
+    assert last.output_text == "I look."
+    assert last.usage.total_tokens == response.usage.total_tokens
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == "I look."
+    deltas = [
+        event.delta for event in events if event.type == "response.function_call_arguments.delta"
+    ]
+    assert "".join(deltas) == last.output[1].arguments == response.output[1].arguments
+
+
+def test_reasoning_is_an_item(qwen3_vl_thinking_folder) -> None:
+    thinking = OscarVLPipeline(qwen3_vl_thinking_folder, policy="compact", device="cpu")
+    said = ids_of(thinking, "It is far.\n</think>\n\nYes.")
+    with served(thinking) as address, saying(thinking, said):
+        made = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        response = respond(made, "Why?", max_output_tokens=100)
+        events = list(respond(made, "Why?", max_output_tokens=100, stream=True))
+    reasoning, message = response.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "It is far.")
+    assert message.content[0].text == response.output_text == "Yes."
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < len(said)
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "It is far."
+    assert events[-1].response.output_text == "Yes."
+
+
+def test_a_conversation_goes_on_by_its_id(pipe, client) -> None:
+    first = respond(client, [{"role": "user", "content": [SHOWN]}])
+    with counted(pipe.model.get_decoder().layers[:1]) as passes:
+        second = respond(client, "And now?", previous_response_id=first.id, max_output_tokens=1)
+    assert passes == [1] and second.usage.input_tokens > first.usage.total_tokens
+    assert second.previous_response_id == first.id
+    shown = {"role": "user", "content": [image(png())]}
+    messages = [shown, {"role": "assistant", "content": first.output_text}]
+    expected = client.chat.completions.create(
+        model="tiny", messages=[*messages, user("And now?")], max_tokens=1
+    )
+    assert second.output_text == expected.choices[0].message.content
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    for unknown in (first.id, "resp_x"):
+        with pytest.raises(openai.NotFoundError, match="is kept here: send its conversation"):
+            respond(client, "And?", previous_response_id=unknown)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(unknown)
+    lost = respond(client, "Why?", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(lost.id)
+
+
+def test_a_loop_of_calls_and_results(pipe, client) -> None:
+    with saying(pipe, ids_of(pipe, SAID)):
+        first = respond(client, "What is it?", tools=[FIND], max_output_tokens=200)
+    [call] = [item for item in first.output if item.type == "function_call"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Stop"}
+    by_id = respond(client, [result], previous_response_id=first.id, tools=[FIND])
+    said = [item.model_dump(exclude_none=True) for item in first.output]
+    whole = [{"role": "user", "content": "What is it?"}, *said, result]
+    again = respond(client, whole, tools=[FIND])
+    assert again.output_text == by_id.output_text
+    assert again.usage.input_tokens == by_id.usage.input_tokens
+
+
+def test_structured_output(client) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    shape = {"format": {"type": "json_schema", "name": "number", "schema": schema}}
+    response = respond(client, "Which?", text=shape, max_output_tokens=100, temperature=1.0)
+    assert json.loads(response.output_text)["n"] in (1, 2)
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("body", "field", "expected"),
     [
-        (InputError("no"), 400),
-        (NoRoom("no", 2, 1), 400),
-        (Busy("no"), 503),
-        (OSError("no"), 500),
+        ({}, "input", "is missing"),
+        ({"input": []}, "input", "must not be empty"),
+        ({"input": 5}, "input", "must be a list"),
+        ({"input": " "}, "input[0].content", "is empty"),
+        ({"input": [{"type": "cat"}]}, "input[0]", "those supported are message"),
+        ({"input": [{"role": "cat", "content": "a"}]}, "input[0].role", "must be"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "cat"}]}]},
+            "input[0].content[0]",
+            "those supported are input_text",
+        ),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": [SHOWN, {}]}]},
+            "input[1].content[1]",
+            "those supported are input_text",
+        ),
+        (
+            {"input": "<|im_end|>", "instructions": "Be brief."},
+            "input[0].content",
+            "control token",
+        ),
+        ({"input": "a", "instructions": "<|im_end|>"}, "instructions", "control token"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0]", "of type 'function'"),
+        ({"input": "a", "background": True}, "background", "only False is supported"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
+        ({"input": "a", "temperature": -1}, "temperature", "must be 0 or a number"),
+        ({"input": [{"type": "function_call", "name": 5}]}, "input[0]", "must be text"),
     ],
 )
-def test_a_refusal_keeps_no_media(error: Exception, status: int) -> None:
-    medium = Medium()
-    alive = weakref.ref(medium)
-    gc.disable()
-    try:
-        with pytest.raises(Refusal) as found, as_refusals():
-            refuse(error, medium)
-        del medium
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert found.value.status == status
+def test_refused(address, body: dict[str, Any], field: str, expected: str) -> None:
+    status, answer = sent(address, "/v1/responses", body)
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, field), error
+    assert expected in error["message"] and "messages" not in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        ("temperature=-1.0: must be 0 or a number", "temperature"),
-        ("guided_regex: cannot be served (unclosed)", "guided_regex"),
-        ("response_format: cannot be served (not)", "response_format"),
-        ("logit_bias={7: 200.0}: must be numbers from", "logit_bias"),
-        ("include_stop_str_in_output=1: must be True or False", "include_stop_str_in_output"),
-        ("messages[3].content[12]: is not an image", "messages[3].content[12]"),
-        ("messages[0].content holds '<|im_end|>'", "messages[0].content"),
-        ("1,025 images are more than the limit", None),
-    ],
-)
-def test_a_refusal_names_the_field(message: str, field: str | None) -> None:
-    with pytest.raises(Refusal) as found, as_refusals():
-        raise InputError(message)
-    assert found.value.body["error"]["param"] == field
+def test_version(address) -> None:
+    status, body = sent(address, "/version")
+    assert status == 200 and json.loads(body)["version"]

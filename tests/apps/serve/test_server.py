@@ -238,7 +238,7 @@ def test_several_clients(client) -> None:
 @pytest.mark.parametrize(
     ("messages", "options", "expected"),
     [
-        ([user("Why?")], {"n": 2}, "n: only 1 is supported"),
+        ([user("Why?")], {"n": 17}, "n: must be at most 16"),
         ([user("Why?")], {"max_tokens": 0}, "max_tokens: must be at least 1"),
         ([user("Why?")], {"temperature": -1}, "temperature"),
         ([user("Why?")], {"presence_penalty": 3}, "presence_penalty"),

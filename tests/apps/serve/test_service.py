@@ -235,7 +235,7 @@ def test_a_large_request_does_not_stop_the_others(omni) -> None:
 
 
 def test_failures_are_json_too(omni, monkeypatch, capfd) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a secret")
 
     with served(omni) as address:

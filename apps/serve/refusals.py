@@ -1,29 +1,25 @@
-"""Responses: answers, refusals and errors as OpenAI's clients read them."""
+"""Refusals: what gets no answer, as OpenAI's clients read it; and the entry of a model."""
 
 from __future__ import annotations
 
 import re
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oscar_mm.apps.serve.protocol import FieldError
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.sampling import Sampling
-
-if TYPE_CHECKING:
-    from oscar_mm.generation.answer import Answer
 
 RETRY_S = 5
 """Seconds after which a client may try again."""
 _FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
 """Advice that only the server's operator can follow."""
 _FIELD = re.compile(
-    r"(messages\[\d+\](?:\.content(?:\[\d+\])?)?)[: ]"
+    r"(messages\[\d+\](?:\.content(?:\[\d+\])?)?|tools(?:\[\d+\])?|tool_choice)[: ]"
     rf"|({'|'.join(option.name for option in fields(Sampling))})="
     r"|(response_format|structured_outputs|guided_[a-z]+): "
 )
@@ -119,38 +115,6 @@ def error_body(
 ) -> dict[str, Any]:
     """Body of an error."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
-
-
-def completion(
-    header: Mapping[str, Any], answer: Answer, usage: Any, logprobs: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Body of a complete answer."""
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.reasoning is not None:
-        message["reasoning_content"] = answer.reasoning
-    reason = answer.finish_reason
-    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": logprobs}
-    return {**header, "object": "chat.completion", "choices": [choice], "usage": usage}
-
-
-def chunk(
-    header: Mapping[str, Any],
-    delta: dict[str, Any] | None,
-    reason: str | None = None,
-    logprobs: dict[str, Any] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """Body of a piece of an answer; without ``delta`` it has the usage only."""
-    choice = {"index": 0, "delta": delta, "finish_reason": reason}
-    if logprobs is not None:
-        choice["logprobs"] = logprobs
-    choices = [] if delta is None else [choice]
-    return {**header, "object": "chat.completion.chunk", "choices": choices, **more}
-
-
-def answer_header(number: str, model: str) -> dict[str, Any]:
-    """Fields that all pieces of an answer share."""
-    return {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model}
 
 
 def model_card(name: str, created: int) -> dict[str, Any]:

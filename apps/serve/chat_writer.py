@@ -1,0 +1,112 @@
+"""ChatWriter: answers in OpenAI's chat-completions protocol, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from oscar_mm.apps.serve.answer_set import Choice
+from oscar_mm.apps.serve.refusals import Refusal
+from oscar_mm.apps.serve.tools import call_body, delta_body
+from oscar_mm.generation.answer import Reasoning
+from oscar_mm.tool_parsers.calls import ToolCallDelta
+from oscar_mm.tool_parsers.parser import Piece
+
+_JSON = json.JSONEncoder(ensure_ascii=False)
+_TEXT = "\0"
+"""Stands for the text in the constant part of an answer's events."""
+
+
+class ChatWriter:
+    """Writes the answers to one request, see ``AnswerFormat``.
+
+    Args:
+        model: the model's name for clients.
+        usage: whether the events end with the usage.
+    """
+
+    def __init__(self, model: str, *, usage: bool = False) -> None:
+        self._usage = usage
+        created = int(time.time())
+        self._header = {"id": f"chatcmpl-{uuid4().hex}", "created": created, "model": model}
+        self._parts: dict[tuple[int, str], list[str]] = {}
+
+    def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of answers that are not streamed."""
+        written = [_whole_choice(index, choice) for index, choice in enumerate(choices)]
+        return {**self._header, "object": "chat.completion", "choices": written, "usage": usage}
+
+    def begin(self, index: int) -> Iterator[str]:
+        """Events before the first piece of an answer."""
+        yield self._event(index, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> Iterator[str]:
+        """Events of a piece of text, of reasoning or of a call."""
+        if isinstance(piece, ToolCallDelta):
+            yield self._event(index, {"tool_calls": [delta_body(piece)]}, logprobs=logprobs)
+            return
+        name = "reasoning_content" if isinstance(piece, Reasoning) else "content"
+        if logprobs is not None:
+            yield self._event(index, {name: piece}, logprobs=logprobs)
+            return
+        if (parts := self._parts.get((index, name))) is None:
+            parts = self._event(index, {name: _TEXT}).split(_JSON.encode(_TEXT))
+            self._parts[index, name] = parts
+        yield _JSON.encode(piece).join(parts)
+
+    def end(self, index: int, choice: Choice) -> Iterator[str]:
+        """Events after the last piece of an answer."""
+        yield self._event(index, {}, choice.completed.answer.finish_reason, choice.logprobs)
+
+    def close(self, usage: Mapping[str, Any]) -> Iterator[str]:
+        """Events after all answers."""
+        if self._usage:
+            yield self._chunk([], usage=usage)
+
+    def failed(self, refusal: Refusal) -> Iterator[str]:
+        """Events of answers that cannot be completed."""
+        yield _event(refusal.body)
+
+    def last(self) -> Iterator[str]:
+        """Events after the places of the answers are free."""
+        yield "data: [DONE]\n\n"
+
+    def _event(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        choice = {"index": index, "delta": delta, "finish_reason": reason}
+        if logprobs is not None:
+            choice["logprobs"] = logprobs
+        return self._chunk([choice])
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        head = {**self._header, "object": "chat.completion.chunk"}
+        return _event({**head, "choices": choices, **more})
+
+
+def _whole_choice(index: int, choice: Choice) -> dict[str, Any]:
+    answer = choice.completed.answer
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.tool_calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [call_body(call) for call in answer.tool_calls]
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    reason = answer.finish_reason
+    return {
+        "index": index,
+        "message": message,
+        "finish_reason": reason,
+        "logprobs": choice.logprobs,
+    }
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {_JSON.encode(data)}\n\n"

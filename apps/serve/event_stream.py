@@ -1,0 +1,103 @@
+"""EventStream: the server-sent events of the answers to a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from oscar_mm.apps.serve.access_log import note_answer, note_refusal
+from oscar_mm.apps.serve.answer_set import AnswerSet, Choice, merged
+from oscar_mm.apps.serve.refusals import ClientGone, Refusal
+from oscar_mm.apps.serve.running_answer import RunningAnswer
+from oscar_mm.tool_parsers.parser import Piece
+
+
+class AnswerFormat(Protocol):
+    """How a protocol writes the answers to a request: as one body, or as server-sent events."""
+
+    def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any], /) -> dict[str, Any]:
+        """The body of answers that are not streamed."""
+        ...
+
+    def begin(self, index: int, /) -> Iterator[str]:
+        """Events before the first piece of an answer."""
+        ...
+
+    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None, /) -> Iterator[str]:
+        """Events of a piece of an answer."""
+        ...
+
+    def end(self, index: int, choice: Choice, /) -> Iterator[str]:
+        """Events after the last piece of an answer."""
+        ...
+
+    def close(self, usage: Mapping[str, Any], /) -> Iterator[str]:
+        """Events after all answers."""
+        ...
+
+    def failed(self, refusal: Refusal, /) -> Iterator[str]:
+        """Events of answers that cannot be completed."""
+        ...
+
+    def last(self) -> Iterator[str]:
+        """Events after the places of the answers are free."""
+        ...
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of answers; the answers end with them, even if they never begin.
+
+    Args:
+        answers: that have begun.
+        written: writes their events.
+        scope: of the request; its line in the access log tells how the stream ends.
+    """
+
+    def __init__(self, answers: AnswerSet, written: AnswerFormat, scope: Scope) -> None:
+        note_refusal(scope, str(ClientGone()))  # until it ends otherwise
+        headers, events = {"Cache-Control": "no-cache"}, _events(answers, written, scope)
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, then end the answers."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.end()
+
+
+async def _events(answers: AnswerSet, written: AnswerFormat, scope: Scope) -> AsyncIterator[str]:
+    streams = [_events_of(x, written, index) for index, x in enumerate(answers.answers)]
+    try:
+        async for event in streams[0] if len(streams) == 1 else merged(streams):
+            yield event
+        note_answer(scope, answers.usage)
+        for event in written.close(answers.usage):
+            yield event
+        await asyncio.shield(answers.end())
+        for event in written.last():
+            yield event
+    except Refusal as error:
+        # The status is sent already: the answer has begun.
+        note_refusal(scope, str(error))
+        answers.places.metrics.requests.labels(str(error.status)).inc()
+        for event in written.failed(error):
+            yield event
+
+
+async def _events_of(
+    answer: RunningAnswer, written: AnswerFormat, index: int
+) -> AsyncIterator[str]:
+    """Yield the events of one answer."""
+    for event in written.begin(index):
+        yield event
+    async for piece in answer.pieces():
+        for event in written.piece(index, piece, answer.take_logprobs()):
+            yield event
+    for event in written.end(index, Choice(answer.completed, answer.take_logprobs())):
+        yield event

@@ -1,0 +1,59 @@
+"""KeptResponses: responses that later requests may continue or fetch by their id."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_RESPONSES = 1024
+MAX_BYTES = 256 << 20
+"""Most bytes of all requests whose responses are kept, media in base64 included."""
+
+
+@dataclass(frozen=True)
+class KeptResponse:
+    """A response and the conversation up to it.
+
+    Attributes:
+        body: the response.
+        messages: of the conversation, in the chat-completions protocol, without instructions.
+        size: bytes of the requests that they came in.
+    """
+
+    body: dict[str, Any]
+    messages: Sequence[dict[str, Any]]
+    size: int
+
+
+class KeptResponses:
+    """Responses by id; the least recently used goes first. Ids cannot be guessed."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._lock, self._bytes = threading.Lock(), 0
+
+    def add(self, response: KeptResponse) -> None:
+        """Keep a response, unless it is larger by itself than all may be."""
+        with self._lock:
+            self._kept[response.body["id"]] = response
+            self._bytes += response.size
+            while len(self._kept) > MAX_RESPONSES or self._bytes > MAX_BYTES:
+                _, dropped = self._kept.popitem(last=False)
+                self._bytes -= dropped.size
+
+    def get(self, key: str) -> KeptResponse | None:
+        """The response of an id; None if it is not kept."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def remove(self, key: str) -> bool:
+        """Forget a response, and return whether it was kept."""
+        with self._lock:
+            dropped = self._kept.pop(key, None)
+            self._bytes -= 0 if dropped is None else dropped.size
+        return dropped is not None

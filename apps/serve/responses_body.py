@@ -1,0 +1,236 @@
+"""Requests of OpenAI's Responses API, turned into chat-completions requests.
+
+What a client may send is read here; what it means is checked by ``protocol``, once for both. As
+there, unknown fields and those that change no answer are ignored, and others are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from oscar_mm.apps.serve.protocol import MAX_MESSAGES, FieldError
+from oscar_mm.apps.serve.refusals import Refusal
+
+MAX_ID_CHARACTERS = 128
+_MESSAGE = re.compile(r"\bmessages(?:\[(\d+)\]((?:\.content)?))?")
+"""Names of messages in the chat-completions protocol."""
+_PART_TYPES = ("input_text", "output_text", "text")
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "truncation": ("disabled", "auto"),
+    "top_logprobs": (0,),
+}
+"""Unsupported fields that would change the answer, and their values, beside null, that do not."""
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "cache_salt"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"),
+    *("chat_template_kwargs", "structured_outputs"),
+)
+"""Fields that mean the same in both protocols."""
+
+
+class TextFormat(BaseModel):
+    """How the text of the answer is to look."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextOptions(BaseModel):
+    """Options of the answer's text."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """Options of the answer's reasoning."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: str | None = None
+
+
+def _as_items(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class ResponsesBody(BaseModel):
+    """The JSON of a request; ``input`` is checked item by item as its messages are made."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    input: Annotated[
+        Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)],
+        BeforeValidator(_as_items),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | None = None
+    store: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+
+    def chat_body(self, past: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The same request in the chat-completions protocol.
+
+        Args:
+            past: messages of the response that this one continues, without instructions.
+
+        Raises:
+            FieldError: an item, a tool or a field that cannot be used.
+        """
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            harmless = _REFUSED.get(name)
+            if harmless is not None and value is not None and value not in harmless:
+                others = ", ".join(map(repr, harmless)) or "null"
+                raise FieldError(f"only {others} is supported: leave it out", name)
+        body = {name: extra[name] for name in _SAME if extra.get(name) is not None}
+        instructions = self.instructions
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        body["messages"] = [*system, *past, *messages_of(self.input)[0]]
+        if self.max_output_tokens is not None:
+            body["max_completion_tokens"] = self.max_output_tokens
+        if self.tools:
+            body["tools"] = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
+        if self.tool_choice is not None:
+            body["tool_choice"] = _tool_choice(self.tool_choice)
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            body["reasoning_effort"] = self.reasoning.effort
+        if (wanted := self.text and self.text.format) is not None:
+            body["response_format"] = _response_format(wanted)
+        return body
+
+    def places(self, past: int) -> list[str]:
+        """The protocol's name of each message of ``chat_body``.
+
+        Args:
+            past: number of messages of the response that this one continues.
+        """
+        first = ["instructions"] if self.instructions else []
+        names = [f"input[{index}]" for index in messages_of(self.input)[1]]
+        return [*first, *["previous_response_id"] * past, *names]
+
+
+def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
+    """A refusal that names messages as the Responses API does.
+
+    Args:
+        refusal: names them as the chat-completions protocol does.
+        places: name of each message.
+    """
+
+    def name(found: re.Match[str]) -> str:
+        place = places[int(found[1])] if found[1] and int(found[1]) < len(places) else "input"
+        return place + (found[2] or "" if place.startswith("input[") else "")
+
+    refusal.args = (_MESSAGE.sub(name, str(refusal)),)
+    refusal.field = refusal.field and _MESSAGE.sub(name, refusal.field)
+    return refusal
+
+
+def unknown_response(key: str, field: str | None = None) -> Refusal:
+    """The refusal of a response that is not kept."""
+    message = f"no response {key[:MAX_ID_CHARACTERS]!r} is kept here: send its conversation again"
+    return Refusal(404, message, code="not_found", field=field)
+
+
+def messages_of(items: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Messages of the chat-completions protocol from the items of an input.
+
+    Calls that follow each other, or an assistant's message, are of one message.
+
+    Returns:
+        the messages, and for each the index of its first item.
+
+    Raises:
+        FieldError: names an item that cannot be used.
+    """
+    messages: list[dict[str, Any]] = []
+    places: list[int] = []
+    for index, item in enumerate(items):
+        name, kind = f"input[{index}]", item.get("type") or "message"
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": _content(item, name)})
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(_call(item, name))
+        elif kind == "function_call_output":
+            content = _content({"content": item.get("output")}, name)
+            answers = {"role": "tool", "tool_call_id": item.get("call_id")}
+            messages.append(answers | {"content": content})
+        elif kind != "reasoning":  # Which chat templates leave out of earlier turns.
+            known = "message, function_call, function_call_output and reasoning"
+            raise FieldError(f"its type is {kind!r}, and those supported are {known}", name)
+        places += [index] * (len(messages) - len(places))
+    return messages, places
+
+
+def _content(item: dict[str, Any], name: str) -> Any:
+    content = item.get("content")
+    if not isinstance(content, list):
+        return content
+    return [_part(part, f"{name}.content[{at}]") for at, part in enumerate(content)]
+
+
+def _part(part: Any, name: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _PART_TYPES:
+        return {"type": "text", "text": part.get("text")}
+    if kind == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    if kind == "input_image":
+        if part.get("image_url") is None:
+            raise FieldError("needs image_url; uploaded files are not kept here", name)
+        return {"type": "image_url", "image_url": part["image_url"]}
+    if kind == "input_audio":
+        return {"type": "input_audio", "input_audio": part.get("input_audio")}
+    if kind == "input_file":
+        return {"type": "file", "file": {"file_data": part.get("file_data")}}
+    if kind == "input_video":
+        return {"type": "video_url", "video_url": part.get("video_url")}
+    known = "input_text, output_text, input_image, input_audio, input_video, input_file and refusal"
+    raise FieldError(f"its type is {kind!r}, and those supported are {known}", name)
+
+
+def _call(item: dict[str, Any], name: str) -> dict[str, Any]:
+    call = {"id": item.get("call_id"), "name": item.get("name"), "text": item.get("arguments")}
+    if not all(isinstance(text, str) for text in call.values()):
+        raise FieldError("call_id, name and arguments must be text", name)
+    function = {"name": call["name"], "arguments": call["text"]}
+    return {"id": call["id"], "type": "function", "function": function}
+
+
+def _tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise FieldError("only tools of type 'function' are supported: leave it out", name)
+    function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | dict[str, Any]) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _response_format(wanted: TextFormat) -> dict[str, Any]:
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    schema = {"name": wanted.name or "answer", "schema": wanted.schema_}
+    return {"type": "json_schema", "json_schema": schema}

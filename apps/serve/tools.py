@@ -1,0 +1,33 @@
+"""Tools: what a request of OpenAI's protocol offers, and calls in answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta
+
+
+class ToolFields(BaseModel):
+    """Fields of a request about tools."""
+
+    model_config = ConfigDict(strict=True)
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+def call_body(call: ToolCall) -> dict[str, Any]:
+    """Body of a call in a complete answer."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def delta_body(delta: ToolCallDelta) -> dict[str, Any]:
+    """Body of a piece of a call."""
+    if delta.id is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}

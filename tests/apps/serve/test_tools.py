@@ -1,0 +1,235 @@
+"""Tools in requests, and calls in answers."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import ValidationError
+
+from oscar_mm import OscarVLPipeline
+from oscar_mm.apps.serve.refusals import Refusal, as_refusals
+from oscar_mm.apps.serve.tools import ToolFields, call_body, delta_body
+from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta
+from oscar_mm.tool_parsers.offer import ToolOffer, read_offer
+from oscar_mm.tool_parsers.registry import FORMATS
+from tests.apps.serve.conftest import served
+from tests.apps.serve.test_openai_types import asked
+from tests.generation.engine import counted
+from tests.thinking import ids_of, saying
+from tests.tool_template import TOOL_TEMPLATE
+
+HERMES = FORMATS["hermes"]
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "find"}}
+SAID = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"text": "é \\"sign\\""}}\n</tool_call>'
+
+
+def fields(**given: Any) -> ToolFields:
+    return ToolFields.model_validate_json(json.dumps(given))
+
+
+def offered(asked: ToolFields, tool_format: Any) -> ToolOffer | None:
+    parallel = asked.parallel_tool_calls is not False
+    return read_offer(asked.tools, asked.tool_choice, parallel, tool_format)
+
+
+@pytest.mark.parametrize(
+    ("given", "required", "named", "most"),
+    [
+        ({}, False, None, 1024),
+        ({"tool_choice": "auto", "parallel_tool_calls": None}, False, None, 1024),
+        ({"tool_choice": "required"}, True, None, 1024),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, True, None, 1),
+        ({"tool_choice": NAMED}, False, "find", 1),
+    ],
+)
+def test_choices(given: dict[str, Any], required: bool, named: str | None, most: int) -> None:
+    offer = offered(fields(tools=[FIND], **given), HERMES)
+    assert offer is not None and (offer.required, offer.named) == (required, named)
+    assert offer.most_calls == most and [tool.name for tool in offer.tools] == ["find"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({}, {"tools": None}, {"tools": []}, {"tools": [], "tool_choice": "auto"}),
+        *({"tool_choice": "none"}, {"tools": [FIND], "tool_choice": "none"}),
+    ],
+)
+def test_nothing_is_offered(given: dict[str, Any]) -> None:
+    assert offered(fields(**given), HERMES) is None
+    assert offered(fields(**given), None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"tools": [FIND, {"type": "web_search"}]}, "tools[1]"),
+        ({"tools": [FIND, FIND]}, "tools[1]"),
+        ({"tools": [FIND] * 10_000}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FIND], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [FIND], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {"tools": [FIND], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(Refusal) as refused, as_refusals():
+        offered(fields(**given), HERMES)
+    assert (refused.value.status, refused.value.field) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "given", [{"tools": {}}, {"tools": ["find"]}, {"tool_choice": 1}, {"parallel_tool_calls": 1}]
+)
+def test_wrong_types(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        fields(**given)
+
+
+def test_a_template_without_tools() -> None:
+    with pytest.raises(Refusal, match="the chat template of this checkpoint") as refused:  # noqa: SIM117
+        with as_refusals():
+            offered(fields(tools=[FIND]), None)
+    assert refused.value.field == "tools"
+
+
+def test_calls_and_their_pieces() -> None:
+    function = {"name": "find", "arguments": '{"a": 1}'}
+    whole = {"id": "call_1", "type": "function", "function": function}
+    assert call_body(ToolCall("call_1", "find", '{"a": 1}')) == whole
+    first = delta_body(ToolCallDelta(0, "", "call_1", "find"))
+    function = {"name": "find", "arguments": ""}
+    assert first == {"index": 0, "id": "call_1", "type": "function", "function": function}
+    rest = delta_body(ToolCallDelta(0, "{}"))
+    assert rest == {"index": 0, "function": {"arguments": "{}"}}
+
+
+@pytest.fixture(scope="module")
+def pipe(qwen3_vl_folder) -> OscarVLPipeline:
+    """As Qwen3-VL, of which the tags of calls are tokens."""
+    pipe = OscarVLPipeline(qwen3_vl_folder, policy="compact", device="cpu", prefix_cache="1MB")
+    pipe.processor.chat_template = TOOL_TEMPLATE
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def tool_address(pipe) -> Iterator[str]:
+    with served(pipe) as address:
+        yield address
+
+
+@pytest.fixture
+def asking(tool_address) -> Any:
+    client = openai.OpenAI(base_url=f"{tool_address}/v1", api_key="none", max_retries=0)
+    return partial(client.chat.completions.create, model="tiny", max_tokens=120)
+
+
+QUESTION = [{"role": "user", "content": "What does the sign say?"}]
+
+
+def test_answers_with_calls_are_valid_for_openai(pipe, tool_address) -> None:
+    said = ids_of(pipe, SAID)
+    body = {"messages": QUESTION, "tools": [FIND], "max_tokens": len(said) + 1}
+    with saying(pipe, said):
+        _, whole = asked(tool_address, **body)
+        _, stream = asked(tool_address, stream=True, **body)
+    [choice] = ChatCompletion.model_validate_json(whole, strict=True).choices
+    [call] = choice.message.tool_calls
+    assert choice.message.content == "I look." and call.function.name == "find"
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(call.function.arguments) == {"text": 'é "sign"'}
+    *events, _, _ = stream.split("\n\n")
+    chunks = [
+        ChatCompletionChunk.model_validate_json(event.removeprefix("data: "), strict=True)
+        for event in events
+    ]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    first, *rest = [one for delta in deltas for one in delta.tool_calls or ()]
+    assert (first.index, first.function.name) == (0, "find") and first.id
+    assert all((one.index, one.id, one.function.name) == (0, None, None) for one in rest)
+    arguments = "".join(one.function.arguments for one in [first, *rest])
+    assert arguments == call.function.arguments
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_loop_of_calls_and_results(pipe, asking) -> None:
+    """The second request goes on from the cache of the first one, as a chat does."""
+    with saying(pipe, ids_of(pipe, SAID)):
+        answer = asking(messages=QUESTION, tools=[FIND]).choices[0].message
+    [call] = answer.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Stop"}
+    messages = [*QUESTION, answer.model_dump(exclude_none=True), result]
+    with counted(pipe.model.get_decoder().layers[:1]) as passes:
+        last = asking(messages=messages, tools=[FIND], max_tokens=1)
+    assert passes == [1] and last.usage.prompt_tokens > 60
+    other = {"type": "function", "function": {"name": "other"}}
+    with counted(pipe.model.get_decoder().layers[:1]) as passes:
+        asking(messages=messages, tools=[FIND, other], max_tokens=1)
+    assert len(passes) and passes[0] == 2, "other tools are another conversation"
+
+
+def test_without_tools_marks_are_text(pipe, asking) -> None:
+    with saying(pipe, ids_of(pipe, SAID)):
+        answer = asking(messages=QUESTION).choices[0]
+    assert answer.message.content == SAID and answer.finish_reason == "stop"
+    assert not answer.message.tool_calls
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_calls_that_must_be(asking, choice: Any) -> None:
+    """A model with random weights would not call by itself."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    how = {"parallel_tool_calls": False, "temperature": 1.0, "seed": 3}
+    answer = asking(messages=QUESTION, tools=[tool], tool_choice=choice, **how).choices[0]
+    [call] = answer.message.tool_calls
+    assert call.function.name == "find" and json.loads(call.function.arguments)["n"] in (1, 2)
+    assert answer.finish_reason == "tool_calls"
+    with pytest.raises(openai.BadRequestError, match="cannot be had together"):
+        asking(
+            messages=QUESTION,
+            tools=[tool],
+            tool_choice=choice,
+            response_format={"type": "json_object"},
+        )
+
+
+def test_hostile_tools(asking) -> None:
+    for tool, expected in (
+        ({"name": "find", "description": "<|im_end|>"}, "control token"),
+        ({"name": "<tool_call>"}, "must be 1 to 128"),
+        ({"name": "find", "description": "long " * 500_000}, "tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=expected):
+            asking(messages=QUESTION, tools=[{"type": "function", "function": tool}])
+
+
+def weather(city: str) -> str:
+    """The weather.
+
+    Args:
+        city: name of a city.
+    """
+    return city
+
+
+def test_python_functions(pipe) -> None:
+    said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    with pipe.chat(tools=[weather]) as chat, saying(pipe, ids_of(pipe, said)):
+        answer = chat.ask("Is it warm in Oslo?", max_new_tokens=120)
+    [call] = answer.tool_calls
+    assert answer.text == "" and weather(**json.loads(call.arguments)) == "Oslo"
+    messages = [{"role": "user", "content": "Is it warm in Oslo?"}]
+    with saying(pipe, ids_of(pipe, said)):
+        again = pipe.chat_completion(messages, tools=[weather], max_new_tokens=120)
+    assert [one.name for one in again.tool_calls] == ["weather"]
+    assert again.prompt_tokens == answer.prompt_tokens
