@@ -326,11 +326,15 @@ class Chooser:
         self._edits = logit_edits(samplers, device)
         alike: dict[tuple[float, ...], list[int]] = {}
         for row, sampler in enumerate(samplers):
-            if sampler.sampling.temperature > 0:
-                alike.setdefault(sampler.sampling.rules, []).append(row)
+            samples = sampler.sampling.temperature > 0
+            alike.setdefault(sampler.sampling.rules if samples else (), []).append(row)
         self._draws = [
-            (torch.tensor(rows, device=device), RandomDraw([samplers[x] for x in rows], device))
-            for rows in alike.values()
+            (
+                # All of them as they are: a copy takes time.
+                None if len(alike) == 1 else torch.tensor(rows, device=device),
+                RandomDraw([samplers[x] for x in rows], device) if rules else _likeliest,
+            )
+            for rules, rows in alike.items()
         ]
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
@@ -339,12 +343,19 @@ class Chooser:
         scores = logits.float().nan_to_num(0.0, math.inf, -math.inf)
         for edit in self._edits:
             edit.apply_(scores)
-        tokens = scores.argmax(-1)
+        tokens = torch.empty(len(scores), dtype=torch.long, device=scores.device)
         for rows, draw in self._draws:
-            tokens[rows] = draw(scores[rows])
+            if rows is None:
+                tokens = draw(scores)
+            else:
+                tokens[rows] = draw(scores[rows])
         for edit in self._edits:
             edit.note(tokens)
         return tokens
+
+
+def _likeliest(scores: torch.Tensor) -> torch.Tensor:
+    return scores.argmax(-1)
 
 
 class RandomDraw:
