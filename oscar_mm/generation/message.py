@@ -70,7 +70,7 @@ class Message:
     @property
     def labels(self) -> list[str]:
         """Texts beside its content that a chat template may write: of calls, and of a result."""
-        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.unescaped)]
         return [*calls, *(text for text in (self.tool_call_id, self.name) if text is not None)]
 
     @property

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oscar_mm.tool_parsers.values import texts_of
+from oscar_mm.tool_parsers.values import json_text
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class ToolCall:
         function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
-    def texts(self) -> Iterator[str]:
-        """All texts that a chat template may write; escapes in the arguments are undone."""
-        yield self.arguments
-        yield from texts_of(self.for_template())
+    @property
+    def unescaped(self) -> str:
+        """The arguments as a chat template may write them: with characters for their escapes."""
+        arguments = self.for_template()["function"]["arguments"]
+        return arguments if isinstance(arguments, str) else json_text(arguments)
 
 
 @dataclass(frozen=True)

@@ -355,6 +355,8 @@ def test_a_call_for_a_template() -> None:
     call = ToolCall("call_1", "find", '{"text": "a"}')
     function = {"name": "find", "arguments": {"text": "a"}}
     assert call.for_template() == {"id": "call_1", "type": "function", "function": function}
+    assert ToolCall("call_1", "find", '{"a": "\\u00e9"}').unescaped == '{"a": "é"}'
     for broken in ("{", "[1]", "[" * 100_000, "9" * 5000):
+        assert ToolCall("call_1", "find", broken).unescaped == broken
         kept = ToolCall("call_1", "find", broken).for_template()["function"]["arguments"]
         assert kept == broken
