@@ -18,9 +18,9 @@ def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def mark(text: str, special_tokens: Mapping[str, int]) -> str:
-    """A mark: a text, or a token that has no text."""
-    return f"<[{special_tokens[text]}]>" if text in special_tokens else literal(text)
+def mark(text: str, mark_tokens: Mapping[str, int]) -> str:
+    """A mark: a token of its own, which llguidance takes for no text, or a text."""
+    return f"<[{mark_tokens[text]}]>" if text in mark_tokens else literal(text)
 
 
 def sequence(*parts: str) -> str:

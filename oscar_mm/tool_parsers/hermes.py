@@ -33,11 +33,11 @@ class Hermes(ToolFormat):
 
     @classmethod
     def grammar(
-        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+        cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """Blocks of one call, a line break between them."""
         rules = call_rules(tools, '\n{"name": "', '", "arguments": ', "}\n")
-        block = sequence(mark(_BEGIN, special_tokens), "call", mark(cls.end, special_tokens))
+        block = sequence(mark(_BEGIN, mark_tokens), "call", mark(cls.end, mark_tokens))
         return grammar_of(repeated("block", literal("\n"), many), {"block": block, **rules})
 
     @classmethod

@@ -29,7 +29,7 @@ class Llama3Json(ToolFormat):
 
     @classmethod
     def grammar(
-        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+        cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """Objects, a semicolon between them."""
         rules = call_rules(tools, '{"name": "', '", "parameters": ', "}")

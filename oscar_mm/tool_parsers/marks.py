@@ -1,4 +1,4 @@
-"""Marks: those of tool calls that are special tokens, and how they are decoded."""
+"""Marks: those of tool calls that are tokens of their own, and how special ones are decoded."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from typing import Any
 from oscar_mm.tool_parsers.parser import ToolFormat
 
 
-def special_marks(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]:
-    """Ids of a format's marks that are special tokens, which have no text when they are decoded.
-
-    "<tool_call>" is an added token of Qwen's tokenizers, but no special one; "[TOOL_CALLS]" of
-    Mistral's and "<|python_tag|>" of Llama's are special.
-    """
+def mark_tokens(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]:
+    """Ids of a format's marks that are tokens of their own."""
     added = {one.content: number for number, one in tokenizer.added_tokens_decoder.items()}
-    special = {*tokenizer.all_special_tokens} | {
-        one.content for one in tokenizer.added_tokens_decoder.values() if one.special
+    return {mark: added[mark] for mark in tool_format.marks() if mark in added}
+
+
+def special_marks(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]:
+    """Those of ``mark_tokens`` that are special, and so have no text when they are decoded.
+
+    "[TOOL_CALLS]" of Mistral's tokenizers and "<|python_tag|>" of Llama's are special, and
+    "<tool_call>" of Qwen's is not.
+    """
+    special = {
+        *tokenizer.all_special_ids,
+        *(number for number, one in tokenizer.added_tokens_decoder.items() if one.special),
     }
-    return {mark: added[mark] for mark in tool_format.marks() if mark in special and mark in added}
+    marks = mark_tokens(tokenizer, tool_format)
+    return {mark: number for mark, number in marks.items() if number in special}
 
 
 class MarkDecoder:

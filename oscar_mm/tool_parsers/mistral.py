@@ -45,12 +45,12 @@ class Mistral(ToolFormat):
 
     @classmethod
     def grammar(
-        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+        cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """A list of objects after the control token."""
         rules = call_rules(tools, '{"name": "', '", "arguments": ', "}")
         calls = repeated("call", literal(", "), many)
-        begin = mark(_BEGIN, special_tokens)
+        begin = mark(_BEGIN, mark_tokens)
         return grammar_of(sequence(begin, literal(" ["), calls, literal("]")), rules)
 
     @classmethod
@@ -89,11 +89,11 @@ class MistralNamed(Mistral):
 
     @classmethod
     def grammar(
-        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+        cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """Calls one after the other."""
         rules: dict[str, str] = {}
-        begin, middle = mark(_BEGIN, special_tokens), mark(_ARGUMENTS, special_tokens)
+        begin, middle = mark(_BEGIN, mark_tokens), mark(_ARGUMENTS, mark_tokens)
         for place, tool in enumerate(tools):
             rules[f"call_{place}"] = sequence(
                 begin, literal(tool.name), middle, f"arguments_{place}"

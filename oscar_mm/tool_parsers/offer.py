@@ -56,12 +56,12 @@ class ToolOffer:
         schemas = {tool.name: tool.parameters for tool in self.tools}
         return ToolCallParser(self.tool_format, schemas, self.most_calls)
 
-    def grammar(self, special_marks: Mapping[str, int]) -> str | None:
+    def grammar(self, mark_tokens: Mapping[str, int]) -> str | None:
         """Lark grammar, as llguidance reads it, of an answer that must be calls; None if it need
         not.
 
         Args:
-            special_marks: as ``marks.special_marks`` gives them.
+            mark_tokens: ids of marks that are tokens of their own; see ``marks.mark_tokens``.
 
         Raises:
             InputError: the format has no way to write the parameters of a tool.
@@ -69,7 +69,7 @@ class ToolOffer:
         if not self.required and self.named is None:
             return None
         tools = [tool for tool in self.tools if self.named in (None, tool.name)]
-        return self.tool_format.grammar(tools, self.most_calls > 1, special_marks)
+        return self.tool_format.grammar(tools, self.most_calls > 1, mark_tokens)
 
 
 def read_offer(

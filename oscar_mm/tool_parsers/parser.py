@@ -57,14 +57,14 @@ class ToolFormat(ABC):
     @classmethod
     @abstractmethod
     def grammar(
-        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+        cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """Lark grammar, as llguidance reads it, of an answer that is nothing but calls.
 
         Args:
             tools: that may be called.
             many: allow several calls.
-            special_tokens: ids of the tokenizer's special tokens.
+            mark_tokens: ids of marks that are tokens of their own, which a grammar names by id.
         """
 
     @classmethod

@@ -53,14 +53,14 @@ class Qwen3Coder(ToolFormat):
 
     @classmethod
     def grammar(
-        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+        cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """Blocks of one call, with its parameters in the order of the schema."""
         rules: dict[str, str] = {}
         for place, tool in enumerate(tools):
             rules |= _rules_of(tool, f"call_{place}")
         calls = choice(f"call_{place}" for place in range(len(tools)))
-        begin, end = mark(_BEGIN, special_tokens), mark(cls.end, special_tokens)
+        begin, end = mark(_BEGIN, mark_tokens), mark(cls.end, mark_tokens)
         block = sequence(begin, literal("\n"), "call", literal("\n"), end)
         start = repeated("block", literal("\n"), many)
         return grammar_of(start, {"block": block, "call": calls, **rules})

@@ -5,11 +5,15 @@ import random
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from oscar_mm.errors import InputError
+from oscar_mm.generation.grammar import Grammar
 from oscar_mm.tool_parsers.definitions import read_definitions
+from oscar_mm.tool_parsers.marks import mark_tokens
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.registry import FORMATS
+from tests.tiny import qwen_tokenizer
 
 llguidance: Any = pytest.importorskip("llguidance")
 
@@ -35,6 +39,8 @@ FIND = {
         },
     },
 }
+MARKS = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"
+"""Tokens of Qwen's and of Mistral's tokenizers."""
 END = b"\n</parameter>"
 """Ends a value that may be any text."""
 TOOLS = read_definitions([FIND, {"name": "stop"}])
@@ -108,6 +114,33 @@ def test_one_call_of_a_named_tool(tool_format: Any) -> None:
 
 def test_an_answer_that_need_be_no_call_has_no_grammar() -> None:
     assert ToolOffer(TOOLS, FORMATS["hermes"]).grammar({}) is None
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hermes", '<tool_call>\n{"name": "find", "arguments": {"text": "a"}}\n</tool_call>'),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=find>\n<parameter=text>\na\n</parameter>\n</function>\n"
+            "</tool_call>",
+        ),
+        ("mistral_named", '[TOOL_CALLS]find[ARGS]{"text": "a"}'),
+    ],
+)
+def test_a_model_may_write_marks_as_tokens(name: str, said: str, special: bool) -> None:
+    tokenizer, tool_format = qwen_tokenizer(400), FORMATS[name]
+    added = [AddedToken(mark, special=special) for mark in MARKS]
+    tokenizer.add_tokens(added, special_tokens=special)
+    grammar = ToolOffer(TOOLS, tool_format, required=True).grammar(
+        mark_tokens(tokenizer, tool_format)
+    )
+    ends = frozenset([tokenizer.eos_token_id])
+    one = Grammar.cfg(grammar).compiled(tokenizer, len(tokenizer), ends).prototype.deep_copy()
+    ids = tokenizer(said)["input_ids"]
+    assert one.validate_tokens(ids) == len(ids)
+    assert one.try_consume_tokens(ids) == len(ids) and one.is_accepting()
 
 
 def test_special_tokens_stand_for_marks() -> None:
