@@ -27,7 +27,7 @@ from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.modules import computing_device
 from oscar_mm.moe_switch import choose_experts
 from oscar_mm.threads import begun
-from oscar_mm.tool_parsers.marks import special_marks
+from oscar_mm.tool_parsers.marks import mark_tokens
 from oscar_mm.tool_parsers.offer import ToolOffer, read_offer
 from oscar_mm.tool_parsers.parser import ToolFormat
 from oscar_mm.tool_parsers.registry import format_of
@@ -300,7 +300,7 @@ class Family(ABC):
         """
         if offer is None:
             return options
-        grammar = offer.grammar(special_marks(self.processor.tokenizer, offer.tool_format))
+        grammar = offer.grammar(mark_tokens(self.processor.tokenizer, offer.tool_format))
         if grammar is None:
             return options
         if (other := options.get("grammar")) is not None:
