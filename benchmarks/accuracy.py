@@ -51,7 +51,8 @@ NOTES = [
     "Each conversation shows its media first, and the method stores their keys and values. Then "
     "the model reads question and answer (teacher forcing) with the past that the method gives "
     "back. Question and answer stay in 16 bit, and for all methods alike the first 4 tokens, the "
-    "last 32 and incomplete pages of 128 of a modality.",
+    "last 32 and incomplete pages of 128 of a modality; rows of KVarN, TurboQuant and ExLlamaV3 as "
+    "benchmarks.language says of them.",
     "exact: share of answers whose every token is the likeliest one, as greedy decoding needs. "
     "agreement and kl: of the judged tokens, against the 16-bit cache; kl in nats. margin: mean "
     "squared error of the logit of the 16-bit cache's likeliest token less those of the next four. "

@@ -36,6 +36,7 @@ from oscar_mm.compare.methods import (
     Method,
     block_methods,
     main_methods,
+    rival_methods,
     selected,
 )
 from oscar_mm.files import read_text
@@ -47,6 +48,7 @@ METHODS = (
     *("channel, norm plain", "channel, balance None", "channel, groups 32", "channel, 4 bit"),
     *("quanto, 2 bit", "quanto, 4 bit", "hqq, 2 bit", "hqq, 4 bit"),
     *(method.name for method in block_methods()),
+    *(method.name for method in rival_methods()),
 )
 STEPWISE = (PUBLISHED, DEFAULT, COMPACT)
 """Methods that also read a passage's end token by token and continue it freely."""
@@ -76,6 +78,12 @@ NOTES = [
     "window a decoded token sees only itself so. The passage is read at once, in chunks of 200 "
     "tokens, or token by token after the first 40 (blocks decoded).",
     "quanto and hqq: transformers' QuantizedCache on the tokens that channel packs.",
+    "KVarN (a fork of vLLM, which ships k4v2), TurboQuant (presets of vLLM) and ExLlamaV3: their "
+    "formats with the exact tokens of standard, or with their own: KVarN the first 128 and those "
+    "that do not fill a tile of 128, ExLlamaV3 the newest, TurboQuant none. With the tokens of "
+    "standard KVarN knows a tile's deviations before the tile is full, which no cache can. "
+    "TurboQuant keeps the first and last two layers in 16-bit precision unless all layers are "
+    "packed; page_bits counts these layers. held_bits of these rows counts no free memory.",
     "The model runs in float32; keys and values are rounded to bfloat16 first. The 16-bit cache "
     "that `same` and `greedy` are compared with keeps them in float32.",
 ]

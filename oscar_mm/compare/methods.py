@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
-from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.compare.paged import Blocks, Paged, Restored
+from oscar_mm.compare.rivals import Exact, ExLlamaV3, KVarN, Rival, TurboQuant
 from oscar_mm.compare.teacher_forcing import LayerStates, Pair
 from oscar_mm.policy import KVPolicy
 
@@ -73,9 +73,9 @@ class QuantizedCacheMethod:
         """As in ``Paged``; from when ``like`` packs a token."""
         return self.like.restored_from(ids, prompt)
 
-    def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport | None:
+    def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
         """None: the cache has no report."""
-        return None
+        return
 
 
 def quantized_cache_methods(like: Paged) -> list[QuantizedCacheMethod]:
@@ -99,6 +99,25 @@ def stored_bytes(stored: Any) -> int:
         codes, about = stored
         return sum(part.nbytes for part in (codes, about["scale"], about["zero"]))
     return sum(part.nbytes for part in (stored._data._data, stored._scale, stored._shift))
+
+
+class Memory(Protocol):
+    """What a method holds, such as a ``MemoryReport``."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """All bytes."""
+        ...
+
+    @property
+    def values(self) -> int:
+        """Key and value elements."""
+        ...
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of an element."""
+        ...
 
 
 class Method(Protocol):
@@ -125,8 +144,8 @@ class Method(Protocol):
         """From which token on each token is read as it is restored."""
         ...
 
-    def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport | None:
-        """Memory of a real cache with the first row; None for a method without one."""
+    def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> Memory | None:
+        """Memory with the first row, of a real cache where there is one; None if not known."""
         ...
 
 
@@ -225,7 +244,31 @@ def main_methods() -> list[Method]:
             for name in ("text", "image", "audio")
         ),
         *quantized_cache_methods(Paged(CHANNEL, _CHANNEL)),
+        *rival_methods(),
     ]
+
+
+def rival_methods() -> list[Rival]:
+    """Formats of other projects with the exact tokens of ``standard``, and with their own."""
+    same = Exact(_STANDARD.sinks, _STANDARD.window + 1)
+    found = []
+    for bits in (4, 3, 2):
+        kvarn, name = KVarN(bits, 2), f"KVarN k{bits}v2"
+        own = Exact(sinks=kvarn.tile, tile=kvarn.tile)
+        found += [Rival(name, kvarn, same), Rival(f"{name}, own tokens", kvarn, own)]
+    for bits, preset in ((3, "3bit_nc"), (4, "k3v4_nc")):
+        turbo, name = TurboQuant(3, bits), f"TurboQuant {preset}"
+        # In vLLM a token's query sees the token itself packed.
+        own = Exact(recent=0, layers=2)
+        found += [
+            Rival(name, turbo, replace(same, layers=own.layers)),
+            Rival(f"{name}, own tokens", turbo, own),
+            Rival(f"{name}, all layers packed", turbo, same),
+        ]
+    for bits in (4, 3, 2):
+        exl, name = ExLlamaV3(bits, 2), f"ExLlamaV3 k{bits}v2"
+        found += [Rival(name, exl, same), Rival(f"{name}, own tokens", exl, Exact())]
+    return found
 
 
 def block_methods() -> list[Blocks]:

@@ -1,0 +1,359 @@
+"""KV-cache formats of other projects, each by what its cache gives back and the bytes it takes.
+
+Written from papers and from the layouts that these projects store. No method uses statistics of a
+model or a text; each token or tile is quantized by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from oscar_mm.compare.paged import Restored
+from oscar_mm.compare.teacher_forcing import LayerStates
+from oscar_mm.quant.basis import hadamard
+
+_HALF = 2
+"""Bytes of a scale, a zero point, a norm, and of a number that is not quantized."""
+_ROUNDS = 8
+"""Rounds of KVarN's normalization, as vLLM's fork has them."""
+_DEVIATIONS = 1e-3, 1e3
+_SCALES = math.exp(-0.3), math.exp(10)
+"""Limits of KVarN's standard deviations and of the scales that it divides by."""
+_LLOYD_ROUNDS = 1000
+
+
+class Format(Protocol):
+    """How keys and values are stored in few bits."""
+
+    @property
+    def tile(self) -> int:
+        """Tokens that are quantized together."""
+        ...
+
+    @property
+    def channels(self) -> int:
+        """A head has a multiple of so many channels."""
+        ...
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Keys as they are restored: (..., tokens, head_dim) float32 to the same shape."""
+        ...
+
+    def values(self, x: Tensor) -> Tensor:
+        """The same for values."""
+        ...
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """Bytes of keys and values of one head and tile, scales and the like included."""
+        ...
+
+
+@dataclass(frozen=True)
+class KVarN:
+    """KVarN (arXiv:2606.03458): tiles of 128 tokens with even deviations of rows and columns.
+
+    Keys and values are rotated; then the standard deviations of columns and rows are divided out
+    in turn, and the rows (channels of keys, tokens of values) are quantized from their least to
+    their largest number. Scales and zero points are in 16 bits.
+
+    Attributes:
+        key_bits: bits of a key's number.
+        value_bits: bits of a value's number.
+        tile, channels: see ``Format``.
+    """
+
+    key_bits: int
+    value_bits: int
+    tile: int = 128
+    channels: int = 1
+
+    def keys(self, x: Tensor) -> Tensor:
+        """See ``Format``."""
+        return self._tiled(x, lambda tiles: _evened_and_rounded(tiles.mT, self.key_bits).mT)
+
+    def values(self, x: Tensor) -> Tensor:
+        """See ``Format``."""
+        return self._tiled(x, lambda tiles: _evened_and_rounded(tiles, self.value_bits))
+
+    def _tiled(self, x: Tensor, restored: Callable[[Tensor], Tensor]) -> Tensor:
+        """By tiles. What is left over takes the statistics of as many tokens as a tile has, with
+        tokens before it, so that it is quantized as it would be in the tile that it waits for."""
+        rotation = hadamard(x.shape[-1], x.device)
+        rotated = x @ rotation
+        left = x.shape[-2] % self.tile
+        parts, whole = [], rotated[..., : x.shape[-2] - left, :]
+        if whole.shape[-2]:
+            parts.append(restored(whole.unflatten(-2, (-1, self.tile))).flatten(-3, -2))
+        if left:
+            parts.append(restored(rotated[..., -self.tile :, :])[..., -left:, :])
+        return torch.cat(parts, dim=-2) @ rotation
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """See ``Format``."""
+        codes = self.tile * head_dim * (self.key_bits + self.value_bits) // 8
+        of_keys, of_values = 2 * head_dim + self.tile, head_dim + 2 * self.tile
+        return codes + _HALF * (of_keys + of_values)
+
+
+def _evened_and_rounded(tiles: Tensor, bits: int) -> Tensor:
+    """Round (..., rows, columns) row by row, with the deviations of both axes divided out."""
+    of_rows, of_columns = _even_scales(tiles)
+    even, steps = tiles / of_rows / of_columns, 2**bits - 1
+    low, high = even.amin(-1, keepdim=True), even.amax(-1, keepdim=True)
+    step = ((high - low) / steps).clamp(min=1e-10)
+    codes = ((even - low) / step).round().clamp(0, steps)
+    return (codes * _half(step * of_rows) + _half(low * of_rows)) * _half(of_columns)
+
+
+def _even_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales of rows (..., rows, 1) and of columns (..., 1, columns); those of the best round."""
+    rows, columns = torch.ones_like(tiles[..., :1]), torch.ones_like(tiles[..., :1, :])
+    kept, least = (rows, columns), _unevenness(tiles)
+    for _ in range(_ROUNDS):
+        columns = (columns * _deviation(tiles / rows / columns, -2)).clamp(*_SCALES)
+        rows = (rows * _deviation(tiles / rows / columns, -1)).clamp(*_SCALES)
+        uneven = _unevenness(tiles / rows / columns)
+        better = uneven <= least
+        least = torch.where(better, uneven, least)
+        kept = tuple(
+            torch.where(better, new, old) for new, old in zip((rows, columns), kept, strict=True)
+        )
+    return kept[0], kept[1]
+
+
+def _unevenness(tiles: Tensor) -> Tensor:
+    """(..., 1, 1): largest by smallest deviation of the rows and of the columns, summed."""
+    total = torch.zeros_like(tiles[..., :1, :1])
+    for dim in (-2, -1):
+        deviations = _deviation(tiles, dim, limited=False)
+        largest, smallest = deviations.amax((-2, -1), True), deviations.amin((-2, -1), True)
+        total = total + largest / smallest.clamp(min=1e-8)
+    return total
+
+
+def _deviation(tiles: Tensor, dim: int, *, limited: bool = True) -> Tensor:
+    """Standard deviations along ``dim``, kept of size 1; of a single number 0."""
+    found = tiles.std(dim, correction=min(1, tiles.shape[dim] - 1), keepdim=True)
+    return found.clamp(*_DEVIATIONS) if limited else found
+
+
+@dataclass(frozen=True)
+class TurboQuant:
+    """TurboQuant as vLLM has it, "nc": a key has a norm and codes of its rotated direction.
+
+    The levels are those of least squared error for normal numbers (Lloyd and Max), and the vector
+    of levels is given the stored norm. Values are not rotated; a token's are quantized from the
+    least to the largest. The norm, scale and zero point are in 16 bits.
+
+    Attributes:
+        key_bits: bits of a key's number.
+        value_bits: bits of a value's number.
+        tile, channels: see ``Format``.
+    """
+
+    key_bits: int
+    value_bits: int
+    tile: int = 1
+    channels: int = 1
+
+    def keys(self, x: Tensor) -> Tensor:
+        """See ``Format``."""
+        rotation, norms = hadamard(x.shape[-1], x.device), x.norm(dim=-1, keepdim=True)
+        directions = x @ rotation * (x.shape[-1] ** 0.5 / norms.clamp(min=1e-12))
+        levels = normal_levels(self.key_bits).to(x)
+        nearest = levels[torch.bucketize(directions, (levels[1:] + levels[:-1]) / 2)]
+        return nearest / nearest.norm(dim=-1, keepdim=True) @ rotation * _half(norms)
+
+    def values(self, x: Tensor) -> Tensor:
+        """See ``Format``."""
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        step = ((high - low) / (2**self.value_bits - 1)).clamp(min=1e-8)
+        return ((x - low) / step).round() * _half(step) + _half(low)
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """See ``Format``."""
+        codes = [-(-head_dim * bits // 8) for bits in (self.key_bits, self.value_bits)]
+        return sum(codes) + _HALF * 3
+
+
+@lru_cache(maxsize=8)
+def normal_levels(bits: int) -> Tensor:
+    """(2 ** bits,) float64 levels of least squared error for standard normal numbers."""
+    levels = torch.linspace(-3.5, 3.5, 2**bits, dtype=torch.float64)
+    ends = torch.tensor([math.inf], dtype=torch.float64)
+    for _ in range(_LLOYD_ROUNDS):
+        edges = torch.cat([-ends, (levels[1:] + levels[:-1]) / 2, ends])
+        density, share = (-edges.square() / 2).exp() / math.tau**0.5, torch.special.ndtr(edges)
+        levels = -density.diff() / share.diff()
+    return levels
+
+
+@dataclass(frozen=True)
+class ExLlamaV3:
+    """The quantized cache of ExLlamaV3: groups of 32 channels, rotated, by their largest number.
+
+    The levels are the midpoints of equal steps from minus the largest to the largest, which is in
+    16 bits. (It can also compress the steps towards zero, which is off by default.)
+
+    Attributes:
+        key_bits: bits of a key's number.
+        value_bits: bits of a value's number.
+        tile, channels: see ``Format``.
+    """
+
+    key_bits: int
+    value_bits: int
+    tile: int = 1
+    channels: int = 32
+
+    def keys(self, x: Tensor) -> Tensor:
+        """See ``Format``."""
+        return self._restored(x, self.key_bits)
+
+    def values(self, x: Tensor) -> Tensor:
+        """See ``Format``."""
+        return self._restored(x, self.value_bits)
+
+    def _restored(self, x: Tensor, bits: int) -> Tensor:
+        rotation, half = hadamard(self.channels, x.device), 2 ** (bits - 1)
+        groups = x.unflatten(-1, (-1, self.channels)) @ rotation
+        largest = groups.abs().amax(-1, keepdim=True) + 1e-10
+        codes = (groups / largest * half).floor().clamp(-half, half - 1)
+        return ((codes + 0.5) / half * _half(largest) @ rotation).flatten(-2)
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """See ``Format``."""
+        codes = head_dim * (self.key_bits + self.value_bits) // 8
+        return codes + 2 * _HALF * (head_dim // self.channels)
+
+
+def _half(x: Tensor) -> Tensor:
+    """As 16-bit numbers."""
+    return x.half().float()
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What is kept in 16-bit precision.
+
+    Attributes:
+        sinks: number of first tokens.
+        recent: number of last tokens, with the one whose query is asked.
+        tile: tokens after the sinks that are packed together as soon as all of them are there.
+        layers: number of first layers, and of last ones, in which nothing is packed; fewer in a
+            model that has not twice as many.
+    """
+
+    sinks: int = 0
+    recent: int = 1
+    tile: int = 1
+    layers: int = 0
+
+    def packed_from(self, tokens: int) -> Tensor:
+        """(tokens,) int64: the first token whose query sees each of them packed."""
+        place = torch.arange(tokens)
+        tile_ends = self.sinks + ((place - self.sinks) // self.tile + 1) * self.tile
+        found = place + self.recent
+        if self.tile > 1:
+            found = torch.maximum(found, tile_ends)
+        found[: self.sinks] = torch.iinfo(found.dtype).max
+        return found
+
+    def spares(self, states: LayerStates) -> bool:
+        """Whether nothing of a layer is packed."""
+        config: Any = states.module.config
+        count = min(self.layers, config.num_hidden_layers // 2)
+        return not count <= states.index < config.num_hidden_layers - count
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of keys and values of some tokens, and their number of elements."""
+
+    kv_bytes: int
+    values: int
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of an element."""
+        return 8 * self.kv_bytes / self.values
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A format and which tokens it does not store in few bits, under a name.
+
+    Attributes:
+        name: name in tables.
+        format: of packed tokens.
+        exact: what is not packed.
+    """
+
+    name: str
+    format: Format
+    exact: Exact
+
+    def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
+        """Why the format cannot store the model's heads; None if it can."""
+        head_dim, channels = layers[0].keys.shape[-1], self.format.channels
+        return None if head_dim % channels == 0 else f"heads are no multiple of {channels} channels"
+
+    def restored(self, states: LayerStates, ids: Tensor) -> Restored:
+        """Keys and values as the format restores them; arguments as in ``Paged``.
+
+        A tile that is not full is packed as if the tokens that complete it were known, unless
+        ``exact`` lets its tokens wait for them. The bytes of a layer in which nothing is packed
+        count for as many tokens as others pack.
+        """
+        packed = self._packed(len(ids))
+        rows, heads, _, head_dim = states.keys.shape
+        count = int(packed.sum())
+        elements = 2 * rows * heads * head_dim * count
+        if self.exact.spares(states):
+            return Restored(states.keys, states.values, _HALF * elements, elements)
+        first = self.exact.sinks
+        last = first + max(0, len(ids) - first) // self.exact.tile * self.exact.tile
+
+        def back(side: Tensor, restore: Callable[[Tensor], Tensor]) -> Tensor:
+            found = side.clone()
+            if last > first:
+                found[:, :, first:last] = restore(side[:, :, first:last].float()).to(side.dtype)
+            return torch.where(packed.to(side.device)[:, None], found, side)
+
+        keys, values = back(states.keys, self.format.keys), back(states.values, self.format.values)
+        return Restored(keys, values, self._bytes(rows * heads * count, head_dim), elements)
+
+    def one_by_one(self, prompt: int) -> Rival:
+        """The same method: a token is stored alike, however many come with it."""
+        return self
+
+    def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
+        """From which token on each token is read as it is restored; as in ``Paged``."""
+        return self.exact.packed_from(len(ids)).clamp(max=len(ids))
+
+    def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> Held:
+        """Codes, scales and tokens in 16-bit precision of the first row; free memory that a peer
+        reserves does not count."""
+        packed, held, values = int(self._packed(len(ids)).sum()), 0, 0
+        for states in layers:
+            _, heads, tokens, head_dim = states.keys.shape
+            few = 0 if self.exact.spares(states) else packed
+            held += self._bytes(heads * few, head_dim)
+            held += 2 * heads * head_dim * (tokens - few) * _HALF
+            values += 2 * heads * head_dim * tokens
+        return Held(held, values)
+
+    def _bytes(self, tokens: int, head_dim: int) -> int:
+        """Bytes of so many packed tokens of a head: their part of tiles."""
+        return tokens * self.format.tile_bytes(head_dim) // self.format.tile
+
+    def _packed(self, tokens: int) -> Tensor:
+        """(tokens,) bool: which of them the next token sees packed."""
+        return self.exact.packed_from(tokens) <= tokens
