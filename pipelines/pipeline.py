@@ -36,6 +36,7 @@ from oscar_mm.media.image import ImageSource
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.media.part import media_parts
 from oscar_mm.media.video import VideoSource
+from oscar_mm.ops.score_errors import warn_of_hard_layers
 from oscar_mm.pipelines.batch import BatchResult, batch_results
 from oscar_mm.pipelines.loading import Placement, load
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -147,6 +148,7 @@ class Pipeline:
         self.admission = Admission(self.family, self.store, most, chunk, budget)
         self.media_reader.most_seconds = self.admission.most_seconds
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes)
+        warn_of_hard_layers(self.model, self.policy)
 
     @property
     def fingerprint(self) -> str:
@@ -293,6 +295,7 @@ class Pipeline:
         twin.admission = replace(self.admission, store=twin.store)
         twin.prefixes = None
         twin.engine = Engine(self.family, twin.store, twin.admission, twin=self.engine)
+        warn_of_hard_layers(self.model, twin.policy)
         if self.budget is not None:
             with self.lock:
                 self.budget.stores.add(twin.store)

@@ -69,7 +69,7 @@ def sigmas_of_model(model: Any, *, centered: bool = True) -> dict[int, Tensor]:
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     sigmas = {}
-    for layer, attention in _attentions(decoder):
+    for layer, attention in attentions(decoder):
         angles = rotary_angles(attention, decoder)
         sigma = sigma_of_layer(layer, attention, attention.head_dim, angles, centered=centered)
         if sigma is not None:
@@ -151,7 +151,7 @@ def rotary_angles(attention: Any, decoder: Any = None) -> Tensor | None:
     return None
 
 
-def _attentions(decoder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def attentions(decoder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Each attention module of a decoder and the layer that it is in."""
     for layer in decoder.modules():
         for attention in layer.children():
@@ -171,8 +171,8 @@ def _sigma_from_projections(
     The projections themselves are asked, with random inputs: whatever holds their weights, in
     however many bits and wherever, brings them.
     """
-    probes = _probes(layer, attention)
-    responses = [_project(attention, x) for x in (_GAIN * probes, torch.zeros_like(probes[:1]))]
+    inputs = probes(layer, attention)
+    responses = [projected(attention, x) for x in (_GAIN * inputs, torch.zeros_like(inputs[:1]))]
     energies = []
     for answers, bias in zip(*responses, strict=True):
         if answers.shape[-1] % head_dim:
@@ -190,7 +190,7 @@ def _sigma_from_projections(
     return sigma_from_rms(of_keys.sqrt(), grouped.sqrt())
 
 
-def _probes(layer: nn.Module | None, attention: Any) -> Tensor:
+def probes(layer: nn.Module | None, attention: Any) -> Tensor:
     """(probes, channels) inputs of the projections: random signs, the same on every machine,
     normalized by the layer's input norm."""
     norm = getattr(layer, "input_layernorm", None)
@@ -206,7 +206,7 @@ def _probes(layer: nn.Module | None, attention: Any) -> Tensor:
     return signs if norm is None else norm(signs)
 
 
-def _project(attention: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def projected(attention: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys, (inputs, heads * head_dim) each, before RoPE."""
     if hasattr(attention, "k_proj"):
         queries, keys = attention.q_proj(inputs), attention.k_proj(inputs)

@@ -1,0 +1,127 @@
+"""Whether pages keep the scores of a model's attention: a check of its weights.
+
+Keys of random inputs are packed as those of a text would be, and scores of queries with them are
+compared with the exact ones. Codes of 2 bits cost a third to a half of what scores differ by, of 3
+bits a sixth. Where it is all of it, something is large in the keys that the queries do not need,
+such as biases that are hundreds of times as large as what differs between tokens, and answers may
+break.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oscar_mm.ops.library import recipe_arguments
+from oscar_mm.ops.store import whole_page_tables
+from oscar_mm.ops.store_torch import StoreArguments, store_by_torch
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.policy import KVPolicy
+from oscar_mm.quant.balance import attentions, probes, projected, rotary_angles, sigmas_of_model
+from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import Recipe, quantize, unpack_by_torch
+
+MOST = 1.0
+"""Error of scores, as a part of what they differ by, above which a layer is reported."""
+_log = logging.getLogger(__name__)
+
+
+def warn_of_hard_layers(model: Any, policy: KVPolicy) -> None:
+    """Log a warning that names the layers whose keys the policy's pages do not hold well."""
+    if not policy.packs:
+        return
+    hard = {name: error for name, error in score_errors(model, policy).items() if error > MOST}
+    if hard:
+        named = ", ".join(f"{name} ({error:.1f})" for name, error in hard.items())
+        _log.warning(
+            "keys that the policy does not pack well: %s. Attention scores have errors of so many "
+            "times what they differ by (0.2 to 0.5 is usual), and answers may be wrong; choose "
+            "the policy 'standard' or 'bf16'",
+            named,
+        )
+
+
+@torch.inference_mode()
+def score_errors(model: Any, policy: KVPolicy) -> dict[str, float]:
+    """By name of each attention module, the largest error of a KV head's scores.
+
+    It is a part of what scores differ by; what is the same for all keys of a query does not count,
+    as softmax does not see it. Modules without separate projections are left out.
+
+    Args:
+        model: a decoder of transformers, or a model with one.
+        policy: one that packs.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    sigmas = sigmas_of_model(decoder, centered=policy.centers_keys) if policy.balances else {}
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for layer, attention in attentions(decoder):
+        if hasattr(attention, "q_proj") and hasattr(attention, "k_proj"):
+            states = _rotated_states(layer, attention, rotary_angles(attention, decoder))
+            sigma = sigmas.get(attention.layer_idx)
+            error = _error(*states, policy, None if sigma is None else sigma.cpu())
+            found[names[id(attention)]] = error
+    return found
+
+
+def _rotated_states(
+    layer: nn.Module, attention: Any, angles: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Queries (KV heads, queries, d) and keys (KV heads, 128, d) of random inputs, float32 on the
+    CPU, each at a position of its own."""
+    projections = projected(attention, probes(layer, attention)[:PAGE_TOKENS])
+    states = []
+    for name, of_all in zip(("q_norm", "k_norm"), projections, strict=True):
+        x, norm = of_all.unflatten(-1, (-1, attention.head_dim)), getattr(attention, name, None)
+        if norm is not None and norm.weight.numel() == attention.head_dim:
+            x = norm(x)
+        x = x.float().cpu()
+        states.append((x if angles is None else _turned(x, angles.cpu())).transpose(0, 1))
+    queries, keys = states
+    return queries.unflatten(0, (len(keys), -1)).flatten(1, 2), keys
+
+
+def _turned(x: Tensor, angles: Tensor) -> Tensor:
+    """(tokens, heads, d) turned by RoPE, token n by n times the angles."""
+    turns = torch.arange(len(x))[:, None, None] * angles
+    one, other, rest = x.split([len(angles)] * 2 + [x.shape[-1] - 2 * len(angles)], -1)
+    cos, sin = turns.cos(), turns.sin()
+    return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], -1)
+
+
+def _error(queries: Tensor, keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> float:
+    """The largest error over KV heads, of states as ``_rotated_states`` has them; infinite where
+    keys are beyond what pages hold."""
+    back = _restored(keys[None].bfloat16(), policy, sigma)
+    if back is None:
+        return float("inf")
+
+    def deviation(keys: Tensor) -> Tensor:
+        scores = queries @ keys.mT
+        return (scores - scores.mean(-1, keepdim=True)).square().mean((1, 2)).sqrt()
+
+    return float((deviation(back[0] - keys) / deviation(keys)).max())
+
+
+def _restored(keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> Tensor | None:
+    """(1, KV heads, 128, d) keys through a page, None where it cannot hold them; by PyTorch, so
+    that a model is loaded without compiling anything."""
+    _, heads, _, head_dim = keys.shape
+    page_format = PageFormat.of(policy, policy.packed_bits[0], heads, head_dim)
+    recipe, basis = Recipe.of(page_format, policy), Basis(head_dim, policy.rotate, sigma)
+    if page_format.by_token:
+        pages = torch.zeros(1, page_format.page_bytes, dtype=torch.uint8)
+        bad = torch.zeros(1, dtype=torch.int32)
+        jobs, begins = whole_page_tables(1, keys.device)
+        tables = (keys.new_empty(0, 2, heads, head_dim), jobs, begins[: page_format.center])
+        how = recipe_arguments(recipe)
+        store_by_torch(StoreArguments(keys, keys, *tables, pages, bad, sigma, *how))
+        fits = not bool(bad)
+    else:
+        pages, finite = quantize(keys, keys, recipe, sigma)
+        fits = bool(finite)
+    return unpack_by_torch(pages, page_format, basis, torch.float32)[0] if fits else None
