@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 
 from oscar_mm.tool_parsers.definitions import ToolDefinition
 from oscar_mm.tool_parsers.grammar import (
@@ -52,7 +53,7 @@ class Pythonic(ToolFormat):
 
     @classmethod
     def grammar(
-        cls, tools: Sequence[ToolDefinition], many: bool, special_tokens: Mapping[str, int]
+        cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """A list of calls, with values in JSON."""
         rules: dict[str, str] = {}
@@ -157,13 +158,18 @@ def _unescaped(match: re.Match[str]) -> str:
 def _scalar(word: str) -> str:
     if word in _WORDS or word in _WORDS.values():
         return _WORDS.get(word, word)
-    try:
-        value = ast.literal_eval(word) if len(word) <= _LONGEST_NUMBER else None
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise Broken from None
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    value = _number(word) if len(word) <= _LONGEST_NUMBER else math.nan
+    if not math.isfinite(value):
         raise Broken
     return json.dumps(value)
+
+
+def _number(word: str) -> int | float:
+    """A number as Python writes it; NaN for anything else."""
+    for kind in (partial(int, base=0), float):
+        with suppress(ValueError):
+            return kind(word)
+    return math.nan
 
 
 _PYTHON = Syntax(

@@ -256,6 +256,15 @@ def test_the_beginning_of_a_mark_waits() -> None:
         ("mistral", '[TOOL_CALLS]find[CALL_ID]x9[ARGS]{"a": 1}', [("find", '{"a": 1}')], False),
         ("pythonic", "[a](b) and [find(x)] and [other(a=1)]", [], True),
         ("pythonic", "[find(a=1e999)]", [], True),
+        ("pythonic", "[find(a=nan)]", [], True),
+        ("pythonic", "[find(a=1or)]", [], True),
+        (
+            "pythonic",
+            "[find(a=-1_0, b=0x1F, c=.5)]",
+            [("find", '{"a": -10, "b": 31, "c": 0.5}')],
+            False,
+        ),
+        ("pythonic", "[find(a='\\x41\\d\\n\\'')]", [("find", '{"a": "A\\\\d\\n\'"}')], False),
         ("pythonic", "[find(a=b'x')]", [], True),
         (
             "pythonic",
