@@ -321,14 +321,11 @@ class Service:
         parallel = body.parallel_tool_calls is not False
         offer = pipe.offer(body.tools, body.tool_choice, parallel=parallel)
         request = replace(request, tools=offer)
-        texts = [
-            (message.place, text)
-            for message in request.messages()
-            for text in (*message.runs, *message.labels)
-        ]
-        pipe.admission.check_characters("messages", sum(len(text) for _, text in texts))
-        for place, text in texts:
-            pipe.check_text(place, text, may_be_empty=True)
+        messages = [*request.messages()]
+        texts = [text for one in messages for text in (*one.texts, *one.labels)]
+        pipe.admission.check_characters("messages", sum(map(len, texts)))
+        for message in messages:
+            pipe.admission.check_message(message)
         self._bound_answer(request.sampling)
         if request.n > self.limits.running:
             raise FieldError(f"must be at most {self.limits.running} on this server", "n")

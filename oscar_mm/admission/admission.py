@@ -99,7 +99,9 @@ class Admission:
         (hour,) = Media(audio=[silence(3600)], labels=["an hour"])
         return 3600 * self.max_context / self.family.least_tokens(hour)
 
-    def check_text(self, name: str, text: Any, *, may_be_empty: bool = False) -> None:
+    def check_text(
+        self, name: str, text: Any, *, may_be_empty: bool = False, calls: bool = False
+    ) -> None:
         """Refuse what is no text of a user, is empty, or is over the context by itself.
 
         Takes no lock, whatever the text.
@@ -108,6 +110,7 @@ class Admission:
             name: of the argument.
             text: what a user gave.
             may_be_empty: let an empty text pass.
+            calls: let marks of tool calls pass, as answers may hold them.
 
         Raises:
             InputError: names the argument; as ``NoRoom`` a text that is too long.
@@ -121,7 +124,7 @@ class Admission:
             text.encode()
         except UnicodeEncodeError:
             raise InputError(f"{name} holds bytes that are no UTF-8 text: take them out") from None
-        self.family.refuse_control_tokens(name, text)
+        self.family.refuse_control_tokens(name, text, calls=calls)
         self._check_tokens(name, text)
 
     def check_messages(self, messages: Sequence[Message]) -> None:
@@ -135,14 +138,25 @@ class Admission:
             InputError: names the message or the medium; as ``NoRoom`` texts that are too long.
         """
         for message in messages:
-            self.family.check_reads(message.media)
-            for text in (*message.runs, *message.labels):
-                self.check_text(message.place, text, may_be_empty=True)
+            self.check_message(message)
         for message in (messages[0], messages[-1]):
             if message.is_empty and (message.role == "system" or message is messages[-1]):
                 raise InputError(f"{message.place} is empty: give some text")
         if len(messages) > 1:
             self.check_text_length("messages", "\n".join(message.text for message in messages))
+
+    def check_message(self, message: Message) -> None:
+        """Refuse media that the model does not read, and texts as ``check_text`` does.
+
+        Raises:
+            InputError: names the message or the medium; as ``NoRoom`` a text that is too long.
+        """
+        self.family.check_reads(message.media)
+        calls = message.role == "assistant"
+        for text in message.runs:
+            self.check_text(message.place, text, may_be_empty=True, calls=calls)
+        for text in message.labels:
+            self.check_text(message.place, text, may_be_empty=True)
 
     def check_text_length(self, name: str, text: str) -> None:
         """Refuse a text that is over the context by itself; takes no lock.

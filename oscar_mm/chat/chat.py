@@ -191,8 +191,7 @@ class Chat:
         pipe = self.pipe
         for turn in turns:
             pipe.admission.check_messages(with_system(self.system, turn.messages))
-            for text in (turn.answer.written, *turn.answer.labels):
-                pipe.admission.check_text(turn.answer.place, text, may_be_empty=True)
+            pipe.admission.check_message(turn.answer)
         tokenizer = pipe.family.processor.tokenizer
         said = [pipe.family.answer_text(turn.answer) for turn in turns]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
@@ -504,14 +503,14 @@ class Chat:
                 yield from generation
                 # Once for all that follows: each time waits for a step of the others.
                 locked.enter_context(self.pipe.lock.briefly())
-                if generation.cancelled and not generation.written.text:
+                if generation.cancelled and not generation.written.says:
                     raise Cancelled("the answer was cancelled before its first word")
                 answer = generation.answer()
                 reason = "interrupted" if generation.cancelled else answer.finish_reason
                 self._spillable.conversation = after(reason)
             except GeneratorExit:
                 # This may be the garbage collector, in any thread: nothing here touches the store.
-                if keep_part and generation.written.text:
+                if keep_part and generation.written.says:
                     self._spillable.conversation = after("interrupted")
                 raise
             except BaseException:

@@ -64,7 +64,7 @@ class Turn:
     Attributes:
         prompt: the question.
         answer: its answer, as far as the reader took it.
-        finish_reason: "stop", "length", or "interrupted" where the reader left.
+        finish_reason: "stop", "tool_calls", "length", or "interrupted" where the reader left.
         media: spans of its images, videos and recordings among the chat's tokens.
         forgotten: for each medium, whether it was forgotten.
         start: index of its first token.

@@ -17,7 +17,7 @@ from oscar_mm.generation.family import Family
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.policy import KVPolicy
 
-_REASONS = ("stop", "length", "interrupted")
+_REASONS = ("stop", "tool_calls", "length", "interrupted")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _SUMS, _SUM_BITS = 64, 1 << 16
 """Most media of a turn, and most positions between the fewest and the most that they may take, for

@@ -187,6 +187,11 @@ class AnswerWriter:
         return self._text.text if self._calls is None else self._calls.text
 
     @property
+    def says(self) -> bool:
+        """Whether there is text or a tool call so far."""
+        return bool(self.text or (self._calls is not None and self._calls.calls))
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop text or the last of the tool calls has occurred, after which nothing more
         is to be pushed."""

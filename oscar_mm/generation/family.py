@@ -305,7 +305,7 @@ class Family(ABC):
             return options
         if (other := options.get("grammar")) is not None:
             raise InputError(f"tool_choice: cannot be had together with {other.name}")
-        return {**options, "grammar": Grammar.cfg(grammar, "tool_choice")}
+        return {**options, "grammar": Grammar.calls(grammar)}
 
     @cached_property
     def thinks(self) -> bool:
@@ -348,10 +348,17 @@ class Family(ABC):
         ]
         return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *meant]))
 
-    def refuse_control_tokens(self, name: str, text: str) -> None:
-        """Refuse text by which a user would end a turn or thoughts, or claim to be an image."""
+    def refuse_control_tokens(self, name: str, text: str, *, calls: bool = False) -> None:
+        """Refuse text by which a user would end a turn or thoughts, or claim to be an image.
+
+        Args:
+            name: of the text, for the error.
+            text: of a user.
+            calls: whether it may hold the marks of tool calls, as answers may.
+        """
+        allowed = self.tool_format.marks() if calls and self.tool_format else ()
         for token in self.control_tokens:
-            if token in text:
+            if token in text and token not in allowed:
                 raise InputError(
                     f"{name} holds {token!r}, a control token of this model: take it out"
                 )

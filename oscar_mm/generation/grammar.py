@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from oscar_mm.generation.sampling import TokenSampler
 
-MAX_CHARACTERS = 1 << 16
+MAX_CHARACTERS, _MAX_CALLS = 1 << 16, 1 << 20
 """Longest schema, expression or grammar."""
 MAX_CHOICES = 1024
-_MOST_ROWS = {"json": 2000, "regex": 2000, "grammar": 200}
+_MOST_ROWS = {"json": 2000, "regex": 2000, "grammar": 200, "calls": 2000}
 """Most readings of a text that are followed at once, by kind. The time of a step grows with their
 square where a grammar is ambiguous; a schema needs four for each property that may be left out."""
 _WHITESPACE = r"[ \n\r\t]{1,40}"
@@ -43,10 +43,10 @@ _WORD = 32
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an answer must match, in one of four forms; see the class methods.
+    """What the text of an answer must match; see the class methods.
 
     Attributes:
-        kind: "json" (a schema), "regex" or "grammar" (Lark, GBNF).
+        kind: "json" (a schema), "regex", "grammar" (Lark, GBNF) or "calls" (Lark of our own).
         text: the schema, expression or grammar.
         name: what messages call it.
 
@@ -54,7 +54,7 @@ class Grammar:
         InputError: it is too long.
     """
 
-    kind: str
+    kind: Literal["json", "regex", "grammar", "calls"]
     text: str
     name: str = "grammar"
     prototype: LLMatcher | None = field(default=None, compare=False, repr=False)
@@ -63,9 +63,10 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in _MOST_ROWS or not isinstance(self.text, str):
             raise InputError(f"{self.name}: must be made by a class method of Grammar")
-        if len(self.text) > MAX_CHARACTERS:
+        most = _MAX_CALLS if self.kind == "calls" else MAX_CHARACTERS
+        if len(self.text) > most:
             raise InputError(
-                f"{self.name}: has {len(self.text):,} characters, more than the {MAX_CHARACTERS:,} "
+                f"{self.name}: has {len(self.text):,} characters, more than the {most:,} "
                 "allowed: shorten it"
             )
 
@@ -124,6 +125,12 @@ class Grammar:
         if not isinstance(grammar, str) or not grammar.strip():
             raise InputError(f"{name}: must be a grammar, and not empty")
         return cls("grammar", grammar, name)
+
+    @classmethod
+    def calls(cls, grammar: str, name: str = "tool_choice") -> Grammar:
+        """Calls of tools, as ``ToolOffer.grammar`` writes them: a grammar of our own may be longer
+        than a client's."""
+        return cls("calls", grammar, name)
 
     def compiled(self, tokenizer: Any, vocabulary: int, end_tokens: frozenset[int]) -> Grammar:
         """The grammar for answers of a model; takes up to seconds, during which others work.
@@ -261,9 +268,10 @@ def _source(grammar: Grammar) -> str:
 
     try:
         if grammar.kind == "json":
-            options: Any = {"whitespace_pattern": _WHITESPACE, "lenient": False}
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
-        kind: Any = grammar.kind
+            return LLMatcher.grammar_from_json_schema(
+                grammar.text, overrides={"whitespace_pattern": _WHITESPACE, "lenient": False}
+            )
+        kind = "grammar" if grammar.kind == "calls" else grammar.kind
         return grammar_from(kind, grammar.text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{grammar.name}: cannot be served ({_in_one_line(str(error))})") from None

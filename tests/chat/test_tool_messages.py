@@ -55,7 +55,7 @@ def template_ids(pipe: OscarVLPipeline, messages: list[dict[str, Any]], **option
 
 def test_ids_are_those_of_the_template(pipe) -> None:
     given = [*ASKED, CALLS, *RESULTS]
-    prompt = pipe.family.prompt(messages_from(given), Media(), TOOLS)
+    prompt = pipe.family.prompt(messages_from(given), Media(), pipe.offer(TOOLS))
     assert prompt.inputs["input_ids"][0].tolist() == template_ids(pipe, given, tools=TOOLS)
     # Arguments may be JSON, as OpenAI's clients send them.
     said = [{"name": "weather", "arguments": '{"city": "Oslo"}'}, CALLS["tool_calls"][1]]
