@@ -29,7 +29,7 @@ from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.generation import Generation, Reading
 from oscar_mm.generation.message import Message, media_of, user_message, with_system
-from oscar_mm.generation.message_lists import question_from
+from oscar_mm.generation.message_lists import asked_from
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
 from oscar_mm.media.media import Media
@@ -37,7 +37,7 @@ from oscar_mm.media.part import media_parts
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
-_ARGUMENTS = ("prompt", "images", "videos", "audio", "parts", "use_audio_in_video")
+_ARGUMENTS = (*("prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"),)
 
 
 class Chat:
@@ -91,6 +91,7 @@ class Chat:
         audio: Any = None,
         *,
         parts: Sequence[Any] | None = None,
+        messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
@@ -102,6 +103,8 @@ class Chat:
             audio: recordings, where the model hears (Qwen3-Omni).
             parts: the whole question instead, as texts and media in their order, see
                 ``oscar_mm.generation.message_lists.parts_from``.
+            messages: all messages since the last answer instead, of which a user's or a tool's is
+                the last, see ``oscar_mm.generation.message_lists.messages_from``.
             use_audio_in_video: hear the sound of video files too.
             sampling: see ``oscar_mm.generation.sampling.SamplingOptions``.
 
@@ -112,11 +115,10 @@ class Chat:
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a turn that is
                 too long for the context, the budget or the GPU.
         """
-        media = images, videos, audio
-        question = question_from(prompt, media, parts, sound=use_audio_in_video)
+        media, sound = (images, videos, audio), use_audio_in_video
+        asked = asked_from(prompt, media, parts, messages, sound=sound)
         with self._calls:
-            how = {"keep_part": False, "tools": self.tools}
-            return self._stream([question], sampling, **how).complete()
+            return self._stream(asked, sampling, keep_part=False, tools=self.tools).complete()
 
     def stream(
         self,
@@ -126,7 +128,7 @@ class Chat:
         audio: Any = None,
         *,
         parts: Sequence[Any] | None = None,
-        messages: Sequence[Message] | None = None,
+        messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
         cut_to_fit: bool = False,
         tools: ToolOffer | None = None,
@@ -137,8 +139,8 @@ class Chat:
         Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too.
 
         Args:
-            prompt, images, videos, audio, parts, use_audio_in_video, sampling: as of ``ask``.
-            messages: all messages since the last answer instead, of which a user's is the last.
+            prompt, images, videos, audio, parts, messages, use_audio_in_video, sampling: as of
+                ``ask``.
             cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory have; else a
                 turn is refused whose longest answer does not fit.
             tools: those of the chat with another choice of what must be called, for this turn.
@@ -146,12 +148,11 @@ class Chat:
         Raises:
             InputError: as of ``ask``.
         """
-        if messages is None:
-            media = images, videos, audio
-            messages = [question_from(prompt, media, parts, sound=use_audio_in_video)]
+        media, sound = (images, videos, audio), use_audio_in_video
+        asked = asked_from(prompt, media, parts, messages, sound=sound)
         with self._calls:
             how = {"keep_part": True, "cut_to_fit": cut_to_fit}
-            return self._stream(messages, sampling, tools=tools or self.tools, **how)
+            return self._stream(asked, sampling, tools=tools or self.tools, **how)
 
     def tell(
         self, prompt: str, answer: str, images: Any = None, videos: Any = None, audio: Any = None

@@ -117,19 +117,27 @@ def parts_from(
     return parts
 
 
-def question_from(
-    prompt: str, media: tuple[Any, Any, Any], parts: Sequence[Any] | None, *, sound: bool
-) -> Message:
-    """A user's message: media (images, videos, audio) and then a prompt, or parts in their order.
+def asked_from(
+    prompt: str,
+    media: tuple[Any, Any, Any],
+    parts: Sequence[Any] | None,
+    messages: Sequence[Any] | None,
+    *,
+    sound: bool,
+) -> list[Message]:
+    """What a chat is asked: media (images, videos, audio) and then a prompt, parts of one message
+    in their order, or messages.
 
     Raises:
-        InputError: as of ``parts_from``, or both a prompt and parts.
+        InputError: as of ``parts_from`` and ``messages_from``, or several of them.
     """
-    if parts is None:
-        return user_message(prompt, media_parts(*media, sound=sound))
-    if prompt:
-        raise InputError("give a prompt or parts, not both: a text may be one of the parts")
-    return Message("user", parts_from(parts, *media, sound=sound), "parts")
+    if (bool(prompt), parts is not None, messages is not None).count(True) > 1:
+        raise InputError("give a prompt, parts or messages, only one of them")
+    if messages is not None:
+        return messages_from(messages, *media, sound=sound)
+    if parts is not None:
+        return [Message("user", parts_from(parts, *media, sound=sound), "parts")]
+    return [user_message(prompt, media_parts(*media, sound=sound))]
 
 
 def conversation_from(

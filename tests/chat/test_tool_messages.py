@@ -68,7 +68,7 @@ def test_a_chat_goes_on_from_calls_and_results(pipe) -> None:
     messages = messages_from([*ASKED, CALLS, *RESULTS])
     with pipe.chat("Be brief.") as chat:
         chat.tell_all([PastTurn(messages[1:2], messages[2])])
-        answer = chat.stream(messages=messages[3:], max_new_tokens=6, temperature=0).complete()
+        answer = chat.ask(messages=RESULTS, max_new_tokens=6, temperature=0)
         ids = chat._spillable.conversation.token_ids[0].tolist()
     whole = template_ids(pipe, [*ASKED, CALLS, *RESULTS])
     assert ids[: len(whole)] == whole

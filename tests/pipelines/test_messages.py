@@ -196,7 +196,7 @@ def test_parts_without_a_source_take_what_is_given_beside() -> None:
         ([], "messages must be a list such as"),
         ("What?", "messages must be a list such as"),
         (["What?"], r"messages\[0\] must be a dict with role and content, not str"),
-        ([{"content": "a"}], r"messages\[0\]: role must be one of system, developer, user"),
+        ([{"content": "a"}], r"messages\[0\]: role must be one of"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content must be a list of texts"),
         ([{"role": "user", "content": [5]}], r"content\[0\] must be a text, a dict or a PIL"),
         ([{"role": "user", "content": [{"type": "cat"}]}], r"type must be one of text, image"),
@@ -235,7 +235,7 @@ def test_messages_that_are_refused(qwen, given: Any, expected: str) -> None:
 def test_a_prompt_or_messages(qwen) -> None:
     with pytest.raises(InputError, match="give a prompt or messages, not both"):
         qwen(None, "Why?", messages=[{"role": "user", "content": "Why?"}])
-    with qwen.chat() as chat, pytest.raises(InputError, match="give a prompt or parts, not both"):
+    with qwen.chat() as chat, pytest.raises(InputError, match="give a prompt, parts or messages"):
         chat.ask("Why?", parts=["Why?"])
     with pytest.raises(InputError, match="prompt is empty"):
         qwen()
