@@ -537,6 +537,10 @@ _MESSAGES = {
 """Messages by pydantic's type of error."""
 
 
+_NO_NAMES = ("[key]", "str", "dict[str,any]")
+"""What pydantic adds to the name of a field that is a dict or may have several types."""
+
+
 def _field_error(error: ValidationError) -> FieldError:
     """Convert the first of pydantic's errors, with the protocol's name of the field."""
     first = error.errors(include_url=False, include_input=False)[0]
@@ -545,7 +549,7 @@ def _field_error(error: ValidationError) -> FieldError:
         return FieldError(f"the request is no JSON: {context['error']}")
     if isinstance(own := context.get("error"), FieldError):
         return own
-    places = [part for part in first["loc"] if part != "[key]"]
+    places = [part for part in first["loc"] if part not in _NO_NAMES]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in places)
     if first["type"] == _OWN_ERROR:
         message = first["msg"]

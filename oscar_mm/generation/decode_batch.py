@@ -179,8 +179,9 @@ class DecodeBatch:
         self._chosen = chosen
 
     def _give(self, chosen: NextTokens) -> None:
-        logprobs = chosen.logprobs()
-        for place, (row, token) in enumerate(zip(self.rows, chosen.listed(), strict=True)):
+        tokens = chosen.listed()
+        logprobs = chosen.logprobs(tokens)
+        for place, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
             if row is not None and not row.ended:
                 row.next_logprob = logprobs.get(place)
                 row.take(token)

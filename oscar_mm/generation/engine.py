@@ -484,8 +484,9 @@ class Engine:
         logits = torch.cat([row for _, row in read])
         samplers, ranks = [answer.sampler for answer, _ in read], Ranks.of(self.family.model)
         chosen = Choices(samplers, logits.device, ranks)(logits)
-        logprobs = chosen.logprobs()
-        for place, ((answer, _), token) in enumerate(zip(read, chosen.listed(), strict=True)):
+        tokens = chosen.listed()
+        logprobs = chosen.logprobs(tokens)
+        for place, ((answer, _), token) in enumerate(zip(read, tokens, strict=True)):
             if not answer.ended:  # It may have been cancelled meanwhile.
                 answer.next_logprob = logprobs.get(place)
                 answer.take(token)

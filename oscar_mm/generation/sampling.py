@@ -441,9 +441,12 @@ class NextTokens:
             self.arrived.synchronize()
         return self.sent.tolist()
 
-    def logprobs(self) -> dict[int, TokenLogprob]:
-        """Wait for the log-probabilities of rows that ask for them, by row."""
-        tokens = self.listed()
+    def logprobs(self, tokens: list[int]) -> dict[int, TokenLogprob]:
+        """Log-probabilities of rows that ask for them, by row.
+
+        Args:
+            tokens: as of ``listed``, which has waited for them too.
+        """
         return {} if self.step_logprobs is None else self.step_logprobs.by_row(tokens)
 
 

@@ -173,7 +173,7 @@ def test_turns_that_contradict_the_tables(chat, tmp_path) -> None:
         "another modality": turns(lambda x: x[0]["media"][0].update(modality=3)),
         "disagree on modalities": ({**tensors, "given.token_ids": ids}, text),
         "the end of the answer before": turns(lambda x: x[1].update(pending=[1, 2])),
-        "an answer ended for": turns(lambda x: x[1].update(finish_reason="tool_calls")),
+        "an answer ended for": turns(lambda x: x[1].update(finish_reason="cat")),
         "belong to none": turns(lambda x: x[0].update(media=[], forgotten=[])),
         "digest": turns(lambda x: x[0]["media"][0].update(digest="x")),
     }
