@@ -118,7 +118,7 @@ def pipe(qwen3_vl_folder: Path) -> Pipeline:
 
 
 def answers(pipe: Pipeline, grammars: list[Grammar | None], **options: Any) -> list[Any]:
-    """Of all at the same time."""
+    """Answers with these grammars, which decode in one batch."""
     options = {"temperature": 1.0, "max_new_tokens": 80} | options
     begun = [
         made(pipe, "Why?", grammar=grammar, seed=place, **options)

@@ -50,7 +50,7 @@ def check(reference: Reference, request: Request, answer: Answer, top: int) -> N
     ],
 )
 def test_an_answer(plain, reference, name: str, options: dict[str, Any]) -> None:
-    """Of the model's own logits, whatever is chosen from them."""
+    """Log-probabilities come from the model's own logits, however the token was chosen."""
     request = REQUESTS[name]
     answer = request.ask(plain, max_new_tokens=10, logprobs=4, **options)
     check(reference, request, answer, 4)

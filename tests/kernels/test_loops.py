@@ -245,7 +245,7 @@ def test_without_more_threads_one_makes_all_calls_once(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("number", range(6))
 def test_an_interrupt_as_a_function_is_entered(number: int) -> None:
-    """Of the functions that the calling thread enters, the one of this number."""
+    """The calling thread is interrupted as it enters its n-th function."""
     begun, ended = threading.Event(), threading.Event()
     entered = 0
 

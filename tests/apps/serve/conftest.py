@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from oscar_mm import OscarOmniPipeline
+from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone
+from tests.tool_template import TOOL_TEMPLATE
 
 openai = pytest.importorskip("openai", reason="needs the openai package")
 pytest.importorskip("fastapi", reason="needs fastapi")
@@ -101,6 +102,20 @@ def omni(qwen3_omni_folder) -> OscarOmniPipeline:
 @pytest.fixture(scope="session")
 def address(omni) -> Iterator[str]:
     with served(omni, api_key="secret", max_new_tokens=4000, max_request_bytes=200_000) as where:
+        yield where
+
+
+@pytest.fixture(scope="module")
+def tool_pipe(qwen3_vl_folder) -> OscarVLPipeline:
+    """A pipeline whose chat template has tools."""
+    pipe = OscarVLPipeline(qwen3_vl_folder, policy="compact", device="cpu", prefix_cache="1MB")
+    pipe.processor.chat_template = TOOL_TEMPLATE
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def tool_address(tool_pipe) -> Iterator[str]:
+    with served(tool_pipe) as where:
         yield where
 
 

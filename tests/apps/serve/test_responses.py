@@ -14,7 +14,6 @@ from tests.apps.serve.conftest import encoded, image, png, served, text, user
 from tests.apps.serve.test_openai_types import sent
 from tests.generation.engine import counted
 from tests.thinking import ids_of, saying
-from tests.tool_template import TOOL_TEMPLATE
 
 FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": True}
 SAID = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"text": "the sign"}}\n</tool_call>'
@@ -22,22 +21,9 @@ EVENT: Any = TypeAdapter(ResponseStreamEvent)
 SHOWN = {"type": "input_image", "image_url": f"data:image/png;base64,{encoded(png())}"}
 
 
-@pytest.fixture(scope="module")
-def pipe(qwen3_vl_folder) -> OscarVLPipeline:
-    pipe = OscarVLPipeline(qwen3_vl_folder, policy="compact", device="cpu", prefix_cache="1MB")
-    pipe.processor.chat_template = TOOL_TEMPLATE
-    return pipe
-
-
-@pytest.fixture(scope="module")
-def address(pipe) -> Iterator[str]:
-    with served(pipe) as address:
-        yield address
-
-
 @pytest.fixture
-def client(address) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as made:
+def client(tool_address) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{tool_address}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -63,11 +49,11 @@ def test_an_answer_is_that_of_the_other_protocol(client) -> None:
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_bodies_are_valid_for_openai(pipe, address) -> None:
+def test_bodies_are_valid_for_openai(tool_pipe, tool_address) -> None:
     body = {"input": "What is it?", "tools": [FIND], "max_output_tokens": 200}
-    with saying(pipe, ids_of(pipe, SAID)):
-        status, whole = sent(address, "/v1/responses", body)
-        _, stream = sent(address, "/v1/responses", body | {"stream": True})
+    with saying(tool_pipe, ids_of(tool_pipe, SAID)):
+        status, whole = sent(tool_address, "/v1/responses", body)
+        _, stream = sent(tool_address, "/v1/responses", body | {"stream": True})
     response = Response.model_validate_json(whole, strict=True)
     assert status == 200 and response.status == "completed"
     assert [item.type for item in response.output] == ["message", "function_call"]
@@ -116,9 +102,9 @@ def test_reasoning_is_an_item(qwen3_vl_thinking_folder) -> None:
     assert events[-1].response.output_text == "Yes."
 
 
-def test_a_conversation_goes_on_by_its_id(pipe, client) -> None:
+def test_a_conversation_goes_on_by_its_id(tool_pipe, client) -> None:
     first = respond(client, [{"role": "user", "content": [SHOWN]}])
-    with counted(pipe.model.get_decoder().layers[:1]) as passes:
+    with counted(tool_pipe.model.get_decoder().layers[:1]) as passes:
         second = respond(client, "And now?", previous_response_id=first.id, max_output_tokens=1)
     assert passes == [1] and second.usage.input_tokens > first.usage.total_tokens
     assert second.previous_response_id == first.id
@@ -140,8 +126,8 @@ def test_a_conversation_goes_on_by_its_id(pipe, client) -> None:
         client.responses.retrieve(lost.id)
 
 
-def test_a_loop_of_calls_and_results(pipe, client) -> None:
-    with saying(pipe, ids_of(pipe, SAID)):
+def test_a_loop_of_calls_and_results(tool_pipe, client) -> None:
+    with saying(tool_pipe, ids_of(tool_pipe, SAID)):
         first = respond(client, "What is it?", tools=[FIND], max_output_tokens=200)
     [call] = [item for item in first.output if item.type == "function_call"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Stop"}
@@ -193,13 +179,13 @@ def test_structured_output(client) -> None:
         ({"input": [{"type": "function_call", "name": 5}]}, "input[0]", "must be text"),
     ],
 )
-def test_refused(address, body: dict[str, Any], field: str, expected: str) -> None:
-    status, answer = sent(address, "/v1/responses", body)
+def test_refused(tool_address, body: dict[str, Any], field: str, expected: str) -> None:
+    status, answer = sent(tool_address, "/v1/responses", body)
     error = json.loads(answer)["error"]
     assert (status, error["param"]) == (400, field), error
     assert expected in error["message"] and "messages" not in error["message"]
 
 
-def test_version(address) -> None:
-    status, body = sent(address, "/version")
+def test_version(tool_address) -> None:
+    status, body = sent(tool_address, "/version")
     assert status == 200 and json.loads(body)["version"]

@@ -1,7 +1,6 @@
 """Tools in requests, and calls in answers."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,17 +9,14 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
-from oscar_mm import OscarVLPipeline
 from oscar_mm.apps.serve.refusals import Refusal, as_refusals
 from oscar_mm.apps.serve.tools import ToolFields, call_body, delta_body
 from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta
 from oscar_mm.tool_parsers.offer import ToolOffer, read_offer
 from oscar_mm.tool_parsers.registry import FORMATS
-from tests.apps.serve.conftest import served
 from tests.apps.serve.test_openai_types import asked
 from tests.generation.engine import counted
 from tests.thinking import ids_of, saying
-from tests.tool_template import TOOL_TEMPLATE
 
 HERMES = FORMATS["hermes"]
 FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
@@ -112,20 +108,6 @@ def test_calls_and_their_pieces() -> None:
     assert rest == {"index": 0, "function": {"arguments": "{}"}}
 
 
-@pytest.fixture(scope="module")
-def pipe(qwen3_vl_folder) -> OscarVLPipeline:
-    """As Qwen3-VL, of which the tags of calls are tokens."""
-    pipe = OscarVLPipeline(qwen3_vl_folder, policy="compact", device="cpu", prefix_cache="1MB")
-    pipe.processor.chat_template = TOOL_TEMPLATE
-    return pipe
-
-
-@pytest.fixture(scope="module")
-def tool_address(pipe) -> Iterator[str]:
-    with served(pipe) as address:
-        yield address
-
-
 @pytest.fixture
 def asking(tool_address) -> Any:
     client = openai.OpenAI(base_url=f"{tool_address}/v1", api_key="none", max_retries=0)
@@ -135,10 +117,10 @@ def asking(tool_address) -> Any:
 QUESTION = [{"role": "user", "content": "What does the sign say?"}]
 
 
-def test_answers_with_calls_are_valid_for_openai(pipe, tool_address) -> None:
-    said = ids_of(pipe, SAID)
+def test_answers_with_calls_are_valid_for_openai(tool_pipe, tool_address) -> None:
+    said = ids_of(tool_pipe, SAID)
     body = {"messages": QUESTION, "tools": [FIND], "max_tokens": len(said) + 1}
-    with saying(pipe, said):
+    with saying(tool_pipe, said):
         _, whole = asked(tool_address, **body)
         _, stream = asked(tool_address, stream=True, **body)
     [choice] = ChatCompletion.model_validate_json(whole, strict=True).choices
@@ -161,24 +143,24 @@ def test_answers_with_calls_are_valid_for_openai(pipe, tool_address) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_loop_of_calls_and_results(pipe, asking) -> None:
+def test_a_loop_of_calls_and_results(tool_pipe, asking) -> None:
     """The second request goes on from the cache of the first one, as a chat does."""
-    with saying(pipe, ids_of(pipe, SAID)):
+    with saying(tool_pipe, ids_of(tool_pipe, SAID)):
         answer = asking(messages=QUESTION, tools=[FIND]).choices[0].message
     [call] = answer.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "Stop"}
     messages = [*QUESTION, answer.model_dump(exclude_none=True), result]
-    with counted(pipe.model.get_decoder().layers[:1]) as passes:
+    with counted(tool_pipe.model.get_decoder().layers[:1]) as passes:
         last = asking(messages=messages, tools=[FIND], max_tokens=1)
     assert passes == [1] and last.usage.prompt_tokens > 60
     other = {"type": "function", "function": {"name": "other"}}
-    with counted(pipe.model.get_decoder().layers[:1]) as passes:
+    with counted(tool_pipe.model.get_decoder().layers[:1]) as passes:
         asking(messages=messages, tools=[FIND, other], max_tokens=1)
     assert len(passes) and passes[0] == 2, "other tools are another conversation"
 
 
-def test_without_tools_marks_are_text(pipe, asking) -> None:
-    with saying(pipe, ids_of(pipe, SAID)):
+def test_without_tools_marks_are_text(tool_pipe, asking) -> None:
+    with saying(tool_pipe, ids_of(tool_pipe, SAID)):
         answer = asking(messages=QUESTION).choices[0]
     assert answer.message.content == SAID and answer.finish_reason == "stop"
     assert not answer.message.tool_calls
@@ -222,14 +204,14 @@ def weather(city: str) -> str:
     return city
 
 
-def test_python_functions(pipe) -> None:
+def test_python_functions(tool_pipe) -> None:
     said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    with pipe.chat(tools=[weather]) as chat, saying(pipe, ids_of(pipe, said)):
+    with tool_pipe.chat(tools=[weather]) as chat, saying(tool_pipe, ids_of(tool_pipe, said)):
         answer = chat.ask("Is it warm in Oslo?", max_new_tokens=120)
     [call] = answer.tool_calls
     assert answer.text == "" and weather(**json.loads(call.arguments)) == "Oslo"
     messages = [{"role": "user", "content": "Is it warm in Oslo?"}]
-    with saying(pipe, ids_of(pipe, said)):
-        again = pipe.chat_completion(messages, tools=[weather], max_new_tokens=120)
+    with saying(tool_pipe, ids_of(tool_pipe, said)):
+        again = tool_pipe.chat_completion(messages, tools=[weather], max_new_tokens=120)
     assert [one.name for one in again.tool_calls] == ["weather"]
     assert again.prompt_tokens == answer.prompt_tokens
