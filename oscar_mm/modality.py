@@ -30,6 +30,10 @@ class Modality(IntEnum):
         return self.name.lower()
 
 
+MEDIA = {kind.label: kind for kind in Modality if kind is not Modality.TEXT}
+"""Modalities of media by their labels."""
+
+
 @dataclass(frozen=True)
 class Span:
     """``length`` consecutive tokens of one modality, from index ``start`` of the sequence."""

@@ -42,7 +42,7 @@ from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.part import MediaPart
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 from oscar_mm.media.timeline import picture_track, sound_track
-from oscar_mm.modality import Modality
+from oscar_mm.modality import MEDIA, Modality
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import MAX_CALLS
@@ -62,7 +62,6 @@ _BASE64_PIECE = 4 << 20
 """Characters that are decoded at once while other threads wait; a multiple of 4."""
 NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is no {0}"
 """All that a client learns about an address, which may be one of a private network."""
-_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO, "audio": Modality.AUDIO}
 _NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
 _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
 _log = logging.getLogger(__name__)
@@ -441,7 +440,7 @@ class _MediaDecoder:
         address: MediaURL | None = getattr(part, part.type)
         if address is None:
             return None
-        modality = _MODALITIES[part.type.removesuffix("_url")]
+        modality = MEDIA[part.type.removesuffix("_url")]
         return MediaPart(modality, self._at(address.url, part.type, name), name)
 
     def _at(self, url: str, field: str, name: str) -> NamedBytes:
@@ -460,7 +459,7 @@ class _MediaDecoder:
         if file is None or file.file_data is None:
             raise FieldError("a file needs file_data; uploaded files are not kept here", name)
         kind, data = _data_uri(file.file_data)
-        modality = _MODALITIES.get((kind or "").partition("/")[0])
+        modality = MEDIA.get((kind or "").partition("/")[0])
         if modality is None:
             known = "an image, a video or a recording"
             raise FieldError(f"file.file_data must be a data URI of {known}", name)

@@ -25,7 +25,7 @@ from oscar_mm.cache.slots import SlotSet, least_page_tokens
 from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.family import Family
-from oscar_mm.generation.message import Message
+from oscar_mm.generation.message import Message, text_of
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.audio import silence
 from oscar_mm.media.media import Media
@@ -143,7 +143,7 @@ class Admission:
             if message.is_empty and (message.role == "system" or message is messages[-1]):
                 raise InputError(f"{message.place} is empty: give some text")
         if len(messages) > 1:
-            self.check_text_length("messages", "\n".join(message.text for message in messages))
+            self.check_text_length("messages", text_of(messages))
 
     def check_message(self, message: Message) -> None:
         """Refuse media that the model does not read, and texts as ``check_text`` does.
@@ -200,8 +200,7 @@ class Admission:
         """
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
         if past is not None and past.tokens:  # The template writes less between turns.
-            texts = "\n".join(message.text for message in messages)
-            tokens["text"] = self.family.tokenize(texts).shape[1]
+            tokens["text"] = self.family.tokenize(text_of(messages)).shape[1]
         else:
             tokens["text"] = text_tokens(self.family, messages)
         with self.lock.briefly():

@@ -37,7 +37,7 @@ from oscar_mm.media.part import media_parts
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
-_ARGUMENTS = (*("prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"),)
+_ARGUMENTS = "prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"
 
 
 class Chat:

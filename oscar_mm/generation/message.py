@@ -58,7 +58,7 @@ class Message:
 
     @property
     def written(self) -> str:
-        """The text of an answer, as the model writes it."""
+        """Its texts joined without anything in between, as chat templates join them."""
         return "".join(self.texts)
 
     @property
@@ -101,6 +101,11 @@ def with_system(system: str | None, messages: Sequence[Message]) -> list[Message
 
 ASKING = "user", "tool"
 """Roles of messages that an assistant's may follow as the answer."""
+
+
+def text_of(messages: Iterable[Message]) -> str:
+    """The texts of all messages, to be counted."""
+    return "\n".join(message.text for message in messages)
 
 
 def media_of(messages: Iterable[Message]) -> list[MediaPart]:

@@ -23,12 +23,11 @@ from oscar_mm.generation.message import (
     with_system,
 )
 from oscar_mm.media.part import MediaPart, media_parts
-from oscar_mm.modality import Modality
+from oscar_mm.modality import MEDIA, Modality
 from oscar_mm.tool_parsers.calls import ToolCall
 
 _ROLES = {"developer": "system"} | {role: role for role in ("system", *ASKING, "assistant")}
-_KINDS = {modality.label: modality for modality in Modality if modality is not Modality.TEXT}
-_TYPES = _KINDS | {f"{name}_url": kind for name, kind in _KINDS.items()}
+_TYPES = MEDIA | {f"{name}_url": kind for name, kind in MEDIA.items()}
 """Modality by the type of a part; OpenAI's input_audio is read apart."""
 _FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 """Fields that messages of a role may have beside their content."""
@@ -168,7 +167,7 @@ class _Loose:
     def __init__(self, images: Any, videos: Any, audio: Any, sound: bool) -> None:
         self.sound = sound
         parts = media_parts(images, videos, audio, sound=sound)
-        self._left = {kind: [p for p in parts if p.modality is kind] for kind in _KINDS.values()}
+        self._left = {kind: [p for p in parts if p.modality is kind] for kind in MEDIA.values()}
 
     def next(self, kind: Modality, place: str) -> MediaPart:
         if not self._left[kind]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from oscar_mm.errors import InputError
@@ -31,6 +31,21 @@ def sequence(*parts: str) -> str:
 def choice(names: Iterable[str]) -> str:
     """One of some rules."""
     return " | ".join(names)
+
+
+def rules_of_calls(
+    tools: Sequence[ToolDefinition], rules_of: Callable[[ToolDefinition, str], dict[str, str]]
+) -> dict[str, str]:
+    """The rule ``call``, a call of any of the tools, and those that it needs.
+
+    Args:
+        tools: that may be called.
+        rules_of: rules of a tool, of which one has the name that it is given.
+    """
+    rules: dict[str, str] = {}
+    for place, tool in enumerate(tools):
+        rules |= rules_of(tool, f"call_{place}")
+    return {"call": choice(f"call_{place}" for place in range(len(tools))), **rules}
 
 
 def json_of(schema: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ def mark_tokens(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]
 
 
 def special_marks(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]:
-    """Those of ``mark_tokens`` that are special, and so have no text when they are decoded.
+    """Ids of a format's marks that are special tokens, which decoding leaves out of the text.
 
     "[TOOL_CALLS]" of Mistral's tokenizers and "<|python_tag|>" of Llama's are special, and
     "<tool_call>" of Qwen's is not.

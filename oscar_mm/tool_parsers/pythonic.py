@@ -15,12 +15,12 @@ from functools import partial
 
 from oscar_mm.tool_parsers.definitions import ToolDefinition
 from oscar_mm.tool_parsers.grammar import (
-    choice,
     grammar_of,
     json_of,
     literal,
     parameters_of,
     repeated,
+    rules_of_calls,
     sequence,
 )
 from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
@@ -56,12 +56,8 @@ class Pythonic(ToolFormat):
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """A list of calls, with values in JSON."""
-        rules: dict[str, str] = {}
-        for place, tool in enumerate(tools):
-            rules |= _rules_of(tool, f"call_{place}")
-        calls = choice(f"call_{place}" for place in range(len(tools)))
         listed = sequence(literal("["), repeated("call", literal(", "), many), literal("]"))
-        return grammar_of(listed, {"call": calls, **rules})
+        return grammar_of(listed, rules_of_calls(tools, _rules_of))
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:

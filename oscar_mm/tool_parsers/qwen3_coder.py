@@ -24,6 +24,7 @@ from oscar_mm.tool_parsers.grammar import (
     mark,
     parameters_of,
     repeated,
+    rules_of_calls,
     sequence,
 )
 from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
@@ -56,14 +57,10 @@ class Qwen3Coder(ToolFormat):
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
         """Blocks of one call, with its parameters in the order of the schema."""
-        rules: dict[str, str] = {}
-        for place, tool in enumerate(tools):
-            rules |= _rules_of(tool, f"call_{place}")
-        calls = choice(f"call_{place}" for place in range(len(tools)))
         begin, end = mark(_BEGIN, mark_tokens), mark(cls.end, mark_tokens)
         block = sequence(begin, literal("\n"), "call", literal("\n"), end)
         start = repeated("block", literal("\n"), many)
-        return grammar_of(start, {"block": block, "call": calls, **rules})
+        return grammar_of(start, {"block": block, **rules_of_calls(tools, _rules_of)})
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
