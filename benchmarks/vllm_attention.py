@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -28,10 +24,10 @@ from typing import Any
 
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
+from benchmarks.vllm_process import CHILD, run_child, vllm_versions
 from oscar_mm.policy import KVPolicy
 from oscar_mm.vllm_plugin import additional_config
 
-_CHILD = "--child"
 _TOKENS = 264
 _BEGUN = 4
 """Tokens of each sequence before steps are timed."""
@@ -42,12 +38,6 @@ _FURTHER = 1024
 _READ_AT_ONCE = 8192
 _PROMPT, _HIT, _LONG = 8192, 7168, 32768
 _LAST_ID = 150_000
-_ENVIRONMENT = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
 NOTES = [
     "The decoder of the model alone, with vLLM's random weights. vLLM decodes by CUDA graphs "
     "without torch.compile.",
@@ -236,19 +226,7 @@ def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
         rows = Path(folder) / "rows"
         rows.touch()
         spec = spec | {"folder": f"{folder}/model", "rows": str(rows)}
-        line = [sys.executable, "-m", "benchmarks.vllm_attention", _CHILD, json.dumps(spec)]
-        environment = {**os.environ, **_ENVIRONMENT}
-        # In a session of its own: vLLM's processes must not outlive it with the GPU's memory.
-        process = subprocess.Popen(line, env=environment, start_new_session=True)
-        try:
-            code = process.wait(seconds)
-            error = f"exit code {code}" if code else None
-        except subprocess.TimeoutExpired:
-            error = f"more than {seconds:.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        error = run_child("benchmarks.vllm_attention", spec, seconds)
         found = [json.loads(row) for row in rows.read_text().splitlines()]
     if error:
         common = {"model": spec["model"], "attention": spec["attention"]}
@@ -294,14 +272,14 @@ def report(rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record; 1 if a run failed."""
-    if list(arguments[:1]) == [_CHILD]:
+    if list(arguments[:1]) == [CHILD]:
         child(json.loads(arguments[1]))
         return 0
     options_parser = parser("benchmarks.vllm_attention", __doc__)
     options_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = options_parser.add_argument
     add("--model", default="qwen3-vl-8b", choices=list(RELEASED))
-    add("--attention", default="auto,fp8,standard", help="with commas")
+    add("--attention", default="auto,fp8,standard", help='with commas, or with ";"')
     add("--contexts", default="2048,32768,131072", help="of one sequence, with commas")
     add("--full", default="32768", help="contexts at full memory, with commas")
     add("--prompts", action="store_true", help="time prompts too")
@@ -312,12 +290,15 @@ def main(arguments: Sequence[str]) -> int:
         [int(x) for x in text.split(",") if x] for text in (options.contexts, options.full)
     )
     rows: list[Row] = []
-    for attention in options.attention.split(","):
+    # A policy's own changes are written with commas.
+    for attention in options.attention.split(";" if ";" in options.attention else ","):
         spec = {"model": options.model, "attention": attention, "contexts": contexts, "full": full}
         for prompts in (False, True) if options.prompts else (False,):
             rows += measured(spec | {"prompts": prompts}, options.limit)
     line = command("benchmarks.vllm_attention", arguments)
-    record = Record("vllm_attention", line, device_name("cuda"), rows, NOTES, versions=_versions())
+    record = Record(
+        "vllm_attention", line, device_name("cuda"), rows, NOTES, versions=vllm_versions()
+    )
     if options.add and (earlier := record.earlier(options.out)) is not None:
         record = replace(record.continuing(earlier), rows=merge(earlier.rows, rows))
     report(record.rows)
@@ -330,14 +311,6 @@ def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     again = {(row["model"], row["attention"]) for row in new}
     kept = [x for x in rows if "error" not in x or (x["model"], x["attention"]) not in again]
     return merge_rows(kept, new, ("model", "attention", "what"), lambda row, old: True)
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    from benchmarks.record import versions
-
-    return versions() | {"vllm": version("vllm")}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def rows_of(spec: dict[str, Any], seconds: float) -> list[Row]:
 def test_a_record_of_what_ended(tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_attention, "measured", rows_of)
     monkeypatch.setattr(vllm_attention, "device_name", lambda device: "a GPU")
-    monkeypatch.setattr(vllm_attention, "_versions", lambda: {"vllm": "0"})
+    monkeypatch.setattr(vllm_attention, "vllm_versions", lambda: {"vllm": "0"})
     line = ["--out", str(tmp_path), "--attention", "auto,standard", "--prompts"]
     assert vllm_attention.main(line) == 1
     printed = capsys.readouterr().out

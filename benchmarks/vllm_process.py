@@ -1,0 +1,44 @@
+"""Processes in which benchmarks run vLLM: each ends with all that vLLM has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any
+
+from benchmarks.record import versions
+
+CHILD = "--child"
+"""First argument of a benchmark that runs as such a process; the second is JSON."""
+_ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
+    """Run a benchmark's module with ``--child`` and this JSON; return what went wrong, or None."""
+    line = [sys.executable, "-m", module, CHILD, json.dumps(spec)]
+    # In a session of its own: vLLM's processes must not outlive it with the GPU's memory.
+    process = subprocess.Popen(line, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"more than {seconds:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return f"exit code {code}" if code else None
+
+
+def vllm_versions() -> dict[str, str]:
+    """Versions of the software that the numbers depend on, with vLLM's."""
+    return versions() | {"vllm": version("vllm")}
