@@ -100,7 +100,7 @@ def test_less_than_any_model_took() -> None:
         assert took / 5 < activation_bytes(row["prompt_tokens"], hidden, 2) < took
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_memory_that_torch_keeps_is_free() -> None:
     device = torch.device("cuda", 0)
     before = free_bytes(device)
