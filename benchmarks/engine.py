@@ -108,7 +108,7 @@ def _figures(decoder: Decoder, variant: Oscar, context: int, bandwidth: float, r
     engine.run_until(lambda: all(answer.tokens or answer.ended for answer in answers))
     joined = perf_counter()
     _check(answers)
-    ms, host_ms = step_ms(partial(_step, answers))
+    ms, host_ms = step_ms(partial(next_step, answers))
     _check(answers)
     tokens_per_s = 1e3 * rows / ms
     figures = {
@@ -173,7 +173,7 @@ def _check(answers: Sequence[Generation]) -> None:
         raise RuntimeError(f"of {len(answers)} answers {running} run at once")
 
 
-def _step(answers: Sequence[Generation]) -> None:
+def next_step(answers: Sequence[Generation]) -> None:
     """One more token of each answer, and of what the engine begins before."""
     first = answers[0]
     count = len(first.tokens)
@@ -187,7 +187,7 @@ def _reading(pipe: Pipeline, answers: Sequence[Generation], prompt: Prompt) -> d
     )
     before, start = sum(len(answer.tokens) for answer in answers), perf_counter()
     pipe.engine.submit(reader)
-    _step(answers)
+    next_step(answers)
     seconds = perf_counter() - start
     tokens = sum(len(answer.tokens) for answer in answers) - before
     waits, error = not reader.ended, reader.error

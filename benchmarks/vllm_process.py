@@ -20,6 +20,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    # A forked engine may hang: processors of pictures leave threads of OpenMP behind.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
 
