@@ -17,7 +17,8 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream, Timings
 from oscar_mm.generation.message_lists import conversation_from
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling, SamplingOptions
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.generation.template import AnswerOptions
 from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.tower_inputs import scaled_inputs, with_features
@@ -69,7 +70,7 @@ class OscarOmniPipeline(Pipeline):
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> Answer:
         """Answer one question.
 
@@ -86,8 +87,9 @@ class OscarOmniPipeline(Pipeline):
                 ``answer.sample_rate``. Needs a checkpoint with a talker; options that end
                 the answer early or edit logits cannot be used.
             speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
-            sampling: max_new_tokens, temperature, top_p, seed, stop, ...: see
-                ``oscar_mm.generation.sampling.SamplingOptions``.
+            options: max_new_tokens, temperature, top_p, seed, stop, ...: see
+                ``oscar_mm.generation.sampling.SamplingOptions``; and of the chat template, see
+                ``oscar_mm.generation.template.TemplateFields``.
 
         Raises:
             InputError: media, text or numbers that cannot be used, or speech of a checkpoint that
@@ -104,7 +106,7 @@ class OscarOmniPipeline(Pipeline):
             use_audio_in_video=use_audio_in_video,
             speak=speak,
             speaker=speaker,
-            **sampling,
+            **options,
         ).complete()
 
     def stream(
@@ -119,7 +121,7 @@ class OscarOmniPipeline(Pipeline):
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> AnswerStream:
         """Answer one question; an iterator of pieces of text with the answer as ``result``.
 
@@ -128,18 +130,19 @@ class OscarOmniPipeline(Pipeline):
         comes in one piece. Arguments and errors are those of a call.
         """
         start = time.perf_counter()
-        chosen = self.sampling(sampling, _ARGUMENTS)
+        chosen, template = self.read_options(options, _ARGUMENTS)
         voice = None
         if speak:
-            _check_spoken(sampling)
+            _check_spoken(options)
             if self.store.ranks.count > 1:
                 raise InputError("speak=True: the talker is not divided among ranks; ask one GPU")
             voice = speaker_of(self.family.outer_model, speaker)
         elif speaker is not None:
             raise InputError("speaker is for a spoken answer: pass speak=True too")
         media, sound = (images, videos, audio), use_audio_in_video
-        asked = conversation_from(prompt, media, messages, system, sound=sound)
-        question = self.read_request(asked, chosen.max_new_tokens)
+        any_end = template.takes_any_end
+        asked = conversation_from(prompt, media, messages, system, sound=sound, open_end=any_end)
+        question = self.read_request(asked, chosen.max_new_tokens, template=template)
         if voice is None:
             return AnswerStream(self.answer(question, chosen, start))
         return AnswerStream(self._spoken(question, chosen, voice, start))
@@ -153,7 +156,7 @@ class OscarOmniPipeline(Pipeline):
         yield answer
 
 
-def _check_spoken(options: SamplingOptions) -> None:
+def _check_spoken(options: AnswerOptions) -> None:
     """Refuse options that ``generate``, which speaks, does not have."""
     for name, value in options.items():
         if value is not None and name not in _SPOKEN_OPTIONS:

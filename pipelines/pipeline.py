@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Unpack
@@ -30,7 +30,14 @@ from oscar_mm.generation.message_lists import conversation_from, messages_from
 from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.prompt_reader import usual_chunk
-from oscar_mm.generation.sampling import Sampling, SamplingOptions
+from oscar_mm.generation.sampling import Sampling
+from oscar_mm.generation.template import (
+    USUAL,
+    AnswerOptions,
+    TemplateFields,
+    TemplateOptions,
+    split_options,
+)
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.media import Media, MediaReader
@@ -363,7 +370,11 @@ class Pipeline:
         self.admission.check_text(name, text, may_be_empty=may_be_empty)
 
     def prepare(
-        self, messages: Sequence[Message], media: Media, tools: ToolOffer | None = None
+        self,
+        messages: Sequence[Message],
+        media: Media,
+        tools: ToolOffer | None = None,
+        template: TemplateOptions = USUAL,
     ) -> Prompt:
         """Run template and processor on a conversation, whose texts were checked.
 
@@ -371,11 +382,12 @@ class Pipeline:
             messages: the conversation.
             media: those of all messages, each kind in order.
             tools: that the model may call.
+            template: options of the chat template, checked.
 
         Raises:
             InputError: media that the model does not read, or too many.
         """
-        read = self.family.prompt(messages, media, tools)
+        read = self.family.prompt(messages, media, tools, template)
         # Copies to the device must not come between the steps of others while these are captured.
         with self.lock.briefly():
             return read.to(self.family.device)
@@ -385,13 +397,17 @@ class Pipeline:
         messages: Sequence[Message],
         max_new_tokens: int = 1,
         tools: ToolOffer | None = None,
+        template: TemplateOptions = USUAL,
+        cancelled: Callable[[], bool] = bool,
     ) -> Prompt:
         """A conversation as the model reads it, which has room together with its answer.
 
         Args:
-            messages: the conversation, of which a user's message is the last.
+            messages: the conversation, of which the last is answered or continued.
             max_new_tokens: of the answer.
             tools: that the model may call.
+            template: options of the chat template, checked.
+            cancelled: whether nobody wants it any more.
 
         Raises:
             InputError: texts or media that cannot be used; as ``NoRoom`` a request that is too
@@ -401,10 +417,11 @@ class Pipeline:
         self.admission.check_messages(messages)
 
         def fits(sizes: Media) -> None:
-            self.admission.check_outline(messages, sizes, max_new_tokens)
+            self.admission.check_outline(messages, sizes, max_new_tokens, template=template)
 
-        with self.media_reader.reading(media_of(messages), fits=fits) as media:
-            read = self.prepare(messages, media, tools)
+        shown = self.media_reader.reading(media_of(messages), fits=fits, cancelled=cancelled)
+        with shown as media:
+            read = self.prepare(messages, media, tools, template)
         self.admission.check_prompt(read, max_new_tokens)
         return read
 
@@ -414,14 +431,15 @@ class Pipeline:
         *,
         tools: Sequence[Any] | None = None,
         tool_choice: Any = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> Answer:
         """Answer a whole conversation, given as a list of messages.
 
         Args:
             messages: as of ``oscar_mm.generation.message_lists.messages_from``.
             tools, tool_choice: as of ``chat``.
-            sampling: see ``oscar_mm.generation.sampling.SamplingOptions``.
+            options: see ``oscar_mm.generation.sampling.SamplingOptions`` and
+                ``oscar_mm.generation.template.TemplateFields``.
 
         Raises:
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a conversation
@@ -429,10 +447,29 @@ class Pipeline:
         """
         start = time.perf_counter()
         offer = self.offer(tools, tool_choice)
-        options = self.family.with_forced_calls(sampling, offer)
-        chosen = self.sampling(options, ("messages", "tools", "tool_choice"))
-        prompt = self.read_request(messages_from(messages), chosen.max_new_tokens, offer)
+        forced = self.family.with_forced_calls(options, offer)
+        chosen, template = self.read_options(forced, ("messages", "tools", "tool_choice"))
+        asked = messages_from(messages, open_end=template.takes_any_end)
+        prompt = self.read_request(asked, chosen.max_new_tokens, offer, template)
         return AnswerStream(self.answer(prompt, chosen, start, offer)).complete()
+
+    def read_options(
+        self, options: Mapping[str, Any], arguments: Sequence[str]
+    ) -> tuple[Sampling, TemplateOptions]:
+        """Options of an answer as those of the sampling and of the chat template, checked.
+
+        Args:
+            options: as of ``AnswerOptions``.
+            arguments: other names that a user may give, for the message.
+
+        Raises:
+            InputError: as of ``sampling``, or options that the template cannot have.
+        """
+        fields, sampling = split_options(options)
+        template = self.family.template(fields)
+        if sampling.get("thinking_token_budget") is None:
+            sampling["thinking_token_budget"] = template.budget
+        return self.sampling(sampling, (*arguments, *TemplateFields.__annotations__)), template
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """``options`` as a ``Sampling``; None and missing options are the checkpoint's own.
@@ -534,7 +571,7 @@ class OscarVLPipeline(Pipeline):
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> Answer:
         """Answer one question.
 
@@ -546,15 +583,16 @@ class OscarVLPipeline(Pipeline):
             system: system prompt.
             messages: a whole conversation instead of a prompt, with texts and media in their order,
                 see ``oscar_mm.generation.message_lists.messages_from``.
-            sampling: max_new_tokens, temperature, top_p, seed, stop, ...: see
-                ``oscar_mm.generation.sampling.SamplingOptions``.
+            options: max_new_tokens, temperature, top_p, seed, stop, ...: see
+                ``oscar_mm.generation.sampling.SamplingOptions``; and of the chat template, see
+                ``oscar_mm.generation.template.TemplateFields``.
 
         Raises:
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a request that
                 is too long for ``max_context``, ``kv_budget`` or the GPU.
         """
         shown: dict[str, Any] = {"videos": videos, "system": system, "messages": messages}
-        return self.stream(images, prompt, **shown, **sampling).complete()
+        return self.stream(images, prompt, **shown, **options).complete()
 
     def stream(
         self,
@@ -564,7 +602,7 @@ class OscarVLPipeline(Pipeline):
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> AnswerStream:
         """Answer one question; an iterator of pieces of text with the answer as ``result``.
 
@@ -573,7 +611,8 @@ class OscarVLPipeline(Pipeline):
         errors are those of a call.
         """
         start = time.perf_counter()
-        chosen = self.sampling(sampling, _ARGUMENTS)
-        asked = conversation_from(prompt, (images, videos, None), messages, system)
-        question = self.read_request(asked, chosen.max_new_tokens)
+        chosen, template = self.read_options(options, _ARGUMENTS)
+        media, any_end = (images, videos, None), template.takes_any_end
+        asked = conversation_from(prompt, media, messages, system, open_end=any_end)
+        question = self.read_request(asked, chosen.max_new_tokens, template=template)
         return AnswerStream(self.answer(question, chosen, start))

@@ -27,6 +27,7 @@ from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.message import Message, text_of
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.template import USUAL, TemplateOptions
 from oscar_mm.media.audio import silence
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
@@ -183,6 +184,7 @@ class Admission:
         shown: Media,
         max_new_tokens: int,
         past: Past | None = None,
+        template: TemplateOptions = USUAL,
     ) -> None:
         """Refuse a request that has no room by the sizes of its media; nothing is decoded yet.
 
@@ -193,6 +195,7 @@ class Admission:
             shown: their media, as ``MediaReader.outline`` gives them.
             max_new_tokens: of the answer.
             past: what the request goes on from.
+            template: options of the chat template, of a request without a past.
 
         Raises:
             NoRoom: the numbers, and what to lower.
@@ -202,7 +205,7 @@ class Admission:
         if past is not None and past.tokens:  # The template writes less between turns.
             tokens["text"] = self.family.tokenize(text_of(messages)).shape[1]
         else:
-            tokens["text"] = text_tokens(self.family, messages)
+            tokens["text"] = text_tokens(self.family, messages, template)
         with self.lock.briefly():
             media: dict[Modality, list[tuple[str, int]]] = {}
             for medium in shown:

@@ -12,6 +12,7 @@ import torch
 from oscar_mm.errors import NoRoom
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.message import Message, media_of, user_message
+from oscar_mm.generation.template import USUAL, TemplateOptions
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.modality import Modality, token_modalities
 
@@ -60,13 +61,16 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     }
 
 
-def text_tokens(family: Family, messages: Sequence[Message]) -> int:
+def text_tokens(
+    family: Family, messages: Sequence[Message], template: TemplateOptions = USUAL
+) -> int:
     """Tokens of text of a conversation as the chat template writes it.
 
     Raises:
         InputError: a medium that the family does not read.
     """
-    return family.tokenize(family.render(messages)).shape[1] - len(media_of(messages))
+    text = family.render(messages, template=template)
+    return family.tokenize(text).shape[1] - len(media_of(messages))
 
 
 _NAMED = 3

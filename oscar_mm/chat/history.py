@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.chat.conversation import ChatEngine, Conversation, next_prompt
-from oscar_mm.generation.answer import ThinkTokens
 from oscar_mm.generation.message import Message, media_of, with_system
 from oscar_mm.generation.prompt import Prompt, beginning, text_after
+from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.media.media import Media
 from oscar_mm.tool_parsers.offer import ToolOffer
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.marks import MarkDecoder, special_marks
 from oscar_mm.tool_parsers.offer import ToolOffer
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 _CONTEXT = 8
 """Tokens that are decoded once more with every new token, unless they have no text yet."""
-_OPENING, _CLOSING = "<think>", "</think>"
-_END_OF_PROMPT = 8
-"""Tokens at the end of a prompt among which the opening one is, if the template writes it."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +148,7 @@ class AnswerWriter:
         thinks: the tokens between which the model reasons; None if it has none.
         prompt: (tokens,) ids of the prompt, which may begin the reasoning.
         tools: that are offered; the text after the reasoning may hold calls of them.
+        continues: the text continues that of the prompt.
 
     Attributes:
         token_ids: the tokens so far.
@@ -163,6 +162,8 @@ class AnswerWriter:
         thinks: ThinkTokens | None = None,
         prompt: torch.Tensor | None = None,
         tools: ToolOffer | None = None,
+        *,
+        continues: bool = False,
     ) -> None:
         self._calls = None if tools is None else tools.parser()
         if tools is not None and (marks := special_marks(tokenizer, tools.tool_format)):
@@ -170,7 +171,8 @@ class AnswerWriter:
         self._tokenizer, self._sampling, self._start = tokenizer, sampling, start
         self._thinks, self._breaks = thinks, ""
         self._stop = cast(tuple[str, ...], sampling.stop)  # Sampling makes a tuple of it
-        self._text = self._detokenizer()
+        before = prompt[-_CONTEXT:].tolist() if continues and prompt is not None else ()
+        self._text = self._detokenizer(before=before)
         self._reasoning: Detokenizer | None = None
         self._reasons: Detokenizer | None = None
         """Set as long as the model reasons."""
@@ -273,10 +275,10 @@ class AnswerWriter:
         self._reasoning = self._reasons = Detokenizer(self._tokenizer, lead="\n")
         self._text = self._detokenizer(lead="\n")
 
-    def _detokenizer(self, lead: str = "") -> Detokenizer:
+    def _detokenizer(self, lead: str = "", before: Sequence[int] = ()) -> Detokenizer:
         """Makes the text of the answer."""
         keeps_stop = self._sampling.include_stop_str_in_output
-        return Detokenizer(self._tokenizer, self._stop, lead, keeps_stop=keeps_stop)
+        return Detokenizer(self._tokenizer, self._stop, lead, before, keeps_stop=keeps_stop)
 
     def _reason(self, token: int, reasoning: Detokenizer) -> Reasoning:
         if self._thinks is None or token != self._thinks.closing:
@@ -299,6 +301,7 @@ class Detokenizer:
         tokenizer: of the model.
         stop: text that ends it.
         lead: characters that are left out at its beginning.
+        before: tokens whose text it continues.
         keeps_stop: leave the stop text at its end.
 
     Attributes:
@@ -312,6 +315,7 @@ class Detokenizer:
         tokenizer: PreTrainedTokenizerBase,
         stop: tuple[str, ...] = (),
         lead: str = "",
+        before: Sequence[int] = (),
         *,
         keeps_stop: bool = False,
     ) -> None:
@@ -322,7 +326,8 @@ class Detokenizer:
         # decoded once more with every new token, because the first token of a text may lose its
         # leading space.
         self._context = self._decoded = 0
-        self._known = ""
+        self._before = list(before)
+        self._known = self._decode(self._before)
         self.token_ids: list[int] = []
         self.text = ""
         self.stopped = False
@@ -371,14 +376,15 @@ class Detokenizer:
 
     def _new_text(self, whole_characters: bool) -> str:
         """Text of the tokens since the last text; none if it may end within a character."""
-        text, known = self._decode(self.token_ids[self._context :]), self._known
+        text = self._decode(self._before + self.token_ids[self._context :])
+        known = self._known
         # Not DecodeStream of tokenizers: it raises where bytes that are no UTF-8 change how those
         # before them are read, as with the byte fallback of Llama and Mistral.
         if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
             return ""
         self._known = text
         if len(self.token_ids) - self._context >= _CONTEXT:
-            self._context = self._decoded
+            self._context, self._before = self._decoded, []
             self._known = self._decode(self.token_ids[self._context :])
         self._decoded = len(self.token_ids)
         return text[len(known) :]
@@ -411,34 +417,6 @@ class Reasoning(str):
     """A piece of a model's reasoning, among the pieces of its answer."""
 
     __slots__ = ()
-
-
-@dataclass(frozen=True)
-class ThinkTokens:
-    """Ids of the tokens between which a model reasons.
-
-    Attributes:
-        opening: written by the chat template at the end of a prompt, or by the model at first.
-        closing: written by the model before its answer.
-    """
-
-    opening: int
-    closing: int
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> ThinkTokens | None:
-        """The think tokens of a tokenizer; None if it has none."""
-        added = tokenizer.get_added_vocab()
-        if _OPENING not in added or _CLOSING not in added:
-            return None
-        return cls(added[_OPENING], added[_CLOSING])
-
-    def opened(self, prompt: torch.Tensor) -> int:
-        """How many tokens at the end of a prompt, (tokens,) ids, have the model reason; or 0."""
-        end = prompt[-_END_OF_PROMPT:].tolist()
-        if self.opening not in end or self.closing in end:
-            return 0
-        return end[::-1].index(self.opening) + 1
 
 
 @dataclass(frozen=True)

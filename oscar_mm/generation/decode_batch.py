@@ -13,6 +13,7 @@ from oscar_mm.generation.logprobs import TokenLogprob
 from oscar_mm.generation.prefill import read_prompt
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import BROKEN, NAN, Choices, NextTokens, Sampling, TokenSampler
+from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.modality import PADDING
 from oscar_mm.ranks import Ranks
 
@@ -28,7 +29,7 @@ class DecodeRow:
         seen: (tokens,) ids that the row has read, without padding.
         position: RoPE position of the answer's first token.
         end_tokens: ids that end the row, if ``sampling`` does not say otherwise.
-        bad_words, reasons_until: as of ``TokenSampler``.
+        bad_words, thinks: as of ``TokenSampler``.
 
     Attributes:
         tokens: that were chosen, without the one that ends the row.
@@ -45,10 +46,10 @@ class DecodeRow:
         position: int,
         end_tokens: frozenset[int],
         bad_words: Sequence[Sequence[int]] = (),
-        reasons_until: int | None = None,
+        thinks: ThinkTokens | None = None,
     ) -> None:
         self.end_tokens = sampling.end_tokens(end_tokens)
-        self.sampler = TokenSampler(sampling, seen, self.end_tokens, bad_words, reasons_until)
+        self.sampler = TokenSampler(sampling, seen, self.end_tokens, bad_words, thinks)
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.next_logprob: TokenLogprob | None = None

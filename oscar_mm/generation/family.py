@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -16,11 +16,12 @@ from jinja2 import TemplateError
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.errors import InputError
-from oscar_mm.generation.answer import ThinkTokens
+from oscar_mm.errors import InputError, shown
 from oscar_mm.generation.grammar import Grammar
 from oscar_mm.generation.message import Message, user_message
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.template import USUAL, TemplateFields, TemplateOptions
+from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
@@ -133,7 +134,11 @@ class Family(ABC):
                 )
 
     def prompt(
-        self, messages: Sequence[Message], media: Media, tools: ToolOffer | None = None
+        self,
+        messages: Sequence[Message],
+        media: Media,
+        tools: ToolOffer | None = None,
+        template: TemplateOptions = USUAL,
     ) -> Prompt:
         """A conversation from its beginning: template, processor, positions.
 
@@ -141,6 +146,7 @@ class Family(ABC):
             messages: of one or several turns.
             media: those of all messages, each kind in the order of the conversation.
             tools: that the model may call.
+            template: options of the chat template, as ``template`` makes them.
 
         Returns:
             All on the CPU. Positions are (1, tokens), for multimodal RoPE (4, 1, tokens): text,
@@ -149,8 +155,36 @@ class Family(ABC):
         Raises:
             InputError: a medium that the family does not read.
         """
-        text = self.render(messages, tools=tools)
-        return self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
+        text = self.render(messages, tools=tools, template=template)
+        prompt = self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
+        return replace(prompt, continues=template.continues)
+
+    def text_prompt(self, ids: Sequence[int]) -> Prompt:
+        """A text without a chat template, which the answer continues; on the CPU.
+
+        Args:
+            ids: of its tokens, at least one.
+
+        Raises:
+            InputError: a token that the model does not have, or that stands for a medium.
+        """
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        if unknown := [token for token in ids if not 0 <= token < vocabulary]:
+            raise InputError(
+                f"prompt: {shown(unknown[0])} must be a token id below {vocabulary:,}, which is "
+                "how many this model has"
+            )
+        tokens = torch.tensor([list(ids)], dtype=torch.long)
+        if (token_modalities(tokens, config=self.model.config) != Modality.TEXT).any():
+            raise InputError(
+                "prompt: holds a token that stands for a medium: a prompt is text; show media in "
+                "messages"
+            )
+        axes = self.encode(_QUESTION, []).positions.shape[:-1]
+        positions = torch.arange(len(ids)).expand(*axes, -1)
+        encoded = Encoding(tokens, {}, positions, [])
+        prompt = self._placed(encoded, [], 0, [], 0, torch.zeros(1, dtype=torch.long))
+        return replace(prompt, continues=True)
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
         """By how many positions a run of tokens of one modality may move what follows.
@@ -274,8 +308,7 @@ class Family(ABC):
     @cached_property
     def tool_format(self) -> type[ToolFormat] | None:
         """The format in which the chat template has the model call tools; None if it has none."""
-        template = self.processor.chat_template
-        return format_of(template if isinstance(template, str) else " ".join(template.values()))
+        return format_of(self._templates)
 
     def offer(
         self, tools: Sequence[Any] | None, choice: Any = None, *, parallel: bool = True
@@ -403,26 +436,58 @@ class Family(ABC):
                 return text[text.index(_ANSWER) :]
         raise InputError("the chat template of this checkpoint leaves out answers")
 
-    def render(self, messages: Sequence[Message], *, tools: ToolOffer | None = None) -> str:
+    def template(self, given: TemplateFields) -> TemplateOptions:
+        """Check options of the chat template, and leave out variables that it does not read.
+
+        Raises:
+            InputError: as of ``TemplateOptions.of``, or a variable with a control token.
+        """
+        options = TemplateOptions.of(given)
+        options = replace(options, variables=options.known_to(self._templates))
+        special = self.processor.tokenizer.special_tokens_map
+        if reserved := sorted(set(special).intersection(options.variables)):
+            raise InputError(
+                f"chat_template_kwargs: {', '.join(reserved)} is set by the tokenizer: leave it out"
+            )
+        for text in options.texts:
+            self.refuse_control_tokens("chat_template_kwargs", text)
+        return options
+
+    @property
+    def _templates(self) -> str:
+        """All chat templates of the checkpoint."""
+        template = self.processor.chat_template
+        return template if isinstance(template, str) else " ".join(template.values())
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: ToolOffer | None = None,
+        template: TemplateOptions = USUAL,
+    ) -> str:
         """The conversation as the chat template writes it, up to where an answer begins.
 
         Args:
             messages: texts and media in their order.
             tools: that the model may call.
+            template: options of the chat template, as ``template`` makes them.
 
         Raises:
-            InputError: a medium that the family does not read, or a conversation that the template
-                refuses.
+            InputError: a medium that the family does not read, a conversation that the template
+                refuses, or a last message that cannot be continued.
         """
+        if template.continues:
+            _check_continued(messages[-1])
         offered = {} if tools is None else {"tools": tools.for_template()}
-        return self._render(self._listed(messages), **offered)
+        return self._render(self._listed(messages), **offered, **template.as_arguments)
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         options = {"tokenize": False, "add_generation_prompt": True} | options
         try:
             return self.processor.apply_chat_template(list(messages), **options)
-        # Templates take apart what clients send: schemas, arguments of calls.
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+        # Templates take apart what clients send: schemas, arguments of calls, variables.
+        except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise InputError(
                 f"the chat template of this checkpoint refuses the conversation: {error}"
             ) from error
@@ -465,6 +530,19 @@ class Family(ABC):
         short = [medium for medium in ordered if not medium.in_blocks]
         digests = begun(lambda medium: medium.digest, short)
         encoded = self.encode(text, ordered)
+        wait(digests)
+        return self._placed(encoded, ordered, cut, pending, past_tokens, next_position)
+
+    def _placed(
+        self,
+        encoded: Encoding,
+        ordered: Sequence[Medium],
+        cut: int,
+        pending: list[int],
+        past_tokens: int,
+        next_position: torch.Tensor,
+    ) -> Prompt:
+        """Cut the first ``cut`` tokens (text), put ``pending`` in front, and place the rest."""
         before = torch.tensor([pending], dtype=torch.long)
         ids = torch.cat([before, encoded.input_ids[:, cut:]], dim=1)
         begin = torch.arange(len(pending)).expand(*encoded.positions.shape[:-1], -1)
@@ -475,7 +553,6 @@ class Family(ABC):
             row = torch.arange(past_tokens, past_tokens + ids.shape[1]).expand(1, 1, -1)
             positions = torch.cat([row.to(positions.dtype), positions])
         modalities = token_modalities(ids, config=self.model.config)
-        wait(digests)
         return Prompt(
             inputs={"input_ids": ids} | encoded.tensors,
             positions=positions,
@@ -496,6 +573,15 @@ class Family(ABC):
                 f"medium: {len(media)} media, {len(called)} placeholders"
             )
         return [left[modality].pop(0) for modality in called]
+
+
+def _check_continued(message: Message) -> None:
+    """Refuse a message that does not end with text, which an answer could continue."""
+    last = message.parts[-1] if message.parts else None
+    if not isinstance(last, str) or not last.strip() or message.tool_calls:
+        raise InputError(
+            f"continue_final_message: {message.place} must end with text for an answer to continue"
+        )
 
 
 def _tool_fields(message: Message) -> dict[str, Any]:

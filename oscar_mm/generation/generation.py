@@ -91,11 +91,13 @@ class Generation(DecodeRow):
         seen = ids if history is None else torch.cat([history[0].cpu(), ids])
         family, tokenizer = engine.family, engine.family.processor.tokenizer
         bad_words = token_sequences(tokenizer, sampling.bad_words or ())
-        position, thinks = int(prompt.next_position), family.think_tokens
-        until = thinks.closing if thinks is not None and thinks.opened(ids) else None
-        super().__init__(sampling, seen, position, family.end_tokens(), bad_words, until)
+        position = int(prompt.next_position)
+        thinks = None if prompt.continues else family.think_tokens
+        super().__init__(sampling, seen, position, family.end_tokens(), bad_words, thinks)
         self.engine, self.prompt, self.cache, self.sampling = engine, prompt, cache, sampling
-        self.written = AnswerWriter(tokenizer, sampling, start, thinks, ids, tools)
+        self.written = AnswerWriter(
+            tokenizer, sampling, start, thinks, ids, tools, continues=prompt.continues
+        )
         self.has_past = cache.get_seq_length() > 0
         self.prompt_tokens = prompt.tokens
         self.unread = prompt

@@ -2,7 +2,7 @@
 
 Each edit is of the rows that ask for it and follows their tokens on the device, so the host never
 waits. The order is that of transformers: bias, repetition penalty, (presence and frequency
-penalties, which it does not have,) bans, and at last masks of grammars.
+penalties, which it does not have,) bans, masks of grammars, and at last the end of the reasoning.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def logit_edits(samplers: Sequence[TokenSampler], device: torch.device) -> list[
     lasting = [(row, one) for row, one, x in rows if x.min_tokens > len(one.chosen)]
     banned = [(row, one) for row, one, _ in rows if one.bad_words]
     guided = [(row, one) for row, one, _ in rows if one.grammar is not None]
+    bounded = [(row, one) for row, one, x in rows if x.bounds_reasoning and one.thinks is not None]
     edits: list[LogitEdit] = []
     if biased:
         edits.append(LogitBias(biased, device))
@@ -63,6 +64,8 @@ def logit_edits(samplers: Sequence[TokenSampler], device: torch.device) -> list[
         edits.append(BadWords(banned, device))
     if guided:
         edits.append(GrammarMask(guided, device))
+    if bounded:
+        edits.append(ReasoningEnd(bounded, device))
     return edits
 
 
@@ -199,6 +202,50 @@ class BadWords:
         """Remember the tokens."""
         if self._latest.shape[1]:
             self._latest = torch.cat([self._latest[:, 1:], tokens[self._rows, None]], dim=1)
+
+
+class ReasoningEnd:
+    """Has the model close its reasoning once that has ``thinking_token_budget`` tokens."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        marks = [one.thinks for _, one in rows if one.thinks is not None]
+        openings = [mark.opening for mark in marks]
+        closings = [mark.closing for mark in marks]
+        begun = [
+            one.reasons or one.chosen[:1] == [opening]
+            for (_, one), opening in zip(rows, openings, strict=True)
+        ]
+        open_ = [
+            is_begun and closing not in one.chosen
+            for (_, one), is_begun, closing in zip(rows, begun, closings, strict=True)
+        ]
+        left = [
+            (one.sampling.thinking_token_budget or 0) - len(one.chosen) + (not one.reasons)
+            for _, one in rows
+        ]
+        self._rows = _ids([row for row, _ in rows], device)
+        self._openings, self._closings = _ids(openings, device), _ids(closings, device)
+        self._open, self._left = torch.tensor(open_, device=device), _ids(left, device)
+        first = [not (one.reasons or one.chosen) for _, one in rows]
+        self._first = torch.tensor(first, device=device)
+        """Rows whose next token may open the reasoning; it does not count."""
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Leave no other token where the reasoning has had all of its own."""
+        over = (self._open & (self._left <= 0))[:, None]
+        found = scores[self._rows].masked_fill(over, -math.inf)
+        closing = self._closings[:, None]
+        found.scatter_(1, closing, found.gather(1, closing).masked_fill(over, 0.0))
+        scores[self._rows] = found
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Count the tokens of the reasoning."""
+        own = tokens[self._rows]
+        begins = self._first & (own == self._openings)
+        # Rows that have opened it themselves began with one more.
+        self._left -= (self._open | self._first).long()
+        self._open = (self._open | begins) & (own != self._closings)
+        self._first = torch.zeros_like(self._first)
 
 
 def _ban(

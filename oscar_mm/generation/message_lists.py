@@ -42,6 +42,7 @@ def messages_from(
     audio: Any = None,
     *,
     sound: bool = False,
+    open_end: bool = False,
 ) -> list[Message]:
     """A conversation from a list of messages.
 
@@ -66,6 +67,7 @@ def messages_from(
             OpenAI's libraries write them, and a tool's a "tool_call_id" and a "name".
         images, videos, audio: media of the parts that have no source of their own, in order.
         sound: read the sound of videos too.
+        open_end: the last one may be of any role, as of ``TemplateOptions.takes_any_end``.
 
     Raises:
         InputError: names what is no message, and what would be right.
@@ -80,7 +82,7 @@ def messages_from(
         for index, message in enumerate(given)
     ]
     loose.check_used()
-    if messages[-1].role not in ASKING:
+    if messages[-1].role not in ASKING and not open_end:
         raise InputError("messages must end with one of role 'user' or 'tool', which is answered")
     return messages
 
@@ -146,6 +148,7 @@ def conversation_from(
     system: str | None,
     *,
     sound: bool = False,
+    open_end: bool = False,
 ) -> list[Message]:
     """A first turn of media (images, videos, audio) and a prompt, or a list of messages.
 
@@ -158,7 +161,7 @@ def conversation_from(
         return first_turn(prompt, media_parts(*media, sound=sound), system)
     if prompt:
         raise InputError("give a prompt or messages, not both: the last message is the question")
-    return with_system(system, messages_from(messages, *media, sound=sound))
+    return with_system(system, messages_from(messages, *media, sound=sound, open_end=open_end))
 
 
 class _Loose:

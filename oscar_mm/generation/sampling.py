@@ -24,6 +24,7 @@ from oscar_mm.errors import InputError, shown
 from oscar_mm.generation.grammar import Grammar, GrammarState
 from oscar_mm.generation.logit_edits import logit_edits
 from oscar_mm.generation.logprobs import AskedLogprobs, StepLogprobs, TokenLogprob
+from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.ranks import Ranks
 
 MAX_BIASES = 1024
@@ -31,6 +32,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
+_UNBOUNDED = -1
+"""A budget of the reasoning that is none, as vLLM writes it."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -45,6 +48,8 @@ class SamplingOptions(TypedDict, total=False):
             but off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
         presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
             stop_token_ids, include_stop_str_in_output, grammar, logprobs: see ``Sampling``.
+        thinking_token_budget: most tokens of the reasoning, see ``Sampling``; by default as many
+            as the answer may have.
         seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
         deterministic: see ``Sampling``; by default False.
     """
@@ -67,6 +72,7 @@ class SamplingOptions(TypedDict, total=False):
     include_stop_str_in_output: bool | None
     grammar: Grammar | None
     logprobs: int | None
+    thinking_token_budget: int | None
     deterministic: bool | None
 
 
@@ -98,6 +104,8 @@ class Sampling:
             of the tokens that it allows give way.
         logprobs: give the log-probability of each token, and of so many likeliest ones in its
             place, as the model's logits have them; None for none.
+        thinking_token_budget: tokens of the reasoning after which it is closed and the text begins;
+            None or -1 for no bound.
         deterministic: decode by itself. Else the answers that run at the same time decode in one
             batch, whose size changes an answer by rounding.
 
@@ -123,6 +131,7 @@ class Sampling:
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
     logprobs: int | None = None
+    thinking_token_budget: int | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -130,13 +139,15 @@ class Sampling:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
+        if self.thinking_token_budget == _UNBOUNDED:
+            object.__setattr__(self, "thinking_token_budget", None)
         for name, (valid, allowed) in (self._numbers() | self._collections()).items():
             if not valid:
                 raise InputError(f"{name}={shown(getattr(self, name))}: must be {allowed}")
 
     def _numbers(self) -> dict[str, tuple[bool, str]]:
         """Whether each number is valid, and what is allowed."""
-        penalty = "a number from -2 to 2"
+        penalty, top = "a number from -2 to 2", f"None or a whole number from 0 to {MAX_LOGPROBS}"
         return {
             "max_new_tokens": (_whole(self.max_new_tokens, 1), "a whole number, at least 1"),
             # Logits divided by less overflow.
@@ -162,10 +173,10 @@ class Sampling:
                 "None or a whole number from 0 to 2^63 - 1",
             ),
             "min_tokens": (_whole(self.min_tokens, 0), "a whole number, at least 0"),
-            "logprobs": (
-                self.logprobs is None
-                or (_whole(self.logprobs, 0) and self.logprobs <= MAX_LOGPROBS),
-                f"None or a whole number from 0 to {MAX_LOGPROBS}",
+            "logprobs": (_is_top(self.logprobs), top),
+            "thinking_token_budget": (
+                self.thinking_token_budget is None or _whole(self.thinking_token_budget, 0),
+                "None, -1 (no bound) or a whole number, at least 0",
             ),
         }
 
@@ -237,7 +248,13 @@ class Sampling:
     def edits_logits(self) -> bool:
         """Whether logits are changed before tokens are sampled."""
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
-        return any((*penalties, self.logit_bias, self.bad_words, self.min_tokens, self.grammar))
+        others = self.logit_bias, self.bad_words, self.min_tokens, self.grammar
+        return any((*penalties, *others)) or self.bounds_reasoning
+
+    @property
+    def bounds_reasoning(self) -> bool:
+        """Whether the reasoning has a bound of its own."""
+        return self.thinking_token_budget is not None
 
     @property
     def changes_logits(self) -> bool:
@@ -278,10 +295,12 @@ class TokenSampler:
         prompt: (tokens,) ids that the row has read, without padding, for the repetition penalty.
         end_tokens: ids that end the row, for ``min_tokens``.
         bad_words: token ids of each of ``bad_words``, see ``token_sequences``.
-        reasons_until: id of the token after which a grammar begins; None where it does at once.
+        thinks: the tokens between which the model reasons; None where it does not. A grammar
+            begins after them, if the prompt opens the reasoning.
 
     Attributes:
         chosen: ids of the answer so far.
+        reasons: whether the prompt opens the reasoning.
         grammar: how far they are in the row's grammar; None if it has none.
     """
 
@@ -291,11 +310,14 @@ class TokenSampler:
         prompt: torch.Tensor,
         end_tokens: frozenset[int] = frozenset(),
         bad_words: Sequence[Sequence[int]] = (),
-        reasons_until: int | None = None,
+        thinks: ThinkTokens | None = None,
     ) -> None:
         self.sampling, self.prompt = sampling, prompt
+        self.thinks = thinks
+        self.reasons = thinks is not None and thinks.opened(prompt) > 0
+        until = thinks.closing if thinks is not None and self.reasons else None
         grammar = sampling.grammar
-        self.grammar = None if grammar is None else GrammarState(grammar, reasons_until)
+        self.grammar = None if grammar is None else GrammarState(grammar, until)
         self.end_tokens, self.bad_words = end_tokens, bad_words
         self.chosen: list[int] = []
         self._generator: torch.Generator | None = None
@@ -403,6 +425,10 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 def _whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_top(value: Any) -> bool:
+    return value is None or (_whole(value, 0) and value <= MAX_LOGPROBS)
 
 
 def _is_id(value: Any) -> bool:

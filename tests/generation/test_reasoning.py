@@ -10,9 +10,9 @@ from oscar_mm.generation.answer import (
     AnswerWriter,
     Reasoning,
     ReasoningSpan,
-    ThinkTokens,
 )
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.generation.think_tokens import ThinkTokens
 from tests.tiny import qwen_tokenizer
 from tests.tiny_qwen3_vl import THINK
 

@@ -10,10 +10,11 @@ import torch
 from tokenizers import AddedToken
 
 from oscar_mm import OscarCache
-from oscar_mm.generation.answer import Answer, AnswerStream, AnswerWriter, Reasoning, ThinkTokens
+from oscar_mm.generation.answer import Answer, AnswerStream, AnswerWriter, Reasoning
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.message import first_turn
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.tool_parsers.calls import ToolCallDelta, joined_calls
 from oscar_mm.tool_parsers.definitions import read_definitions
 from oscar_mm.tool_parsers.offer import ToolOffer

@@ -20,7 +20,7 @@ def refused(pipe: OscarOmniPipeline, *words: str, **request: Any) -> None:
         with pytest.raises(InputError) as caught:
             ask(**request)
         message = str(caught.value)
-        assert "\n" not in message and len(message) < 400
+        assert "\n" not in message and len(message) < 700
         for word in words:
             assert re.search(word, message), (word, message)
 

@@ -1,0 +1,184 @@
+"""TemplateOptions: how the chat template writes a conversation, beside its messages and tools."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from oscar_mm.errors import InputError, shown
+from oscar_mm.generation.sampling import SamplingOptions
+
+BUDGETS = {
+    "none": 0,
+    "minimal": 512,
+    "low": 2048,
+    "medium": 8192,
+    **dict.fromkeys(("high", "xhigh", "max")),
+}
+"""Tokens for the reasoning by ``reasoning_effort``; None for no bound of its own."""
+MAX_VARIABLES = 64
+MAX_VARIABLE_CHARACTERS = 1 << 16
+"""Most characters of all variables as JSON."""
+_RENDERERS = (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
+_RESERVED = {
+    name
+    for renderer in _RENDERERS
+    for name, one in inspect.signature(renderer).parameters.items()
+    if one.kind is not one.VAR_KEYWORD
+} | {"messages", "raise_exception", "strftime_now"}
+"""Names that the renderer itself sets."""
+
+
+class TemplateFields(TypedDict, total=False):
+    """How a user has the chat template write a conversation.
+
+    Attributes:
+        chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``:
+            values of JSON by names; those that the template does not read are ignored.
+        reasoning_effort: "none", "minimal", "low", "medium", "high", "xhigh" or "max": sets
+            ``enable_thinking`` and ``reasoning_effort`` for templates that read them, and the
+            ``thinking_token_budget``, see ``BUDGETS``; a model that does not reason ignores it.
+        continue_final_message: the answer continues the last message, which the template leaves
+            open, as of transformers.
+        add_generation_prompt: let the template open an answer after the last message; by default
+            unless ``continue_final_message``.
+    """
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    reasoning_effort: str | None
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None
+
+
+class AnswerOptions(SamplingOptions, TemplateFields, total=False):
+    """All options of an answer to a conversation that is given as a whole."""
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How the chat template writes a conversation, beside its messages and tools; checked.
+
+    Attributes:
+        variables: of the template.
+        continues: leave the last message open, so that the answer continues it.
+        opens_answer: open an answer after the last message.
+        budget: of the reasoning by the effort that was asked for, in tokens; None for no bound.
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    opens_answer: bool = True
+    budget: int | None = None
+
+    @classmethod
+    def of(cls, given: TemplateFields) -> TemplateOptions:
+        """Check what a user has given.
+
+        Raises:
+            InputError: names the argument, says what is wrong with it and what would be right.
+        """
+        variables = dict(_checked_variables(given.get("chat_template_kwargs")))
+        effort, budget = given.get("reasoning_effort"), None
+        if effort is not None:
+            if effort not in BUDGETS:
+                known = ", ".join(BUDGETS)
+                raise InputError(f"reasoning_effort={shown(effort)}: must be one of {known}")
+            budget = BUDGETS[effort]
+            by_effort = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+            variables = by_effort | variables
+        continues, opens = (
+            _switch(name, given.get(name))
+            for name in ("continue_final_message", "add_generation_prompt")
+        )
+        if continues and opens:
+            raise InputError(
+                "continue_final_message: cannot be had together with add_generation_prompt: the "
+                "last message is either continued or answered"
+            )
+        opens = not continues if opens is None else opens
+        return cls(variables, bool(continues), opens, budget)
+
+    @property
+    def takes_any_end(self) -> bool:
+        """Whether the conversation may end with any message, and not only with a question."""
+        return self.continues or not self.opens_answer
+
+    def known_to(self, template: str) -> dict[str, Any]:
+        """The variables whose names stand in a template."""
+        return {
+            name: value
+            for name, value in self.variables.items()
+            if re.search(rf"\b{re.escape(name)}\b", template)
+        }
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """Texts that the template may write: all keys and values of the variables."""
+        return _texts(dict(self.variables))
+
+    @property
+    def as_arguments(self) -> dict[str, Any]:
+        """Arguments of ``apply_chat_template``."""
+        return {
+            **self.variables,
+            "continue_final_message": self.continues,
+            "add_generation_prompt": self.opens_answer,
+        }
+
+
+USUAL = TemplateOptions()
+"""Without variables, up to where an answer begins."""
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[TemplateFields, dict[str, Any]]:
+    """Options of the template, and all others."""
+    names = TemplateFields.__annotations__
+    template = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return TemplateFields(**template), others
+
+
+def _checked_variables(given: Any) -> Mapping[str, Any]:
+    name = "chat_template_kwargs"
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise InputError(f"{name} must be a dict of values by names, not {shown(given)}")
+    if len(given) > MAX_VARIABLES:
+        raise InputError(f"{name}: has {len(given):,}, where at most {MAX_VARIABLES} are allowed")
+    if reserved := sorted(_RESERVED.intersection(given)):
+        raise InputError(
+            f"{name}: {', '.join(reserved)} is set by the request itself: leave it out"
+        )
+    try:
+        size = len(json.dumps(dict(given), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{name}: must be values of JSON ({error})") from None
+    if size > MAX_VARIABLE_CHARACTERS:
+        most = f"at most {MAX_VARIABLE_CHARACTERS:,} are allowed"
+        raise InputError(f"{name}: has {size:,} characters as JSON, where {most}")
+    return given
+
+
+def _switch(name: str, given: Any) -> bool | None:
+    if given is not None and not isinstance(given, bool):
+        raise InputError(f"{name}={shown(given)}: must be True or False")
+    return given
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
