@@ -62,6 +62,8 @@ class Answer:
         reasoning_tokens: of ``token_ids``, those before the text.
         cached_tokens: tokens of the prompt that the prefix cache held.
         logprobs: of each of ``token_ids``; None without ``logprobs``.
+        prompt_logprobs: of each token of the prompt but the first; None without
+            ``prompt_logprobs``.
     """
 
     text: str
@@ -77,6 +79,7 @@ class Answer:
     reasoning_tokens: int = 0
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
     def __str__(self) -> str:
         """The text."""

@@ -442,6 +442,7 @@ class Engine:
         shares = self.prefixes is not None and answer.prompt.media
         return (
             answer.prompt.tokens <= self.reader.most_in_line
+            and answer.prompt_logprobs is None
             and not (shares or answer.cache.linear_layers)
             and self._groups.joins(answer)
         )
@@ -455,7 +456,8 @@ class Engine:
         prompt, cache, prefix = answer.prompt, answer.cache, None
         if self.prefixes is not None and not answer.has_past:
             answer.reader_state = self._reader_state()
-            prefix = self.prefixes.find(prompt, answer.reader_state)
+            if answer.prompt_logprobs is None:  # Else the model must read all of its tokens.
+                prefix = self.prefixes.find(prompt, answer.reader_state)
         if prefix is not None:
             prompt, cache = remaining(prompt, prefix.get_seq_length()), prefix
         try:
@@ -547,7 +549,7 @@ class Engine:
         [answer] = answers
         if answer.chunks is None:
             answer.chunks = self.reader.read_in_chunks(
-                answer.unread, answer.cache, lambda: answer.ended
+                answer.unread, answer.cache, lambda: answer.ended, answer.prompt_logprobs
             )
         logits = next(answer.chunks)
         if logits is not None:

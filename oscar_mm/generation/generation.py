@@ -16,6 +16,7 @@ from oscar_mm.generation.answer import Answer, AnswerWriter
 from oscar_mm.generation.decode_batch import DecodeRow
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.prompt_logprobs import PromptLogprobs
 from oscar_mm.generation.sampling import Sampling, token_sequences
 from oscar_mm.threads import FairLock
 from oscar_mm.tool_parsers.offer import ToolOffer
@@ -72,6 +73,7 @@ class Generation(DecodeRow):
         cache: the cache that is written, as above.
         cancelled: whether ``cancel`` ended the answer.
         prompt_tokens: for the answer.
+        prompt_logprobs: of the prompt's tokens, where ``sampling`` asks for them.
         written: the tokens and the text so far.
     """
 
@@ -109,6 +111,8 @@ class Generation(DecodeRow):
         self.room: object | None = None
         """Reserved for the answer while this is referenced."""
         self.cancelled = False
+        top = sampling.prompt_logprobs
+        self.prompt_logprobs = None if top is None else PromptLogprobs(ids, top)
         self._pieces: deque[Piece] = deque()
         self._keeps_cache = keeps_cache
         self._memory: MemoryReport | None = None
@@ -204,6 +208,8 @@ class Generation(DecodeRow):
             memory = self._memory or self.cache.memory()
         cached = self.prompt.tokens - self.unread.tokens
         answer = self.written.answer(memory, self.prompt_tokens, cached)
+        if self.prompt_logprobs is not None:
+            answer = replace(answer, prompt_logprobs=self.prompt_logprobs.complete)
         return answer if self.sampling.logprobs is None else replace(answer, logprobs=self.logprobs)
 
 

@@ -17,11 +17,13 @@ class TokenLogprob:
         logprob: natural logarithm of its probability.
         top: the likeliest tokens in its place, the likeliest first, and their log-probabilities; as
             many as were asked for.
+        rank: of the token among all, from 1; None where only the answer's were asked for.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 class AskedLogprobs:

@@ -26,6 +26,7 @@ from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, cache_of
 from oscar_mm.fast_decode.prompt_layers import MOST_RECORDED
 from oscar_mm.generation.prompt import Prompt, by_frames, forward, segments
+from oscar_mm.generation.prompt_logprobs import PromptLogprobs
 
 MOST_TOKENS = 1 << 13
 """Most tokens that an MLP or a norm of the decoder sees, and whose media are read, at a time."""
@@ -331,9 +332,18 @@ def prefill(
 
 
 def _prefill_in_chunks(
-    model: Any, prompt: Prompt, cache: OscarCache, chunk: int | None, last: Sequence[int] = (-1,)
+    model: Any,
+    prompt: Prompt,
+    cache: OscarCache,
+    chunk: int | None,
+    last: Sequence[int] = (-1,),
+    logprobs: PromptLogprobs | None = None,
 ) -> Iterator[torch.Tensor | None]:
     """``prefill``, chunk by chunk: None after each but the last, then the logits."""
+    head, vocabulary = (
+        model.get_output_embeddings(),
+        model.config.get_text_config(decoder=True).vocab_size,
+    )
     decoder, unread = model.get_decoder(), prompt.tokens
     # Half a chunk: parts that wait for their chunk to fill take room as well.
     most = MOST_TOKENS if chunk is None else min(MOST_TOKENS, max(1, chunk // 2))
@@ -343,9 +353,12 @@ def _prefill_in_chunks(
         # A copy of each layer's output, for memory that is of no account where tokens are few.
         is_long = length(arguments) > MOST_RECORDED
         with _in_place(decoder, arguments) if is_long else nullcontext():
-            states = decoder(**arguments).last_hidden_state[:, list(last)].flatten(0, 1)
+            states = decoder(**arguments).last_hidden_state
+            if logprobs is not None:
+                logprobs.read(states, head, vocabulary)
+            states = states[:, list(last)].flatten(0, 1)
         del arguments  # before the towers read on
-        yield None if unread else model.get_output_embeddings()(states)
+        yield None if unread else head(states)
 
 
 def _last(chunks: Iterable[torch.Tensor | None]) -> torch.Tensor:
@@ -410,19 +423,27 @@ def read_prompt(
 
 @torch.inference_mode()
 def read_in_chunks(
-    model: nn.Module, prompt: Prompt, cache: OscarCache, prefill_chunk: int | None = None
+    model: nn.Module,
+    prompt: Prompt,
+    cache: OscarCache,
+    prefill_chunk: int | None = None,
+    logprobs: PromptLogprobs | None = None,
 ) -> Iterator[torch.Tensor | None]:
     """Read a prompt as ``read_prompt`` does, chunk by chunk as the iterator is asked.
 
     Between two chunks the model and the store are free for others. Of a prompt that is left
     unread the cache has whole chunks.
 
+    Args:
+        model, prompt, cache, prefill_chunk: as of ``read_prompt``.
+        logprobs: of a prompt of one row, takes what the model says of its tokens.
+
     Yields:
         None after each chunk but the last; after that the logits.
     """
     cache.expect(prompt.modalities)
-    at_once = prompt.tokens <= min(prefill_chunk or MOST_TOKENS, MOST_TOKENS)
-    chunks = _prefill_in_chunks(model, prompt, cache, prefill_chunk)
+    at_once = logprobs is None and prompt.tokens <= min(prefill_chunk or MOST_TOKENS, MOST_TOKENS)
+    chunks = _prefill_in_chunks(model, prompt, cache, prefill_chunk, logprobs=logprobs)
     logits = None
     while logits is None:
         with in_pieces(model, prompt.modalities.numel()):

@@ -16,6 +16,7 @@ from oscar_mm.generation.answer_groups import AnswerGroups
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.prefill import MOST_TOKENS, read_in_chunks, read_in_line
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.prompt_logprobs import PromptLogprobs
 from oscar_mm.modules import weights_key
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.torch_modes import eager
@@ -120,16 +121,25 @@ class PromptReader:
         return next(logits for logits in chunks if logits is not None)
 
     def read_in_chunks(
-        self, prompt: Prompt, cache: OscarCache, cancelled: Callable[[], bool] | None = None
+        self,
+        prompt: Prompt,
+        cache: OscarCache,
+        cancelled: Callable[[], bool] | None = None,
+        logprobs: PromptLogprobs | None = None,
     ) -> Iterator[torch.Tensor | None]:
         """Read a prompt as ``read`` does, chunk by chunk as the iterator is asked; others may read
         and decode in between.
+
+        Args:
+            prompt, cache, cancelled: as of ``read``.
+            logprobs: takes what the model says of the prompt's tokens.
 
         Yields:
             None after each chunk but the last; after that the logits.
         """
         cache.sigmas = self.sigmas
-        chunks, logits = read_in_chunks(self.family.model, prompt, cache, self._chunk), None
+        chunks = read_in_chunks(self.family.model, prompt, cache, self._chunk, logprobs)
+        logits = None
         while logits is None:
             turns = self._groups.steps_between_layers(cache, [prompt], cancelled)
             with turns, self._reading(cache):

@@ -47,7 +47,8 @@ class SamplingOptions(TypedDict, total=False):
         top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default the checkpoint's too,
             but off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
         presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
-            stop_token_ids, include_stop_str_in_output, grammar, logprobs: see ``Sampling``.
+            stop_token_ids, include_stop_str_in_output, grammar, logprobs, prompt_logprobs: see
+            ``Sampling``.
         thinking_token_budget: most tokens of the reasoning, see ``Sampling``; by default as many
             as the answer may have.
         seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
@@ -72,6 +73,7 @@ class SamplingOptions(TypedDict, total=False):
     include_stop_str_in_output: bool | None
     grammar: Grammar | None
     logprobs: int | None
+    prompt_logprobs: int | None
     thinking_token_budget: int | None
     deterministic: bool | None
 
@@ -104,6 +106,8 @@ class Sampling:
             of the tokens that it allows give way.
         logprobs: give the log-probability of each token, and of so many likeliest ones in its
             place, as the model's logits have them; None for none.
+        prompt_logprobs: the same for each token of the prompt but the first, which is then read
+            without the prefix cache.
         thinking_token_budget: tokens of the reasoning after which it is closed and the text begins;
             None or -1 for no bound.
         deterministic: decode by itself. Else the answers that run at the same time decode in one
@@ -131,6 +135,7 @@ class Sampling:
     include_stop_str_in_output: bool = False
     grammar: Grammar | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     thinking_token_budget: int | None = None
     deterministic: bool = False
 
@@ -174,6 +179,7 @@ class Sampling:
             ),
             "min_tokens": (_whole(self.min_tokens, 0), "a whole number, at least 0"),
             "logprobs": (_is_top(self.logprobs), top),
+            "prompt_logprobs": (_is_top(self.prompt_logprobs), top),
             "thinking_token_budget": (
                 self.thinking_token_budget is None or _whole(self.thinking_token_budget, 0),
                 "None, -1 (no bound) or a whole number, at least 0",

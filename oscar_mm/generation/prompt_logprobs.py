@@ -1,0 +1,64 @@
+"""PromptLogprobs: log-probabilities of a prompt's tokens, chunk by chunk as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from oscar_mm.generation.logprobs import TokenLogprob
+
+_MOST_LOGITS = 1 << 24
+"""Most logits that exist at a time: 64 MiB in float32."""
+
+
+class PromptLogprobs:
+    """Log-probabilities of the tokens of a prompt, by the model's own logits.
+
+    Args:
+        ids: (tokens,) of the prompt.
+        top: number of likeliest tokens for each place.
+    """
+
+    def __init__(self, ids: torch.Tensor, top: int) -> None:
+        self._ids, self._top = ids.cpu(), top
+        self._found: list[TokenLogprob] = []
+
+    def read(
+        self, states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocabulary: int
+    ) -> None:
+        """Take the next tokens of the prompt as the model has read them.
+
+        Args:
+            states: (1, tokens, channels) outputs of the decoder.
+            head: makes (tokens, vocabulary) logits of (tokens, channels) outputs.
+            vocabulary: number of logits of a token.
+        """
+        for part in states[0].split(max(1, _MOST_LOGITS // vocabulary)):
+            first = len(self._found) + 1
+            following = self._ids[first : first + len(part)]
+            if len(following):  # Nothing of the prompt follows its last token.
+                self._add(head(part[: len(following)]).float(), following)
+
+    def _add(self, logits: torch.Tensor, following: torch.Tensor) -> None:
+        """Keep what logits say of the tokens that follow."""
+        total = logits.logsumexp(-1, keepdim=True)
+        own = logits.gather(1, following[:, None].to(logits.device))
+        ranks = (logits > own).sum(-1) + 1
+        likeliest, ids = logits.topk(min(self._top, logits.shape[1]))
+        rows = zip(
+            following.tolist(),
+            (own - total)[:, 0].tolist(),
+            ranks.tolist(),
+            ids.tolist(),
+            (likeliest - total).tolist(),
+            strict=True,
+        )
+        for token, logprob, rank, top, found in rows:
+            pairs = tuple(zip(top, found, strict=True))
+            self._found.append(TokenLogprob(token, logprob, pairs, rank))
+
+    @property
+    def complete(self) -> list[TokenLogprob]:
+        """Those of all tokens but the first, once the prompt is read."""
+        return self._found
