@@ -425,6 +425,16 @@ class Pipeline:
         self.admission.check_prompt(read, max_new_tokens)
         return read
 
+    def text_prompt(self, ids: Sequence[int]) -> Prompt:
+        """A text without a chat template, which the answer continues.
+
+        Args:
+            ids: of its tokens, at least one, checked.
+        """
+        read = self.family.text_prompt(ids)
+        with self.lock.briefly():
+            return read.to(self.family.device)
+
     def chat_completion(
         self,
         messages: Sequence[Any],

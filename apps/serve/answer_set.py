@@ -1,4 +1,4 @@
-"""AnswerSet: the answers to one request, its choices, which run at the same time."""
+"""AnswerSet: the answers to a client's request, its choices, which run at the same time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
+from oscar_mm.apps.serve.completed import CompletedAnswer
+from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.protocol import Request
 from oscar_mm.apps.serve.running_answer import Places, RunningAnswer
+from oscar_mm.generation.logprobs import TokenLogprob
 
 _SEEDS = 1 << 63
 
@@ -19,41 +21,51 @@ class Choice(NamedTuple):
 
     Attributes:
         completed: the answer.
-        logprobs: those that were not taken yet, as the protocol has them; None without.
+        logprobs: those that were not taken yet; None without.
     """
 
     completed: CompletedAnswer
-    logprobs: dict[str, Any] | None
+    logprobs: Sequence[TokenLogprob] | None
+
+    @property
+    def likelihood(self) -> float:
+        """Sum of the log-probabilities of its tokens."""
+        return sum(one.logprob for one in self.completed.answer.logprobs or ())
 
 
 class AnswerSet:
-    """The answers to one request.
+    """The answers to the requests of one client: several to each, and to several prompts.
 
-    The first one reads the prompt; the others begin after that, and find its beginning in the
+    The first one to a prompt reads it; the others begin after that, and find its beginning in the
     prefix cache, or the past of their conversation in the chat that is kept.
 
     Args:
         places: has a place taken for each answer, and gets them back.
         conversations, gone, arrival: as of ``RunningAnswer``.
-        request: the request; a seed is that of its first answer, and others have the next ones.
+        requests: with one prompt each; a seed is that of the first answer to each, and others have
+            the next ones.
 
     Attributes:
-        answers: in the order of their index.
+        answers: in the order of their index, those to the first prompt first.
     """
 
     def __init__(
         self,
         places: Places,
         conversations: Conversations,
-        request: Request,
+        requests: Sequence[Request],
         gone: asyncio.Future[None],
         arrival: float,
     ) -> None:
-        self.places, self.request = places, request
-        self.answers = [
-            RunningAnswer(places, conversations, _part(request, index), gone, arrival)
-            for index in range(request.n)
+        self.places, self._kept = places, requests[0].n
+        self._groups = [
+            [
+                RunningAnswer(places, conversations, _part(request, index), gone, arrival)
+                for index in range(request.count)
+            ]
+            for request in requests
         ]
+        self.answers = [answer for group in self._groups for answer in group]
 
     async def begin(self, room_s: float) -> None:
         """Begin all answers.
@@ -64,9 +76,12 @@ class AnswerSet:
         Raises:
             Refusal: there is no answer; the message says why.
         """
-        first, *others = self.answers
-        await first.begin(room_s)
-        await asyncio.gather(*(answer.begin(room_s) for answer in others))
+
+        async def begin_group(first: RunningAnswer, *others: RunningAnswer) -> None:
+            await first.begin(room_s)
+            await asyncio.gather(*(answer.begin(room_s) for answer in others))
+
+        await asyncio.gather(*(begin_group(*group) for group in self._groups))
 
     async def complete(self) -> None:
         """Return when all are complete.
@@ -77,8 +92,17 @@ class AnswerSet:
         await asyncio.gather(*map(_complete, self.answers))
 
     def complete_choices(self) -> list[Choice]:
-        """All answers, once they are complete."""
-        return [Choice(answer.completed, answer.take_logprobs()) for answer in self.answers]
+        """All answers that are given, once they are complete: of more than are asked for the
+        likeliest, the likeliest first."""
+        choices: list[Choice] = []
+        for group in self._groups:
+            found = [Choice(answer.completed, answer.take_logprobs()) for answer in group]
+            if len(found) > self._kept:
+                found = sorted(found, key=lambda choice: -choice.likelihood)[: self._kept]
+            # What the model says of the prompt came with the answer that read it.
+            of_prompt = group[0].completed.answer.prompt_logprobs
+            choices += [_with_prompt(choice, of_prompt) for choice in found]
+        return choices
 
     def end(self) -> asyncio.Future[Any]:
         """Close all answers and free their places, once the model has ended its step."""
@@ -96,21 +120,31 @@ class AnswerSet:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of the prompt and of all answers; memory of the first one's conversation."""
+        """Tokens of all prompts and answers; memory and the rest of the first one."""
         usage = self.answers[0].completed.usage
-        total = usage["prompt_tokens"] + self.written
-        return usage | {"completion_tokens": self.written, "total_tokens": total}
+        read = sum(group[0].completed.prompt_tokens for group in self._groups)
+        counts = {"prompt_tokens": read, "completion_tokens": self.written}
+        return usage | counts | {"total_tokens": read + self.written}
 
 
 def _part(request: Request, index: int) -> Request:
     """The request for one of several answers."""
-    if request.n == 1:
+    if request.count == 1:
         return request
     sampling = dict(request.sampling)
     if "seed" in sampling:
         sampling["seed"] = (sampling["seed"] + index) % _SEEDS
+    if request.best_of > request.n:
+        sampling.setdefault("logprobs", 0)  # They say which are the likeliest.
+    if index:
+        sampling.pop("prompt_logprobs", None)  # The first one tells them.
     # Others begin after its first piece, which one that is not streamed does not tell.
     return replace(request, sampling=sampling, stream=True)
+
+
+def _with_prompt(choice: Choice, found: list[TokenLogprob] | None) -> Choice:
+    answer = replace(choice.completed.answer, prompt_logprobs=found)
+    return choice._replace(completed=replace(choice.completed, answer=answer))
 
 
 async def _complete(answer: RunningAnswer) -> None:

@@ -8,10 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from transformers import PreTrainedTokenizerBase
+
 from oscar_mm.apps.serve.answer_set import Choice
+from oscar_mm.apps.serve.logprobs import logprobs_body, prompt_logprobs_body
 from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.serve.tools import call_body, delta_body
 from oscar_mm.generation.answer import Reasoning
+from oscar_mm.generation.logprobs import TokenLogprob
+from oscar_mm.generation.sampling import MAX_LOGPROBS
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -25,26 +30,59 @@ class ChatWriter:
 
     Args:
         model: the model's name for clients.
+        tokenizer: of the model.
         usage: whether the events end with the usage.
+        echo: text that comes before each answer.
     """
 
-    def __init__(self, model: str, *, usage: bool = False) -> None:
-        self._usage = usage
+    def __init__(
+        self,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        usage: bool = False,
+        echo: str = "",
+    ) -> None:
+        self._tokenizer, self._usage, self._echo = tokenizer, usage, echo
         created = int(time.time())
         self._header = {"id": f"chatcmpl-{uuid4().hex}", "created": created, "model": model}
         self._parts: dict[tuple[int, str], list[str]] = {}
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
         """The body of answers that are not streamed."""
-        written = [_whole_choice(index, choice) for index, choice in enumerate(choices)]
-        return {**self._header, "object": "chat.completion", "choices": written, "usage": usage}
+        written = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        body = {**self._header, "object": "chat.completion", "choices": written, "usage": usage}
+        of_prompt = choices[0].completed.answer.prompt_logprobs
+        if of_prompt is not None:
+            body["prompt_logprobs"] = prompt_logprobs_body(self._tokenizer, of_prompt, MAX_LOGPROBS)
+        return body
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        answer = choice.completed.answer
+        text = self._echo + answer.text
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if answer.tool_calls:
+            message["content"] = text or None
+            message["tool_calls"] = [call_body(call) for call in answer.tool_calls]
+        if answer.reasoning is not None:
+            message["reasoning_content"] = answer.reasoning
+        reason = answer.finish_reason
+        return {
+            "index": index,
+            "message": message,
+            "finish_reason": reason,
+            "logprobs": logprobs_body(self._tokenizer, choice.logprobs),
+        }
 
     def begin(self, index: int) -> Iterator[str]:
         """Events before the first piece of an answer."""
-        yield self._event(index, {"role": "assistant", "content": ""})
+        yield self._event(index, {"role": "assistant", "content": self._echo})
 
-    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None) -> Iterator[str]:
+    def piece(
+        self, index: int, piece: Piece, found: Sequence[TokenLogprob] | None
+    ) -> Iterator[str]:
         """Events of a piece of text, of reasoning or of a call."""
+        logprobs = logprobs_body(self._tokenizer, found)
         if isinstance(piece, ToolCallDelta):
             yield self._event(index, {"tool_calls": [delta_body(piece)]}, logprobs=logprobs)
             return
@@ -59,7 +97,8 @@ class ChatWriter:
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         """Events after the last piece of an answer."""
-        yield self._event(index, {}, choice.completed.answer.finish_reason, choice.logprobs)
+        logprobs = logprobs_body(self._tokenizer, choice.logprobs)
+        yield self._event(index, {}, choice.completed.answer.finish_reason, logprobs)
 
     def close(self, usage: Mapping[str, Any]) -> Iterator[str]:
         """Events after all answers."""
@@ -89,23 +128,6 @@ class ChatWriter:
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
         head = {**self._header, "object": "chat.completion.chunk"}
         return _event({**head, "choices": choices, **more})
-
-
-def _whole_choice(index: int, choice: Choice) -> dict[str, Any]:
-    answer = choice.completed.answer
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.tool_calls:
-        message["content"] = answer.text or None
-        message["tool_calls"] = [call_body(call) for call in answer.tool_calls]
-    if answer.reasoning is not None:
-        message["reasoning_content"] = answer.reasoning
-    reason = answer.finish_reason
-    return {
-        "index": index,
-        "message": message,
-        "finish_reason": reason,
-        "logprobs": choice.logprobs,
-    }
 
 
 def _event(data: dict[str, Any]) -> str:

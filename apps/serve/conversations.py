@@ -7,57 +7,21 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from oscar_mm.apps.serve.completed import CompletedAnswer
 from oscar_mm.apps.serve.protocol import Request
+from oscar_mm.apps.serve.whole_prompts import WholePrompt
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import Busy, InputError
-from oscar_mm.generation.answer import Answer
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.message import Message, Part
-from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.parser import Piece
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
-
-
-@dataclass(frozen=True)
-class CompletedAnswer:
-    """A complete answer and its usage; they outlive the chat.
-
-    Attributes:
-        answer: the answer.
-        cached_tokens: tokens of the conversation that its chat or the prefix cache had before the
-            request.
-        prompt_tokens: tokens of everything before the answer.
-    """
-
-    answer: Answer
-    cached_tokens: int
-    prompt_tokens: int
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """Tokens and memory of the conversation, as the protocol and this server name them."""
-        written, memory = len(self.answer.token_ids), self.answer.memory
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": written,
-            "total_tokens": self.prompt_tokens + written,
-            "prompt_tokens_details": {
-                # In whole pages, as beginnings are shared: the exact number is nobody's business.
-                "cached_tokens": self.cached_tokens // PAGE_TOKENS * PAGE_TOKENS,
-                "audio_tokens": memory.tokens["audio"],
-            },
-            "completion_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
-            "kv_bytes": memory.kv_bytes,
-            "kv_ratio": round(memory.ratio, 4),
-            "kv_bytes_by_modality": dict(memory.by_modality),
-        }
 
 
 class Conversations:
@@ -83,19 +47,22 @@ class Conversations:
 
     def answer_steps(
         self, request: Request
-    ) -> Generator[Chat | Piece | Generation | CompletedAnswer, None, None]:
+    ) -> Generator[Chat | WholePrompt | Piece | Generation | CompletedAnswer, None, None]:
         """Answer step by step; closing the generator ends the answer there.
 
         Yields:
-            the chat that answers, "" after earlier turns, where the model had to read any, and
-            once the question is read, then the first piece of the answer, then the answer as it is
-            written, from which pieces can be taken, then the pieces that are left and the complete
-            answer. Pieces are those of ``AnswerStream.pieces``.
+            the chat or prompt that answers, "" after earlier turns, where the model had to read
+            any, and once the question is read, then the first piece of the answer, then the answer
+            as it is written, from which pieces can be taken, then the pieces that are left and the
+            complete answer. Pieces are those of ``AnswerStream.pieces``.
 
         Raises:
             Busy: other answers use the memory that the request needs.
             InputError: something cannot be read or has no room.
         """
+        if request.is_whole:
+            yield from WholePrompt(self.pipe, request).answer_steps()
+            return
         self.pipe.sampling(request.sampling, ())  # Compiles a grammar, or refuses it.
         chat, turns = self._fork_longest_past(request)
         if chat is None:

@@ -13,6 +13,7 @@ from oscar_mm.apps.serve.access_log import note_answer, note_refusal
 from oscar_mm.apps.serve.answer_set import AnswerSet, Choice, merged
 from oscar_mm.apps.serve.refusals import ClientGone, Refusal
 from oscar_mm.apps.serve.running_answer import RunningAnswer
+from oscar_mm.generation.logprobs import TokenLogprob
 from oscar_mm.tool_parsers.parser import Piece
 
 
@@ -27,7 +28,9 @@ class AnswerFormat(Protocol):
         """Events before the first piece of an answer."""
         ...
 
-    def piece(self, index: int, piece: Piece, logprobs: dict[str, Any] | None, /) -> Iterator[str]:
+    def piece(
+        self, index: int, piece: Piece, logprobs: Sequence[TokenLogprob] | None, /
+    ) -> Iterator[str]:
         """Events of a piece of an answer."""
         ...
 

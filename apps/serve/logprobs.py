@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -32,6 +33,70 @@ def logprobs_body(
         for one in found
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs_body(
+    tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob], top: int
+) -> list[dict[str, Any] | None]:
+    """Body of vLLM's ``prompt_logprobs``: null for the first token, then for each one the ``top``
+    likeliest and the one that is there, by their ids."""
+    return [None, *(_by_id(tokenizer, one, top) for one in found)]
+
+
+def _by_id(tokenizer: PreTrainedTokenizerBase, one: TokenLogprob, top: int) -> dict[str, Any]:
+    ranked = [(*likely, rank) for rank, likely in enumerate(one.top[:top], 1)]
+    if one.token_id not in [token for token, _, _ in ranked]:
+        ranked.insert(0, (one.token_id, one.logprob, one.rank or 0))
+    return {
+        str(token): {
+            "logprob": max(logprob, _LEAST),
+            "rank": rank,
+            "decoded_token": _bytes(tokenizer, token).decode(errors="replace"),
+        }
+        for token, logprob, rank in ranked
+    }
+
+
+class LegacyLogprobs:
+    """Log-probabilities as the completions protocol has them, piece by piece of one text.
+
+    Args:
+        tokenizer: of the model.
+        top: number of likeliest tokens to give.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, top: int) -> None:
+        self._tokenizer, self._top = tokenizer, top
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def body(self, found: Sequence[TokenLogprob], first: int | None = None) -> dict[str, list[Any]]:
+        """Body of the next tokens.
+
+        Args:
+            found: their log-probabilities.
+            first: the first token of a prompt, which comes before them and has none.
+        """
+        rows = [] if first is None else [self._row(first, None)]
+        rows += [self._row(one.token_id, one) for one in found]
+        names = "text_offset", "tokens", "token_logprobs", "top_logprobs"
+        columns = zip(*rows, strict=True) if rows else ([] for _ in names)
+        return {name: list(column) for name, column in zip(names, columns, strict=True)}
+
+    def _row(
+        self, token: int, found: TokenLogprob | None
+    ) -> tuple[int, str, float | None, dict[str, float] | None]:
+        data, offset = _bytes(self._tokenizer, token), self._offset
+        self._offset += len(self._decoder.decode(data))
+        text = data.decode(errors="replace")
+        if found is None:
+            return offset, text, None, None
+        likely = [(token, found.logprob), *found.top[: self._top]]
+        names = [_bytes(self._tokenizer, one).decode(errors="replace") for one, _ in likely]
+        values = [max(logprob, _LEAST) for _, logprob in likely]
+        # Of tokens that are written alike the likelier one.
+        by_name = dict(reversed([*zip(names, values, strict=True)]))
+        return offset, text, values[0], by_name
 
 
 def _entry(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
+    from oscar_mm.apps.serve.completed import CompletedAnswer
+    from oscar_mm.apps.serve.conversations import Conversations
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

@@ -15,7 +15,8 @@ models are written against:
 Unlike vLLM this server
 
 - refuses unsupported fields that would change the answer, where vLLM ignores unknown ones;
-- refuses roles that chat templates leave out silently, and messages that end with an answer.
+- refuses roles that chat templates leave out silently, and messages that end with an answer, unless
+  ``continue_final_message`` or ``add_generation_prompt`` says what to do with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import binascii
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -36,6 +37,7 @@ from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
 from oscar_mm.generation.message import ASKING, Message, Part
 from oscar_mm.generation.sampling import MAX_LOGPROBS
+from oscar_mm.generation.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.media.audio import opened
 from oscar_mm.media.headers import opened_image
 from oscar_mm.media.limits import MediaLimits
@@ -67,30 +69,36 @@ _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "a
 _log = logging.getLogger(__name__)
 _OWN_ERROR = "protocol"
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "allowed_token_ids": ([],),
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "length_penalty": (1,),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
+    "repetition_detection": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 """Unsupported fields that would change the answer, and their values, beside null, that do not."""
+_IN_VLLM = {
+    *("add_special_tokens", "allowed_token_ids", "chat_template", "documents", "include_reasoning"),
+    *("length_penalty", "logprob_token_ids", "mm_processor_kwargs", "prompt_embeds"),
+    *("repetition_detection", "return_token_ids", "return_tokens_as_token_ids"),
+    *("skip_special_tokens", "truncate_prompt_tokens", "use_beam_search"),
+}
+"""Those that vLLM's own server has."""
 
 
 _SAMPLING = (
@@ -105,6 +113,8 @@ _SAMPLING = (
     "seed",
     "min_tokens",
     "ignore_eos",
+    "prompt_logprobs",
+    "thinking_token_budget",
     "stop",
     "stop_token_ids",
     "include_stop_str_in_output",
@@ -206,20 +216,36 @@ class StreamOptions(_Model):
     include_usage: bool | None = None
 
 
+def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse fields that are not supported and would change the answer.
+
+    Args:
+        given: fields of a request by their names.
+        refused: such names, and their values, beside null, that change nothing.
+
+    Raises:
+        FieldError: names the field, and what serves it.
+    """
+    for name, value in given.items():
+        harmless = refused.get(name)
+        if harmless is None or value is None or value in harmless:
+            continue
+        others = ", ".join(map(repr, harmless)) or "null"
+        elsewhere = ", or serve with --engine vllm" if name in _IN_VLLM else ""
+        raise FieldError(f"only {others} is supported: leave it out{elsewhere}", name)
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-class Body(ToolFields, _Model):
-    """The JSON of a request; other fields are refused if ``_REFUSED`` has them, else ignored."""
+class SampledBody(_Model):
+    """Fields that requests of all kinds of answers have."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    messages: Annotated[list[GivenMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -241,21 +267,67 @@ class Body(ToolFields, _Model):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    echo: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     stop: Annotated[
         Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None,
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = None
 
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self) -> dict[str, Any]:
+        """Options of ``Sampling`` that are given, without the longest answer and ``logprobs``.
+
+        Raises:
+            InputError: as of ``grammar_of``.
+            FieldError: log-probabilities that a stream cannot have.
+        """
+        if self.stream and self.prompt_logprobs is not None:
+            raise FieldError("cannot be had in a stream: leave it out", "prompt_logprobs")
+        given = {name: getattr(self, name) for name in _SAMPLING} | {
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "grammar": grammar_of(self),
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Body(ToolFields, SampledBody):
+    """The JSON of a request; other fields are refused if ``_REFUSED`` has them, else ignored."""
+
+    messages: Annotated[list[GivenMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def template_fields(self) -> TemplateFields:
+        """Options of the chat template."""
+        names = TemplateFields.__annotations__
+        return TemplateFields(**{name: getattr(self, name) for name in names})
+
+    @property
+    def echoed(self) -> str:
+        """The last message, where ``echo`` puts it before an answer of the same role."""
+        open_end = self.continue_final_message or self.add_generation_prompt is False
+        last = self.messages[-1]
+        if not (self.echo and open_end and last.role == "assistant"):
+            return ""
+        return "".join(part.text or "" for part in last.content or ())
+
     @model_validator(mode="after")
     def _check_supported(self) -> Body:
-        for name, value in (self.model_extra or {}).items():
-            harmless = _REFUSED.get(name)
-            if harmless is not None and value is not None and value not in harmless:
-                others = ", ".join(map(repr, harmless)) or "null"
-                raise FieldError(f"only {others} is supported: leave it out", name)
+        refuse_unsupported(self.model_extra or {}, _REFUSED)
         if self.top_logprobs and not self.logprobs:
             raise FieldError("needs logprobs: true beside it", "top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs > MAX_LOGPROBS:
@@ -277,7 +349,10 @@ class Request:
         usage: whether a stream ends with the usage.
         cache_salt: only requests of the same one share kept conversations and beginnings.
         n: number of answers to it.
+        best_of: number of answers that are written, of which the ``n`` likeliest are given.
         tools: that the model may call.
+        template: how the chat template writes it.
+        raw: token ids of a prompt without a chat template, instead of messages.
     """
 
     model: str | None
@@ -289,7 +364,21 @@ class Request:
     usage: bool = False
     cache_salt: str = ""
     n: int = 1
+    best_of: int = 1
     tools: ToolOffer | None = None
+    template: TemplateOptions = USUAL
+    raw: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of answers that are written."""
+        return max(self.n, self.best_of)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its prompt is read as a whole, and does not continue a kept conversation."""
+        asks = "prompt_logprobs" in self.sampling
+        return self.raw is not None or asks or self.template.is_special
 
     def messages(self) -> Iterator[Message]:
         """Yield all messages in their order."""
@@ -338,7 +427,9 @@ def checked(fields: dict[str, Any]) -> Body:
         raise _field_error(error) from None
 
 
-def read_request(body: Body, limits: MediaLimits, remote_bytes: int = 0) -> Request:
+def read_request(
+    body: Body, limits: MediaLimits, remote_bytes: int = 0, template: TemplateOptions = USUAL
+) -> Request:
     """Decode the media of a request, and split its messages into turns.
 
     Args:
@@ -346,6 +437,7 @@ def read_request(body: Body, limits: MediaLimits, remote_bytes: int = 0) -> Requ
         limits: ``max_file_bytes`` bounds each medium.
         remote_bytes: bound on the bytes of all media that are fetched from http(s) addresses; 0
             refuses addresses.
+        template: options of the chat template, checked.
 
     Raises:
         FieldError: a field is wrong; the message names it and what would be right.
@@ -357,25 +449,27 @@ def read_request(body: Body, limits: MediaLimits, remote_bytes: int = 0) -> Requ
         _decode_message(message, place, decoder) for place, message in enumerate(body.messages)
     ]
     system = messages.pop(0) if messages[0].role == "system" else None
-    past, question = _split_turns(messages)
+    sampling = {"thinking_token_budget": template.budget} | body.sampling()
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    sampling = {name: getattr(body, name) for name in _SAMPLING} | {
-        "max_new_tokens": longest,
-        "top_k": 0 if body.top_k == -1 else body.top_k,
-        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "grammar": grammar_of(body),
-    }
-    return Request(
+    sampling["max_new_tokens"] = longest
+    sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    request = Request(
         model=body.model,
         system=None if system is None or system.is_empty else system,
-        past=tuple(past),
-        question=question,
+        past=(),
+        question=tuple(messages),
         sampling={name: value for name, value in sampling.items() if value is not None},
         stream=bool(body.stream),
-        usage=bool(body.stream_options and body.stream_options.include_usage),
+        usage=body.has_usage,
         cache_salt=body.cache_salt or "",
         n=body.n or 1,
+        template=template,
     )
+    if not template.takes_any_end:
+        past, question = _split_turns(messages)
+        if not request.is_whole:
+            request = replace(request, past=tuple(past), question=question)
+    return request
 
 
 def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message, ...]]:

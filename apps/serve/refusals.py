@@ -13,15 +13,18 @@ from typing import Any
 from oscar_mm.apps.serve.protocol import FieldError
 from oscar_mm.errors import Busy, InputError, NoRoom
 from oscar_mm.generation.sampling import Sampling
+from oscar_mm.generation.template import TemplateFields
 
 RETRY_S = 5
 """Seconds after which a client may try again."""
 _FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
 """Advice that only the server's operator can follow."""
+_OPTIONS = *(option.name for option in fields(Sampling)), *TemplateFields.__annotations__
 _FIELD = re.compile(
     r"(messages\[\d+\](?:\.content(?:\[\d+\])?)?|tools(?:\[\d+\])?|tool_choice)[: ]"
-    rf"|({'|'.join(option.name for option in fields(Sampling))})="
-    r"|(response_format|structured_outputs|guided_[a-z]+): "
+    rf"|({'|'.join(_OPTIONS)})="
+    r"|(response_format|structured_outputs|guided_[a-z]+|chat_template_kwargs|prompt"
+    r"|continue_final_message)[: ]"
 )
 """The protocol's name of what is wrong, with which messages of the package begin."""
 

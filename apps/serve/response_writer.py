@@ -9,11 +9,12 @@ from typing import Any
 from uuid import uuid4
 
 from oscar_mm.apps.serve.answer_set import Choice
-from oscar_mm.apps.serve.conversations import CompletedAnswer
+from oscar_mm.apps.serve.completed import CompletedAnswer
 from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.serve.responses_body import ResponsesBody
 from oscar_mm.apps.serve.tools import call_body
 from oscar_mm.generation.answer import Answer, Reasoning
+from oscar_mm.generation.logprobs import TokenLogprob
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -74,7 +75,7 @@ class ResponseWriter:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
-    def piece(self, _: int, piece: Piece, __: dict[str, Any] | None) -> Iterator[str]:
+    def piece(self, _: int, piece: Piece, __: Sequence[TokenLogprob] | None) -> Iterator[str]:
         """Events of a piece of text, of reasoning or of a call."""
         kind = "function_call" if isinstance(piece, ToolCallDelta) else "message"
         kind = "reasoning" if isinstance(piece, Reasoning) else kind

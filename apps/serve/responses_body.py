@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from oscar_mm.apps.serve.protocol import MAX_MESSAGES, FieldError
+from oscar_mm.apps.serve.protocol import MAX_MESSAGES, FieldError, refuse_unsupported
 from oscar_mm.apps.serve.refusals import Refusal
 
 MAX_ID_CHARACTERS = 128
@@ -30,7 +30,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 _SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "cache_salt"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"),
-    *("chat_template_kwargs", "structured_outputs"),
+    *("chat_template_kwargs", "structured_outputs", "thinking_token_budget"),
 )
 """Fields that mean the same in both protocols."""
 
@@ -94,11 +94,7 @@ class ResponsesBody(BaseModel):
             FieldError: an item, a tool or a field that cannot be used.
         """
         extra = self.model_extra or {}
-        for name, value in extra.items():
-            harmless = _REFUSED.get(name)
-            if harmless is not None and value is not None and value not in harmless:
-                others = ", ".join(map(repr, harmless)) or "null"
-                raise FieldError(f"only {others} is supported: leave it out", name)
+        refuse_unsupported(extra, _REFUSED)
         body = {name: extra[name] for name in _SAME if extra.get(name) is not None}
         instructions = self.instructions
         system = [{"role": "system", "content": instructions}] if instructions else []
@@ -138,8 +134,11 @@ def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
         place = places[int(found[1])] if found[1] and int(found[1]) < len(places) else "input"
         return place + (found[2] or "" if place.startswith("input[") else "")
 
-    refusal.args = (_MESSAGE.sub(name, str(refusal)),)
-    refusal.field = refusal.field and _MESSAGE.sub(name, refusal.field)
+    def renamed_in(text: str) -> str:
+        return _MESSAGE.sub(name, text).replace("reasoning_effort", "reasoning.effort")
+
+    refusal.args = (renamed_in(str(refusal)),)
+    refusal.field = refusal.field and renamed_in(refusal.field)
     return refusal
 
 

@@ -16,14 +16,16 @@ from typing import Any, cast
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from oscar_mm.apps.serve.conversations import CompletedAnswer, Conversations
-from oscar_mm.apps.serve.logprobs import logprobs_body
+from oscar_mm.apps.serve.completed import CompletedAnswer
+from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import AnswerTimes, Metrics
 from oscar_mm.apps.serve.protocol import Request
 from oscar_mm.apps.serve.refusals import RETRY_S, ClientGone, Refusal, as_refusals, busy
+from oscar_mm.apps.serve.whole_prompts import WholePrompt
 from oscar_mm.chat.chat import Chat
 from oscar_mm.errors import Busy
 from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.logprobs import TokenLogprob
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
 
@@ -177,7 +179,7 @@ class RunningAnswer:
         self._changed: asyncio.Future[None] | None = None
         """Done where there are pieces, the thread has ended or the answer is to end."""
         self._steps = conversations.answer_steps(request)
-        self._chat: Chat | None = None
+        self._chat: Chat | WholePrompt | None = None
         """What the thread answers in."""
         self._generation: Generation | None = None
         """Set while no thread is needed."""
@@ -238,16 +240,16 @@ class RunningAnswer:
                         yield piece
         self._times.end(self.completed)
 
-    def take_logprobs(self) -> dict[str, Any] | None:
-        """Body of the log-probabilities that have come since the last call; None where none were
-        asked for."""
+    def take_logprobs(self) -> list[TokenLogprob] | None:
+        """The log-probabilities that have come since the last call; None where none were asked
+        for."""
         if "logprobs" not in self.request.sampling:
             return None
         writing = self._chat and self._chat.answering
         found = self._completed.answer.logprobs if self._completed else writing and writing.logprobs
         fresh = (found or [])[self._told :]
         self._told += len(fresh)
-        return logprobs_body(self.conversations.pipe.processor.tokenizer, fresh)
+        return fresh
 
     def end(self) -> asyncio.Task[None]:
         """Close the answer and free its place, once the model has ended its step."""
@@ -286,14 +288,14 @@ class RunningAnswer:
             what has pieces from now on; None at the end.
         """
         for step in self._steps:
-            if isinstance(step, Chat):
+            if isinstance(step, Chat | WholePrompt):
                 self._chat = step
             # After that: who leaves cancels a chat that is there.
             if self._left:
                 break
             if isinstance(step, Generation):
                 return step
-            if not isinstance(step, Chat):
+            if not isinstance(step, Chat | WholePrompt):
                 self._add(step)
         return None
 

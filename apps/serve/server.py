@@ -52,6 +52,8 @@ from oscar_mm.apps.serve.running_answer import Places
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
+Asked = Body | list[Request]
+"""What a client asks: a conversation, or prompts."""
 _LEAST_TEXT = 1024
 """Answers of clients that give no length may have so many tokens, however many share the memory; a
 model that reasons gets more."""
@@ -171,10 +173,14 @@ class Service:
 
         def read(data: bytes) -> tuple[Body, AnswerFormat]:
             body = parsed(Body, data)
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            return body, ChatWriter(self.name, usage=usage)
+            usage, echo = body.has_usage, body.echoed
+            return body, ChatWriter(self.name, self._tokenizer, usage=usage, echo=echo)
 
         return await self._answer(http, read)
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.conversations.pipe.processor.tokenizer
 
     async def respond(self, http: HttpRequest) -> Response:
         """Answer a request of the Responses API."""
@@ -207,22 +213,22 @@ class Service:
         return kept.messages, kept.size
 
     async def _answer(
-        self, http: HttpRequest, read: Callable[[bytes], tuple[Body, AnswerFormat]]
+        self, http: HttpRequest, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
     ) -> Response:
         """Read a request, wait for a place, then answer at once or piece by piece."""
         arrival = perf_counter()
         with self._room_for_body() as add:
-            request, written = await self._request(await self._body(http, add), read)
+            requests, written = await self._requests(await self._body(http, add), read)
             gone = asyncio.ensure_future(_disconnect(http))
             try:
-                await self.places.take(gone, request.n)
+                await self.places.take(gone, sum(request.count for request in requests))
             except BaseException:
                 gone.cancel()
                 raise
-        answers = AnswerSet(self.places, self.conversations, request, gone, arrival)
+        answers = AnswerSet(self.places, self.conversations, requests, gone, arrival)
         try:
             await answers.begin(self.limits.room_s)
-            if request.stream:
+            if requests[0].stream:
                 # A streaming response itself notices that its client has left.
                 answers.outlive_client()
                 return EventStream(answers, written, http.scope)
@@ -302,22 +308,34 @@ class Service:
         finally:
             reading.cancel()
 
-    async def _request(
-        self, data: bytes, read: Callable[[bytes], tuple[Body, AnswerFormat]]
-    ) -> tuple[Request, AnswerFormat]:
-        """Parse and check a request."""
+    async def _requests(
+        self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
+    ) -> tuple[list[Request], AnswerFormat]:
+        """Parse and check a request, which may have several prompts."""
         with as_refusals():
-            request, written = await run_sync(self._parse, data, read, limiter=self._readers)
-        self.check_model(request.model)
-        return request, written
+            requests, written = await run_sync(self._parse, data, read, limiter=self._readers)
+        self.check_model(requests[0].model)
+        return requests, written
 
     def _parse(
-        self, data: bytes, read: Callable[[bytes], tuple[Body, AnswerFormat]]
-    ) -> tuple[Request, AnswerFormat]:
+        self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
+    ) -> tuple[list[Request], AnswerFormat]:
+        asked, written = read(data)
+        requests = asked if isinstance(asked, list) else [self._chat_request(asked)]
+        for request in requests:
+            self._bound_answer(request.sampling)
+            if request.n > self.limits.running:
+                raise FieldError(f"must be at most {self.limits.running} on this server", "n")
+            # A grammar takes its time to compile: that comes when the request has its place.
+            self.conversations.pipe.sampling(request.sampling | {"grammar": None}, ())
+        return requests, written
+
+    def _chat_request(self, body: Body) -> Request:
+        """A conversation, with its texts checked."""
         pipe = self.conversations.pipe
         remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
-        body, written = read(data)
-        request = read_request(body, pipe.limits, remote_bytes)
+        template = pipe.family.template(body.template_fields)
+        request = read_request(body, pipe.limits, remote_bytes, template)
         parallel = body.parallel_tool_calls is not False
         offer = pipe.offer(body.tools, body.tool_choice, parallel=parallel)
         request = replace(request, tools=offer)
@@ -326,12 +344,7 @@ class Service:
         pipe.admission.check_characters("messages", sum(map(len, texts)))
         for message in messages:
             pipe.admission.check_message(message)
-        self._bound_answer(request.sampling)
-        if request.n > self.limits.running:
-            raise FieldError(f"must be at most {self.limits.running} on this server", "n")
-        # A grammar takes its time to compile: that comes when the request has its place.
-        pipe.sampling(request.sampling | {"grammar": None}, ())
-        return request, written
+        return request
 
     def _bound_answer(self, sampling: dict[str, Any]) -> None:
         """Set the longest answer; the conversation lowers it to what it has memory for."""

@@ -163,28 +163,37 @@ class Family(ABC):
         """A text without a chat template, which the answer continues; on the CPU.
 
         Args:
-            ids: of its tokens, at least one.
-
-        Raises:
-            InputError: a token that the model does not have, or that stands for a medium.
+            ids: of its tokens, at least one; see ``check_ids``.
         """
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        if unknown := [token for token in ids if not 0 <= token < vocabulary]:
-            raise InputError(
-                f"prompt: {shown(unknown[0])} must be a token id below {vocabulary:,}, which is "
-                "how many this model has"
-            )
         tokens = torch.tensor([list(ids)], dtype=torch.long)
-        if (token_modalities(tokens, config=self.model.config) != Modality.TEXT).any():
-            raise InputError(
-                "prompt: holds a token that stands for a medium: a prompt is text; show media in "
-                "messages"
-            )
         axes = self.encode(_QUESTION, []).positions.shape[:-1]
         positions = torch.arange(len(ids)).expand(*axes, -1)
         encoded = Encoding(tokens, {}, positions, [])
         prompt = self._placed(encoded, [], 0, [], 0, torch.zeros(1, dtype=torch.long))
         return replace(prompt, continues=True)
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Refuse ids of tokens that the model does not have, or that stand for a medium.
+
+        Args:
+            name: of the argument, for the error.
+            ids: at least one.
+
+        Raises:
+            InputError: names the argument.
+        """
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        if unknown := [token for token in ids if not 0 <= token < vocabulary]:
+            raise InputError(
+                f"{name}: {shown(unknown[0])} must be a token id below {vocabulary:,}, which is "
+                "how many this model has"
+            )
+        tokens = torch.tensor([list(ids)], dtype=torch.long)
+        if (token_modalities(tokens, config=self.model.config) != Modality.TEXT).any():
+            raise InputError(
+                f"{name}: holds a token that stands for a medium: give text only, and show media "
+                "in messages"
+            )
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
         """By how many positions a run of tokens of one modality may move what follows.

@@ -105,6 +105,11 @@ class TemplateOptions:
         return cls(variables, bool(continues), opens, budget)
 
     @property
+    def is_special(self) -> bool:
+        """Whether the template writes something else than without options."""
+        return bool(self.variables) or self.takes_any_end
+
+    @property
     def takes_any_end(self) -> bool:
         """Whether the conversation may end with any message, and not only with a question."""
         return self.continues or not self.opens_answer

@@ -365,7 +365,13 @@ def test_large_media() -> None:
         ({"stop_token_ids": [1.5]}, "stop_token_ids[0]"),
         ({"min_tokens": 1.5}, "min_tokens"),
         ({"ignore_eos": 1}, "ignore_eos"),
-        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": 1}, "continue_final_message"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt_logprobs": "1"}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"max_tokens": "7"}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -384,6 +390,22 @@ def test_large_media() -> None:
 def test_fields_that_are_refused(options: dict, field: str) -> None:
     error = refusal(**options)
     assert error.field == field and str(error).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "by_vllm"),
+    [
+        ({"use_beam_search": True}, True),
+        ({"chat_template": "x"}, True),
+        ({"truncate_prompt_tokens": 5}, True),
+        ({"modalities": ["audio"]}, False),
+        ({"functions": [{}]}, False),
+    ],
+)
+def test_what_vllm_has_is_named(options: dict, by_vllm: bool) -> None:
+    error = refusal(user("Why?"), **options)
+    assert error.field == next(iter(options))
+    assert ("--engine vllm" in str(error)) is by_vllm
 
 
 def test_fields_that_change_nothing() -> None:

@@ -1,0 +1,94 @@
+"""WholePrompt: an answer to a request that is read as a whole, beside those of chats.
+
+So are prompts without a chat template, and conversations that the template writes in another way
+than turn by turn. Their beginnings come from the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from oscar_mm.apps.serve.completed import CompletedAnswer
+from oscar_mm.apps.serve.protocol import FieldError, Request
+from oscar_mm.errors import Cancelled
+from oscar_mm.generation.generation import Generation
+from oscar_mm.generation.prompt import Prompt
+from oscar_mm.tool_parsers.parser import Piece
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Most log-probabilities of a prompt's tokens, which are some 20 MB of JSON."""
+
+
+class WholePrompt:
+    """An answer to a request while it is read and written; from any thread it can be cancelled.
+
+    Args:
+        pipe: answers.
+        request: without earlier turns.
+
+    Attributes:
+        answering: the answer that is being written; None before.
+    """
+
+    def __init__(self, pipe: Pipeline, request: Request) -> None:
+        self._pipe, self._request = pipe, request
+        self.answering: Generation | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """End the answer: nobody waits for it any more."""
+        self._cancelled = True
+        if (answering := self.answering) is not None:
+            answering.cancel()
+
+    def answer_steps(
+        self,
+    ) -> Generator[WholePrompt | Piece | Generation | CompletedAnswer, None, None]:
+        """Answer step by step, as ``Conversations.answer_steps`` does, with itself as the chat."""
+        start, pipe, tools = perf_counter(), self._pipe, self._request.tools
+        options = pipe.family.with_forced_calls(self._request.sampling, tools)
+        sampling = pipe.sampling(options, ())
+        yield self
+        prompt = self._prompt()
+        if sampling.prompt_logprobs is not None:
+            _check_prompt_logprobs(prompt.tokens, sampling.prompt_logprobs)
+        most = pipe.admission.longest_answer(prompt, sampling.max_new_tokens)
+        sampling = replace(sampling, max_new_tokens=most)
+        self.answering = generation = pipe.generation(prompt, sampling, start, tools)
+        if self._cancelled:
+            generation.cancel()
+        yield ""
+        for count, piece in enumerate(generation):
+            yield piece
+            if count == 0:
+                yield generation
+        if generation.cancelled and not generation.written.says:
+            raise Cancelled("the answer was cancelled before its first word")
+        answer = generation.answer()
+        yield CompletedAnswer(answer, answer.cached_tokens, answer.prompt_tokens)
+
+    def _prompt(self) -> Prompt:
+        pipe, request = self._pipe, self._request
+        if request.raw is not None:
+            prompt = pipe.text_prompt(request.raw)
+        else:
+            messages, template = [*request.messages()], request.template
+            prompt = pipe.read_request(
+                messages, 1, request.tools, template, cancelled=lambda: self._cancelled
+            )
+        return replace(prompt, salt=request.cache_salt)
+
+
+def _check_prompt_logprobs(tokens: int, top: int) -> None:
+    if (count := tokens * (top + 1)) > MAX_PROMPT_LOGPROBS:
+        raise FieldError(
+            f"{tokens:,} tokens have {count:,} log-probabilities, where at most "
+            f"{MAX_PROMPT_LOGPROBS:,} are given: shorten the prompt, or ask for fewer",
+            "prompt_logprobs",
+        )
