@@ -32,6 +32,8 @@ from oscar_mm.apps.guard import Guard, OneLength
 from oscar_mm.apps.serve.access_log import AccessLog, note_answer, note_refusal
 from oscar_mm.apps.serve.answer_set import AnswerSet
 from oscar_mm.apps.serve.chat_writer import ChatWriter
+from oscar_mm.apps.serve.completion_writer import CompletionWriter
+from oscar_mm.apps.serve.completions_body import CompletionBody
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.event_stream import AnswerFormat, EventStream
 from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
@@ -175,6 +177,17 @@ class Service:
             body = parsed(Body, data)
             usage, echo = body.has_usage, body.echoed
             return body, ChatWriter(self.name, self._tokenizer, usage=usage, echo=echo)
+
+        return await self._answer(http, read)
+
+    async def complete_text(self, http: HttpRequest) -> Response:
+        """Answer a completions request."""
+
+        def read(data: bytes) -> tuple[list[Request], AnswerFormat]:
+            body, pipe = parsed(CompletionBody, data), self.conversations.pipe
+            prompts = body.prompts(pipe, self.limits.running)
+            written = CompletionWriter(body, prompts, self.name, self._tokenizer)
+            return body.requests(prompts), written
 
         return await self._answer(http, read)
 
@@ -414,6 +427,11 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
     async def complete(request: HttpRequest) -> Response:
         service.authorize(request)
         return await service.complete(request)
+
+    @app.post("/v1/completions")
+    async def complete_text(request: HttpRequest) -> Response:
+        service.authorize(request)
+        return await service.complete_text(request)
 
     @app.post("/v1/responses")
     async def respond(request: HttpRequest) -> Response:

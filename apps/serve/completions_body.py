@@ -1,0 +1,173 @@
+"""Requests of the completions protocol: prompts that the model reads as they are.
+
+No chat template is involved, so a prompt may hold control tokens: who sends it writes all of it.
+Unknown fields and those that change no answer are ignored, and others are refused, as in
+``protocol``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+
+from oscar_mm.apps.serve.protocol import (
+    MAX_ANSWERS,
+    FieldError,
+    Request,
+    SampledBody,
+    refuse_unsupported,
+)
+
+if TYPE_CHECKING:
+    from oscar_mm.pipelines.pipeline import Pipeline
+
+_USUAL_LENGTH = 16
+"""Tokens of an answer whose length is not given, as in OpenAI's protocol."""
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""Unsupported fields that would change the answer, and their values, beside null, that do not."""
+
+
+class CompletionBody(SampledBody):
+    """The JSON of a request; ``prompts`` checks its prompt."""
+
+    prompt: Any = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> CompletionBody:
+        refuse_unsupported(self.model_extra or {}, _REFUSED)
+        if self.max_tokens == 0 and not self.echo:
+            raise FieldError("must be at least 1, or 0 with echo", "max_tokens")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise FieldError(f"must be at least n, which is {self.n}", "best_of")
+        if self.stream and (self.best_of or 1) > (self.n or 1):
+            raise FieldError("must be n in a stream: the best is known at the end", "best_of")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise FieldError("cannot be had with logprobs in a stream: leave it out", "echo")
+        return self
+
+    @property
+    def count(self) -> int:
+        """Number of answers that are written to each prompt."""
+        return max(self.n or 1, self.best_of or 1)
+
+    def prompts(self, pipe: Pipeline, most: int) -> list[Prompt]:
+        """The prompts and their tokens.
+
+        Args:
+            pipe: has the tokenizer and the bounds.
+            most: answers to all of them.
+
+        Raises:
+            InputError: as ``NoRoom`` prompts that are longer than the context; else these are no
+                prompts, or too many.
+        """
+        given = self.prompt
+        if isinstance(given, str) or (_is_list(given) and all(map(_is_token, given))):
+            given = [given]
+        if not _is_list(given) or not all(_is_prompt(one) for one in given):
+            raise FieldError(
+                "must be text, a list of texts, token ids, or a list of lists of them, and not "
+                "empty",
+                "prompt",
+            )
+        if len(given) * self.count > most:
+            asked = f"{len(given):,} prompts with {self.count} answers each"
+            raise FieldError(f"{asked} are more than the {most} that run at once here", "prompt")
+        characters = sum(len(one) for one in given if isinstance(one, str))
+        pipe.admission.check_characters("prompt", characters)
+        special = self.add_special_tokens is not False
+        return [Prompt.of(one, pipe, special) for one in given]
+
+    def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
+        """A request for each prompt."""
+        sampling = self.sampling()
+        longest = _USUAL_LENGTH if self.max_tokens is None else self.max_tokens
+        sampling["max_new_tokens"] = max(1, longest)  # The model chooses a token anyway.
+        if self.logprobs is not None:
+            sampling["logprobs"] = self.logprobs
+            if self.echo:
+                of_prompt = sampling.get("prompt_logprobs", 0)
+                sampling["prompt_logprobs"] = max(of_prompt, self.logprobs)
+        return [
+            Request(
+                model=self.model,
+                system=None,
+                past=(),
+                question=(),
+                sampling=dict(sampling),
+                stream=bool(self.stream),
+                usage=self.has_usage,
+                cache_salt=self.cache_salt or "",
+                n=self.n or 1,
+                best_of=self.best_of or 1,
+                raw=prompt.ids,
+            )
+            for prompt in prompts
+        ]
+
+
+class Prompt:
+    """A prompt as its client reads it, and as the model does.
+
+    Args:
+        text: for ``echo``.
+        ids: of its tokens.
+    """
+
+    def __init__(self, text: str, ids: Sequence[int]) -> None:
+        self.text, self.ids = text, tuple(ids)
+
+    @classmethod
+    def of(cls, given: str | list[int], pipe: Pipeline, special: bool) -> Prompt:
+        """A prompt from its text or its token ids.
+
+        Args:
+            given: the text or the ids.
+            pipe: has the tokenizer and the bounds.
+            special: put the tokenizer's own tokens at the beginning of a text.
+
+        Raises:
+            NoRoom: it is longer than the context.
+            InputError: it has no tokens, or some that cannot be used.
+        """
+        tokenizer = pipe.processor.tokenizer
+        if not isinstance(given, str):
+            pipe.family.check_ids("prompt", given)
+            return cls(str(tokenizer.decode(given)), given)
+        pipe.admission.check_text_length("prompt", given)
+        ids = tokenizer(given, add_special_tokens=special)["input_ids"]
+        if not ids:
+            raise FieldError("is empty: give some text", "prompt")
+        pipe.family.check_ids("prompt", ids)
+        return cls(given, ids)
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, list) and bool(given)
+
+
+def _is_token(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
+def _is_prompt(given: Any) -> bool:
+    return isinstance(given, str) or (_is_list(given) and all(map(_is_token, given)))
