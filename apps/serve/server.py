@@ -50,6 +50,12 @@ from oscar_mm.apps.serve.refusals import (
 from oscar_mm.apps.serve.response_writer import ResponseWriter
 from oscar_mm.apps.serve.responses_body import ResponsesBody, renamed, unknown_response
 from oscar_mm.apps.serve.running_answer import Places
+from oscar_mm.apps.serve.tokenizing import (
+    DetokenizeBody,
+    TokenizeBody,
+    conversation_ids,
+    text_ids,
+)
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -190,6 +196,37 @@ class Service:
             return body.requests(prompts), written
 
         return await self._answer(http, read)
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Answer what tokens a prompt or a conversation has."""
+
+        def read(data: bytes) -> Response:
+            asked = parsed(TokenizeBody, data)
+            self.check_model(asked.model)
+            pipe = self.conversations.pipe
+            if asked.prompt is not None:
+                return JSONResponse(asked.answer(pipe, text_ids(pipe, asked)))
+            request = self._chat_request(parsed(Body, data))
+            return JSONResponse(asked.answer(pipe, conversation_ids(pipe, request)))
+
+        return await self._convert(http, read)
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Answer what text tokens have."""
+
+        def read(data: bytes) -> Response:
+            asked = parsed(DetokenizeBody, data)
+            self.check_model(asked.model)
+            return JSONResponse({"prompt": asked.text(self.conversations.pipe)})
+
+        return await self._convert(http, read)
+
+    async def _convert(self, http: HttpRequest, read: Callable[[bytes], Response]) -> Response:
+        """Answer a request that no model reads."""
+        with self._room_for_body() as add:
+            data = await self._body(http, add)
+            with as_refusals():
+                return await run_sync(read, data, limiter=self._readers)
 
     @property
     def _tokenizer(self) -> Any:
@@ -432,6 +469,16 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
     async def complete_text(request: HttpRequest) -> Response:
         service.authorize(request)
         return await service.complete_text(request)
+
+    @app.post("/tokenize")
+    async def tokenize(request: HttpRequest) -> Response:
+        service.authorize(request)
+        return await service.tokenize(request)
+
+    @app.post("/detokenize")
+    async def detokenize(request: HttpRequest) -> Response:
+        service.authorize(request)
+        return await service.detokenize(request)
 
     @app.post("/v1/responses")
     async def respond(request: HttpRequest) -> Response:
