@@ -33,7 +33,7 @@ def saying(pipe: Pipeline, *rows: Sequence[int]) -> Iterator[list[torch.Tensor]]
         said = torch.zeros_like(logits)
         for row, sampler in enumerate(choices.samplers):
             ids, steps = order.setdefault(sampler, (rows[len(order) % len(rows)], []))
-            said[row, ids[len(steps)] if len(steps) < len(ids) else end] = 1
+            said[row, ids[len(steps)] if len(steps) < len(ids) else end] = 100
             steps.append(row)
         return choose(choices, said)
 
