@@ -457,8 +457,8 @@ class Pipeline:
         """
         start = time.perf_counter()
         offer = self.offer(tools, tool_choice)
-        forced = self.family.with_forced_calls(options, offer)
-        chosen, template = self.read_options(forced, ("messages", "tools", "tool_choice"))
+        called = self.family.with_calls(options, offer)
+        chosen, template = self.read_options(called, ("messages", "tools", "tool_choice"))
         asked = messages_from(messages, open_end=template.takes_any_end)
         prompt = self.read_request(asked, chosen.max_new_tokens, offer, template)
         return AnswerStream(self.answer(prompt, chosen, start, offer)).complete()

@@ -52,7 +52,7 @@ class WholePrompt:
     ) -> Generator[WholePrompt | Piece | Generation | CompletedAnswer, None, None]:
         """Answer step by step, as ``Conversations.answer_steps`` does, with itself as the chat."""
         start, pipe, tools = perf_counter(), self._pipe, self._request.tools
-        options = pipe.family.with_forced_calls(self._request.sampling, tools)
+        options = pipe.family.with_calls(self._request.sampling, tools)
         sampling = pipe.sampling(options, ())
         yield self
         prompt = self._prompt()

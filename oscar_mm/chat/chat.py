@@ -434,7 +434,7 @@ class Chat:
         if self._running is not None:
             with self._calls, pipe.lock.briefly():
                 self._end_stream()
-        sampling = pipe.sampling(pipe.family.with_forced_calls(options, tools), _ARGUMENTS)
+        sampling = pipe.sampling(pipe.family.with_calls(options, tools), _ARGUMENTS)
         most = 1 if cut_to_fit else sampling.max_new_tokens
         decoding = ExitStack()
 

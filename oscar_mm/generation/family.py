@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -28,6 +29,7 @@ from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.modules import computing_device
 from oscar_mm.moe_switch import choose_experts
 from oscar_mm.threads import begun
+from oscar_mm.tool_parsers.grammar import json_of
 from oscar_mm.tool_parsers.marks import mark_tokens
 from oscar_mm.tool_parsers.offer import ToolOffer, read_offer
 from oscar_mm.tool_parsers.parser import ToolFormat
@@ -333,21 +335,31 @@ class Family(ABC):
                 self.refuse_control_tokens(f"tools[{place}]", text)
         return offer
 
-    def with_forced_calls(self, options: Mapping[str, Any], offer: ToolOffer | None) -> Any:
+    def with_calls(self, options: Mapping[str, Any], offer: ToolOffer | None) -> Any:
         """Options of the sampling, with a grammar where the answer must call tools.
 
+        JSON that is asked for is the text of an answer: one that must call tools has none, and
+        another one is JSON or calls. Any other grammar is of the answer as a whole.
+
         Raises:
-            InputError: the answer must match something else, or the format of calls cannot write
+            InputError: the answer must match another grammar, or the format of calls cannot write
                 the parameters of a tool.
         """
         if offer is None:
             return options
-        grammar = offer.grammar(mark_tokens(self.processor.tokenizer, offer.tool_format))
+        asked, text = options.get("grammar"), None
+        if asked is not None and asked.kind != "json":
+            if offer.must_call:
+                raise InputError(f"tool_choice: cannot be had together with {asked.name}")
+            return options
+        if asked is not None:
+            text = json_of(json.loads(asked.text))
+        marks = mark_tokens(self.processor.tokenizer, offer.tool_format)
+        grammar = offer.grammar(marks, text)
         if grammar is None:
             return options
-        if (other := options.get("grammar")) is not None:
-            raise InputError(f"tool_choice: cannot be had together with {other.name}")
-        return {**options, "grammar": Grammar.calls(grammar)}
+        name = "tool_choice" if asked is None else asked.name
+        return {**options, "grammar": Grammar.calls(grammar, name)}
 
     @cached_property
     def thinks(self) -> bool:

@@ -53,17 +53,32 @@ def json_of(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
 
 
-def arguments_of(tool: ToolDefinition) -> str:
-    """JSON of the arguments of a tool; of one without parameters an empty object."""
+def schema_of_arguments(tool: ToolDefinition) -> dict[str, Any]:
+    """Schema of the arguments of a tool; of one without parameters that of an empty object."""
     schema = dict(tool.parameters)
     if schema == {"type": "object", "properties": {}}:
         schema["additionalProperties"] = False
-    return json_of(schema)
+    return schema
+
+
+def arguments_of(tool: ToolDefinition) -> str:
+    """JSON of the arguments of a tool."""
+    return json_of(schema_of_arguments(tool))
 
 
 def grammar_of(start: str, rules: Mapping[str, str]) -> str:
     """The grammar of an answer."""
     return "".join(f"{name}: {rule}\n" for name, rule in {"start": start, **rules}.items())
+
+
+def calls_or(text: str, calls: str) -> str:
+    """The grammar of calls, or of an answer that is a text instead.
+
+    Args:
+        text: the rule of the text.
+        calls: of ``grammar_of``.
+    """
+    return f"start: calls | text\ntext: {text}\n{calls.replace('start:', 'calls:', 1)}"
 
 
 def call_rules(

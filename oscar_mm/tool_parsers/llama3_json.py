@@ -6,10 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from oscar_mm.tool_parsers.call_objects import read_call
 from oscar_mm.tool_parsers.definitions import ToolDefinition
-from oscar_mm.tool_parsers.grammar import call_rules, grammar_of, literal, repeated
+from oscar_mm.tool_parsers.grammar import (
+    grammar_of,
+    json_of,
+    literal,
+    repeated,
+    rules_of_calls,
+    schema_of_arguments,
+)
 from oscar_mm.tool_parsers.parser import CallWriter, ToolFormat
 from oscar_mm.tool_parsers.reader import Reader, Reading
 
@@ -31,8 +39,12 @@ class Llama3Json(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Objects, a semicolon between them."""
-        rules = call_rules(tools, '{"name": "', '", "parameters": ', "}")
+        """Objects, a semicolon between them.
+
+        They are JSON to the grammar too: beside other JSON no literal may begin with a bracket, as
+        the longest one is taken.
+        """
+        rules = rules_of_calls(tools, lambda tool, rule: {rule: json_of(_call_schema(tool))})
         return grammar_of(repeated("call", literal("; "), many), rules)
 
     @classmethod
@@ -47,3 +59,16 @@ class Llama3Json(ToolFormat):
             reader.keep()
         else:
             reader.rewind()
+
+
+def _call_schema(tool: ToolDefinition) -> dict[str, Any]:
+    """JSON schema of a call; references in the schema of its arguments go on from its root."""
+    arguments = schema_of_arguments(tool)
+    shared = {key: arguments[key] for key in ("$defs", "definitions") if key in arguments}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "parameters": arguments},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+        **shared,
+    }

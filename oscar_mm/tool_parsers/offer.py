@@ -8,6 +8,7 @@ from typing import Any
 
 from oscar_mm.errors import InputError, shown, suggestion
 from oscar_mm.tool_parsers.definitions import ToolDefinition, read_definitions
+from oscar_mm.tool_parsers.grammar import calls_or
 from oscar_mm.tool_parsers.parser import MAX_CALLS, ToolCallParser, ToolFormat
 
 _CHOICES = ("none", "auto", "required")
@@ -56,20 +57,26 @@ class ToolOffer:
         schemas = {tool.name: tool.parameters for tool in self.tools}
         return ToolCallParser(self.tool_format, schemas, self.most_calls)
 
-    def grammar(self, mark_tokens: Mapping[str, int]) -> str | None:
-        """Lark grammar, as llguidance reads it, of an answer that must be calls; None if it need
-        not.
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be calls."""
+        return self.required or self.named is not None
+
+    def grammar(self, mark_tokens: Mapping[str, int], text: str | None = None) -> str | None:
+        """Lark grammar, as llguidance reads it; None for an answer that may be anything.
 
         Args:
             mark_tokens: ids of marks that are tokens of their own; see ``marks.mark_tokens``.
+            text: rule of the text of an answer without calls; None for any text.
 
         Raises:
             InputError: the format has no way to write the parameters of a tool.
         """
-        if not self.required and self.named is None:
+        if not self.must_call and text is None:
             return None
         tools = [tool for tool in self.tools if self.named in (None, tool.name)]
-        return self.tool_format.grammar(tools, self.most_calls > 1, mark_tokens)
+        calls = self.tool_format.grammar(tools, self.most_calls > 1, mark_tokens)
+        return calls if self.must_call or text is None else calls_or(text, calls)
 
 
 def read_offer(

@@ -80,8 +80,8 @@ def test_a_template_that_cannot_write_a_schema_refuses_it(pipe, monkeypatch) -> 
 
 def test_a_call_that_must_be(pipe) -> None:
     options = {"temperature": 0.0}
-    assert pipe.family.with_forced_calls(options, pipe.family.offer([FIND])) == options
-    forced = pipe.family.with_forced_calls(options, pipe.family.offer([FIND], "required"))
+    assert pipe.family.with_calls(options, pipe.family.offer([FIND])) == options
+    forced = pipe.family.with_calls(options, pipe.family.offer([FIND], "required"))
     assert '"<tool_call>"' in forced["grammar"].text and "find" in forced["grammar"].text
 
 
@@ -93,7 +93,7 @@ def test_a_random_model_calls_what_it_must(pipe, choice: Any) -> None:
     offer = pipe.family.offer([turn, {"name": "stop"}], choice, parallel=False)
     for seed in range(3):
         options = {"temperature": 1.0, "seed": seed, "max_new_tokens": 200}
-        sampling = pipe.sampling(pipe.family.with_forced_calls(options, offer), ())
+        sampling = pipe.sampling(pipe.family.with_calls(options, offer), ())
         prompt = pipe.read_request(first_turn("Where?"), sampling.max_new_tokens)
         args = (pipe.engine, prompt, pipe.new_cache(), sampling, time.perf_counter())
         generation = Generation(*args, tools=offer)

@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from oscar_mm.errors import InputError
 from oscar_mm.generation.grammar import Grammar
 from oscar_mm.tool_parsers.definitions import read_definitions
+from oscar_mm.tool_parsers.grammar import json_of
 from oscar_mm.tool_parsers.marks import mark_tokens
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.registry import FORMATS
@@ -114,6 +115,23 @@ def test_one_call_of_a_named_tool(tool_format: Any) -> None:
 
 def test_an_answer_that_need_be_no_call_has_no_grammar() -> None:
     assert ToolOffer(TOOLS, FORMATS["hermes"]).grammar({}) is None
+
+
+@pytest.mark.parametrize("tool_format", FORMATS.values())
+def test_an_answer_is_calls_or_a_text_of_the_rule(tool_format: Any) -> None:
+    """Also where both begin with a bracket."""
+    schema = {"type": "object", "properties": {"name": {"enum": ["Oslo"]}}, "required": ["name"]}
+    offer = ToolOffer(TOOLS, tool_format)
+    grammar = offer.grammar({}, json_of(schema | {"additionalProperties": False}))
+    kinds: set[str] = set()
+    for seed in range(30):
+        parser = offer.parser()
+        pieces = parser.feed(said(grammar, seed)) + parser.finish()
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        assert bool(text) is not bool(parser.calls)
+        assert not text or json.loads(text) == {"name": "Oslo"}
+        kinds.add("text" if text else "calls")
+    assert kinds == {"text", "calls"}
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -181,8 +181,36 @@ def test_calls_that_must_be(asking, choice: Any) -> None:
             messages=QUESTION,
             tools=[tool],
             tool_choice=choice,
-            response_format={"type": "json_object"},
+            extra_body={"guided_regex": "[a-z]+"},
         )
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+
+
+def test_a_format_is_that_of_an_answer_without_calls(tool_pipe, asking) -> None:
+    """Agents give both, call tools first and then answer in the format."""
+    how = {"messages": QUESTION, "tools": [FIND], "response_format": FORMAT, "max_tokens": 200}
+    call = SAID.partition("\n")[2]
+    with saying(tool_pipe, ids_of(tool_pipe, call), ids_of(tool_pipe, '{"city": "Oslo"}')):
+        first, second = (asking(**how).choices[0] for _ in range(2))
+    assert first.finish_reason == "tool_calls" and not first.message.content
+    assert first.message.tool_calls[0].function.name == "find"
+    assert (second.message.content, second.message.tool_calls) == ('{"city": "Oslo"}', None)
+    tool = {"type": "function", "function": {"name": "find", "parameters": CITY}}
+    how |= {"tools": [tool]}
+    for seed in range(3):
+        message = asking(**how, temperature=1.0, seed=seed).choices[0].message
+        said = [call.function.arguments for call in message.tool_calls or ()] or [message.content]
+        assert all(json.loads(one)["city"] in ("Oslo", "Rome") for one in said)
+    forced = asking(**how, tool_choice="required", parallel_tool_calls=False, temperature=1.0)
+    assert forced.choices[0].message.tool_calls and not forced.choices[0].message.content
 
 
 def test_hostile_tools(asking) -> None:
