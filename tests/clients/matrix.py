@@ -26,11 +26,20 @@ CITIES = ("Oslo", "Rome")
 QUESTION = "How warm is it?"
 SAID = "It is 4 degrees in Oslo."
 RESULT = "4 degrees in Oslo"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+OSLO = '{"name": "Oslo", "warm": false}'
 PICTURE, RECORDING = png(), wav()
 NODE_FOLDER = "CLIENTS_NODE"
 """Variable with the folder into which npm has installed clients."""
 _SECONDS = 60
+
+
+def call_of(name: str, **arguments: str) -> str:
+    """A call of a tool as the model writes it."""
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+CALL = call_of("weather", city="Oslo")
 
 
 class City(BaseModel):
@@ -85,6 +94,11 @@ def _has_the_shape(got: Any, _: Served) -> None:
     City.model_validate(got)
 
 
+def _is_called_first(got: Any, served: Served) -> None:
+    assert RESULT in served.told, f"the model was told {served.told!r}"
+    assert City.model_validate(got) == City.model_validate_json(OSLO)
+
+
 def _has_logprobs(got: Any, _: Served) -> None:
     tokens = "".join(token for token, _ in got)
     assert tokens.startswith(SAID), f"the tokens are {tokens!r}"
@@ -119,6 +133,7 @@ FEATURES = [
     Feature("tools", [CALL, SAID], _is_called),
     Feature("forced tool", [], _must_be_called),
     Feature("structured output", [], _has_the_shape),
+    Feature("tools, then structured", [CALL, OSLO], _is_called_first),
     Feature("logprobs", [SAID], _has_logprobs),
     Feature("Responses", [SAID], _came_by_responses),
 ]

@@ -15,6 +15,7 @@ from tests.clients.matrix import (
     RESULT,
     SAID,
     City,
+    call_of,
     cell,
     node_modules,
     ran,
@@ -23,7 +24,7 @@ from tests.clients.python_clients import TOOL, VARIED
 from tests.clients.served import MODEL, Served
 
 _SCRIPTS = Path(__file__).parent / "node"
-READ = '<tool_call>\n{"name": "Read", "arguments": {"filepath": "weather.txt"}}\n</tool_call>'
+READ = call_of("Read", filepath="weather.txt")
 """A call of a tool that Continue has itself."""
 _WEATHER = """
 def weather(city: str) -> str:
@@ -51,10 +52,11 @@ def by_node(client: str, script: str, feature: str, served: Served) -> Any:
 
 
 _CHAT = ("text", "stream", "image", "audio", "tools", "forced tool", "structured output")
+_BOTH = "tools, then structured"
 for _client, _script, _features in (
     ("openai (node)", "openai.mjs", (*_CHAT, "logprobs", "Responses")),
-    ("AI SDK, compatible", "ai_sdk.mjs", _CHAT),
-    ("AI SDK, openai", "ai_sdk.mjs", (*_CHAT, "logprobs", "Responses")),
+    ("AI SDK, compatible", "ai_sdk.mjs", (*_CHAT, _BOTH)),
+    ("AI SDK, openai", "ai_sdk.mjs", (*_CHAT, _BOTH, "logprobs", "Responses")),
 ):
     for _feature in _features:
         cell(_client, _feature)(partial(by_node, _client, _script, _feature))

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -9,7 +10,17 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, create_model
 
 from tests.apps.serve.conftest import encoded, image, sound, text, user
-from tests.clients.matrix import CALL, PICTURE, QUESTION, RECORDING, SAID, City, cell, weather
+from tests.clients.matrix import (
+    CALL,
+    PICTURE,
+    QUESTION,
+    RECORDING,
+    SAID,
+    City,
+    call_of,
+    cell,
+    weather,
+)
 from tests.clients.served import MODEL
 
 ASKED = [user(QUESTION)]
@@ -100,6 +111,13 @@ def openai_structured(_: Any) -> City:
     return openai.OpenAI().chat.completions.parse(**how).choices[0].message.parsed
 
 
+@cell("openai (Python)", "tools, then structured")
+def openai_both(_: Any) -> Any:
+    shape = {"name": "city", "schema": City.model_json_schema(), "strict": True}
+    how: Any = {"tools": [TOOL], "response_format": {"type": "json_schema", "json_schema": shape}}
+    return json.loads(answers_calls(lambda said: complete(said, **how).choices[0].message))
+
+
 @cell("openai (Python)", "logprobs")
 def openai_logprobs(_: Any) -> list[tuple[str, float]]:
     return logprobs_of(complete(logprobs=True).choices[0])
@@ -184,6 +202,14 @@ def agents_structured(_: Any) -> City:
     return agents.Runner.run_sync(agent(output_type=City), QUESTION).final_output
 
 
+@cell("Agents SDK", "tools, then structured")
+def agents_both(_: Any) -> City:
+    import agents
+
+    asked = agent(tools=[agents.function_tool(weather)], output_type=City)
+    return agents.Runner.run_sync(asked, QUESTION).final_output
+
+
 def lang_chain(**how: Any) -> Any:
     from langchain_openai import ChatOpenAI
 
@@ -212,17 +238,22 @@ def lang_chain_audio(_: Any) -> str:
     return lang_chain().invoke([user(text(QUESTION), heard)]).content
 
 
-@cell("LangChain", "tools")
-def lang_chain_tools(_: Any) -> str:
-    from langchain_core.messages import HumanMessage, ToolMessage
+def lang_chain_answer(bound: Any, messages: list[Any]) -> str:
+    """Ask with a tool until there is no call."""
+    from langchain_core.messages import ToolMessage
 
-    bound = lang_chain().bind_tools([weather])
-    messages: list[Any] = [HumanMessage(QUESTION)]
     while (answer := bound.invoke(messages)).tool_calls:
         messages.append(answer)
         for call in answer.tool_calls:
             messages.append(ToolMessage(weather(**call["args"]), tool_call_id=call["id"]))
     return answer.content
+
+
+@cell("LangChain", "tools")
+def lang_chain_tools(_: Any) -> str:
+    from langchain_core.messages import HumanMessage
+
+    return lang_chain_answer(lang_chain().bind_tools([weather]), [HumanMessage(QUESTION)])
 
 
 @cell("LangChain", "forced tool")
@@ -235,6 +266,14 @@ def lang_chain_forced(_: Any) -> tuple[str, dict[str, Any]]:
 @cell("LangChain", "structured output")
 def lang_chain_structured(_: Any) -> City:
     return lang_chain().with_structured_output(City).invoke(QUESTION)
+
+
+@cell("LangChain", "tools, then structured")
+def lang_chain_both(_: Any) -> Any:
+    from langchain_core.messages import HumanMessage
+
+    bound = lang_chain().bind_tools([weather], response_format=City, strict=True)
+    return json.loads(lang_chain_answer(bound, [HumanMessage(QUESTION)]))
 
 
 @cell("LangChain", "logprobs")
@@ -375,6 +414,12 @@ def lite_structured(_: Any) -> City:
     return City.model_validate_json(content)
 
 
+@cell("LiteLLM", "tools, then structured")
+def lite_both(_: Any) -> Any:
+    how: Any = {"tools": [TOOL], "response_format": City}
+    return json.loads(answers_calls(lambda said: lite(said, **how).choices[0].message))
+
+
 @cell("LiteLLM", "logprobs")
 def lite_logprobs(_: Any) -> list[tuple[str, float]]:
     return logprobs_of(lite(logprobs=True).choices[0])
@@ -450,7 +495,7 @@ def instructor_structured(_: Any) -> City:
     return instructed(City)
 
 
-@cell("instructor", "Responses", says=REPLY)
+@cell("instructor", "Responses", says=(call_of("Reply", text=SAID),))
 def instructor_responses(_: Any) -> str:
     return instructed(Reply, "RESPONSES_TOOLS").text
 
@@ -518,6 +563,14 @@ def pydantic_structured(_: Any) -> City:
     return found
 
 
+@cell("pydantic-ai", "tools, then structured")
+def pydantic_both(_: Any) -> City:
+    from pydantic_ai import NativeOutput
+
+    asked = pydantic_agent(output_type=NativeOutput(City), tools=[weather])
+    return asked.run_sync(QUESTION).output
+
+
 @cell("pydantic-ai", "logprobs")
 def pydantic_logprobs(_: Any) -> list[tuple[str, float]]:
     settings: Any = VARIED | {"openai_logprobs": True}
@@ -530,7 +583,7 @@ def pydantic_responses(_: Any) -> str:
     return pydantic_agent("OpenAIResponsesModel").run_sync(QUESTION).output
 
 
-FINAL = CALL.replace("weather", "final_answer").replace('"city": "Oslo"', f'"answer": "{SAID}"')
+FINAL = call_of("final_answer", answer=SAID)
 """How an agent of smolagents answers: by a tool."""
 
 

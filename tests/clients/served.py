@@ -113,6 +113,7 @@ def _variables(served: Served) -> dict[str, str]:
         "OPENAI_API_BASE": served.base,
         "ANTHROPIC_API_KEY": "none",
         "ANTHROPIC_BASE_URL": served.address,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "no_proxy": "127.0.0.1",
         "NO_PROXY": "127.0.0.1",

@@ -20,6 +20,9 @@ const weather = aiTool({
   inputSchema: z.object({ city: z.enum(["Oslo", "Rome"]) }),
   execute: async ({ city }) => `4 degrees in ${city}`,
 });
+const output = Output.object({
+  schema: z.object({ name: z.enum(["Oslo", "Rome"]), warm: z.boolean() }),
+});
 const show = async (part, shown = model) =>
   (
     await generateText({
@@ -51,10 +54,10 @@ const cells = {
     const [call] = (await generateText(asked)).toolCalls;
     return [call.toolName, call.input];
   },
-  "structured output": async () => {
-    const schema = z.object({ name: z.enum(["Oslo", "Rome"]), warm: z.boolean() });
-    return (await generateText({ ...how, prompt: question, output: Output.object({ schema }) })).output;
-  },
+  "structured output": async () => (await generateText({ ...how, prompt: question, output })).output,
+  "tools, then structured": async () =>
+    (await generateText({ ...how, prompt: question, output, tools: { weather }, stopWhen: stepCountIs(3) }))
+      .output,
   logprobs: async () => {
     const providerOptions = { openai: { logprobs: true } };
     const asked = { ...how, model: openai.chat(name), prompt: question, providerOptions };
