@@ -37,6 +37,11 @@ from oscar_mm.apps.serve.completions_body import CompletionBody
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.event_stream import AnswerFormat, EventStream
 from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
+from oscar_mm.apps.serve.message_writer import MessageWriter
+from oscar_mm.apps.serve.messages_body import PATH as MESSAGES
+from oscar_mm.apps.serve.messages_body import MessagesBody, Place
+from oscar_mm.apps.serve.messages_body import error_body as message_error
+from oscar_mm.apps.serve.messages_body import renamed as as_in_messages
 from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import Body, FieldError, Request, checked, parsed, read_request
 from oscar_mm.apps.serve.refusals import (
@@ -167,6 +172,7 @@ class Service:
         if self.limits.api_key is None:
             return
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        given = given or http.headers.get("x-api-key", "")  # of Anthropic's clients
         if not hmac.compare_digest(given.encode(), self.limits.api_key.encode()):
             raise Refusal(401, "a valid API key is needed", "authentication_error")
 
@@ -253,6 +259,19 @@ class Service:
             return await self._answer(http, read)
         except Refusal as refusal:
             raise renamed(refusal, places) from None
+
+    async def message(self, http: HttpRequest) -> Response:
+        """Answer a request of Anthropic's Messages API."""
+
+        def read(data: bytes) -> tuple[Body, AnswerFormat]:
+            body, places[:] = parsed(MessagesBody, data).chat_body()
+            return checked(body), MessageWriter(self.name)
+
+        places: list[Place] = []
+        try:
+            return await self._answer(http, read)
+        except Refusal as refusal:
+            raise as_in_messages(refusal, places) from None
 
     def _past(self, previous: str | None) -> tuple[Sequence[dict[str, Any]], int]:
         """Messages up to a response, and the bytes of their requests."""
@@ -447,7 +466,9 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
     async def refuse(http: HttpRequest, error: Refusal) -> JSONResponse:
         note_refusal(http.scope, str(error))
         service.metrics.requests.labels(str(error.status)).inc()
-        return JSONResponse(error.body, error.status, error.headers)
+        is_message = http.url.path.startswith(MESSAGES)
+        body = message_error(error.status, str(error)) if is_message else error.body
+        return JSONResponse(body, error.status, error.headers)
 
     @app.exception_handler(HTTPException)
     async def unknown(http: HttpRequest, error: HTTPException) -> JSONResponse:
@@ -484,6 +505,11 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
     async def respond(request: HttpRequest) -> Response:
         service.authorize(request)
         return await service.respond(request)
+
+    @app.post(MESSAGES)
+    async def message(request: HttpRequest) -> Response:
+        service.authorize(request)
+        return await service.message(request)
 
     @app.get("/v1/responses/{response}")
     async def kept(request: HttpRequest, response: str) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Answer:
         logprobs: of each of ``token_ids``; None without ``logprobs``.
         prompt_logprobs: of each token of the prompt but the first; None without
             ``prompt_logprobs``.
+        stop_text: the stop text that has ended it; None where something else has.
     """
 
     text: str
@@ -80,6 +81,7 @@ class Answer:
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    stop_text: str | None = None
 
     def __str__(self) -> str:
         """The text."""
@@ -272,6 +274,7 @@ class AnswerWriter:
             reasoning=None if span is None else span.text,
             reasoning_tokens=0 if span is None else span.tokens,
             cached_tokens=cached_tokens,
+            stop_text=self._text.stop_text,
         )
 
     def _begin_reasoning(self) -> None:
@@ -310,7 +313,7 @@ class Detokenizer:
     Attributes:
         token_ids: all tokens so far.
         text: the text given out so far.
-        stopped: whether a stop text has occurred.
+        stop_text: the stop text that has occurred; None if none has.
     """
 
     def __init__(
@@ -333,7 +336,12 @@ class Detokenizer:
         self._known = self._decode(self._before)
         self.token_ids: list[int] = []
         self.text = ""
-        self.stopped = False
+        self.stop_text: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has occurred."""
+        return self.stop_text is not None
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Take a token; the text that is now certain, perhaps empty.
@@ -362,14 +370,13 @@ class Detokenizer:
     def _up_to_stop(self) -> str | None:
         """The last text where a stop text ends the answer; None if there is none."""
         found = [
-            (place, place + len(stop) * self._keeps_stop)
+            (place, place + len(stop) * self._keeps_stop, stop)
             for stop in self._stop
             if (place := self._pending.find(stop)) >= 0
         ]
         if not found:
             return None
-        self.stopped = True
-        _, end = min(found)
+        _, end, self.stop_text = min(found)
         return self._give(end, drop_rest=True)
 
     def _take(self, text: str) -> None:
