@@ -203,6 +203,7 @@ def ran(command: list[str], *, given: str = "", folder: Path | None = None, **mo
 CLIENTS = [
     Client("openai (Python)", "pip", ["openai"]),
     Client("openai (node)", "npm", ["openai", "zod"]),
+    Client("anthropic", "pip", ["anthropic"]),
     Client("Agents SDK", "pip", ["openai-agents"]),
     Client("LangChain", "pip", ["langchain-openai"]),
     Client("LlamaIndex", "pip", ["llama-index-llms-openai-like"]),

@@ -130,6 +130,82 @@ def openai_responses(_: Any) -> str:
     return openai.OpenAI().responses.create(model=MODEL, input=QUESTION).output_text
 
 
+def message(content: Any = QUESTION, **options: Any) -> Any:
+    import anthropic
+
+    given = content if isinstance(content, list) and "role" in content[0] else [user(content)]
+    options = OWN | options
+    return anthropic.Anthropic(max_retries=0).messages.create(
+        model=MODEL, messages=given, **options
+    )
+
+
+OWN: Any = {"max_tokens": MOST, "extra_body": {"temperature": VARIED["temperature"]}}
+"""Its newest version has no temperature."""
+WEATHER = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
+
+
+@cell("anthropic", "text")
+def anthropic_text(_: Any) -> str:
+    return message().content[0].text
+
+
+@cell("anthropic", "stream")
+def anthropic_stream(_: Any) -> list[str]:
+    import anthropic
+
+    how: Any = {"model": MODEL, "messages": ASKED} | OWN
+    with anthropic.Anthropic(max_retries=0).messages.stream(**how) as stream:
+        pieces = list(stream.text_stream)
+        assert stream.get_final_message().usage.output_tokens > 1
+    return pieces
+
+
+@cell("anthropic", "image")
+def anthropic_image(_: Any) -> str:
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(PICTURE)}
+    return message([text(QUESTION), {"type": "image", "source": source}]).content[0].text
+
+
+def anthropic_answer(**options: Any) -> str:
+    """Ask with a tool until there is no call."""
+    messages: list[Any] = [*ASKED]
+    while (answer := message(messages, tools=[WEATHER], **options)).stop_reason == "tool_use":
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": weather(**block.input)}
+            for block in answer.content
+            if block.type == "tool_use"
+        ]
+        messages += [{"role": "assistant", "content": answer.content}, user(*results, text("So?"))]
+    return answer.content[0].text
+
+
+@cell("anthropic", "tools")
+def anthropic_tools(_: Any) -> str:
+    return anthropic_answer()
+
+
+@cell("anthropic", "forced tool")
+def anthropic_forced(_: Any) -> tuple[str, Any]:
+    choice = {"type": "tool", "name": "weather"}
+    [call] = message(tools=[WEATHER], tool_choice=choice).content
+    return call.name, call.input
+
+
+@cell("anthropic", "structured output")
+def anthropic_structured(_: Any) -> City:
+    import anthropic
+
+    how: Any = {"model": MODEL, "messages": ASKED, "output_format": City} | OWN
+    return anthropic.Anthropic(max_retries=0).messages.parse(**how).parsed_output
+
+
+@cell("anthropic", "tools, then structured")
+def anthropic_both(_: Any) -> Any:
+    shape = {"type": "json_schema", "schema": City.model_json_schema()}
+    return json.loads(anthropic_answer(output_config={"format": shape}))
+
+
 def agent(**how: Any) -> Any:
     import agents
 
