@@ -22,6 +22,7 @@ from oscar_mm.apps.terminal import (
     typed_lines,
     warnings_as_lines,
 )
+from oscar_mm.chat.conversation import Turn
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
 from oscar_mm.media.image import eighth
@@ -215,7 +216,13 @@ class _TerminalChat:
         self.chat.close()
         self.chat = loaded
         for turn in loaded.turns:
-            print(f"> {printable(turn.prompt)}\n{printable(turn.answer)}")
+            print(f"> {printable(_asked(turn))}\n{printable(turn.answer)}")
+
+
+def _asked(turn: Turn) -> str:
+    """Return texts and names of media of a question, in their order."""
+    parts = [part for message in turn.messages for part in message.parts]
+    return "\n".join(part if isinstance(part, str) else f"[{part.label}]" for part in parts)
 
 
 class _Interruption:

@@ -216,14 +216,16 @@ class Pipeline:
                 it has no room in ``kv_budget``.
         """
         # Reading may take long, so others answer meanwhile; then they may have the room.
-        conversation, system, saved = read_chat(
+        chat = read_chat(
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,
             policy=self.policy,
             layers=self.admission.layer_shapes,
             family=self.family,
         )
-        budget = self.budget
+        saved, budget = chat.cache, self.budget
+        if chat.tools is not None:
+            self.admission.check_characters(f"{path}: tools", chat.tools.characters)
         if budget is not None and saved.bytes > budget.limit:
             raise InputError(
                 f"{path}: holds {saved.bytes:,} bytes, and kv_budget is {budget.limit:,}: raise it"
@@ -235,7 +237,8 @@ class Pipeline:
             return saved.placed(self.store, self.family.layer_devices)
 
         with self.engine.room_for(place) as cache:
-            return Chat(self, system, replace(conversation, kv=cache))
+            conversation = replace(chat.conversation, kv=cache)
+            return Chat(self, chat.system, conversation, tools=chat.tools)
 
     def batch(
         self,

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -94,6 +95,8 @@ class Exchange:
         files: files of the question, as they were sent.
         media: the same files by kind, once they are checked.
         previews: the same media, in the order of the turn's segments.
+        parts: texts and media of a loaded question in their order; empty where the media come
+            first.
         options: sampling options of the answer.
         reasoning: reasoning of a thinking model so far.
         answer: text of the answer so far.
@@ -108,6 +111,7 @@ class Exchange:
     files: list[str | Path] = field(default_factory=list)
     media: dict[str, list[Path]] = field(default_factory=dict)
     previews: list[Preview] = field(default_factory=list)
+    parts: list[str | Preview] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
     answer: str = ""
@@ -120,14 +124,22 @@ class Exchange:
     @classmethod
     def loaded(cls, turn: Turn, previews: list[Preview]) -> Exchange:
         """Convert a turn of a saved conversation, which has names of media but no files."""
+        by_span = dict(zip(turn.media, previews, strict=True))
+        asked = [part for message in turn.messages for part in message.parts]
         return cls(
             question=turn.prompt,
             previews=previews,
+            parts=[part if isinstance(part, str) else by_span[part] for part in asked],
             reasoning=turn.reasoning or "",
             answer=turn.answer,
             note=NOTES.get(turn.finish_reason, ""),
             counts=True,
         )
+
+    @property
+    def asked(self) -> list[str | Preview]:
+        """Texts and media of the question, in their order."""
+        return self.parts or [*self.previews, self.question]
 
 
 @dataclass(frozen=True)
@@ -228,15 +240,15 @@ def as_markdown(exchanges: Sequence[Exchange]) -> str:
     numbers: Counter[str] = Counter()
     parts = []
     for exchange in exchanges:
-        names = []
-        for preview in exchange.previews:
-            numbers[preview.kind] += 1
-            names.append(f"- {preview.kind} {numbers[preview.kind]}: {preview.name}\n")
+        asked = []
+        for part in exchange.asked:
+            if isinstance(part, str):
+                asked.append(f"\n{part}\n")
+            else:
+                numbers[part.kind] += 1
+                asked.append(f"- {part.kind} {numbers[part.kind]}: {part.name}\n")
         notes = "".join(f"\n({note})\n" for note in (exchange.note, exchange.hint) if note)
-        parts.append(
-            f"## Question\n\n{exchange.question}\n\n{''.join(names)}\n"
-            f"## Answer\n\n{exchange.answer}\n{notes}"
-        )
+        parts.append(f"## Question\n{''.join(asked)}\n## Answer\n\n{exchange.answer}\n{notes}")
     return "\n".join(parts)
 
 
@@ -253,10 +265,14 @@ def live(exchange: Exchange | None) -> str:
 
 
 def _question(exchange: Exchange, numbers: Counter[str] | None) -> str:
-    figures = "".join(_figure(preview, numbers) for preview in exchange.previews)
-    media = f'<div class="media">{figures}</div>' if figures else ""
-    text = f"<p>{escape(exchange.question)}</p>" if exchange.question else ""
-    return f'<article class="asked">{media}{text}</article>' if media or text else ""
+    shown = []
+    for is_text, run in groupby(exchange.asked, lambda part: isinstance(part, str)):
+        if is_text:
+            shown += [f"<p>{escape(text)}</p>" for text in map(str, run) if text]
+        else:
+            figures = (_figure(part, numbers) for part in run if isinstance(part, Preview))
+            shown.append(f'<div class="media">{"".join(figures)}</div>')
+    return f'<article class="asked">{"".join(shown)}</article>' if shown else ""
 
 
 def _figure(preview: Preview, numbers: Counter[str] | None) -> str:

@@ -28,7 +28,13 @@ from oscar_mm.chat.history import PastTurn, history_prompt, read_together
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.generation import Generation, Reading
-from oscar_mm.generation.message import Message, media_of, user_message, with_system
+from oscar_mm.generation.message import (
+    Message,
+    media_of,
+    user_message,
+    with_spans,
+    with_system,
+)
 from oscar_mm.generation.message_lists import asked_from
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.sampling import Sampling, SamplingOptions
@@ -344,7 +350,8 @@ class Chat:
         path = self.pipe.store.ranks.path(path)
         with self._calls:
             with self._alone() as now:
-                content = chat_content(path, now, self.system, self.pipe.fingerprint)
+                parts = now, self.system, self.pipe.fingerprint, self.tools
+                content = chat_content(path, *parts)
             write_checked(path, *content)
 
     def cancel(self) -> None:
@@ -450,8 +457,8 @@ class Chat:
                 if cut_to_fit:
                     most = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
                     sampling = replace(sampling, max_new_tokens=most)
-                question = messages[-1].text
-                pieces = self._answer(question, prompt, sampling, start, tools, keep_part)
+                asked = with_spans(messages, prompt.media)
+                pieces = self._answer(asked, prompt, sampling, start, tools, keep_part)
                 self._running = weakref.ref(pieces)
                 return AnswerStream(pieces)
 
@@ -472,7 +479,7 @@ class Chat:
 
     def _answer(
         self,
-        question: str,
+        asked: tuple[Message, ...],
         prompt: Prompt,
         sampling: Sampling,
         start: float,
@@ -484,8 +491,9 @@ class Chat:
         def after(finish_reason: str) -> Conversation:
             written, cache = generation.written, generation.cache
             stored = cache.get_seq_length() - before.tokens - prompt.tokens
-            answer = written.text, written.token_ids, finish_reason, stored, written.reasoning_span
-            return before.with_turn(cache, prompt, question, *answer)
+            said = Message("assistant", (written.text,), "answer", written.tool_calls)
+            answer = said, written.token_ids, finish_reason, stored, written.reasoning_span
+            return before.with_turn(cache, prompt, asked, *answer)
 
         with self.pipe.engine.room_for(self._spillable.load) as before:
             cache = before.cache.fork()

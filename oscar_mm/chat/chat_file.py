@@ -10,9 +10,9 @@ import hashlib
 import json
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,20 +21,29 @@ from oscar_mm.cache.checked_file import Content
 from oscar_mm.cache.persist import SavedCache, cache_content, load_cache, save_cache
 from oscar_mm.cache.store import LayerShape
 from oscar_mm.cache.tables_file import SavedTables
-from oscar_mm.chat.conversation import ChatEngine, Conversation, Turn
+from oscar_mm.chat.conversation import ChatEngine, Conversation
 from oscar_mm.chat.saved_turns import check_turns
+from oscar_mm.chat.turn_fields import (
+    MAX_POSITION,
+    check_counts,
+    offer_fields,
+    offer_of,
+    token_ids,
+    turn_fields,
+    turn_of,
+)
 from oscar_mm.errors import InputError
 from oscar_mm.generation.family import Family
 from oscar_mm.generation.generation import Generation
-from oscar_mm.modality import MediumSpan, Modality
+from oscar_mm.modality import Modality
 from oscar_mm.modules import acting_weights, weights_key
 from oscar_mm.policy import KVPolicy
 from oscar_mm.ranks import Ranks, own_part
+from oscar_mm.tool_parsers.offer import ToolOffer
 
-FORMAT_VERSION = 1
-"""Version of the turns in the file; the cache has a version of its own."""
-_MAX_TURNS = _MAX_MEDIA = 1 << 15
-_MAX_POSITION = 1 << 31
+FORMAT_VERSION = 2
+"""Version of the turns in the file; the cache has a version of its own. Version 1 has neither tools
+nor messages, and of a question its text."""
 _SHOWN = 200
 """Characters of an error in a file that a message shows."""
 _SAMPLES = 64
@@ -47,17 +56,37 @@ _CONFIG = (
 """Fields of the text model's configuration that decide how keys and values are made and read."""
 
 
+class SavedChat(NamedTuple):
+    """What ``read_chat`` reads.
+
+    Attributes:
+        conversation: without its cache.
+        system: the system prompt.
+        tools: that the model may call.
+        cache: of the conversation; not placed in a store yet.
+    """
+
+    conversation: Conversation
+    system: str | None
+    tools: ToolOffer | None
+    cache: SavedCache
+
+
 def chat_content(
-    path: str | Path, conversation: Conversation, system: str | None, fingerprint: str
+    path: str | Path,
+    conversation: Conversation,
+    system: str | None,
+    fingerprint: str,
+    tools: ToolOffer | None = None,
 ) -> Content:
     """Copy to the host what the file of a conversation holds, for ``write_checked``.
 
     Raises:
-        InputError: the conversation has more turns or media than are read again.
+        InputError: the conversation has more turns, media or parts than are read again.
     """
-    turns = [asdict(turn) for turn in conversation.turns]
+    turns = [turn_fields(turn) for turn in conversation.turns]
     try:
-        _check_counts(turns)
+        check_counts(turns)
     except ValueError as error:
         raise InputError(f"{path}: cannot be written: {error}") from None
     return cache_content(
@@ -67,6 +96,7 @@ def chat_content(
         metadata={
             "chat": FORMAT_VERSION,
             "system": system,
+            "tools": offer_fields(tools),
             "turns": turns,
             "pending": list(conversation.pending),
             "token_ids": conversation.token_ids,
@@ -82,8 +112,8 @@ def read_chat(
     policy: KVPolicy,
     layers: Sequence[LayerShape],
     family: Family,
-) -> tuple[Conversation, str | None, SavedCache]:
-    """Read a conversation, its system prompt and its cache, which is not placed in a store yet.
+) -> SavedChat:
+    """Read a chat, whose cache is not placed in a store yet.
 
     The file may come from a stranger: nothing of it reaches a kernel, or takes long under a lock,
     that a chat of this pipeline could not have saved. The pipeline's lock is not needed.
@@ -99,34 +129,27 @@ def read_chat(
     """
     saved = SavedCache.read(path, fingerprint=fingerprint, policy=policy, layers=layers)
     given, vocabulary = saved.given, family.model.get_input_embeddings().num_embeddings
-    if given.get("chat") != FORMAT_VERSION:
-        raise InputError(f"{path}: holds no chat of version {FORMAT_VERSION}")
+    version = given.get("chat")
+    if version not in (1, FORMAT_VERSION):
+        raise InputError(f"{path}: holds no chat of version 1 or {FORMAT_VERSION}")
     try:
-        _check_counts(given["turns"])
+        check_counts(given["turns"])
         conversation = Conversation(
             kv=None,
             token_ids=given["token_ids"],
             next_position=given["next_position"],
-            pending=_ids(given["pending"], vocabulary),
-            turns=tuple(_turn(turn, vocabulary) for turn in given["turns"]),
+            pending=token_ids(given["pending"], vocabulary),
+            turns=tuple(turn_of(turn, version, vocabulary) for turn in given["turns"]),
         )
         _check(conversation, saved.tables, vocabulary)
         check_turns(conversation, saved.tables.codes.reshape(-1), policy, family)
         system = given["system"]
         if not (system is None or isinstance(system, str)):
             raise ValueError("its system prompt is no text")
+        tools = None if version == 1 else offer_of(given["tools"], family)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: is no chat that can be read: {str(error)[:_SHOWN]}") from None
-    return conversation, system, saved
-
-
-def _check_counts(turns: Sequence[Any]) -> None:
-    """Raise ValueError if there are more turns or media than are read again."""
-    media = sum(len(turn["media"]) for turn in turns)
-    if len(turns) > _MAX_TURNS or media > _MAX_MEDIA:
-        raise ValueError(
-            f"{len(turns):,} turns and {media:,} media are more than {_MAX_TURNS:,} each"
-        )
+    return SavedChat(conversation, system, tools, saved)
 
 
 def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> None:
@@ -139,7 +162,7 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
         raise ValueError("token ids out of range")
     place = conversation.next_position
     is_position = place.shape == (1,) and place.dtype in (torch.long, torch.float32)
-    if not is_position or not 0 <= float(place) < _MAX_POSITION:
+    if not is_position or not 0 <= float(place) < MAX_POSITION:
         raise ValueError("its position is out of range")
     start = 0
     for turn in conversation.turns:
@@ -152,59 +175,6 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
         start = turn.stop
     if start != tokens:
         raise ValueError("turns and tokens differ in length")
-
-
-def _turn(saved: dict[str, Any], vocabulary: int) -> Turn:
-    """A turn made of the texts and numbers of a file; ValueError where their types are wrong."""
-    media = tuple(
-        MediumSpan(
-            modality=Modality(_number(span["modality"])),
-            label=_text(span["label"]),
-            start=_number(span["start"]),
-            stop=_number(span["stop"]),
-            digest=_text(span["digest"]),
-        )
-        for span in saved["media"]
-    )
-    position = saved["position"]
-    if type(position) not in (int, float) or not 0 <= position < _MAX_POSITION:
-        raise ValueError("a turn's position is out of range")
-    return Turn(
-        prompt=_text(saved["prompt"]),
-        answer=_text(saved["answer"]),
-        finish_reason=_text(saved["finish_reason"]),
-        media=media,
-        forgotten=tuple(_flag(flag) for flag in saved["forgotten"]),
-        start=_number(saved["start"]),
-        stop=_number(saved["stop"]),
-        position=position,
-        pending=_ids(saved["pending"], vocabulary),
-        reasoning=None if saved.get("reasoning") is None else _text(saved["reasoning"]),
-    )
-
-
-def _ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
-    if not all(0 <= _number(token) < vocabulary for token in saved):
-        raise ValueError("token ids out of range")
-    return tuple(saved)
-
-
-def _number(saved: Any) -> int:
-    if type(saved) is not int:
-        raise ValueError("an integer is expected")
-    return saved
-
-
-def _flag(saved: Any) -> bool:
-    if type(saved) is not bool:
-        raise ValueError("true or false is expected")
-    return saved
-
-
-def _text(saved: Any) -> str:
-    if not isinstance(saved, str):
-        raise ValueError("a text is expected")
-    return saved
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.policy import KVPolicy
 from oscar_mm.threads import FairLock
+from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 _LABEL = 40
@@ -62,28 +63,39 @@ class Turn:
     """One question and its answer.
 
     Attributes:
-        prompt: the question.
+        messages: what was asked since the last answer; media are spans among the chat's tokens.
         answer: its answer, as far as the reader took it.
         finish_reason: "stop", "tool_calls", "length", or "interrupted" where the reader left.
-        media: spans of its images, videos and recordings among the chat's tokens.
-        forgotten: for each medium, whether it was forgotten.
+        forgotten: for each of ``media``, whether it was forgotten.
         start: index of its first token.
         stop: index after its last token in the cache.
         position: RoPE position of its first token.
         pending: ids at its beginning that belong to the answer before: its end, or all of it.
         reasoning: what a thinking model wrote before the answer; None where it did not think.
+        tool_calls: calls of tools that the answer holds.
     """
 
-    prompt: str
+    messages: tuple[Message, ...]
     answer: str
     finish_reason: str
-    media: tuple[MediumSpan, ...]
     forgotten: tuple[bool, ...]
     start: int
     stop: int
     position: float
     pending: tuple[int, ...]
     reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The texts of the question, one a line."""
+        return self.messages[-1].text
+
+    @cached_property
+    def media(self) -> tuple[MediumSpan, ...]:
+        """Its images, videos and recordings, in the order of their tokens."""
+        spans = [span for message in self.messages for span in message.spans]
+        return tuple(sorted(spans, key=lambda span: span.start))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +149,8 @@ class Conversation:
         self,
         cache: OscarCache | None,
         prompt: Prompt,
-        question: str,
-        answer: str,
+        messages: tuple[Message, ...],
+        answer: Message,
         ids: list[int],
         finish_reason: str,
         stored: int,
@@ -153,8 +165,8 @@ class Conversation:
             cache: holds prompt and answer, perhaps without the answer's last tokens; None while it
                 is on disk.
             prompt: of the turn.
-            question: its text.
-            answer: its text.
+            messages: of the turn, with the spans of ``prompt.media``.
+            answer: an assistant's message.
             ids: tokens of the answer, reasoning included.
             finish_reason: why the answer ended.
             stored: tokens of the answer that the cache holds.
@@ -165,16 +177,16 @@ class Conversation:
             stored, read = -reasoning.opened, reasoning.tokens
         stop = self.tokens + prompt.tokens + stored
         turn = Turn(
-            prompt=question,
-            answer=answer,
+            messages=tuple(message.shifted(self.tokens) for message in messages),
+            answer=answer.written,
             finish_reason=finish_reason,
-            media=tuple(span.shifted(self.tokens) for span in prompt.media),
             forgotten=(False,) * len(prompt.media),
             start=self.tokens,
             stop=stop,
             position=self.next_position.item(),
             pending=self.pending,
             reasoning=None if reasoning is None else reasoning.text,
+            tool_calls=answer.tool_calls,
         )
         new = [prompt.inputs["input_ids"].cpu(), torch.tensor([ids[:read]], dtype=torch.long)]
         return Conversation(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.chat.conversation import ChatEngine, Conversation, next_prompt
-from oscar_mm.generation.message import Message, media_of, with_system
+from oscar_mm.generation.message import Message, media_of, with_spans, with_system
 from oscar_mm.generation.prompt import Prompt, beginning, text_after
 from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.media.media import Media
@@ -87,8 +87,9 @@ def history_prompt(
         opened = next_prompt(engine, conversation, messages, media, len(ids), tools)
         question = without_reasoning(opened, family.think_tokens)
         prompts.append(with_answer(question, ids))
-        answer = turn.messages[-1].text, turn.answer.written, ids, "stop", len(ids)
-        conversation = conversation.with_turn(conversation.kv, question, *answer)
+        asked = with_spans(turn.messages, question.media)
+        said = asked, turn.answer, ids, "stop", len(ids)
+        conversation = conversation.with_turn(conversation.kv, question, *said)
     return family.in_line(prompts), conversation
 
 

@@ -194,9 +194,14 @@ class AnswerWriter:
         return self._text.text if self._calls is None else self._calls.text
 
     @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls so far."""
+        return () if self._calls is None else self._calls.calls
+
+    @property
     def says(self) -> bool:
         """Whether there is text or a tool call so far."""
-        return bool(self.text or (self._calls is not None and self._calls.calls))
+        return bool(self.text or self.tool_calls)
 
     @property
     def stopped(self) -> bool:
@@ -258,7 +263,7 @@ class AnswerWriter:
             or self._sampling.includes(self.token_ids[-1])
         )
         span = self.reasoning_span
-        calls = () if self._calls is None else self._calls.calls
+        calls = self.tool_calls
         return Answer(
             text=self.text,
             token_ids=self.token_ids,

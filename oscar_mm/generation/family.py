@@ -530,8 +530,13 @@ class Family(ABC):
                 if isinstance(part, MediaPart):
                     shown[part.modality] += 1
                     content.append({"type": part.modality.label, "label": shown[part.modality]})
-                else:
+                elif isinstance(part, str):
                     content.append({"type": "text", "text": part})
+                else:
+                    raise InputError(
+                        f"{message.place}: {part.label} was read by a chat, which keeps no source "
+                        "of it: give the medium itself"
+                    )
             content = content or [{"type": "text", "text": ""}]
             listed.append({"role": message.role, "content": content} | _tool_fields(message))
         return listed

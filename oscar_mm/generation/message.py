@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.part import MediaPart
+from oscar_mm.modality import MEDIA, MediumSpan
 from oscar_mm.tool_parsers.calls import ToolCall
 
 Part = str | MediaPart
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Message:
     """A message of a conversation.
 
     Attributes:
         role: "system", "user", "assistant" or "tool", which gives the result of a call.
-        parts: texts and media in the order in which the chat template writes them.
+        parts: texts and media in the order in which the chat template writes them. In the history
+            of a chat a medium is a ``MediumSpan``: the chat keeps its tokens, not its source.
         place: the argument that gave it, such as messages[2].content; names it in errors.
         tool_calls: of an assistant: the tools that it called.
         tool_call_id: of a tool: which call it answers; None where the client does not say.
@@ -30,21 +32,31 @@ class Message:
     """
 
     role: str
-    parts: tuple[Part, ...]
-    place: str = "prompt"
+    parts: tuple[Part | MediumSpan, ...]
+    place: str = field(default="prompt", compare=False)
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if not isinstance(part, str | MediaPart):
+            if not isinstance(part, str | MediaPart | MediumSpan):
                 raise InputError(f"{self.place} must be text, not {type(part).__name__}")
 
     @property
     def media(self) -> list[MediaPart]:
-        """Its images, videos and recordings, in order."""
+        """Its images, videos and recordings that are to be read, in order."""
         return [part for part in self.parts if isinstance(part, MediaPart)]
+
+    @property
+    def spans(self) -> list[MediumSpan]:
+        """Its images, videos and recordings that a chat has read, in order."""
+        return [part for part in self.parts if isinstance(part, MediumSpan)]
+
+    def shifted(self, tokens: int) -> Message:
+        """The same message with its spans ``tokens`` further on."""
+        parts = (p.shifted(tokens) if isinstance(p, MediumSpan) else p for p in self.parts)
+        return replace(self, parts=tuple(parts))
 
     @property
     def texts(self) -> list[str]:
@@ -64,8 +76,8 @@ class Message:
     @property
     def runs(self) -> list[str]:
         """Its texts as the chat template joins them: those between two media are one."""
-        groups = groupby(self.parts, lambda part: isinstance(part, MediaPart))
-        return ["".join(map(str, run)) for is_medium, run in groups if not is_medium]
+        groups = groupby(self.parts, lambda part: isinstance(part, str))
+        return ["".join(map(str, run)) for is_text, run in groups if is_text]
 
     @property
     def labels(self) -> list[str]:
@@ -77,6 +89,29 @@ class Message:
     def is_empty(self) -> bool:
         """Whether it has neither text nor media; the result of a tool may have none."""
         return not (self.role == "tool" or self.media or self.text.strip())
+
+
+def with_spans(messages: Iterable[Message], spans: Iterable[MediumSpan]) -> tuple[Message, ...]:
+    """Messages as a history keeps them: with the spans of their media in the place of sources.
+
+    Args:
+        messages: with sources.
+        spans: of all their media, those of each modality in the order of the messages.
+    """
+    given = list(spans)
+    left = {
+        kind: iter([span for span in given if span.modality is kind]) for kind in MEDIA.values()
+    }
+    return tuple(
+        replace(
+            message,
+            parts=tuple(
+                next(left[part.modality]) if isinstance(part, MediaPart) else part
+                for part in message.parts
+            ),
+        )
+        for message in messages
+    )
 
 
 def user_message(prompt: str, media: Iterable[MediaPart] = ()) -> Message:

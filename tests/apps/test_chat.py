@@ -59,7 +59,7 @@ def test_commands(qwen3_vl_folder, picture, tmp_path, monkeypatch, capsys) -> No
     assert [line[0] for line in listed if line[0].isdecimal()] == ["0", "0", "2"]
     assert captured.out.count("forgotten                         a picture.png") == 2
     assert "KV cache" in captured.out and "/quit " in captured.out
-    assert "> What is it?\n" in captured.out and "never asked" not in captured.out
+    assert "> [a picture.png]\nWhat is it?\n" in captured.out and "never asked" not in captured.out
     size = f"{saved.stat().st_size:,}"
     assert captured.err == f"saved as {saved}, {size} bytes\ntaken back: Is it?\n"
     talk(qwen3_vl_folder, ["/segments"], monkeypatch, "--load", str(saved))

@@ -18,9 +18,10 @@ from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.memory import token_bytes
 from oscar_mm.cache.persist import SavedCache, save_cache
 from oscar_mm.chat import chat as chat_module
-from oscar_mm.chat import chat_file as saved_module
+from oscar_mm.chat import turn_fields as saved_module
 from oscar_mm.chat.chat_file import chat_content, model_fingerprint
 from oscar_mm.chat.conversation import Conversation
+from oscar_mm.generation.message import user_message
 from oscar_mm.modality import Modality
 from tests.checkpoints import build
 from tests.pipelines.conftest import NEVER
@@ -49,9 +50,14 @@ def first_turn(**changes: Any) -> Any:
 
 
 def first_medium(**changes: Any) -> Any:
-    return lambda held: first_turn(media=(dataclasses.replace(held.turns[0].media[0], **changes),))(
-        held
-    )
+    def change(held: Conversation) -> Conversation:
+        [medium] = held.turns[0].media
+        asked = dataclasses.replace(
+            held.turns[0].messages[0], parts=(dataclasses.replace(medium, **changes), "What?")
+        )
+        return first_turn(messages=(asked,))(held)
+
+    return change
 
 
 FORGED = {
@@ -236,7 +242,7 @@ def test_turns_are_counted(qwen, held, tmp_path, monkeypatch) -> None:
     """What would not be read again is not written either."""
     path = tmp_path / "chat"
     save_chat(path, held, None, qwen.fingerprint)
-    for limit in ("_MAX_TURNS", "_MAX_MEDIA"):
+    for limit in ("MAX_TURNS", "MAX_MEDIA"):
         monkeypatch.setattr(saved_module, limit, 0)
         with pytest.raises(InputError, match="chat: is no chat that can be read: 1 turns and 1 me"):
             qwen.load_chat(path)
@@ -254,8 +260,9 @@ def test_segments_of_many_turns_take_one_look(held) -> None:
     assert [one.bytes for one in held.segments()] == [found[0] - found[1], found[1]]
     cache = OscarCache("channel")
     cache.begin(np.zeros((1, 200_000), np.int8))
+    asked = (user_message("What?"),)
     turns = tuple(
-        dataclasses.replace(turn, start=start, stop=start + 10, media=(), forgotten=())
+        dataclasses.replace(turn, start=start, stop=start + 10, messages=asked, forgotten=())
         for start in range(0, 200_000, 10)
     )
     start = time.perf_counter()

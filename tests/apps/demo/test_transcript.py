@@ -20,8 +20,9 @@ from oscar_mm.apps.demo.transcript import (
     load_previews,
 )
 from oscar_mm.apps.demo.visitor_input import LIMITS
-from oscar_mm.chat.conversation import Segment
+from oscar_mm.chat.conversation import Segment, Turn
 from oscar_mm.errors import InputError
+from oscar_mm.generation.message import Message
 from oscar_mm.modality import MediumSpan, Modality
 
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>&amp;'
@@ -147,8 +148,24 @@ def test_the_transcript_as_text_numbers_media_as_the_page_does() -> None:
     assert "(stopped)" in text
 
 
-def span(name: str, digest: str) -> MediumSpan:
-    return MediumSpan(Modality.IMAGE, name, 0, 4, digest)
+def test_a_loaded_question_shows_texts_and_media_in_their_order() -> None:
+    parts = ["Before:", spanned := span("b.png", "1"), "after:", span("a.png", "2", 4), "Which?"]
+    earlier = Message("tool", ("4 degrees",))
+    turn = Turn(
+        (earlier, Message("user", tuple(parts))), "Red.", "stop", (False, False), 0, 9, 0, ()
+    )
+    previews = [Preview.named(one.modality, one.label) for one in turn.media]
+    loaded = Exchange.loaded(turn, previews)
+    assert turn.media[0] is spanned
+    for text in (as_markdown([loaded]), Page(history([loaded])).text):
+        places = [text.index(one) for one in ("4 degrees", "Before:", "after:", "Which?", "Red.")]
+        pictures = [text.index(f"picture {number}") for number in (1, 2)]
+        assert sorted(places) == places
+        assert places[1] < pictures[0] < places[2] < pictures[1] < places[3]
+
+
+def span(name: str, digest: str, start: int = 0) -> MediumSpan:
+    return MediumSpan(Modality.IMAGE, name, start, start + 4, digest)
 
 
 def test_content_and_name_have_to_agree() -> None:

@@ -1,0 +1,220 @@
+"""Turns and tools of a chat as fields of its file, and back.
+
+The file may come from a stranger: each type is checked, and counts are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from oscar_mm.chat.conversation import Turn
+from oscar_mm.generation.family import Family
+from oscar_mm.generation.message import Message, user_message, with_spans
+from oscar_mm.media.part import MediaPart
+from oscar_mm.modality import MediumSpan, Modality
+from oscar_mm.tool_parsers.calls import ToolCall
+from oscar_mm.tool_parsers.offer import ToolOffer
+
+MAX_TURNS = MAX_MEDIA = 1 << 15
+MAX_PARTS = 1 << 17
+"""Most messages, texts and calls of all turns together, beside their media."""
+MAX_POSITION = 1 << 31
+_ROLES = "system", "user", "assistant", "tool"
+
+
+def turn_fields(turn: Turn) -> dict[str, Any]:
+    """A turn as JSON. A part of a message is a text, or the index of a medium of the turn."""
+    places = {span.start: place for place, span in enumerate(turn.media)}
+    return {
+        "messages": [_message_fields(message, places) for message in turn.messages],
+        "answer": turn.answer,
+        "finish_reason": turn.finish_reason,
+        "media": [
+            {
+                "modality": span.modality,
+                "label": span.label,
+                "start": span.start,
+                "stop": span.stop,
+                "digest": span.digest,
+            }
+            for span in turn.media
+        ],
+        "forgotten": turn.forgotten,
+        "start": turn.start,
+        "stop": turn.stop,
+        "position": turn.position,
+        "pending": turn.pending,
+        "reasoning": turn.reasoning,
+        "tool_calls": [_call_fields(call) for call in turn.tool_calls],
+    }
+
+
+def check_counts(turns: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if fields of turns hold more than is read again."""
+    media = sum(len(turn["media"]) for turn in turns)
+    if len(turns) > MAX_TURNS or media > MAX_MEDIA:
+        raise ValueError(
+            f"{len(turns):,} turns and {media:,} media are more than {MAX_TURNS:,} each"
+        )
+    messages = [message for turn in turns for message in turn.get("messages", ())]
+    parts = sum(1 + len(one["parts"]) + len(one["tool_calls"]) for one in messages)
+    parts += sum(len(turn.get("tool_calls", ())) for turn in turns)
+    if parts > MAX_PARTS + MAX_MEDIA:
+        raise ValueError(f"{parts:,} parts are more than {MAX_PARTS + MAX_MEDIA:,}")
+
+
+def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
+    """A turn made of fields of a file of a version, whose counts are in bounds.
+
+    Raises:
+        LookupError, TypeError, ValueError: fields are missing, or have wrong types.
+    """
+    media = [_span(span) for span in fields["media"]]
+    position = fields["position"]
+    if type(position) not in (int, float) or not 0 <= position < MAX_POSITION:
+        raise ValueError("a turn's position is out of range")
+    messages = _question(fields, media) if version == 1 else _messages(fields, media)
+    turn = Turn(
+        messages=messages,
+        answer=_text(fields["answer"]),
+        finish_reason=_text(fields["finish_reason"]),
+        forgotten=tuple(_flag(flag) for flag in fields["forgotten"]),
+        start=_number(fields["start"]),
+        stop=_number(fields["stop"]),
+        position=position,
+        pending=token_ids(fields["pending"], vocabulary),
+        reasoning=_text_or_none(fields.get("reasoning")),
+        tool_calls=tuple(_call(call) for call in fields.get("tool_calls", ())),
+    )
+    if turn.media != tuple(media):
+        raise ValueError("its media are out of order")
+    return turn
+
+
+def token_ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
+    """Token ids of a file; ValueError where they are none of the vocabulary."""
+    if not all(0 <= _number(token) < vocabulary for token in saved):
+        raise ValueError("token ids out of range")
+    return tuple(saved)
+
+
+def offer_fields(offer: ToolOffer | None) -> dict[str, Any] | None:
+    """Tools of a chat as JSON."""
+    if offer is None:
+        return None
+    return {
+        "definitions": offer.for_template(),
+        "required": offer.required,
+        "named": offer.named,
+        "parallel": offer.parallel,
+    }
+
+
+def offer_of(fields: Mapping[str, Any] | None, family: Family) -> ToolOffer | None:
+    """Tools made of fields of a file, as ``Family.offer`` checks them.
+
+    Raises:
+        InputError: tools that the model cannot be offered.
+        LookupError, TypeError, ValueError: fields are missing, or have wrong types.
+    """
+    if fields is None:
+        return None
+    named = _text_or_none(fields["named"])
+    choice: Any = "required" if _flag(fields["required"]) else "auto"
+    if named is not None:
+        if choice == "required":
+            raise ValueError("a named tool is required anyway")
+        choice = {"type": "function", "function": {"name": named}}
+    definitions = fields["definitions"]
+    if not definitions:
+        raise ValueError("it has tools, but none is defined")
+    return family.offer(definitions, choice, parallel=_flag(fields["parallel"]))
+
+
+def _message_fields(message: Message, places: Mapping[int, int]) -> dict[str, Any]:
+    return {
+        "role": message.role,
+        "parts": [
+            places[part.start] if isinstance(part, MediumSpan) else part for part in message.parts
+        ],
+        "tool_calls": [_call_fields(call) for call in message.tool_calls],
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }
+
+
+def _call_fields(call: ToolCall) -> dict[str, str]:
+    return {"id": call.id, "name": call.name, "arguments": call.arguments}
+
+
+def _question(fields: Mapping[str, Any], media: list[MediumSpan]) -> tuple[Message, ...]:
+    """The messages of a turn of version 1, of which its text is known."""
+    parts = [MediaPart(span.modality, None, span.label) for span in media]
+    return with_spans([user_message(_text(fields["prompt"]), parts)], media)
+
+
+def _messages(fields: Mapping[str, Any], media: list[MediumSpan]) -> tuple[Message, ...]:
+    """The messages of a turn; ValueError unless they name each medium of it once."""
+    left = dict(enumerate(media))
+    messages = tuple(_message(message, left) for message in fields["messages"])
+    if left or not messages:
+        raise ValueError("its messages do not show all media")
+    return messages
+
+
+def _message(fields: Mapping[str, Any], left: dict[int, MediumSpan]) -> Message:
+    role = _text(fields["role"])
+    if role not in _ROLES:
+        raise ValueError(f"{role[:40]!r} is no role")
+    return Message(
+        role,
+        tuple(_part(part, left) for part in fields["parts"]),
+        tool_calls=tuple(_call(call) for call in fields["tool_calls"]),
+        tool_call_id=_text_or_none(fields["tool_call_id"]),
+        name=_text_or_none(fields["name"]),
+    )
+
+
+def _part(saved: Any, left: dict[int, MediumSpan]) -> str | MediumSpan:
+    if isinstance(saved, str):
+        return saved
+    if (span := left.pop(_number(saved), None)) is None:
+        raise ValueError("a message shows a medium that its turn lacks, or shows it twice")
+    return span
+
+
+def _call(fields: Mapping[str, Any]) -> ToolCall:
+    return ToolCall(_text(fields["id"]), _text(fields["name"]), _text(fields["arguments"]))
+
+
+def _span(fields: Mapping[str, Any]) -> MediumSpan:
+    return MediumSpan(
+        modality=Modality(_number(fields["modality"])),
+        label=_text(fields["label"]),
+        start=_number(fields["start"]),
+        stop=_number(fields["stop"]),
+        digest=_text(fields["digest"]),
+    )
+
+
+def _number(saved: Any) -> int:
+    if type(saved) is not int:
+        raise ValueError("an integer is expected")
+    return saved
+
+
+def _flag(saved: Any) -> bool:
+    if type(saved) is not bool:
+        raise ValueError("true or false is expected")
+    return saved
+
+
+def _text(saved: Any) -> str:
+    if not isinstance(saved, str):
+        raise ValueError("a text is expected")
+    return saved
+
+
+def _text_or_none(saved: Any) -> str | None:
+    return None if saved is None else _text(saved)
