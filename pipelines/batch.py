@@ -87,13 +87,14 @@ def _generation(pipe: Pipeline, arguments: Any) -> Generation:
     media = ["images", "videos", *(["audio", "use_audio_in_video"] if hears else [])]
     names = [*media, "prompt", "system", "messages"]
     options = {name: value for name, value in arguments.items() if name not in names}
-    sampling, template = pipe.read_options(options, names)
+    sampling, template, of_media = pipe.read_options(options, names)
     asked = conversation_from(
         arguments.get("prompt", ""),
         (arguments.get("images"), arguments.get("videos"), arguments.get("audio")),
         arguments.get("messages"),
         arguments.get("system"),
         sound=bool(arguments.get("use_audio_in_video")),
+        options=of_media,
         open_end=template.takes_any_end,
     )
     prompt = pipe.read_request(asked, sampling.max_new_tokens, template=template)

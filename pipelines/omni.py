@@ -6,7 +6,7 @@ Speech is an answer of Qwen3-Omni with its waveform, by the model's own generate
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -17,8 +17,8 @@ from oscar_mm.errors import InputError
 from oscar_mm.generation.answer import Answer, AnswerStream, Timings
 from oscar_mm.generation.message_lists import conversation_from
 from oscar_mm.generation.prompt import Prompt
+from oscar_mm.generation.request_options import RequestOptions
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.generation.template import AnswerOptions
 from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.tower_inputs import scaled_inputs, with_features
@@ -70,7 +70,7 @@ class OscarOmniPipeline(Pipeline):
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack[RequestOptions],
     ) -> Answer:
         """Answer one question.
 
@@ -87,9 +87,8 @@ class OscarOmniPipeline(Pipeline):
                 ``answer.sample_rate``. Needs a checkpoint with a talker; options that end
                 the answer early or edit logits cannot be used.
             speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
-            options: max_new_tokens, temperature, top_p, seed, stop, ...: see
-                ``oscar_mm.generation.sampling.SamplingOptions``; and of the chat template, see
-                ``oscar_mm.generation.template.TemplateFields``.
+            options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
+                for all media: see ``oscar_mm.generation.request_options.RequestOptions``.
 
         Raises:
             InputError: media, text or numbers that cannot be used, or speech of a checkpoint that
@@ -121,7 +120,7 @@ class OscarOmniPipeline(Pipeline):
         use_audio_in_video: bool = False,
         speak: bool = False,
         speaker: str | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack[RequestOptions],
     ) -> AnswerStream:
         """Answer one question; an iterator of pieces of text with the answer as ``result``.
 
@@ -130,7 +129,7 @@ class OscarOmniPipeline(Pipeline):
         comes in one piece. Arguments and errors are those of a call.
         """
         start = time.perf_counter()
-        chosen, template = self.read_options(options, _ARGUMENTS)
+        chosen, template, of_media = self.read_options(options, _ARGUMENTS)
         voice = None
         if speak:
             _check_spoken(options)
@@ -140,8 +139,9 @@ class OscarOmniPipeline(Pipeline):
         elif speaker is not None:
             raise InputError("speaker is for a spoken answer: pass speak=True too")
         media, sound = (images, videos, audio), use_audio_in_video
-        any_end = template.takes_any_end
-        asked = conversation_from(prompt, media, messages, system, sound=sound, open_end=any_end)
+        how: dict[str, Any] = {"sound": sound, "options": of_media}
+        how["open_end"] = template.takes_any_end
+        asked = conversation_from(prompt, media, messages, system, **how)
         question = self.read_request(asked, chosen.max_new_tokens, template=template)
         if voice is None:
             return AnswerStream(self.answer(question, chosen, start))
@@ -156,7 +156,7 @@ class OscarOmniPipeline(Pipeline):
         yield answer
 
 
-def _check_spoken(options: AnswerOptions) -> None:
+def _check_spoken(options: Mapping[str, Any]) -> None:
     """Refuse options that ``generate``, which speaks, does not have."""
     for name, value in options.items():
         if value is not None and name not in _SPOKEN_OPTIONS:

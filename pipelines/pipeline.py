@@ -26,21 +26,17 @@ from oscar_mm.generation.answer import Answer, AnswerStream
 from oscar_mm.generation.engine import Engine
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.message import Message, media_of
-from oscar_mm.generation.message_lists import conversation_from, messages_from
+from oscar_mm.generation.message_lists import conversation_from
 from oscar_mm.generation.prefix_cache import PrefixCache
 from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.prompt_reader import usual_chunk
+from oscar_mm.generation.request_options import RequestOptions, split_media, split_template
 from oscar_mm.generation.sampling import Sampling
-from oscar_mm.generation.template import (
-    USUAL,
-    AnswerOptions,
-    TemplateFields,
-    TemplateOptions,
-    split_options,
-)
+from oscar_mm.generation.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.media import Media, MediaReader
+from oscar_mm.media.options import MediaOptions
 from oscar_mm.media.part import media_parts
 from oscar_mm.media.video import VideoSource
 from oscar_mm.ops.score_errors import warn_of_hard_layers
@@ -148,7 +144,7 @@ class Pipeline:
         self.store.ranks.check(self.policy)
         # Of this pipeline and those that ``with_policy`` makes of it.
         self._fingerprint = ModelFingerprint(self.model)
-        self.media_reader.fit = self.family.largest_image
+        self.media_reader.fit, self.media_reader.sizes = self.family.largest_image, self.family
         longest = self.model.config.get_text_config().max_position_embeddings
         most = min(max_context or longest, longest)
         chunk = usual_chunk(self.family.device) if prefill_chunk == "auto" else chunk
@@ -255,7 +251,7 @@ class Pipeline:
                 print(result.error or result.answer)
 
         A request is a dict of the arguments of a single question: prompt, images, videos (of
-        Qwen3-Omni also audio and use_audio_in_video), system, and ``SamplingOptions`` of its own.
+        Qwen3-Omni also audio and use_audio_in_video), system, and ``RequestOptions`` of its own.
         It gets the tokens that it would get alone, up to rounding (a matrix product of other
         size). A request that cannot be used does not stop the others: its result has the error.
         Answers are text. A pipeline with ``prefix_cache`` reads the beginnings that prompts share
@@ -444,15 +440,14 @@ class Pipeline:
         *,
         tools: Sequence[Any] | None = None,
         tool_choice: Any = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack[RequestOptions],
     ) -> Answer:
         """Answer a whole conversation, given as a list of messages.
 
         Args:
             messages: as of ``oscar_mm.generation.message_lists.messages_from``.
             tools, tool_choice: as of ``chat``.
-            options: see ``oscar_mm.generation.sampling.SamplingOptions`` and
-                ``oscar_mm.generation.template.TemplateFields``.
+            options: see ``oscar_mm.generation.request_options.RequestOptions``.
 
         Raises:
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a conversation
@@ -461,28 +456,32 @@ class Pipeline:
         start = time.perf_counter()
         offer = self.offer(tools, tool_choice)
         called = self.family.with_calls(options, offer)
-        chosen, template = self.read_options(called, ("messages", "tools", "tool_choice"))
-        asked = messages_from(messages, open_end=template.takes_any_end)
+        arguments = "messages", "tools", "tool_choice"
+        chosen, template, of_media = self.read_options(called, arguments)
+        how: dict[str, Any] = {"options": of_media, "open_end": template.takes_any_end}
+        asked = conversation_from("", (None, None, None), messages, None, **how)
         prompt = self.read_request(asked, chosen.max_new_tokens, offer, template)
         return AnswerStream(self.answer(prompt, chosen, start, offer)).complete()
 
     def read_options(
         self, options: Mapping[str, Any], arguments: Sequence[str]
-    ) -> tuple[Sampling, TemplateOptions]:
-        """Options of an answer as those of the sampling and of the chat template, checked.
+    ) -> tuple[Sampling, TemplateOptions, MediaOptions]:
+        """Options of a request as those of the sampling, the chat template and the media, checked.
 
         Args:
-            options: as of ``AnswerOptions``.
+            options: as of ``RequestOptions``.
             arguments: other names that a user may give, for the message.
 
         Raises:
-            InputError: as of ``sampling``, or options that the template cannot have.
+            InputError: as of ``sampling``, or options that the template or the family cannot have.
         """
-        fields, sampling = split_options(options)
+        options, of_media = split_media(options, self.family)
+        sampling, fields = split_template(options)
         template = self.family.template(fields)
         if sampling.get("thinking_token_budget") is None:
             sampling["thinking_token_budget"] = template.budget
-        return self.sampling(sampling, (*arguments, *TemplateFields.__annotations__)), template
+        known = (*arguments, *TemplateFields.__annotations__)
+        return self.sampling(sampling, known), template, of_media
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """``options`` as a ``Sampling``; None and missing options are the checkpoint's own.
@@ -501,7 +500,7 @@ class Pipeline:
         if unknown := options.keys() - names:
             raise InputError(
                 f"unknown argument {', '.join(sorted(unknown))}: choose from "
-                f"{', '.join([*arguments, *names])}"
+                f"{', '.join([*arguments, *names])}, or the fields of MediaOptions"
             )
         given = {name: value for name, value in options.items() if value is not None}
         rules = {} if "temperature" in given else self.family.sampling_rules()
@@ -584,7 +583,7 @@ class OscarVLPipeline(Pipeline):
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack[RequestOptions],
     ) -> Answer:
         """Answer one question.
 
@@ -596,9 +595,8 @@ class OscarVLPipeline(Pipeline):
             system: system prompt.
             messages: a whole conversation instead of a prompt, with texts and media in their order,
                 see ``oscar_mm.generation.message_lists.messages_from``.
-            options: max_new_tokens, temperature, top_p, seed, stop, ...: see
-                ``oscar_mm.generation.sampling.SamplingOptions``; and of the chat template, see
-                ``oscar_mm.generation.template.TemplateFields``.
+            options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
+                for all media: see ``oscar_mm.generation.request_options.RequestOptions``.
 
         Raises:
             InputError: media, text or numbers that cannot be used; as ``NoRoom`` a request that
@@ -615,7 +613,7 @@ class OscarVLPipeline(Pipeline):
         videos: VideoSource | Sequence[VideoSource] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack[RequestOptions],
     ) -> AnswerStream:
         """Answer one question; an iterator of pieces of text with the answer as ``result``.
 
@@ -624,8 +622,9 @@ class OscarVLPipeline(Pipeline):
         errors are those of a call.
         """
         start = time.perf_counter()
-        chosen, template = self.read_options(options, _ARGUMENTS)
-        media, any_end = (images, videos, None), template.takes_any_end
-        asked = conversation_from(prompt, media, messages, system, open_end=any_end)
+        chosen, template, of_media = self.read_options(options, _ARGUMENTS)
+        media = images, videos, None
+        how: dict[str, Any] = {"options": of_media, "open_end": template.takes_any_end}
+        asked = conversation_from(prompt, media, messages, system, **how)
         question = self.read_request(asked, chosen.max_new_tokens, template=template)
         return AnswerStream(self.answer(question, chosen, start))

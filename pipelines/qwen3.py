@@ -12,7 +12,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from PIL import Image
 from torch.nn.functional import pad
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
@@ -21,8 +20,10 @@ from oscar_mm.generation.family import Encoding, Family
 from oscar_mm.media import Audio, Video
 from oscar_mm.media.media import Medium
 from oscar_mm.media.mono import RATE
+from oscar_mm.media.options import LOW_PIXELS, OF_MODALITY, MediaOptions
 from oscar_mm.media.tower_inputs import (
     SAMPLES,
+    SizesKept,
     UnmadeFeatures,
     as_samples,
     in_bytes,
@@ -35,9 +36,11 @@ from oscar_mm.media.tower_inputs import (
 from oscar_mm.modality import Modality, token_modalities
 
 
-def image_tokens(image_processor: Any, image: Image.Image) -> int:
+def image_tokens(image_processor: Any, image: Medium) -> int:
     """Tokens of an image in a prompt, by its size alone."""
-    width, height = resized(image_processor, image.width, image.height)
+    width, height = image.content.width, image.content.height
+    if not image.sized:
+        width, height = resized(image_processor, width, height)
     side = image_processor.patch_size * image_processor.merge_size
     return (height // side) * (width // side)
 
@@ -71,10 +74,84 @@ def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, 
     }
 
 
+_OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
+_FEWEST_TOKENS, _MOST_TOKENS = 4, 16384
+"""Bounds of qwen-vl-utils on the tokens of a picture whose size is given."""
+_FRAME_TOKENS = 128, 768
+"""Its bounds on the tokens of a frame."""
+_VIDEO_TOKENS = 115_200
+"""Its bound on the tokens of a video."""
+
+
+def image_size(
+    image_processor: Any, width: int, height: int, options: MediaOptions
+) -> tuple[int, int]:
+    """See ``Family.image_size``: bounds that options do not give are the processor's own."""
+    factor = image_processor.patch_size * image_processor.merge_size
+    if options.resized is not None:
+        bounds = _FEWEST_TOKENS * factor**2, _MOST_TOKENS * factor**2
+        return _resized(options.resized, factor, *bounds)
+    least, most = pixel_bounds(image_processor)
+    if options.max_pixels is not None:
+        most = options.max_pixels
+    elif options.detail == "low":
+        most = min(most, LOW_PIXELS)
+    if options.min_pixels is not None:
+        least, most = options.min_pixels, max(most, options.min_pixels)
+    return _resized((width, height), factor, min(least, most), most)
+
+
+def frame_size(
+    video_processor: Any, width: int, height: int, frames: int, options: MediaOptions
+) -> tuple[int, int]:
+    """See ``Family.frame_size``: bounds that options do not give are those of qwen-vl-utils."""
+    factor = video_processor.patch_size * video_processor.merge_size
+    if options.resized is not None:
+        bounds = _FEWEST_TOKENS * factor**2, _MOST_TOKENS * factor**2
+        return _resized(options.resized, factor, *bounds)
+    low, high = (tokens * factor**2 for tokens in _FRAME_TOKENS)
+    least = low if options.min_pixels is None else options.min_pixels
+    total = _VIDEO_TOKENS * factor**2 if options.total_pixels is None else options.total_pixels
+    share = total / frames * video_processor.temporal_patch_size
+    most = max(min(high, share), int(least * 1.05))
+    if options.max_pixels is not None:
+        most = min(most, options.max_pixels)
+    return _resized((width, height), factor, min(least, most), most)
+
+
+def _resized(size: tuple[int, int], factor: int, least: Any, most: Any) -> tuple[int, int]:
+    """Width and height in whole patches within bounds on their product, which need not be whole."""
+    from qwen_vl_utils.vision_process import smart_resize  # slow to import
+
+    width, height = size
+    height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
+    return width, height
+
+
 _GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 
 
-class Qwen3VL(Family):
+class Qwen3Family(Family):
+    """What Qwen3-VL and Qwen3-Omni have in common: pictures of any size, as options say."""
+
+    media_options = _OPTIONS
+
+    def largest_image(self, width: int, height: int) -> tuple[int, int]:
+        """See ``Family.largest_image``."""
+        return largest_image(self.processor.image_processor, width, height)
+
+    def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
+        """See ``Family.image_size``."""
+        return image_size(self.processor.image_processor, width, height, options)
+
+    def frame_size(
+        self, width: int, height: int, frames: int, options: MediaOptions
+    ) -> tuple[int, int]:
+        """See ``Family.frame_size``."""
+        return frame_size(self.processor.video_processor, width, height, frames, options)
+
+
+class Qwen3VL(Qwen3Family):
     """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking.
 
     Loading teaches the model to take pixels as bytes, see ``oscar_mm.media.tower_inputs``.
@@ -90,9 +167,13 @@ class Qwen3VL(Family):
 
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """See ``Family.encode``."""
-        images = [medium.content for medium in media if medium.modality is Modality.IMAGE]
-        videos = [medium.content for medium in media if medium.modality is Modality.VIDEO]
+        pictures = [medium for medium in media if medium.modality is Modality.IMAGE]
+        clips = [medium for medium in media if medium.modality is Modality.VIDEO]
+        images, videos = ([medium.content for medium in some] for some in (pictures, clips))
         reading = in_bytes(self.processor, self.model)
+        for part, some in (("image_processor", pictures), ("video_processor", clips)):
+            if any(sized := [medium.sized for medium in some]):
+                setattr(reading, part, SizesKept(getattr(reading, part), sized))
         if videos:
             # The models were trained with a pair of marks around each frame and none around the
             # video; transformers 5 writes the frames between the template's two marks.
@@ -126,14 +207,10 @@ class Qwen3VL(Family):
             media_tokens=[counts[medium.modality].pop(0) for medium in media],
         )
 
-    def largest_image(self, width: int, height: int) -> tuple[int, int]:
-        """See ``Family.largest_image``."""
-        return largest_image(self.processor.image_processor, width, height)
-
     def least_tokens(self, medium: Medium) -> int:
         """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
         if medium.modality is Modality.IMAGE:
-            return image_tokens(self.processor.image_processor, medium.content)
+            return image_tokens(self.processor.image_processor, medium)
         return 0
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int]:
@@ -162,7 +239,7 @@ _FRAME = RATE // 100
 _BY_FRAME = ("input_features", "feature_attention_mask")
 
 
-class Qwen3Omni(Family):
+class Qwen3Omni(Qwen3Family):
     """Qwen3-Omni-30B-A3B, Instruct, Thinking and Captioner.
 
     ``model`` is the thinker, which writes the text; ``outer_model`` also has the talker, where the
@@ -178,6 +255,7 @@ class Qwen3Omni(Family):
     model_types = ("qwen3_omni_moe",)
     name = "Qwen3-Omni"
     reads = frozenset({Modality.IMAGE, Modality.VIDEO, Modality.AUDIO})
+    media_options = _OPTIONS | frozenset(OF_MODALITY[Modality.AUDIO])
     auto_class = Qwen3OmniMoeForConditionalGeneration
 
     def __init__(self, model: Any, processor: Any) -> None:
@@ -206,7 +284,7 @@ class Qwen3Omni(Family):
         place = torch.zeros(())
         for piece, is_medium in self._pieces(text):
             if is_medium:
-                inputs = self._process(reading, piece, left.pop(0).content)
+                inputs = self._process(reading, piece, left.pop(0))
                 part = inputs.pop("input_ids")
                 spatial = self._positions(part, inputs)
                 counts.append(int(token_modalities(part, config=self.model.config).count_nonzero()))
@@ -243,14 +321,10 @@ class Qwen3Omni(Family):
             return None
         return longer_sides(tokens) if modality is Modality.IMAGE else [tokens]
 
-    def largest_image(self, width: int, height: int) -> tuple[int, int]:
-        """See ``Family.largest_image``."""
-        return largest_image(self.processor.image_processor, width, height)
-
     def least_tokens(self, medium: Medium) -> int:
         """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
         if medium.modality is Modality.IMAGE:
-            return image_tokens(self.processor.image_processor, medium.content)
+            return image_tokens(self.processor.image_processor, medium)
         sound = _sound(medium)
         return 0 if sound is None else audio_tokens(len(sound.samples))
 
@@ -280,18 +354,19 @@ class Qwen3Omni(Family):
         pieces = re.split(f"({'|'.join(blocks)})", text)
         return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
 
-    def _process(self, reading: Any, piece: str, content: Any) -> dict[str, torch.Tensor]:
+    def _process(self, reading: Any, piece: str, medium: Medium) -> dict[str, torch.Tensor]:
         """Ids and further arguments of one medium by a processor that reads it."""
+        content, how = medium.content, {"do_resize": False} if medium.sized else {}
         if isinstance(content, Audio):
             inputs = _heard(reading.feature_extractor, content)
             ids = self.tokenize_media(piece, Modality.AUDIO, [audio_tokens(len(content.samples))])
             return {"input_ids": ids} | inputs
         if not isinstance(content, Video):
-            inputs = reading.image_processor([content], return_tensors="pt")
+            inputs = reading.image_processor([content], return_tensors="pt", **how)
             merged = self.processor.image_processor.merge_size**2
             counts = (inputs["image_grid_thw"].prod(-1) // merged).tolist()
             return {"input_ids": self.tokenize_media(piece, Modality.IMAGE, counts), **inputs}
-        arguments = video_arguments(self.processor.video_processor, [content])
+        arguments = video_arguments(self.processor.video_processor, [content]) | how
         if content.sound is not None:
             arguments |= {"audio": [content.sound.samples], "sampling_rate": RATE}
             arguments |= self._interleaved()

@@ -124,7 +124,7 @@ class Exchange:
     @classmethod
     def loaded(cls, turn: Turn, previews: list[Preview]) -> Exchange:
         """Convert a turn of a saved conversation, which has names of media but no files."""
-        by_span = dict(zip(turn.media, previews, strict=True))
+        by_span = dict[Any, Preview](zip(turn.media, previews, strict=True))
         asked = [part for message in turn.messages for part in message.parts]
         return cls(
             question=turn.prompt,

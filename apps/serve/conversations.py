@@ -17,6 +17,8 @@ from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import Busy, InputError
 from oscar_mm.generation.generation import Generation
 from oscar_mm.generation.message import Message, Part
+from oscar_mm.media.part import MediaPart
+from oscar_mm.modality import MediumSpan
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -183,8 +185,10 @@ def _call(call: ToolCall) -> list[Any]:
     return [call.id, call.for_template()["function"]]
 
 
-def _digest(part: Part) -> str | list[str]:
-    """A text, or the modality and the digest of a medium."""
+def _digest(part: Part | MediumSpan) -> str | list[Any]:
+    """A text, or of a medium its modality, how it is read and its digest."""
     if isinstance(part, str):
         return part
-    return [part.modality.label, hashlib.sha256(part.source).hexdigest()]
+    assert isinstance(part, MediaPart), "requests hold the bytes of their media"
+    how = [part.sound, part.options.given]
+    return [part.modality.label, hashlib.sha256(part.source).hexdigest(), *how]

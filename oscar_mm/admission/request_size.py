@@ -49,7 +49,7 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     family.check_reads([medium])
     if medium.modality is not Modality.VIDEO:
         return {medium.modality.label: family.least_tokens(medium)}
-    alone = Media(videos=[replace(medium.content, sound=None)])
+    alone = Media(videos=[replace(medium.content, sound=None)], sized=[medium.sized])
     question = [user_message(_QUESTION, alone.parts)]
     ids = family.encode(family.render(question), list(alone)).input_ids
     counts = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())

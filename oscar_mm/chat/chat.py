@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,8 @@ from oscar_mm.generation.message import (
 )
 from oscar_mm.generation.message_lists import asked_from
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling, SamplingOptions
+from oscar_mm.generation.request_options import QuestionOptions, split_media
+from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
 from oscar_mm.tool_parsers.offer import ToolOffer
@@ -99,7 +100,7 @@ class Chat:
         parts: Sequence[Any] | None = None,
         messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[QuestionOptions],
     ) -> Answer:
         """Ask the next question.
 
@@ -112,7 +113,7 @@ class Chat:
             messages: all messages since the last answer instead, of which a user's or a tool's is
                 the last, see ``oscar_mm.generation.message_lists.messages_from``.
             use_audio_in_video: hear the sound of video files too.
-            sampling: see ``oscar_mm.generation.sampling.SamplingOptions``.
+            options: see ``oscar_mm.generation.request_options.QuestionOptions``.
 
         Returns:
             the answer; its memory is the whole chat's, tokens and times are this turn's.
@@ -122,7 +123,8 @@ class Chat:
                 too long for the context, the budget or the GPU.
         """
         media, sound = (images, videos, audio), use_audio_in_video
-        asked = asked_from(prompt, media, parts, messages, sound=sound)
+        sampling, how = split_media(options, self.pipe.family)
+        asked = asked_from(prompt, media, parts, messages, sound=sound, options=how)
         with self._calls:
             return self._stream(asked, sampling, keep_part=False, tools=self.tools).complete()
 
@@ -138,14 +140,14 @@ class Chat:
         use_audio_in_video: bool = False,
         cut_to_fit: bool = False,
         tools: ToolOffer | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[QuestionOptions],
     ) -> AnswerStream:
         """Ask the next question; an iterator of pieces of text with the answer as ``result``.
 
         Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too.
 
         Args:
-            prompt, images, videos, audio, parts, messages, use_audio_in_video, sampling: as of
+            prompt, images, videos, audio, parts, messages, use_audio_in_video, options: as of
                 ``ask``.
             cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory have; else a
                 turn is refused whose longest answer does not fit.
@@ -155,7 +157,8 @@ class Chat:
             InputError: as of ``ask``.
         """
         media, sound = (images, videos, audio), use_audio_in_video
-        asked = asked_from(prompt, media, parts, messages, sound=sound)
+        sampling, of_media = split_media(options, self.pipe.family)
+        asked = asked_from(prompt, media, parts, messages, sound=sound, options=of_media)
         with self._calls:
             how = {"keep_part": True, "cut_to_fit": cut_to_fit}
             return self._stream(asked, sampling, tools=tools or self.tools, **how)
@@ -429,7 +432,7 @@ class Chat:
     def _stream(
         self,
         messages: Sequence[Message],
-        options: SamplingOptions,
+        options: Mapping[str, Any],
         *,
         keep_part: bool,
         tools: ToolOffer | None,

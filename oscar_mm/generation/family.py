@@ -24,6 +24,7 @@ from oscar_mm.generation.prompt import Prompt
 from oscar_mm.generation.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.media.media import Media, Medium
+from oscar_mm.media.options import MediaOptions
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.modules import computing_device
@@ -80,6 +81,9 @@ class Family(ABC):
 
     reads: ClassVar[frozenset[Modality]]
     """Modalities of media that it takes."""
+
+    media_options: ClassVar[frozenset[str]] = frozenset({"detail"})
+    """Names of ``MediaOptions`` that it has. OpenAI's clients send the detail to any model."""
 
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
     """Loads its checkpoints."""
@@ -282,6 +286,17 @@ class Family(ABC):
         The processor gives the same features for the scaled image, up to rounding, in as many
         tokens.
         """
+
+    def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
+        """Width and height to which options have an image scaled, where the family has such."""
+        return width, height
+
+    def frame_size(
+        self, width: int, height: int, frames: int, options: MediaOptions
+    ) -> tuple[int, int]:
+        """Width and height to which options have each of so many frames of a video scaled, where
+        the family has such."""
+        return width, height
 
     def tokenize(self, text: str) -> torch.Tensor:
         """(1, tokens) ids of rendered text without media; needs no lock."""

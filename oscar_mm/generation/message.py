@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from oscar_mm.errors import InputError
+from oscar_mm.media.options import MediaOptions
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import MEDIA, MediumSpan
 from oscar_mm.tool_parsers.calls import ToolCall
@@ -112,6 +113,29 @@ def with_spans(messages: Iterable[Message], spans: Iterable[MediumSpan]) -> tupl
         )
         for message in messages
     )
+
+
+def with_options(messages: Iterable[Message], options: MediaOptions) -> list[Message]:
+    """Messages whose media have the options of a request where they have none of their own.
+
+    Raises:
+        InputError: those of a medium and those of the request contradict each other.
+    """
+    if not options.given:
+        return list(messages)
+    return [
+        replace(message, parts=tuple(_with_options(part, options) for part in message.parts))
+        for message in messages
+    ]
+
+
+def _with_options(part: Part | MediumSpan, options: MediaOptions) -> Part | MediumSpan:
+    if not isinstance(part, MediaPart):
+        return part
+    try:
+        return replace(part, options=part.options.over(options.of_modality(part.modality)))
+    except InputError as error:
+        raise InputError(f"{part.place}: {error}") from None
 
 
 def user_message(prompt: str, media: Iterable[MediaPart] = ()) -> Message:

@@ -6,6 +6,7 @@ import binascii
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -20,8 +21,10 @@ from oscar_mm.generation.message import (
     Part,
     first_turn,
     user_message,
+    with_options,
     with_system,
 )
+from oscar_mm.media.options import ALIASES, NO_OPTIONS, OF_MODALITY, MediaOptions, options_from
 from oscar_mm.media.part import MediaPart, media_parts
 from oscar_mm.modality import MEDIA, Modality
 from oscar_mm.tool_parsers.calls import ToolCall
@@ -104,7 +107,8 @@ def parts_from(
             may be under "url", "path" or "base64", or left out), ``{"type": "image_url",
             "image_url": {"url": "..."}}`` (also "video_url" and "audio_url") or ``{"type":
             "input_audio", "input_audio": {"data": base64}}``. A source is what the pipeline takes,
-            or a tensor or a BytesIO.
+            or a tensor or a BytesIO. Beside it stand fields of
+            ``oscar_mm.media.options.MediaOptions`` ("nframes" too).
         images, videos, audio: media of the parts that have no source of their own, in order.
         sound: read the sound of videos too.
         place: the argument's name, for errors.
@@ -125,6 +129,7 @@ def asked_from(
     messages: Sequence[Any] | None,
     *,
     sound: bool,
+    options: MediaOptions = NO_OPTIONS,
 ) -> list[Message]:
     """What a chat is asked: media (images, videos, audio) and then a prompt, parts of one message
     in their order, or messages.
@@ -135,10 +140,12 @@ def asked_from(
     if (bool(prompt), parts is not None, messages is not None).count(True) > 1:
         raise InputError("give a prompt, parts or messages, only one of them")
     if messages is not None:
-        return messages_from(messages, *media, sound=sound)
-    if parts is not None:
-        return [Message("user", parts_from(parts, *media, sound=sound), "parts")]
-    return [user_message(prompt, media_parts(*media, sound=sound))]
+        asked = messages_from(messages, *media, sound=sound)
+    elif parts is not None:
+        asked = [Message("user", parts_from(parts, *media, sound=sound), "parts")]
+    else:
+        asked = [user_message(prompt, media_parts(*media, sound=sound))]
+    return with_options(asked, options)
 
 
 def conversation_from(
@@ -148,6 +155,7 @@ def conversation_from(
     system: str | None,
     *,
     sound: bool = False,
+    options: MediaOptions = NO_OPTIONS,
     open_end: bool = False,
 ) -> list[Message]:
     """A first turn of media (images, videos, audio) and a prompt, or a list of messages.
@@ -158,10 +166,11 @@ def conversation_from(
     if messages is None:
         if isinstance(prompt, str) and not prompt.strip():
             raise InputError("prompt is empty: give some text")
-        return first_turn(prompt, media_parts(*media, sound=sound), system)
+        return with_options(first_turn(prompt, media_parts(*media, sound=sound), system), options)
     if prompt:
         raise InputError("give a prompt or messages, not both: the last message is the question")
-    return with_system(system, messages_from(messages, *media, sound=sound, open_end=open_end))
+    asked = messages_from(messages, *media, sound=sound, open_end=open_end)
+    return with_system(system, with_options(asked, options))
 
 
 class _Loose:
@@ -251,15 +260,25 @@ def _part(given: Mapping[str, Any], place: str, loose: _Loose) -> Part:
         known = ", ".join(["text", *_TYPES, "input_audio"])
         raise InputError(f"{place}: type must be one of {known}, not {shown(kind)}")
     modality, keys = _TYPES[kind], (kind,) if kind.endswith("_url") else (kind, *_SOURCES)
-    _check_keys(given, keys, place)
+    chosen = {name: given[name] for name in (*OF_MODALITY[modality], *ALIASES) if name in given}
+    _check_keys(given, (*keys, *chosen), place)
     named = [key for key in keys if given.get(key) is not None]
     if not named:
-        return loose.next(modality, place)
+        return replace(loose.next(modality, place), options=_options(chosen, place))
     source = given[named[0]]
     if kind.endswith("_url") and isinstance(source, Mapping):
+        chosen |= {"detail": source["detail"]} if source.get("detail") is not None else {}
         source = source.get("url")
     source = _from_base64(source, place) if named[0] == "base64" else _as_source(source)
-    return MediaPart(modality, source, place, loose.sound and modality is Modality.VIDEO)
+    sound, options = loose.sound and modality is Modality.VIDEO, _options(chosen, place)
+    return MediaPart(modality, source, place, sound, options)
+
+
+def _options(given: Mapping[str, Any], place: str) -> MediaOptions:
+    try:
+        return options_from(given)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
 
 
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:

@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from oscar_mm.errors import InputError, shown
-from oscar_mm.generation.sampling import SamplingOptions
 
 BUDGETS = {
     "none": 0,
@@ -54,10 +53,6 @@ class TemplateFields(TypedDict, total=False):
     reasoning_effort: str | None
     continue_final_message: bool | None
     add_generation_prompt: bool | None
-
-
-class AnswerOptions(SamplingOptions, TemplateFields, total=False):
-    """All options of an answer to a conversation that is given as a whole."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +134,6 @@ class TemplateOptions:
 
 USUAL = TemplateOptions()
 """Without variables, up to where an answer begins."""
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[TemplateFields, dict[str, Any]]:
-    """Options of the template, and all others."""
-    names = TemplateFields.__annotations__
-    template = {name: value for name, value in options.items() if name in names}
-    others = {name: value for name, value in options.items() if name not in names}
-    return TemplateFields(**template), others
 
 
 def _checked_variables(given: Any) -> Mapping[str, Any]:

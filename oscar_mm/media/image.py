@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,18 @@ ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.nda
 
 Fit = Callable[[int, int], tuple[int, int]]
 """Function from the width and height of an upright picture to the size that a model uses."""
+
+
+@dataclass(frozen=True)
+class Exactly:
+    """A ``Fit`` to whose size pictures are scaled in any case, small ones up too."""
+
+    size: Fit
+
+    def __call__(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of the picture."""
+        return self.size(width, height)
+
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -75,7 +88,8 @@ def load_image(
         label: name of the picture in error messages; by default the path or address.
         fit: computes the size that the model uses. A larger picture is scaled down to it at once,
             a JPEG while it is decoded, so that one of 200 megapixels takes no more memory than
-            others. Pictures of up to ``limits.small_image_pixels`` keep their size.
+            others. Pictures of up to ``limits.small_image_pixels`` keep their size, except with
+            ``Exactly``.
         count: counts the picture's pixels, by its header; large pictures of a count take turns.
 
     Returns:
@@ -160,7 +174,9 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> tuple[int, int]:
-    """The size to which an upright picture is scaled down; its own if it is not."""
+    """The size to which an upright picture is scaled; its own if it is not."""
+    if isinstance(fit, Exactly):
+        return fit(width, height)
     if fit is None or width * height <= limits.small_image_pixels:
         return width, height
     used = fit(width, height)

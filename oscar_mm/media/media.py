@@ -18,10 +18,11 @@ from PIL import Image
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
 from oscar_mm.media.audio import audio_outline
-from oscar_mm.media.image import Fit, ImageOutline, image_outline
+from oscar_mm.media.image import Exactly, Fit, ImageOutline, image_outline
 from oscar_mm.media.limits import LARGE_BYTES, MediaCount
 from oscar_mm.media.memory import decoding_memory
 from oscar_mm.media.mono import RATE, Audio
+from oscar_mm.media.options import SizeRule
 from oscar_mm.media.part import MediaPart
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 from oscar_mm.media.video import Video, frame_pixels, video_outline
@@ -44,23 +45,29 @@ _SOUND_BYTES = 1 << 25
 """Bytes that a recording takes, however short."""
 
 
-def media_digest(medium: Image.Image | Video | Audio) -> str:
+def media_digest(medium: Image.Image | Video | Audio, *, sized: bool = False) -> str:
     """Digest of an image's pixels, a video's frames, times and sound, or a recording's samples.
 
     The digest covers sizes, modes and rates too, so that media of different shapes never hash the
     same bytes. Of a recording or a video of several blocks of 16 MiB, it is a digest of digests,
     which several threads work out.
 
+    Args:
+        medium: decoded.
+        sized: whether the model reads it in its present size.
+
     Returns:
         64 hexadecimal digits.
     """
+    how = " sized" if sized else ""
     if isinstance(medium, Image.Image):
-        return _sha256(f"image {medium.mode} {medium.width}x{medium.height}", [medium.tobytes()])
+        size = f"{medium.width}x{medium.height}{how}"
+        return _sha256(f"image {medium.mode} {size}", [medium.tobytes()])
     if isinstance(medium, Audio):
         return _sha256(f"audio {RATE} {len(medium.samples)}", _blocks(medium.samples))
-    times = (medium.seconds, medium.fps)
+    times = (medium.seconds, medium.fps, *(medium.chosen or ()))
     sound = media_digest(medium.sound) if medium.sound is not None else None
-    return _sha256(f"video {medium.frames.shape} {times} {sound}", _blocks(medium.frames))
+    return _sha256(f"video {medium.frames.shape} {times} {sound}{how}", _blocks(medium.frames))
 
 
 def _sha256(header: str, blocks: Sequence[bytes | memoryview]) -> str:
@@ -88,11 +95,13 @@ class Medium:
         modality: IMAGE, VIDEO or AUDIO.
         content: a PIL image in mode RGB, a ``Video`` or an ``Audio``.
         label: its name for people: a file's name, or its place such as images[2].
+        sized: whether options chose the size of its pictures, which the processor keeps then.
     """
 
     modality: Modality
     content: Any
     label: str
+    sized: bool = False
 
     @property
     def in_blocks(self) -> bool:
@@ -108,7 +117,7 @@ class Medium:
         # A cached_property of Python 3.11 lets one thread at a time work out any.
         known = vars(self)
         if "digest" not in known:
-            known["digest"] = media_digest(self.content)
+            known["digest"] = media_digest(self.content, sized=self.sized)
         return known["digest"]
 
 
@@ -118,12 +127,15 @@ class Media:
 
     Attributes:
         labels: names of the images, then the videos, then the recordings; by default their places.
+        sized: for each in the same order, whether options chose the size of its pictures; by
+            default of none.
     """
 
     images: Sequence[Image.Image] = ()
     videos: Sequence[Video] = ()
     audio: Sequence[Audio] = ()
     labels: Sequence[str] = ()
+    sized: Sequence[bool] = ()
 
     @cached_property
     def _listed(self) -> list[Medium]:
@@ -137,11 +149,11 @@ class Media:
             for modality, argument, contents in kinds
             for index, content in enumerate(contents)
         ]
-        if not self.labels:
-            return media
+        labels = self.labels or [medium.label for medium in media]
+        sized = self.sized or [False] * len(media)
         return [
-            Medium(medium.modality, medium.content, label)
-            for medium, label in zip(media, self.labels, strict=True)
+            Medium(medium.modality, medium.content, label, keeps)
+            for medium, label, keeps in zip(media, labels, sized, strict=True)
         ]
 
     def __iter__(self) -> Iterator[Medium]:
@@ -163,10 +175,9 @@ class Media:
             name: [*getattr(self, name), *getattr(later, name)]
             for name in ("images", "videos", "audio")
         }
-        labels = [
-            medium.label for kind in _KINDS for medium in [*self, *later] if medium.modality is kind
-        ]
-        return Media(**both, labels=labels)
+        media = [one for kind in _KINDS for one in (*self, *later) if one.modality is kind]
+        how = {"labels": [one.label for one in media], "sized": [one.sized for one in media]}
+        return Media(**both, **how)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +203,8 @@ class MediaReader:
         allow_remote: let media be http(s) addresses.
         video_fps: frames per second that are sampled from videos.
         fit: how large an image is worth keeping, see ``oscar_mm.media.load_image``.
+        sizes: says which options the model has, and which sizes they mean; without it there are no
+            options.
         most_seconds: of sound that a request may have.
 
     Raises:
@@ -203,6 +216,7 @@ class MediaReader:
     video_fps: float = 2.0
     fit: Fit | None = None
     most_seconds: float = math.inf
+    sizes: SizeRule | None = None
 
     def __post_init__(self) -> None:
         fps = self.video_fps
@@ -261,6 +275,7 @@ class MediaReader:
         """
         count = MediaCount(self.limits, self.most_seconds, cancelled)
         self.limits.check_count(len(parts))
+        self._check_options(parts)
         parts = self._fetched(parts)
         outline = self.outline(parts) if fits else self._outline(parts)
         if fits and outline:
@@ -272,21 +287,59 @@ class MediaReader:
                 fits(media)
             yield media
 
+    def _check_options(self, parts: Sequence[MediaPart]) -> None:
+        """Refuse options that the model lacks, or that ask for more than the limits.
+
+        Raises:
+            InputError: names the medium and the option.
+        """
+        known = self._options
+        for part in parts:
+            given = part.options.given
+            if unknown := [name for name in given if name not in known]:
+                has = ", ".join(sorted(known)) or "none"
+                raise InputError(
+                    f"{part.described}: this model has no option {', '.join(unknown)}; leave it "
+                    f"out, or give one of: {has}"
+                )
+            try:
+                part.options.check_limits(self.limits)
+            except InputError as error:
+                raise InputError(f"{part.described}: {error}") from None
+
+    def _fit(self, part: MediaPart) -> Fit | None:
+        """How large a part's image is worth keeping."""
+        sizes = self.sizes
+        if sizes is None or not self._is_sized(part):
+            return self.fit
+        return Exactly(lambda width, height: sizes.image_size(width, height, part.options))
+
+    def _is_sized(self, part: MediaPart) -> bool:
+        """Whether options choose the size of a part's pictures."""
+        if part.modality is Modality.IMAGE and "max_pixels" in self._options:
+            return part.options.scales_image
+        return part.modality is Modality.VIDEO and part.options.scales_frames
+
+    @property
+    def _options(self) -> frozenset[str]:
+        return frozenset() if self.sizes is None else self.sizes.media_options
+
     def _decoded(self, parts: Sequence[MediaPart], count: MediaCount, limits: MediaLimits) -> Media:
         def picture(part: MediaPart) -> Image.Image:
             with count.turn(large=_file_bytes(part.source) > LARGE_BYTES):
-                how: dict[str, Any] = {"fit": self.fit, "limits": limits, "count": count}
+                how: dict[str, Any] = {"fit": self._fit(part), "limits": limits, "count": count}
                 return load_image(part.source, label=part.described, **how)
 
         def clip(part: MediaPart) -> Video:
             count.check_wanted()
-            how: dict[str, Any] = {"limits": limits, "fps": self.video_fps, "sound": part.sound}
-            video = load_video(part.source, label=part.described, count=count, **how)
+            how = self._clip_options(part) | {"limits": limits, "count": count}
+            video = load_video(part.source, label=part.described, **how)
             count.add(math.prod(video.frames.shape[:3]), part.described)
             return video
 
         def recording(part: MediaPart) -> Audio:
-            return load_audio(part.source, label=part.described, limits=limits, count=count)
+            how: dict[str, Any] = {"limits": limits, "count": count}
+            return load_audio(part.samples, label=part.described, **how)
 
         images, videos, audio = (_of_kind(parts, kind) for kind in _KINDS)
         return Media(
@@ -295,7 +348,13 @@ class MediaReader:
             videos=[*map(clip, videos)],
             audio=[*_reading(audio)(recording, audio)],
             labels=[part.label for part in (*images, *videos, *audio)],
+            sized=[self._is_sized(part) for part in (*images, *videos, *audio)],
         )
+
+    def _clip_options(self, part: MediaPart) -> dict[str, Any]:
+        """How a video is read."""
+        how = {"fps": self.video_fps, "sound": part.sound}
+        return how | {"options": part.options, "sizes": self.sizes}
 
     def outline(self, parts: Sequence[MediaPart]) -> Outline:
         """Media of which only sizes are known, by their headers; nothing is decoded.
@@ -315,7 +374,7 @@ class MediaReader:
         return outline
 
     def _outline(self, parts: Sequence[MediaPart], count: MediaCount | None = None) -> Outline:
-        limits, fps = self.limits, self.video_fps
+        limits = self.limits
         pictures, clips, recordings = (_of_kind(parts, kind) for kind in _KINDS)
         images = self._image_outlines(pictures, limits, count)
         if _picture_bytes(images) > limits.max_decoding_bytes:
@@ -324,26 +383,30 @@ class MediaReader:
         kinds: dict[str, list[Any]] = {
             "images": [None if image is None else image.size for image in images],
             "videos": [
-                video_outline(part.source, fps=fps, limits=limits, sound=part.sound)
+                video_outline(part.source, limits=limits, **self._clip_options(part))
                 for part in clips
             ],
-            "audio": [audio_outline(part.source, limits=limits) for part in recordings],
+            "audio": [audio_outline(part.samples, limits=limits) for part in recordings],
         }
         told = [size is not None for sizes in kinds.values() for size in sizes]
-        labels = [part.label for part in compress((*pictures, *clips, *recordings), told)]
+        known_parts = [*compress((*pictures, *clips, *recordings), told)]
+        names = {
+            "labels": [part.label for part in known_parts],
+            "sized": [self._is_sized(part) for part in known_parts],
+        }
         known = {kind: [x for x in sizes if x is not None] for kind, sizes in kinds.items()}
         taken = [
             _picture_bytes(images),
             *map(self._clip_bytes, clips, kinds["videos"]),
             *map(self._sound_bytes, kinds["audio"]),
         ]
-        return Outline(**known, labels=labels, decoding_bytes=sum(taken), limits=limits)
+        return Outline(**known, **names, decoding_bytes=sum(taken), limits=limits)
 
     def _image_outlines(
         self, parts: Sequence[MediaPart], limits: MediaLimits, count: MediaCount | None = None
     ) -> list[ImageOutline | None]:
-        how: dict[str, Any] = {"limits": limits, "fit": self.fit, "count": count}
-        return [image_outline(part.source, **how) for part in parts]
+        how: dict[str, Any] = {"limits": limits, "count": count}
+        return [image_outline(part.source, fit=self._fit(part), **how) for part in parts]
 
     def _clip_bytes(self, part: MediaPart, outline: Video | None) -> int:
         """Memory that a video takes; as much as the limits allow where its header does not say."""

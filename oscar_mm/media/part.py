@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from oscar_mm.media.options import NO_OPTIONS, MediaOptions
 from oscar_mm.media.source import describe, is_address
 from oscar_mm.modality import Modality
 
@@ -22,17 +23,26 @@ class MediaPart:
         source: what ``load_image``, ``load_video`` or ``load_audio`` takes.
         place: the argument that gave it, such as images[2]; names it in errors.
         sound: of a video: read its sound too.
+        options: how it is read.
     """
 
     modality: Modality
     source: Any
     place: str
     sound: bool = False
+    options: MediaOptions = NO_OPTIONS
 
     @property
     def described(self) -> str:
         """Its name in errors: the path or address, otherwise its place."""
         return describe(self.source, self.place)
+
+    @property
+    def samples(self) -> Any:
+        """The source of a recording: a bare array with the rate that the options give it."""
+        rate = self.options.sampling_rate
+        is_bare = isinstance(self.source, np.ndarray) and rate is not None
+        return (self.source, rate) if is_bare else self.source
 
     @property
     def label(self) -> str:

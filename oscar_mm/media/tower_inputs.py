@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -143,16 +143,51 @@ def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
     return width, height
 
 
-class _InBytes:
-    """A processor whose pixels stay bytes; its attributes are those of the one that it asks."""
-
-    options: ClassVar[dict[str, Any]] = {"do_rescale": False, "do_normalize": False}
+class _Asking:
+    """A processor whose attributes are those of the one that it asks."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._processor, name)
+
+
+class SizesKept(_Asking):
+    """An image or video processor that leaves some of the media in their size.
+
+    Args:
+        processor: scales the others.
+        sized: for each medium of a call, whether it keeps its size.
+    """
+
+    def __init__(self, processor: Any, sized: Sequence[bool]) -> None:
+        super().__init__(processor)
+        self._sized = sized
+
+    def __call__(self, *given: Any, **options: Any) -> BatchFeature:
+        """What the processor makes of all media, in their order."""
+        [media] = given or [options.pop(name) for name in ("images", "videos") if name in options]
+        made = []
+        for keeps, run in groupby(range(len(media)), lambda place: self._sized[place]):
+            places = [*run]
+            how = options | ({"do_resize": False} if keeps else {})
+            if "video_metadata" in options:
+                how["video_metadata"] = [options["video_metadata"][place] for place in places]
+            made.append(self._processor([media[place] for place in places], **how))
+        return BatchFeature({name: _joined([part[name] for part in made]) for name in made[0]})
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat([*parts])
+    return [one for part in parts for one in part]
+
+
+class _InBytes(_Asking):
+    """A processor whose pixels stay bytes."""
+
+    options: ClassVar[dict[str, Any]] = {"do_rescale": False, "do_normalize": False}
 
 
 class VideosInBytes(_InBytes):
@@ -171,7 +206,8 @@ class ImagesInBytes(_InBytes):
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> BatchFeature:
         """Patches of RGB images, (patches, channels x side x side) uint8, and their grids."""
         batches = list(_batches(images))
-        counts = [sum(map(self._patches, some)) for some in batches]
+        resizes = options.get("do_resize", self._processor.do_resize)
+        counts = [sum(self._patches(image, resizes) for image in some) for some in batches]
         channels, side = len(self._processor.image_mean), self._processor.patch_size
         pixels = torch.empty(sum(counts), channels * side**2, dtype=torch.uint8)
         parts = pixels.split(counts)
@@ -184,9 +220,10 @@ class ImagesInBytes(_InBytes):
         grids = torch.cat([*in_threads(process, range(len(batches)))])
         return BatchFeature({"pixel_values": pixels, "image_grid_thw": grids})
 
-    def _patches(self, image: Image.Image) -> int:
-        side = self._processor.patch_size
-        width, height = resized(self._processor, image.width, image.height)
+    def _patches(self, image: Image.Image, resizes: bool) -> int:
+        side, (width, height) = self._processor.patch_size, image.size
+        if resizes:
+            width, height = resized(self._processor, width, height)
         return (width // side) * (height // side)
 
 

@@ -17,9 +17,11 @@ from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.audio import LENIENT, clip_sound, container_seconds, silence
-from oscar_mm.media.image import load_image
+from oscar_mm.media.frame_choice import FrameChoice, chosen_frames
+from oscar_mm.media.image import load_image, scaled
 from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaCount, MediaLimits
-from oscar_mm.media.mono import Audio
+from oscar_mm.media.mono import RATE, Audio
+from oscar_mm.media.options import NO_OPTIONS, MediaOptions, SizeRule
 from oscar_mm.media.source import describe, existing_file, none_if_unreadable
 from oscar_mm.media.timeline import (
     ROUNDING_S,
@@ -48,19 +50,25 @@ class Video:
         frames: (T, H, W, 3) uint8, RGB, upright, T >= 2 (a lone frame is given twice, because
             Qwen's processors join frames in pairs).
         seconds: length of the whole clip.
-        fps: frames per second: frame i is what the clip shows i / fps seconds after its start.
-        sound: the sound from the start of the clip on, if it was requested and the file has an
-            audio track.
+        fps: frames per second: frame i is what the clip shows i / fps seconds after its start,
+            unless ``chosen`` says otherwise.
+        sound: the sound of what is read of the clip, if it was requested and the file has an audio
+            track.
+        chosen: seconds after the start of the clip at which it shows each frame, where options
+            chose the frames.
     """
 
     frames: np.ndarray
     seconds: float
     fps: float
     sound: Audio | None = None
+    chosen: tuple[float, ...] | None = None
 
     @property
     def times(self) -> list[float]:
         """Seconds after the start of the clip at which it shows each of the frames."""
+        if self.chosen is not None:
+            return [*self.chosen]
         return [index / self.fps for index in range(len(self.frames))]
 
     @property
@@ -71,14 +79,15 @@ class Video:
         They lengthen the list in place, so it must not be shared.
         """
         count, height, width = self.frames.shape[:3]
+        uneven = self.chosen is not None
         return {
             "total_num_frames": count,
-            "fps": self.fps,
+            "fps": 1.0 if uneven else self.fps,
             "width": width,
             "height": height,
             "duration": self.seconds,
             "video_backend": "pyav",
-            "frames_indices": list(range(count)),
+            "frames_indices": self.times if uneven else list(range(count)),
         }
 
 
@@ -93,6 +102,8 @@ def load_video(
     sound: bool = False,
     label: str | None = None,
     count: MediaCount | None = None,
+    options: MediaOptions = NO_OPTIONS,
+    sizes: SizeRule | None = None,
 ) -> Video:
     """Read one clip.
 
@@ -106,6 +117,8 @@ def load_video(
         sound: read the sound of a file too; frames and silent files have none.
         label: name of the clip in error messages; by default the path.
         count: of the request that it is part of.
+        options: which frames are kept of a file, instead of ``fps``, and their size.
+        sizes: says which size options mean; without it they choose none.
 
     Returns:
         The sampled frames with their times, and the sound.
@@ -122,20 +135,37 @@ def load_video(
         if isinstance(file, bytes):
             limits.check_bytes(len(file), name)
         timeline = _timeline(file, limits, name)
-        video = _from_file(file, timeline, float(fps), limits, name)
+        plan = _FramePlan(float(fps), options, limits, sizes, name)
+        video, span = _from_file(file, timeline, plan)
         if not (sound and timeline.has_sound):
             return video
-        return replace(video, sound=clip_sound(file, timeline.start, limits, name, count))
+        heard = clip_sound(file, timeline.start, limits, name, count)
+        return replace(video, sound=heard if span is None else _part_of(heard, *span))
     if isinstance(source, (list, tuple, np.ndarray)):
-        return _from_frames(source, float(fps), limits, name)
+        rate = float(fps if options.fps is None else options.fps)
+        return _from_frames(source, _FramePlan(rate, options, limits, sizes, name))
     raise InputError(
         f"{name}: {type(source).__name__} is not a video; pass the path or the bytes of a file, a "
         "list of frames or an array (T, H, W, C)"
     )
 
 
+def _part_of(sound: Audio, start: float, end: float) -> Audio:
+    """What is heard from one second to another."""
+    samples = sound.samples[round(start * RATE) : round(end * RATE)]
+    return replace(sound, samples=samples.copy())
+
+
 @none_if_unreadable
-def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) -> Video | None:
+def video_outline(
+    source: Any,
+    *,
+    fps: float,
+    limits: MediaLimits,
+    sound: bool,
+    options: MediaOptions = NO_OPTIONS,
+    sizes: SizeRule | None = None,
+) -> Video | None:
     """The video that ``load_video`` would make of a source, without its pixels, by its header.
 
     The outline of a file may have one frame less. None where the header does not say, something is
@@ -145,18 +175,27 @@ def video_outline(source: Any, *, fps: float, limits: MediaLimits, sound: bool) 
         file = _file(source, "")
         with _opened_video(file, "") as (container, track):
             seconds, size = header_seconds(container, track), (track.width, track.height)
+            file_rate = picture_rate(track)
             audio = silence(container_seconds(file)) if sound and sound_track(container) else None
         if not seconds:
             return None
         limits.check_video(*size, seconds, "")
-        video = sampled(seconds, size, fps, limits, audio)
-        # Whether the last frame is kept depends on the times of the frames.
-        return replace(video, frames=video.frames[: max(2, len(video.frames) - 1)])
+        plan = _FramePlan(fps, options, limits, sizes, "")
+        choice = plan.frames(seconds, file_rate)
+        if audio is not None and choice.span is not None:
+            start, end = choice.span
+            audio = silence(max(0.0, min(audio.seconds, end) - start))
+        # How many are kept depends on the times of the frames: the last one, or a pair.
+        count = max(2, len(choice.times) - (2 if options.chooses_frames else 1))
+        # The header does not tell whether frames are to be turned, which changes no count.
+        kept = plan.size(*size, len(choice.times), turned=False)
+        return _outline(count, kept, seconds, choice.fps, audio)
     first, count = source[0], max(2, len(source))
     height, width = first.size[::-1] if isinstance(first, Image.Image) else first.shape[:2]
-    seconds = len(source) / fps
+    seconds = len(source) / (fps if options.fps is None else options.fps)
     limits.check_video(width, height, seconds, "")
-    return _outline(count, (width, height), seconds, count / seconds, None)
+    size = _FramePlan(fps, options, limits, sizes, "").listed_size(width, height, count)
+    return _outline(count, size, seconds, count / seconds, None)
 
 
 @none_if_unreadable
@@ -190,12 +229,68 @@ def _outline(
     return Video(frames, seconds, rate, sound)
 
 
+@dataclass(frozen=True)
+class _FramePlan:
+    """Frames to keep of a clip, and their size.
+
+    Attributes:
+        fps: frames per second to keep of a file where options do not say; those of a list.
+        options, limits, sizes, label: as of ``load_video``.
+    """
+
+    fps: float
+    options: MediaOptions
+    limits: MediaLimits
+    sizes: SizeRule | None
+    label: str
+
+    def frames(self, seconds: float, file_rate: float) -> FrameChoice:
+        """Choose frames of a file of so many seconds and frames per second."""
+        if self.options.chooses_frames:
+            how = self.fps, self.options, self.limits, self.label
+            return chosen_frames(seconds, file_rate, *how)
+        count, rate = _kept_frames(seconds, self.fps, self.limits)
+        times = tuple(index / rate for index in range(count))
+        return FrameChoice(times, times, rate)
+
+    def size(self, width: int, height: int, frames: int, *, turned: bool) -> tuple[int, int]:
+        """Width and height in which frames of a file are kept, before they are turned."""
+        if self.sizes is None or not self.options.scales_frames:
+            return _kept_size(width, height, frames, self.limits)
+        most = self.limits.max_video_pixels // frames
+        least, given = self.options.min_pixels, self.options.max_pixels
+        options = replace(
+            self.options,
+            min_pixels=None if least is None else min(least, most),
+            max_pixels=most if given is None else min(given, most),
+        )
+        upright = (height, width) if turned else (width, height)
+        size = self.sizes.frame_size(*upright, frames, options)
+        if options.resized is not None and size[0] * size[1] > most:
+            raise InputError(
+                f"{self.label}: {frames} frames of {size[0]}x{size[1]} pixels are more than the "
+                f"limit of {self.limits.max_video_pixels:,}; give a lower resized_width and "
+                "resized_height, or keep fewer frames"
+            )
+        width, height = size
+        return (height, width) if turned else (width, height)
+
+    def listed_size(self, width: int, height: int, frames: int) -> tuple[int, int]:
+        """Width and height in which the frames of a list are kept: their own by default."""
+        if self.sizes is None or not self.options.scales_frames:
+            return width, height
+        return self.size(width, height, frames, turned=False)
+
+
 def _from_frames(
-    source: np.ndarray | Sequence[Image.Image | np.ndarray],
-    fps: float,
-    limits: MediaLimits,
-    label: str,
+    source: np.ndarray | Sequence[Image.Image | np.ndarray], plan: _FramePlan
 ) -> Video:
+    fps, limits, label = plan.fps, plan.limits, plan.label
+    if unused := plan.options.of_files:
+        raise InputError(
+            f"{label}: {', '.join(unused)} chooses frames of a file, and all frames of a list are "
+            "kept; leave it out"
+        )
     if isinstance(source, np.ndarray) and source.ndim != 4:
         raise InputError(f"{label}: an array of shape {source.shape} is not (T, H, W, C)")
     count = len(source)
@@ -206,7 +301,7 @@ def _from_frames(
             f"{label}: {count} frames are more than the limit of {limits.max_video_frames}; pass "
             "every n-th frame (and fps / n) or raise MediaLimits.max_video_frames"
         )
-    images = []
+    images, first = [], None
     for index, frame in enumerate(source):
         part = f"{label}, frame {index}"
         if not isinstance(frame, (Image.Image, np.ndarray)):
@@ -214,12 +309,14 @@ def _from_frames(
             raise InputError(f"{part}: {kind} is not a frame; pass PIL images or numpy arrays")
         image = load_image(frame, limits=limits, label=part)
         limits.check_video(*image.size, count / fps, part)
-        if images and images[0].shape[1::-1] != image.size:
+        if first is None:
+            first, size = image.size, plan.listed_size(*image.size, max(2, count))
+        if first != image.size:
             raise InputError(
                 f"{part}: {image.width}x{image.height} pixels, but frame 0 has "
-                f"{images[0].shape[1]}x{images[0].shape[0]}; all frames must have one size"
+                f"{first[0]}x{first[1]}; all frames must have one size"
             )
-        images.append(np.asarray(image))
+        images.append(np.asarray(scaled(image, size)))
     frames = np.stack(images)
     if count == 1:
         frames = np.repeat(frames, 2, axis=0)
@@ -261,29 +358,38 @@ def _timeline(file: Path | bytes, limits: MediaLimits, label: str) -> Timeline:
 
 
 def _from_file(
-    file: Path | bytes, timeline: Timeline, fps: float, limits: MediaLimits, label: str
-) -> Video:
-    """Decode a clip picture by picture, of which only those that are kept are in memory."""
-    count, rate = _kept_frames(timeline.seconds, fps, limits)
+    file: Path | bytes, timeline: Timeline, plan: _FramePlan
+) -> tuple[Video, tuple[float, float] | None]:
+    """Decode a clip picture by picture, of which only those that are kept are in memory.
+
+    Returns:
+        its frames, and the seconds of what is read if that is not all.
+    """
+    label = plan.label
     kept: np.ndarray | None = None
-    last, scaled = None, None
+    last, shown = None, None
     with _opened_video(file, label) as (container, track):
         track.thread_type = "AUTO"
-        due = [index / rate for index in range(count)]
-        for place, frame in enumerate(on_show(_pictures(container, track, timeline.start), due)):
+        choice = plan.frames(timeline.seconds, picture_rate(track))
+        count, pictures = len(choice.times), _pictures(container, track, timeline.start)
+        for place, frame in enumerate(on_show(pictures, choice.due)):
             if kept is None:
-                limits.check_video(frame.width, frame.height, 0.0, label)
-                size = _kept_size(frame.width, frame.height, count, limits)
+                plan.limits.check_video(frame.width, frame.height, 0.0, label)
                 matrix = _display_matrix(frame)
+                size = plan.size(frame.width, frame.height, count, turned=_is_turned(matrix))
+                # An area has no more pixels than it has.
+                grows = size[0] > frame.width or size[1] > frame.height
+                how = {"format": "rgb24", "interpolation": "BICUBIC" if grows else "AREA"}
             if frame is not last:
-                pixels = frame.reformat(*size, format="rgb24", interpolation="AREA").to_ndarray()
-                last, scaled = frame, _displayed(pixels, matrix)
+                pixels = frame.reformat(*size, **how).to_ndarray()
+                last, shown = frame, _displayed(pixels, matrix)
             if kept is None:
-                kept = np.empty((count, *scaled.shape), np.uint8)
-            kept[place] = scaled
+                kept = np.empty((count, *shown.shape), np.uint8)
+            kept[place] = shown
     if kept is None:
         raise InputError(f"{label}: no frame of the video can be decoded; convert it to MP4")
-    return Video(kept, timeline.seconds, rate)
+    chosen = choice.times if plan.options.chooses_frames else None
+    return Video(kept, timeline.seconds, choice.fps, chosen=chosen), choice.span
 
 
 def _pictures(container: Any, track: Any, start: float) -> Iterator[tuple[float, Any]]:
@@ -308,9 +414,15 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
 def _displayed(pixels: np.ndarray, matrix: tuple[int, int, int, int]) -> np.ndarray:
     """(H, W, 3) pixels, mirrored and turned by quarters to what is nearest to a display matrix."""
     a, b, c, d = matrix
-    if abs(b) + abs(c) > abs(a) + abs(d):
+    if _is_turned(matrix):
         pixels, a, d = pixels.swapaxes(0, 1), c, b
     return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+
+
+def _is_turned(matrix: tuple[int, int, int, int]) -> bool:
+    """Whether a display matrix turns frames by a quarter."""
+    a, b, c, d = matrix
+    return abs(b) + abs(c) > abs(a) + abs(d)
 
 
 def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[int, float]:

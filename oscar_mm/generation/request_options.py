@@ -1,0 +1,43 @@
+"""Keyword arguments of a question or a conversation: for its answer, its media and its template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from oscar_mm.errors import InputError
+from oscar_mm.generation.family import Family
+from oscar_mm.generation.sampling import SamplingOptions
+from oscar_mm.generation.template import TemplateFields
+from oscar_mm.media.options import NAMES, MediaOptionFields, MediaOptions
+
+
+class QuestionOptions(SamplingOptions, MediaOptionFields, total=False):
+    """Fields of ``SamplingOptions``, and of ``MediaOptions`` for all media of the question."""
+
+
+class RequestOptions(QuestionOptions, TemplateFields, total=False):
+    """Fields of ``QuestionOptions``, and of ``TemplateFields`` for the conversation."""
+
+
+def split_media(options: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], MediaOptions]:
+    """All other options, unchecked, and those of the media.
+
+    Raises:
+        InputError: an option of media that is not allowed, or that the family lacks.
+    """
+    media = {name: value for name, value in options.items() if name in NAMES}
+    for name, value in media.items():
+        if value is not None and name not in family.media_options:
+            has = ", ".join(sorted(family.media_options))
+            raise InputError(f"{name}: {family.name} has no such option; of media it has {has}")
+    rest = {name: value for name, value in options.items() if name not in NAMES}
+    return rest, MediaOptions(**media)
+
+
+def split_template(options: Mapping[str, Any]) -> tuple[dict[str, Any], TemplateFields]:
+    """All other options, and those of the chat template, unchecked."""
+    names = TemplateFields.__annotations__
+    template = {name: value for name, value in options.items() if name in names}
+    rest = {name: value for name, value in options.items() if name not in names}
+    return rest, TemplateFields(**template)

@@ -1,0 +1,225 @@
+"""MediaOptions: how a user has a picture, a video or a recording read.
+
+Names and meanings are those of qwen-vl-utils, of OpenAI's protocol (``detail``) and of Hugging
+Face's processors (``num_frames``, ``sampling_rate``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, TypedDict
+
+from oscar_mm.errors import InputError, shown
+from oscar_mm.media.limits import MediaLimits
+from oscar_mm.modality import Modality
+
+_DETAILS = "auto", "low", "high"
+LOW_PIXELS = 512 * 512
+"""Most pixels of a picture in OpenAI's low detail."""
+_SIZES = "min_pixels", "max_pixels", "resized_width", "resized_height"
+_FRAMES = "fps", "num_frames", "min_frames", "max_frames", "video_start", "video_end"
+OF_MODALITY = {
+    Modality.IMAGE: (*_SIZES, "detail"),
+    Modality.VIDEO: (*_SIZES, "total_pixels", *_FRAMES),
+    Modality.AUDIO: ("sampling_rate",),
+}
+"""Options that a medium of each modality has."""
+ALIASES = {"nframes": "num_frames"}
+"""Other names of options in parts of messages."""
+
+
+class MediaOptionFields(TypedDict, total=False):
+    """Keyword arguments of a request that are ``MediaOptions`` of all its media."""
+
+    min_pixels: int | None
+    max_pixels: int | None
+    total_pixels: int | None
+    resized_width: int | None
+    resized_height: int | None
+    detail: str | None
+    fps: float | None
+    num_frames: int | None
+    min_frames: int | None
+    max_frames: int | None
+    video_start: float | None
+    video_end: float | None
+    sampling_rate: int | None
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """Options of one medium; those that are None keep the pipeline's or the checkpoint's own.
+
+    Attributes:
+        min_pixels, max_pixels: width x height to which the model's picture is scaled up or down,
+            of an image or of a frame of a video.
+        total_pixels: most pixels of all frames of a video.
+        resized_width, resized_height: size of the model's picture, rounded to its patches.
+        detail: of an image: "low" is at most 512 x 512 pixels; "high" and "auto" are as without.
+        fps: frames per second to keep of a video file; the rate of a video that is given in frames.
+        num_frames: frames to keep of a video file, spread evenly.
+        min_frames, max_frames: bounds on the frames that ``fps`` keeps.
+        video_start, video_end: part of a video file that is read, in seconds.
+        sampling_rate: samples per second of a recording that is given as a bare array.
+
+    Raises:
+        InputError: a value that is not allowed, or two that contradict each other.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    resized_width: int | None = None
+    resized_height: int | None = None
+    detail: str | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+    sampling_rate: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given.items():
+            _check(name, value)
+        if self.fps is not None and self.num_frames is not None:
+            raise InputError("fps and num_frames: give only one of them")
+        if (self.resized_width is None) != (self.resized_height is None):
+            raise InputError("resized_width and resized_height: give both or none")
+        for low, high in (
+            ("min_pixels", "max_pixels"),
+            ("min_frames", "max_frames"),
+            ("video_start", "video_end"),
+        ):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and least > most:
+                raise InputError(f"{low}={least:g} is more than {high}={most:g}")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def resized(self) -> tuple[int, int] | None:
+        """Width and height that were given."""
+        if self.resized_width is None or self.resized_height is None:
+            return None
+        return self.resized_width, self.resized_height
+
+    @property
+    def scales_image(self) -> bool:
+        """Whether they choose the size of an image."""
+        return self.detail == "low" or any(getattr(self, name) is not None for name in _SIZES)
+
+    @property
+    def scales_frames(self) -> bool:
+        """Whether they choose the size of a video's frames."""
+        names = (*_SIZES, "total_pixels")
+        return any(getattr(self, name) is not None for name in names)
+
+    @property
+    def chooses_frames(self) -> bool:
+        """Whether they choose the frames of a video file."""
+        return any(getattr(self, name) is not None for name in _FRAMES)
+
+    @property
+    def of_files(self) -> list[str]:
+        """Those that are given and choose frames of a video file, which a list of frames lacks."""
+        return [name for name in _FRAMES if name != "fps" and getattr(self, name) is not None]
+
+    def over(self, usual: MediaOptions) -> MediaOptions:
+        """These, and those of a request where a medium has none of its own.
+
+        Raises:
+            InputError: they contradict each other.
+        """
+        kept = usual.given
+        if self.fps is not None or self.num_frames is not None:
+            kept = {name: x for name, x in kept.items() if name not in ("fps", "num_frames")}
+        return replace(usual, **{**dict.fromkeys(usual.given), **kept, **self.given})
+
+    def of_modality(self, modality: Modality) -> MediaOptions:
+        """Those that a medium of a modality has."""
+        names = OF_MODALITY[modality]
+        return MediaOptions(**{name: x for name, x in self.given.items() if name in names})
+
+    def check_limits(self, limits: MediaLimits) -> None:
+        """Refuse more than the limits allow.
+
+        Raises:
+            InputError: names the option, the limit and what to do.
+        """
+        if (sides := self.resized) and max(sides) > limits.max_image_side_ratio * min(sides):
+            raise InputError(
+                f"resized_width and resized_height: {sides[0]}x{sides[1]} is longer than "
+                f"{limits.max_image_side_ratio:g}:1; give a lower ratio"
+            )
+        area = math.prod(self.resized or (0, 0))
+        for name, value, limit in (
+            ("min_pixels", self.min_pixels, "max_image_pixels"),
+            ("max_pixels", self.max_pixels, "max_image_pixels"),
+            ("resized_width x resized_height", area, "max_image_pixels"),
+            ("total_pixels", self.total_pixels, "max_video_pixels"),
+            ("num_frames", self.num_frames, "max_video_frames"),
+            ("min_frames", self.min_frames, "max_video_frames"),
+            ("max_frames", self.max_frames, "max_video_frames"),
+        ):
+            most = getattr(limits, limit)
+            if value is not None and value > most:
+                raise InputError(
+                    f"{name}={value:,} is more than the limit of {most:,}; give less or raise "
+                    f"MediaLimits.{limit}"
+                )
+
+
+NO_OPTIONS = MediaOptions()
+
+
+def options_from(given: Mapping[str, Any]) -> MediaOptions:
+    """Options by their names or their other names.
+
+    Raises:
+        InputError: as of ``MediaOptions``.
+    """
+    return MediaOptions(**{ALIASES.get(name, name): value for name, value in given.items()})
+
+
+NAMES = tuple(field.name for field in fields(MediaOptions))
+
+
+class SizeRule(Protocol):
+    """What a family of models makes of options."""
+
+    media_options: ClassVar[frozenset[str]]
+    """Options that the family has."""
+
+    def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
+        """Width and height to which options have an image scaled."""
+        ...
+
+    def frame_size(
+        self, width: int, height: int, frames: int, options: MediaOptions
+    ) -> tuple[int, int]:
+        """Width and height to which options have each of so many frames of a video scaled."""
+        ...
+
+
+def _check(name: str, value: Any) -> None:
+    if name == "detail":
+        if value not in _DETAILS:
+            raise InputError(f"detail={shown(value)}: must be one of {', '.join(_DETAILS)}")
+        return
+    seconds = name in ("fps", "video_start", "video_end")
+    kinds = (int, float) if seconds else (int,)
+    least = 2 if name == "num_frames" else 0 if name.startswith("video_") else 1
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        noun = "a number" if seconds else "a whole number"
+        raise InputError(f"{name}={shown(value)}: must be {noun}")
+    if value < least and name != "fps":
+        raise InputError(f"{name}={shown(value)}: must be at least {least}")
+    if name == "fps" and value <= 0:
+        raise InputError(f"fps={shown(value)}: must be frames per second, above 0")
