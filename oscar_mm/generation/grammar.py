@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from oscar_mm.errors import InputError
+from oscar_mm.tool_parsers.schema import without_unknown_formats
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -83,7 +84,7 @@ class Grammar:
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(parsed)
+            text = json.dumps(without_unknown_formats(parsed))
         except (TypeError, ValueError, RecursionError):
             parsed, text = None, ""
         if not isinstance(parsed, Mapping):

@@ -8,6 +8,7 @@ from typing import Any
 
 from oscar_mm.errors import InputError
 from oscar_mm.tool_parsers.definitions import ToolDefinition
+from oscar_mm.tool_parsers.schema import without_unknown_formats
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as models write it, which keeps a model from white space without end."""
@@ -50,7 +51,8 @@ def rules_of_calls(
 
 def json_of(schema: Mapping[str, Any]) -> str:
     """JSON that a schema allows."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
+    served = without_unknown_formats(schema)
+    return f"%json {json.dumps({**served, 'x-guidance': _SPACING})}"
 
 
 def schema_of_arguments(tool: ToolDefinition) -> dict[str, Any]:

@@ -55,6 +55,21 @@ SCHEMAS: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
         lambda x: bool(re.fullmatch(r"[A-C]{2}-[0-9]+", x)) and len(x) <= 8,
     ),
     ({"type": "string", "format": "date"}, lambda x: bool(re.fullmatch(r"\d{4}-\d\d-\d\d", x))),
+    # A format that nobody checks says nothing about what is valid.
+    (
+        {"type": "string", "format": "color", "pattern": "^#[0-9]{3}$"},
+        lambda x: bool(re.fullmatch(r"#[0-9]{3}", x)),
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"format": {"type": "string", "format": "regex", "maxLength": 3}},
+            "required": ["format"],
+            "additionalProperties": False,
+        },
+        lambda x: is_object(x, {"format"}, {"format"}) and len(x["format"]) <= 3,
+    ),
+    ({"const": {"format": "color"}}, lambda x: x == {"format": "color"}),
     ({"const": {"a": [1, "b"]}}, lambda x: x == {"a": [1, "b"]}),
     (NAMES, lambda x: x in NAMES["enum"]),
     ({"anyOf": [{"const": 5}, {"enum": ["x"]}]}, lambda x: x in (5, "x")),

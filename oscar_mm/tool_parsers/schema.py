@@ -1,0 +1,29 @@
+"""JSON schemas as llguidance takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TIMES = frozenset(("date-time", "time", "date", "duration"))
+_FORMATS = _TIMES | {"email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+"""Formats of strings that llguidance knows."""
+_VALUES = frozenset(("const", "enum", "default", "examples"))
+"""Keywords whose values are no schemas."""
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """A schema without formats of strings that llguidance refuses.
+
+    A format says nothing about what is valid to whom it is unknown (JSON Schema 2020-12,
+    Validation, 7.2.3).
+    """
+    if isinstance(schema, list):
+        return [without_unknown_formats(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        name: value if name in _VALUES else without_unknown_formats(value)
+        for name, value in schema.items()
+        if name != "format" or not isinstance(value, str) or value in _FORMATS
+    }
