@@ -221,12 +221,14 @@ class GrammarMask:
                 (len(self._states), words), dtype=torch.int32, pin_memory=scores.is_cuda
             )
         # The step before has sent its masks long ago: the host has had its tokens.
-        self._mask.fill_(-1)
-        active = [
-            (state.matcher, place)
-            for place, state in enumerate(self._states)
-            if state is not None and state.is_active
-        ]
+        active: list[tuple[LLMatcher, int]] = []
+        for place, state in enumerate(self._states):
+            if state is not None and state.is_active:
+                active.append((state.matcher, place))
+            else:
+                # Row by row: threads of PyTorch, which fill large tensors, would go on spinning
+                # where the compiler's threads are to work.
+                self._mask[place] = -1
         executor = _executor()
         executor.unsafe_compute_mask_ptr(
             active, self._mask.data_ptr(), words * self._mask.element_size(), len(self._mask)
