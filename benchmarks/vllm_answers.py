@@ -13,11 +13,11 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import Record, Row, command, device_name, finish, parser, show
+from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS
 from benchmarks.vllm_process import CHILD, run_child, vllm_versions
 from oscar_mm.models import source_of
@@ -214,6 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--ways", default="graphs,eager,preempted,ngram", help=f"of {', '.join(WAYS)}")
     add("--questions", type=int, default=200)
     add("--limit", type=float, default=150.0, help="seconds of a process")
+    add("--add", action="store_true", help="keep the file's rows of other runs")
     options = options_parser.parse_args(arguments)
     ways = options.ways.split(",")
     if unknown := set(ways) - set(WAYS):
@@ -228,7 +229,11 @@ def main(arguments: Sequence[str]) -> int:
     record = Record(
         "vllm_answers", line, device_name("cuda"), rows, NOTES, versions=vllm_versions()
     )
-    report(rows)
+    if options.add and (earlier := record.earlier(options.out)) is not None:
+        cell = ("model", "policy", "way")
+        merged = merge_rows(earlier.rows, rows, cell, lambda row, old: "error" not in row)
+        record = replace(record.continuing(earlier), rows=merged)
+    report(record.rows)
     finish(record, options.out)
     return int(any("error" in row for row in rows))
 

@@ -49,6 +49,9 @@ def test_a_record_of_what_ended(
     rows = {row["way"]: row for row in Record.load(path).rows}
     assert (rows["ours"]["right"], rows["graphs"]["right"]) == (180, 190)
     assert rows["graphs"]["same"] == 190 and rows["ngram"]["error"] == "exit code 1"
+    assert vllm_answers.main([*line[:-1], "eager", "--add"]) == 0
+    kept = [row["way"] for row in Record.load(path).rows]
+    assert kept == ["exact", "ours", "graphs", "ngram", "eager"]
     with pytest.raises(SystemExit):
         vllm_answers.main(["--ways", "graph"])
     assert "choose from graphs, eager" in capsys.readouterr().err
