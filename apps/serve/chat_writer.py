@@ -51,11 +51,15 @@ class ChatWriter:
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
         """The body of answers that are not streamed."""
         written = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
-        body = {**self._header, "object": "chat.completion", "choices": written, "usage": usage}
-        of_prompt = choices[0].completed.answer.prompt_logprobs
-        if of_prompt is not None:
-            body["prompt_logprobs"] = prompt_logprobs_body(self._tokenizer, of_prompt, MAX_LOGPROBS)
-        return body
+        found = choices[0].completed.answer.prompt_logprobs
+        listed = found and prompt_logprobs_body(self._tokenizer, found, MAX_LOGPROBS)
+        return {
+            **self._header,
+            "object": "chat.completion",
+            "choices": written,
+            "usage": usage,
+            "prompt_logprobs": listed,
+        }
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         answer = choice.completed.answer

@@ -90,16 +90,15 @@ class CompletionWriter:
         of_prompt = answer.prompt_logprobs or ()
         if body.echo:
             found, first = [*of_prompt, *found], prompt.ids[0]
-        written = {
+        asked = body.prompt_logprobs
+        listed = None if asked is None else prompt_logprobs_body(self._tokenizer, of_prompt, asked)
+        return {
             "index": index,
             "text": text,
             "logprobs": self._legacy(index, found, first),
             "finish_reason": self._reason(choice),
+            "prompt_logprobs": listed,
         }
-        if body.prompt_logprobs is not None:
-            top = body.prompt_logprobs
-            written["prompt_logprobs"] = prompt_logprobs_body(self._tokenizer, of_prompt, top)
-        return written
 
     def _reason(self, choice: Choice) -> str:
         return "length" if self._body.max_tokens == 0 else choice.completed.answer.finish_reason

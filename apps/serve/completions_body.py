@@ -17,6 +17,7 @@ from oscar_mm.apps.serve.protocol import (
     FieldError,
     Request,
     SampledBody,
+    check_top,
     refuse_unsupported,
 )
 
@@ -47,13 +48,14 @@ class CompletionBody(SampledBody):
 
     prompt: Any = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: int | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _check_supported(self) -> CompletionBody:
         refuse_unsupported(self.model_extra or {}, _REFUSED)
+        check_top("logprobs", self.logprobs)
         if self.max_tokens == 0 and not self.echo:
             raise FieldError("must be at least 1, or 0 with echo", "max_tokens")
         if self.best_of is not None and self.best_of < (self.n or 1):

@@ -99,6 +99,8 @@ _IN_VLLM = {
     *("skip_special_tokens", "truncate_prompt_tokens", "use_beam_search"),
 }
 """Those that vLLM's own server has."""
+_ALL = -1
+"""Stands for all tokens of the vocabulary where vLLM takes a number of the likeliest."""
 
 
 _SAMPLING = (
@@ -235,6 +237,21 @@ def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any
         raise FieldError(f"only {others} is supported: leave it out{elsewhere}", name)
 
 
+def check_top(name: str, count: int | None) -> None:
+    """Refuse a number of likeliest tokens that cannot be given.
+
+    Args:
+        name: of the field.
+        count: the number.
+
+    Raises:
+        FieldError: names the field, and what serves it.
+    """
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        elsewhere = ", or serve with --engine vllm" if count == _ALL else ""
+        raise FieldError(f"must be from 0 to {MAX_LOGPROBS}{elsewhere}", name)
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -288,6 +305,7 @@ class SampledBody(_Model):
             InputError: as of ``grammar_of``.
             FieldError: log-probabilities that a stream cannot have.
         """
+        check_top("prompt_logprobs", self.prompt_logprobs)
         if self.stream and self.prompt_logprobs is not None:
             raise FieldError("cannot be had in a stream: leave it out", "prompt_logprobs")
         given = {name: getattr(self, name) for name in _SAMPLING} | {
@@ -304,7 +322,7 @@ class Body(ToolFields, SampledBody):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
@@ -330,8 +348,7 @@ class Body(ToolFields, SampledBody):
         refuse_unsupported(self.model_extra or {}, _REFUSED)
         if self.top_logprobs and not self.logprobs:
             raise FieldError("needs logprobs: true beside it", "top_logprobs")
-        if self.top_logprobs is not None and self.top_logprobs > MAX_LOGPROBS:
-            raise FieldError(f"must be at most {MAX_LOGPROBS}", "top_logprobs")
+        check_top("top_logprobs", self.top_logprobs)
         return self
 
 

@@ -397,6 +397,8 @@ def test_fields_that_are_refused(options: dict, field: str) -> None:
     [
         ({"use_beam_search": True}, True),
         ({"chat_template": "x"}, True),
+        ({"prompt_logprobs": -1}, True),
+        ({"prompt_logprobs": 21}, False),
         ({"truncate_prompt_tokens": 5}, True),
         ({"modalities": ["audio"]}, False),
         ({"functions": [{}]}, False),
