@@ -26,7 +26,7 @@ import io
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -292,6 +292,12 @@ class SampledBody(_Model):
         Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None,
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("needs stream: true beside it", "stream_options")
+        return self
 
     @property
     def has_usage(self) -> bool:

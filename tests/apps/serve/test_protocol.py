@@ -377,6 +377,8 @@ def test_large_media() -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": False, "stream_options": {}}, "stream_options"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": ["a", "b" * 257]}, "stop[1]"),
         ({"stop": ""}, "stop[0]"),
