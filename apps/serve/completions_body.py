@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _USUAL_LENGTH = 16
 """Tokens of an answer whose length is not given, as in OpenAI's protocol."""
+_TOGETHER = 8
+"""The prompts of a request may have as many tokens as this many contexts."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "length_penalty": (1,),
@@ -94,10 +96,13 @@ class CompletionBody(SampledBody):
         if len(given) * self.count > most:
             asked = f"{len(given):,} prompts with {self.count} answers each"
             raise FieldError(f"{asked} are more than the {most} that run at once here", "prompt")
-        characters = sum(len(one) for one in given if isinstance(one, str))
-        pipe.admission.check_characters("prompt", characters)
-        special = self.add_special_tokens is not False
-        return [Prompt.of(one, pipe, special) for one in given]
+        prompts, tokens = [], 0
+        for one in given:
+            prompts.append(Prompt.of(one, pipe, self.add_special_tokens is not False))
+            tokens += len(prompts[-1].ids)
+            if tokens > (limit := _TOGETHER * pipe.max_context):
+                raise FieldError(f"all together have more than {limit:,} tokens", "prompt")
+        return prompts
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
         """A request for each prompt."""

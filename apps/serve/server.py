@@ -140,6 +140,8 @@ class Service:
         self.responses = KeptResponses()
         self._body_bytes = 0
         self._readers = CapacityLimiter(_READERS)
+        # These may decode media, for which others shall not wait to be read.
+        self._converters = CapacityLimiter(_READERS)
 
     @contextmanager
     def steps(self) -> Iterator[None]:
@@ -232,7 +234,7 @@ class Service:
         with self._room_for_body() as add:
             data = await self._body(http, add)
             with as_refusals():
-                return await run_sync(read, data, limiter=self._readers)
+                return await run_sync(read, data, limiter=self._converters)
 
     @property
     def _tokenizer(self) -> Any:
