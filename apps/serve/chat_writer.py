@@ -33,6 +33,7 @@ class ChatWriter:
         tokenizer: of the model.
         usage: whether the events end with the usage.
         echo: text that comes before each answer.
+        reasoning: whether the reasoning is written too.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class ChatWriter:
         *,
         usage: bool = False,
         echo: str = "",
+        reasoning: bool = True,
     ) -> None:
-        self._tokenizer, self._usage, self._echo = tokenizer, usage, echo
+        self._tokenizer, self._usage = tokenizer, usage
+        self._echo, self._reasoning = echo, reasoning
         created = int(time.time())
         self._header = {"id": f"chatcmpl-{uuid4().hex}", "created": created, "model": model}
         self._parts: dict[tuple[int, str], list[str]] = {}
@@ -68,7 +71,7 @@ class ChatWriter:
         if answer.tool_calls:
             message["content"] = text or None
             message["tool_calls"] = [call_body(call) for call in answer.tool_calls]
-        if answer.reasoning is not None:
+        if answer.reasoning is not None and self._reasoning:
             message["reasoning_content"] = answer.reasoning
         reason = answer.finish_reason
         return {
@@ -89,6 +92,8 @@ class ChatWriter:
         logprobs = logprobs_body(self._tokenizer, found)
         if isinstance(piece, ToolCallDelta):
             yield self._event(index, {"tool_calls": [delta_body(piece)]}, logprobs=logprobs)
+            return
+        if isinstance(piece, Reasoning) and not self._reasoning:
             return
         name = "reasoning_content" if isinstance(piece, Reasoning) else "content"
         if logprobs is not None:

@@ -77,7 +77,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_reasoning": (True,),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
@@ -93,7 +92,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported fields that would change the answer, and their values, beside null, that do not."""
 _IN_VLLM = {
-    *("add_special_tokens", "allowed_token_ids", "chat_template", "documents", "include_reasoning"),
+    *("add_special_tokens", "allowed_token_ids", "chat_template", "documents"),
     *("length_penalty", "logprob_token_ids", "mm_processor_kwargs", "prompt_embeds"),
     *("repetition_detection", "return_token_ids", "return_tokens_as_token_ids"),
     *("skip_special_tokens", "truncate_prompt_tokens", "use_beam_search"),
@@ -331,6 +330,7 @@ class Body(ToolFields, SampledBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 

@@ -189,8 +189,9 @@ class Service:
 
         def read(data: bytes) -> tuple[Body, AnswerFormat]:
             body = parsed(Body, data)
-            usage, echo = body.has_usage, body.echoed
-            return body, ChatWriter(self.name, self._tokenizer, usage=usage, echo=echo)
+            reasoning = body.include_reasoning is not False
+            how: dict[str, Any] = {"echo": body.echoed, "reasoning": reasoning}
+            return body, ChatWriter(self.name, self._tokenizer, usage=body.has_usage, **how)
 
         return await self._answer(http, read)
 

@@ -87,6 +87,19 @@ def test_a_budget_of_the_reasoning(where) -> None:
     assert not free.choices[0].message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_that_is_left_out(where, stream: bool) -> None:
+    said = {True: "", False: ""}
+    for included in said:
+        fields = {"thinking_token_budget": 3, "include_reasoning": included}
+        found = asked(where, user("Why?"), max_tokens=20, stream=stream, extra_body=fields)
+        for one in found if stream else [found]:
+            message = one.choices[0].delta if stream else one.choices[0].message
+            said[included] += message.content or ""
+            assert included or not hasattr(message, "reasoning_content")
+    assert said[True] == said[False] != ""
+
+
 def test_variables_and_a_conversation(pipe, where) -> None:
     """A later turn finds its beginning in the prefix cache."""
     variables = {"chat_template_kwargs": {"enable_thinking": False, "style": "Be brief. " * 90}}
