@@ -125,7 +125,7 @@ def _resized(size: tuple[int, int], factor: int, least: Any, most: Any) -> tuple
 
     width, height = size
     height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
-    return width, height
+    return max(factor, width), max(factor, height)  # It leaves nothing of long strips.
 
 
 _GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}

@@ -26,6 +26,7 @@ OF_MODALITY = {
     Modality.AUDIO: ("sampling_rate",),
 }
 """Options that a medium of each modality has."""
+_NUMBERS = "fps", "video_start", "video_end"
 ALIASES = {"nframes": "num_frames"}
 """Other names of options in parts of messages."""
 
@@ -85,6 +86,8 @@ class MediaOptions:
     def __post_init__(self) -> None:
         for name, value in self.given.items():
             _check(name, value)
+            if name in _NUMBERS:
+                object.__setattr__(self, name, float(value))
         if self.fps is not None and self.num_frames is not None:
             raise InputError("fps and num_frames: give only one of them")
         if (self.resized_width is None) != (self.resized_height is None):
@@ -213,11 +216,11 @@ def _check(name: str, value: Any) -> None:
         if value not in _DETAILS:
             raise InputError(f"detail={shown(value)}: must be one of {', '.join(_DETAILS)}")
         return
-    seconds = name in ("fps", "video_start", "video_end")
-    kinds = (int, float) if seconds else (int,)
+    is_number = name in _NUMBERS
+    kinds = (int, float) if is_number else (int,)
     least = 2 if name == "num_frames" else 0 if name.startswith("video_") else 1
     if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-        noun = "a number" if seconds else "a whole number"
+        noun = "a number" if is_number else "a whole number"
         raise InputError(f"{name}={shown(value)}: must be {noun}")
     if value < least and name != "fps":
         raise InputError(f"{name}={shown(value)}: must be at least {least}")

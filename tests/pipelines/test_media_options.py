@@ -146,6 +146,7 @@ CLIPS = [
     {"nframes": 4, "total_pixels": 300_000, "min_pixels": FACTOR**2},
     {"resized_height": 100, "resized_width": 70, "nframes": 2},
     {"max_pixels": 200_000, "min_pixels": 180_000, "nframes": 2},
+    {"max_pixels": 2000, "min_pixels": 1000, "nframes": 2},
 ]
 
 
