@@ -83,6 +83,14 @@ def serve(
     ] = 10.0,
     placement: options.PlacementOptions,
     allow_remote: options.AllowRemote = False,
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="With --allow-remote: fetch media from this host only, or with *.HOST from those "
+            "below it, without following redirects; several, or one after the other with commas.",
+        ),
+    ] = None,
 ) -> None:
     """Serve OpenAI's chat-completions protocol: text, images, recordings; streaming.
 
@@ -104,6 +112,7 @@ def serve(
         raise InputError(f"--port {port}: must be from 1 to 65535")
     if not 0 <= grace <= 3600:
         raise InputError(f"--grace {grace:g}: must be seconds from 0 to 3600")
+    domains = media_domains(allowed_media_domains, allow_remote=allow_remote)
     key = api_key(api_key_file)
     if engine not in ("oscar", "vllm"):
         raise InputError(f"--engine {engine}: must be oscar or vllm")
@@ -111,6 +120,7 @@ def serve(
         given = {name: value for name, value in context.params.items() if _is_given(context, name)}
         if budget is not None:
             given["kv_budget"] = budget
+        given["allowed_media_domains"] = domains
         _serve_with_vllm(model, policy, host, port, given, passed or (), key)
     if passed:
         raise InputError(f"{passed[0]!r} is unexpected: only --engine vllm takes such arguments")
@@ -127,6 +137,7 @@ def serve(
     terminal.quiet_transformers()
     from oscar_mm.apps.serve.server import Server, ServerLimits, create_app  # brings torch
     from oscar_mm.generation.warm_up import warm_up
+    from oscar_mm.media.source import AllowedHosts
     from oscar_mm.pipelines import pipeline_for
 
     pipe = pipeline_for(model)(
@@ -148,6 +159,7 @@ def serve(
         waiting=waiting,
         conversations=conversations,
         grace_s=grace,
+        media_hosts=AllowedHosts(domains) if domains else None,
     )
     server = Server(create_app(pipe, model, limits, host))
     _log_requests()
@@ -215,6 +227,25 @@ def _warn_of_no_key(host: str, key: str | None) -> None:
 
     if key is None and not is_loopback(host):
         print("oscar-mm: warning: no API key: anybody on the network can ask", file=sys.stderr)
+
+
+def media_domains(given: Sequence[str] | None, *, allow_remote: bool) -> list[str]:
+    """Hosts from the options that name them, several in each with commas; none for all.
+
+    Raises:
+        InputError: there are hosts, but media are not fetched; or a name is no host.
+    """
+    names = [name.strip() for text in given or () for name in text.split(",")]
+    if given and not allow_remote:
+        raise InputError("--allowed-media-domains needs --allow-remote beside it")
+    if names:
+        from oscar_mm.media.source import AllowedHosts
+
+        try:
+            AllowedHosts(names)
+        except InputError as error:
+            raise InputError(f"--allowed-media-domains: {error}") from None
+    return names
 
 
 def prefix_bytes(size: str | None, budget: int | None) -> int | None:

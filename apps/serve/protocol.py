@@ -21,9 +21,6 @@ Unlike vLLM this server
 
 from __future__ import annotations
 
-import binascii
-import io
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -31,20 +28,24 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from oscar_mm.apps.serve.field_error import FieldError
+from oscar_mm.apps.serve.media_parts import (
+    GivenPart,
+    MediaDecoder,
+    MediaSource,
+    StrictModel,
+    UsualOptions,
+)
 from oscar_mm.apps.serve.structured import ResponseFormat, StructuredOutputs, grammar_of
 from oscar_mm.apps.serve.tools import ToolFields
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.errors import InputError
+from oscar_mm.generation.family import Family
 from oscar_mm.generation.message import ASKING, Message, Part
+from oscar_mm.generation.request_options import split_media
 from oscar_mm.generation.sampling import MAX_LOGPROBS
 from oscar_mm.generation.template import USUAL, TemplateFields, TemplateOptions
-from oscar_mm.media.audio import opened
-from oscar_mm.media.headers import opened_image
-from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.part import MediaPart
-from oscar_mm.media.source import NamedBytes, is_address, read_bytes
-from oscar_mm.media.timeline import picture_track, sound_track
-from oscar_mm.modality import MEDIA, Modality
+from oscar_mm.modality import Modality
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import MAX_CALLS
@@ -60,13 +61,6 @@ MAX_STOP_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 256
 MAX_ANSWERS = 16
 """Most answers to one request."""
-_BASE64_PIECE = 4 << 20
-"""Characters that are decoded at once while other threads wait; a multiple of 4."""
-NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is no {0}"
-"""All that a client learns about an address, which may be one of a private network."""
-_NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
-_EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
-_log = logging.getLogger(__name__)
 _OWN_ERROR = "protocol"
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
@@ -80,7 +74,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "repetition_detection": (),
     "return_token_ids": (False,),
@@ -123,61 +116,6 @@ _SAMPLING = (
 """Fields that are options of ``Sampling`` as they are."""
 
 
-class FieldError(InputError):
-    """A field of a request is wrong.
-
-    Attributes:
-        field: the protocol's name of what is wrong, such as ``messages[2].content[0]``; or None.
-    """
-
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(f"{field}: {message}" if field else message)
-        self.field = field
-
-
-class _Model(BaseModel):
-    """Values must have the protocol's types: no number is a text, no text a number."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class MediaURL(_Model):
-    """A medium as a data URI or, where the server fetches, as an http(s) address."""
-
-    url: str
-
-
-class InputAudio(_Model):
-    """A sound file in base64."""
-
-    data: str
-
-
-class GivenFile(_Model):
-    """A file of any kind of medium as a data URI."""
-
-    file_data: str | None = None
-
-
-def _as_url(given: Any) -> Any:
-    return {"url": given} if isinstance(given, str) else given
-
-
-URL = Annotated[MediaURL | None, BeforeValidator(_as_url)]
-
-
-class GivenPart(_Model):
-    """Text or a medium."""
-
-    type: Literal["text", "image_url", "video_url", "audio_url", "input_audio", "file"]
-    text: str | None = None
-    image_url: URL = None
-    video_url: URL = None
-    audio_url: URL = None
-    input_audio: InputAudio | None = None
-    file: GivenFile | None = None
-
-
 def _as_parts(content: Any) -> Any:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -186,14 +124,14 @@ def _as_parts(content: Any) -> Any:
     raise PydanticCustomError(_OWN_ERROR, "must be text or a list of parts")
 
 
-class GivenFunction(_Model):
+class GivenFunction(StrictModel):
     """The tool of a call, and its arguments as JSON text."""
 
     name: str
     arguments: str = "{}"
 
 
-class GivenCall(_Model):
+class GivenCall(StrictModel):
     """A call of a tool in an earlier answer."""
 
     id: str
@@ -201,7 +139,7 @@ class GivenCall(_Model):
     function: GivenFunction
 
 
-class GivenMessage(_Model):
+class GivenMessage(StrictModel):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -211,7 +149,7 @@ class GivenMessage(_Model):
     name: str | None = None
 
 
-class StreamOptions(_Model):
+class StreamOptions(StrictModel):
     """How a stream ends."""
 
     include_usage: bool | None = None
@@ -254,7 +192,7 @@ def check_top(name: str, count: int | None) -> None:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-class SampledBody(_Model):
+class SampledBody(StrictModel):
     """Fields that requests of all kinds of answers have."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -328,6 +266,8 @@ class Body(ToolFields, SampledBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
@@ -450,16 +390,27 @@ def checked(fields: dict[str, Any]) -> Body:
         raise _field_error(error) from None
 
 
-def read_request(
-    body: Body, limits: MediaLimits, remote_bytes: int = 0, template: TemplateOptions = USUAL
-) -> Request:
+def check_media_options(body: Body, family: Family) -> None:
+    """Refuse options of media that the model's family lacks.
+
+    Raises:
+        FieldError: as of ``parsed``.
+    """
+    usual = UsualOptions(body)
+    try:
+        split_media(usual.given, family)
+    except InputError as error:
+        raise FieldError(str(error), usual.field) from None
+    if usual.sound and Modality.AUDIO not in family.reads:
+        raise FieldError(f"{family.name} hears nothing: leave use_audio_in_video out", usual.field)
+
+
+def read_request(body: Body, source: MediaSource, template: TemplateOptions = USUAL) -> Request:
     """Decode the media of a request, and split its messages into turns.
 
     Args:
         body: the JSON of the request.
-        limits: ``max_file_bytes`` bounds each medium.
-        remote_bytes: bound on the bytes of all media that are fetched from http(s) addresses; 0
-            refuses addresses.
+        source: where media may come from, within bounds.
         template: options of the chat template, checked.
 
     Raises:
@@ -467,7 +418,7 @@ def read_request(
     """
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
-    decoder = _MediaDecoder(limits, remote_bytes)
+    decoder = MediaDecoder(source, body.cache_salt or "", UsualOptions(body))
     messages = [
         _decode_message(message, place, decoder) for place, message in enumerate(body.messages)
     ]
@@ -492,6 +443,7 @@ def read_request(
         past, question = _split_turns(messages)
         if not request.is_whole:
             request = replace(request, past=tuple(past), question=question)
+    decoder.keep_named()
     return request
 
 
@@ -517,7 +469,7 @@ def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message
     return past, tuple(question)
 
 
-def _decode_message(given: GivenMessage, place: int, decoder: _MediaDecoder) -> Message:
+def _decode_message(given: GivenMessage, place: int, decoder: MediaDecoder) -> Message:
     parts: list[Part] = []
     for index, part in enumerate(given.content or ()):
         name = f"messages[{place}].content[{index}]"
@@ -538,104 +490,10 @@ def _decode_message(given: GivenMessage, place: int, decoder: _MediaDecoder) -> 
     return Message(role, tuple(parts), f"{label}.content", tuple(calls), *result)
 
 
-class _MediaDecoder:
-    """Decodes the media of a request, and fetches them where the server allows it."""
-
-    def __init__(self, limits: MediaLimits, remote_bytes: int) -> None:
-        self.limits, self.allow_remote = limits, remote_bytes > 0
-        self._remote_bytes = remote_bytes
-
-    def decode(self, part: GivenPart, name: str) -> MediaPart | None:
-        """The medium of a part; None for one that is null."""
-        if part.type == "file":
-            return self._file(part.file, name)
-        if part.type == "input_audio":
-            if part.input_audio is None:
-                return None
-            data = _decode_base64(part.input_audio.data, name, self.limits)
-            return MediaPart(Modality.AUDIO, data, name)
-        address: MediaURL | None = getattr(part, part.type)
-        if address is None:
-            return None
-        modality = MEDIA[part.type.removesuffix("_url")]
-        return MediaPart(modality, self._at(address.url, part.type, name), name)
-
-    def _at(self, url: str, field: str, name: str) -> NamedBytes:
-        if self.allow_remote and url[:5].lower() != "data:" and is_address(url):
-            return self._fetch(url, field, name)
-        # The server must not fetch an address or open a path that a stranger names.
-        kind, data = _data_uri(url)
-        if kind is None:
-            or_address = " or an http(s) address" if self.allow_remote else ""
-            example = _EXAMPLES[field]
-            message = f"{field}.url must be a data URI, data:{example};base64,...{or_address}"
-            raise FieldError(message, name)
-        return _decode_base64(data, name, self.limits)
-
-    def _file(self, file: GivenFile | None, name: str) -> MediaPart | None:
-        if file is None or file.file_data is None:
-            raise FieldError("a file needs file_data; uploaded files are not kept here", name)
-        kind, data = _data_uri(file.file_data)
-        modality = MEDIA.get((kind or "").partition("/")[0])
-        if modality is None:
-            known = "an image, a video or a recording"
-            raise FieldError(f"file.file_data must be a data URI of {known}", name)
-        return MediaPart(modality, _decode_base64(data, name, self.limits), name)
-
-    def _fetch(self, url: str, field: str, name: str) -> NamedBytes:
-        if self._remote_bytes <= 0:
-            raise FieldError("the media at the addresses before have all bytes of a request", name)
-        most = min(self._remote_bytes, self.limits.max_file_bytes)
-        limits = replace(self.limits, max_file_bytes=most)
-        try:
-            data = read_bytes(url, allow_remote=True, limits=limits, label=name)
-            _check_kind(data, field)
-        except Exception as error:  # of the address, or any error of any parser
-            _log.warning("%r was not fetched: %r", url[:200], str(error)[:200])
-            raise FieldError(NOT_FETCHED.format(_NOUNS[field]), name) from None
-        self._remote_bytes -= len(data)
-        return NamedBytes(data, name)
-
-
-def _data_uri(text: str) -> tuple[str | None, str]:
-    """The type and the base64 text of a data URI; None for what is no such URI."""
-    head, comma, data = text.partition(",")
-    if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
-        return None, ""
-    return head[5:].partition(";")[0].lower(), data
-
-
-def _check_kind(data: bytes, field: str) -> None:
-    """Raise an error of a parser if fetched bytes are not of the kind that was asked for."""
-    if field == "image_url":
-        with opened_image(io.BytesIO(data)):
-            return
-    with opened(data, "") as container:
-        has_track = picture_track if field == "video_url" else sound_track
-        if has_track(container) is None:
-            raise InputError("has no such track")
-
-
-def _decode_base64(text: str, name: str, limits: MediaLimits) -> NamedBytes:
-    """Decode a medium in base64."""
-    limits.check_bytes(len(text) * 3 // 4, name)
-    try:
-        if "=" in text[:-2]:
-            raise binascii.Error("padding before the end")
-        pieces = [
-            binascii.a2b_base64(text[start : start + _BASE64_PIECE], strict_mode=True)
-            for start in range(0, len(text), _BASE64_PIECE)
-        ]
-    except ValueError as error:  # binascii.Error, or characters that are not ASCII
-        raise FieldError(f"the base64 text is damaged ({error})", name) from None
-    if not pieces:
-        raise FieldError("must be a file in base64, and is empty", name)
-    return NamedBytes(b"".join(pieces), name)
-
-
 _MESSAGES = {
     "missing": "is missing",
     "model_type": "must be an object",
+    "dict_type": "must be an object",
     "literal_error": "must be {expected}",
     "list_type": "must be a list",
     "string_type": "must be text",

@@ -31,6 +31,7 @@ _SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "cache_salt"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"),
     *("chat_template_kwargs", "structured_outputs", "thinking_token_budget"),
+    *("mm_processor_kwargs", "media_io_kwargs"),
 )
 """Fields that mean the same in both protocols."""
 
@@ -196,7 +197,10 @@ def _part(part: Any, name: str) -> dict[str, Any]:
     if kind == "input_image":
         if part.get("image_url") is None:
             raise FieldError("needs image_url; uploaded files are not kept here", name)
-        return {"type": "image_url", "image_url": part["image_url"]}
+        url = part["image_url"]
+        if isinstance(url, str):
+            url = {"url": url, "detail": part.get("detail")}
+        return {"type": "image_url", "image_url": url}
     if kind == "input_audio":
         return {"type": "input_audio", "input_audio": part.get("input_audio")}
     if kind == "input_file":

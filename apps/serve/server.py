@@ -37,13 +37,23 @@ from oscar_mm.apps.serve.completions_body import CompletionBody
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.event_stream import AnswerFormat, EventStream
 from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
+from oscar_mm.apps.serve.known_media import KnownMedia
+from oscar_mm.apps.serve.media_parts import MediaSource
 from oscar_mm.apps.serve.message_writer import MessageWriter
 from oscar_mm.apps.serve.messages_body import PATH as MESSAGES
 from oscar_mm.apps.serve.messages_body import MessagesBody, Place
 from oscar_mm.apps.serve.messages_body import error_body as message_error
 from oscar_mm.apps.serve.messages_body import renamed as as_in_messages
 from oscar_mm.apps.serve.metrics import Metrics
-from oscar_mm.apps.serve.protocol import Body, FieldError, Request, checked, parsed, read_request
+from oscar_mm.apps.serve.protocol import (
+    Body,
+    FieldError,
+    Request,
+    check_media_options,
+    checked,
+    parsed,
+    read_request,
+)
 from oscar_mm.apps.serve.refusals import (
     ClientGone,
     Refusal,
@@ -61,6 +71,7 @@ from oscar_mm.apps.serve.tokenizing import (
     conversation_ids,
     text_ids,
 )
+from oscar_mm.media.source import AllowedHosts
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -100,6 +111,7 @@ class ServerLimits:
         body_s: seconds in which the body of a request must come.
         room_s: seconds that a request waits for memory that other answers use.
         grace_s: seconds in which answers must end when the server stops.
+        media_hosts: hosts from which the server fetches media, where it does; None for all.
     """
 
     api_key: str | None = None
@@ -113,6 +125,7 @@ class ServerLimits:
     body_s: float = 60.0
     room_s: float = 30.0
     grace_s: float = 10.0
+    media_hosts: AllowedHosts | None = None
 
 
 class Service:
@@ -128,6 +141,7 @@ class Service:
         hurry: ends the grace time of answers when it is set.
         places: of running answers.
         responses: that later requests may continue.
+        known_media: media that clients have named, and need not send again.
     """
 
     def __init__(
@@ -138,10 +152,18 @@ class Service:
         self.hurry = asyncio.Event()
         self.places = Places(limits.running, limits.waiting, metrics)
         self.responses = KeptResponses()
+        self.known_media = KnownMedia()
         self._body_bytes = 0
         self._readers = CapacityLimiter(_READERS)
         # These may decode media, for which others shall not wait to be read.
         self._converters = CapacityLimiter(_READERS)
+
+    @property
+    def media_source(self) -> MediaSource:
+        """Where the media of requests may come from."""
+        pipe, limits = self.conversations.pipe, self.limits
+        remote_bytes = limits.max_request_bytes if pipe.allow_remote else 0
+        return MediaSource(pipe.limits, remote_bytes, limits.media_hosts, self.known_media)
 
     @contextmanager
     def steps(self) -> Iterator[None]:
@@ -405,9 +427,9 @@ class Service:
     def _chat_request(self, body: Body) -> Request:
         """A conversation, with its texts checked."""
         pipe = self.conversations.pipe
-        remote_bytes = self.limits.max_request_bytes if pipe.allow_remote else 0
+        check_media_options(body, pipe.family)
         template = pipe.family.template(body.template_fields)
-        request = read_request(body, pipe.limits, remote_bytes, template)
+        request = read_request(body, self.media_source, template)
         parallel = body.parallel_tool_calls is not False
         offer = pipe.offer(body.tools, body.tool_choice, parallel=parallel)
         request = replace(request, tools=offer)

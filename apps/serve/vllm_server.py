@@ -16,6 +16,8 @@ _BLOCK_TOKENS = 128
 """Tokens of a page; the module that defines it imports torch."""
 _MODULE = "vllm.entrypoints.openai.api_server"
 _KEY_VARIABLE = "VLLM_API_KEY"
+_REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
+_DOMAINS = "--allowed-media-domains"
 _NO_DOMAIN = "remote-media-are-off.invalid"
 """No address has a name that ends on .invalid (RFC 2606)."""
 _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
@@ -73,8 +75,14 @@ def vllm_arguments(
     arguments += ["--host", host, "--port", str(port)]
     arguments += ["--attention-backend", "CUSTOM", "--block-size", str(_BLOCK_TOKENS)]
     arguments += ["--additional-config", json.dumps(additional_config(policy))]
-    if not options.get("allow_remote"):
-        arguments += ["--allowed-media-domains", _NO_DOMAIN]
+    domains = options.get("allowed_media_domains") or []
+    if below := [name for name in domains if name.startswith("*.")]:
+        raise InputError(
+            f"--allowed-media-domains {below[0]} with --engine vllm: vLLM compares whole names; "
+            "give each host"
+        )
+    if domains or not options.get("allow_remote"):
+        arguments += [_DOMAINS, *(domains or [_NO_DOMAIN])]
     if not has_key:
         arguments += ["--allowed-origins", "[]"]
     for name, value in options.items():
@@ -116,6 +124,8 @@ def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[st
             of a machine see arguments.
     """
     environment = os.environ | ({} if api_key is None else {_KEY_VARIABLE: api_key})
+    if _DOMAINS in arguments:
+        environment |= {_REDIRECTS: "0"}  # They would lead to any host.
     return [sys.executable, "-m", _MODULE, *arguments], environment
 
 

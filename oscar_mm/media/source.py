@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -125,15 +125,65 @@ def none_if_unreadable(read: Callable[..., T]) -> Callable[..., T | None]:
     return guarded
 
 
-def read_bytes(source: str | Path, *, allow_remote: bool, limits: MediaLimits, label: str) -> bytes:
-    """Encoded bytes of a path, a ``data:`` URI or, with ``allow_remote``, an http(s) address.
+class AllowedHosts:
+    """Hosts from which media may be fetched, whatever the port; redirects are not followed.
 
-    Addresses are fetched wherever they point: a server that takes addresses from strangers must
-    keep them off its own network itself.
+    Args:
+        names: of the hosts, which are compared exactly; "*.example.org" is all hosts below
+            example.org, without that itself.
 
     Raises:
-        InputError: there is nothing to read, remote media are off, or there are more than
-            ``limits.max_file_bytes``.
+        InputError: a name that is no host.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        self._exact, self._above = set[str](), set[str]()
+        for name in self.names:
+            below = name.startswith("*.")
+            (self._above if below else self._exact).add(_host(name.removeprefix("*.")))
+
+    def check(self, url: str, label: str) -> None:
+        """Refuse an address in ASCII on another host.
+
+        Raises:
+            InputError: names the host.
+        """
+        host = urllib.parse.urlsplit(url).hostname or ""
+        above = host.split(".")[1:]
+        parents = {".".join(above[place:]) for place in range(len(above))}
+        if host not in self._exact and not parents & self._above:
+            raise InputError(f"{label}: media are not fetched from {host[:200]!r} here")
+
+
+def _host(name: str) -> str:
+    """A host's name in ASCII and in lower case."""
+    try:
+        found = urllib.parse.urlsplit(_encoded(f"http://{name}/"))
+        has_more = found.port is not None or found.path != "/" or found.username or found.query
+        if found.hostname and not has_more and "*" not in name:
+            return found.hostname
+    except ValueError:
+        pass
+    raise InputError(f"{name!r} is no host: give a name such as example.org or *.example.org")
+
+
+def read_bytes(
+    source: str | Path,
+    *,
+    allow_remote: bool,
+    limits: MediaLimits,
+    label: str,
+    hosts: AllowedHosts | None = None,
+) -> bytes:
+    """Encoded bytes of a path, a ``data:`` URI or, with ``allow_remote``, an http(s) address.
+
+    Without ``hosts`` addresses are fetched wherever they point: a server that takes addresses from
+    strangers must keep them off its own network itself.
+
+    Raises:
+        InputError: there is nothing to read, remote media are off, the host is not allowed, or
+            there are more than ``limits.max_file_bytes``.
     """
     if is_address(source):
         if _is_data_uri(source):
@@ -143,7 +193,7 @@ def read_bytes(source: str | Path, *, allow_remote: bool, limits: MediaLimits, l
                 f"{label}: remote media are off; pass allow_remote=True (--allow-remote) or "
                 "download the file"
             )
-        return _fetch(source, limits, label)
+        return _fetch(source, limits, label, hosts)
     path = existing_file(source, label)
     limits.check_bytes(path.stat().st_size, label)
     try:
@@ -213,13 +263,13 @@ class _Deadline(urllib.request.AbstractHTTPHandler):
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _opener(deadline: _Deadline) -> urllib.request.OpenerDirector:
+def _opener(deadline: _Deadline, *, redirects: bool) -> urllib.request.OpenerDirector:
     # Only http and https have a handler, so that no redirect can lead to a local file or to ftp.
     opener = urllib.request.OpenerDirector()
     opener.add_handler(deadline)
     for handler in (
         urllib.request.ProxyHandler,
-        urllib.request.HTTPRedirectHandler,
+        *([urllib.request.HTTPRedirectHandler] if redirects else []),
         urllib.request.HTTPErrorProcessor,
         urllib.request.HTTPDefaultErrorHandler,
         urllib.request.UnknownHandler,
@@ -242,14 +292,19 @@ def _encoded(url: str) -> str:
         raise ValueError(error) from error
 
 
-def _fetch(url: str, limits: MediaLimits, label: str) -> bytes:
+def _fetch(url: str, limits: MediaLimits, label: str, hosts: AllowedHosts | None) -> bytes:
     deadline = _Deadline(limits.remote_timeout_s)
     parts = bytearray()
     try:
-        request = urllib.request.Request(_encoded(url), headers={"User-Agent": "oscar_mm"})
+        address = _encoded(url)
+        if hosts is not None:
+            hosts.check(address, label)
+        request = urllib.request.Request(address, headers={"User-Agent": "oscar_mm"})
         with (
             deadline,
-            _opener(deadline).open(request, timeout=limits.remote_timeout_s) as answer,
+            _opener(deadline, redirects=hosts is None).open(
+                request, timeout=limits.remote_timeout_s
+            ) as answer,
         ):
             if deadline.is_over:
                 raise TimeoutError

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from oscar_mm.apps.serve.media_parts import NOT_FETCHED, MediaSource
 from oscar_mm.apps.serve.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STRUCTURE,
-    NOT_FETCHED,
     Body,
     FieldError,
     Request,
@@ -40,7 +40,7 @@ def system(words: Any) -> dict[str, Any]:
 
 
 def read_bytes(data: bytes, limits: MediaLimits = LIMITS, remote_bytes: int = 0) -> Request:
-    return read_request(parsed(Body, data), limits, remote_bytes)
+    return read_request(parsed(Body, data), MediaSource(limits, remote_bytes))
 
 
 def read(*messages: dict[str, Any], limits: MediaLimits = LIMITS, **options: Any) -> Request:

@@ -1,0 +1,15 @@
+"""FieldError: a field of a request is wrong."""
+
+from oscar_mm.errors import InputError
+
+
+class FieldError(InputError):
+    """A field of a request is wrong.
+
+    Attributes:
+        field: the protocol's name of what is wrong, such as ``messages[2].content[0]``; or None.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
