@@ -144,7 +144,7 @@ class OscarOmniPipeline(Pipeline):
         asked = conversation_from(prompt, media, messages, system, **how)
         question = self.read_request(asked, chosen.max_new_tokens, template=template)
         if voice is None:
-            return AnswerStream(self.answer(question, chosen, start))
+            return self.answer(question, chosen, start)
         return AnswerStream(self._spoken(question, chosen, voice, start))
 
     def _spoken(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -461,7 +462,7 @@ class Pipeline:
         how: dict[str, Any] = {"options": of_media, "open_end": template.takes_any_end}
         asked = conversation_from("", (None, None, None), messages, None, **how)
         prompt = self.read_request(asked, chosen.max_new_tokens, offer, template)
-        return AnswerStream(self.answer(prompt, chosen, start, offer)).complete()
+        return self.answer(prompt, chosen, start, offer).complete()
 
     def read_options(
         self, options: Mapping[str, Any], arguments: Sequence[str]
@@ -529,8 +530,8 @@ class Pipeline:
         sampling: Sampling,
         start: float,
         tools: ToolOffer | None = None,
-    ) -> Generator[Piece | Answer, None, None]:
-        """Pieces of text as they are generated, then the answer.
+    ) -> AnswerStream:
+        """The answer to a prompt, as its pieces are generated.
 
         Args:
             prompt: of a single row, checked.
@@ -539,8 +540,13 @@ class Pipeline:
             tools: that the model may call.
         """
         generation = self.generation(prompt, sampling, start, tools)
-        yield from generation
-        yield generation.answer()
+        running = weakref.ref(generation)
+
+        def cancel() -> None:
+            if (answer := running()) is not None:
+                answer.cancel()
+
+        return AnswerStream(_pieces(generation), cancel)
 
     def generation(
         self,
@@ -558,6 +564,14 @@ class Pipeline:
             tools: that the model may call.
         """
         return Generation(self.engine, prompt, self.new_cache(), sampling, start, tools=tools)
+
+
+def _pieces(generation: Generation) -> Generator[Piece | Answer, None, None]:
+    yield from generation
+    answer = generation.answer()
+    # The pages of one that was cancelled go with it; a stream may be kept.
+    del generation
+    yield answer
 
 
 class OscarVLPipeline(Pipeline):
@@ -627,4 +641,4 @@ class OscarVLPipeline(Pipeline):
         how: dict[str, Any] = {"options": of_media, "open_end": template.takes_any_end}
         asked = conversation_from(prompt, media, messages, system, **how)
         question = self.read_request(asked, chosen.max_new_tokens, template=template)
-        return AnswerStream(self.answer(question, chosen, start))
+        return self.answer(question, chosen, start)

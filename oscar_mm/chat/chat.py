@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -87,6 +88,8 @@ class Chat:
         )
         self._running: weakref.ref[Generator] | None = None
         self._cancelled = self._stopped = False
+        self._taker: threading.Thread | None = None
+        """Takes the pieces of the latest stream for a coroutine."""
         # Taken before the pipeline's lock where both are needed, see ``_alone``.
         self._calls = threading.RLock()
 
@@ -374,12 +377,14 @@ class Chat:
 
     def close(self) -> None:
         """Give up all pages; the chat answers no more. A second call does nothing."""
-        with self._calls, self.pipe.lock.briefly():
-            if self._spillable.closed:
-                return
-            self._end_stream()
-            self._spillable.close()
-            self.pipe.store.trim_surplus()
+        with self._calls:
+            self._wait_for_left()
+            with self.pipe.lock.briefly():
+                if self._spillable.closed:
+                    return
+                self._end_stream()
+                self._spillable.close()
+                self.pipe.store.trim_surplus()
 
     def __enter__(self) -> Chat:
         """Itself."""
@@ -392,8 +397,10 @@ class Chat:
     @contextmanager
     def _alone(self) -> Iterator[Conversation]:
         """Inside, nobody else uses the chat or its store, and no stream is open."""
-        with self._calls, self.pipe.engine.room_for(self._load) as now:
-            yield now
+        with self._calls:
+            self._wait_for_left()
+            with self.pipe.engine.room_for(self._load) as now:
+                yield now
 
     def _load(self) -> Conversation:
         self._end_stream()
@@ -420,6 +427,12 @@ class Chat:
                     yield now, prompt
                     return
 
+    def _wait_for_left(self) -> None:
+        """Wait for the end of a stream that a coroutine has left: its thread needs the locks."""
+        taker = self._taker
+        if taker is not None and self._stopped and taker is not threading.current_thread():
+            taker.join()
+
     def _end_stream(self) -> None:
         running = self._running and self._running()
         if running is None:
@@ -439,7 +452,9 @@ class Chat:
         cut_to_fit: bool = False,
     ) -> AnswerStream:
         start = time.perf_counter()
-        pipe, self._stopped = self.pipe, False
+        pipe = self.pipe
+        self._wait_for_left()
+        self._stopped = False
         pipe.admission.check_messages(with_system(self.system, messages))
         if self._running is not None:
             with self._calls, pipe.lock.briefly():
@@ -463,7 +478,7 @@ class Chat:
                 asked = with_spans(messages, prompt.media)
                 pieces = self._answer(asked, prompt, sampling, start, tools, keep_part)
                 self._running = weakref.ref(pieces)
-                return AnswerStream(pieces)
+                return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"))
 
     def _shown(self, messages: Sequence[Message], most: int) -> AbstractContextManager[Media]:
         """Decode the media of a turn that has room by their sizes; inside, their memory counts.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.generation.async_pieces import AsyncPieces
 from oscar_mm.generation.think_tokens import ThinkTokens
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.marks import MarkDecoder, special_marks
@@ -92,11 +94,24 @@ class AnswerStream:
     """Iterator over the pieces of an answer; ``result`` is the answer when they are exhausted.
 
     A thinking model's reasoning is passed over; ``with_reasoning`` gives its pieces too, and
-    ``pieces`` those of tool calls besides.
+    ``pieces`` those of tool calls besides. ``async for`` takes the same pieces in a coroutine, see
+    ``oscar_mm.generation.async_pieces.AsyncPieces``.
+
+    Args:
+        pieces: of the answer, and then the answer.
+        cancel: ends the answer, from any thread; by default it ends with its next piece.
+        taken: is given the thread that takes the pieces for a coroutine.
     """
 
-    def __init__(self, pieces: Generator[Piece | Answer, None, None]) -> None:
-        self._pieces = pieces
+    def __init__(
+        self,
+        pieces: Generator[Piece | Answer, None, None],
+        cancel: Callable[[], None] | None = None,
+        taken: Callable[[threading.Thread], None] | None = None,
+    ) -> None:
+        self._pieces, self._taken = pieces, taken
+        self._cancel = self._end_soon if cancel is None else cancel
+        self._left = False
         self._result: Answer | None = None
 
     def __iter__(self) -> AnswerStream:
@@ -110,6 +125,14 @@ class AnswerStream:
                 return piece
         raise StopIteration
 
+    def __aiter__(self) -> AsyncPieces[str]:
+        """The pieces of text for a coroutine; leaving the loop ends the answer."""
+        return AsyncPieces(iter(self), self._cancel, self._taken)
+
+    def async_pieces(self) -> AsyncPieces[Piece]:
+        """``pieces`` for a coroutine."""
+        return AsyncPieces(self.pieces(), self._cancel, self._taken)
+
     def with_reasoning(self) -> Iterator[str]:
         """The pieces of text that are left, none empty; of the reasoning they are ``Reasoning``."""
         for piece in self.pieces():
@@ -122,7 +145,9 @@ class AnswerStream:
             if isinstance(piece, Answer):
                 self._result = piece
                 return
-            if piece:
+            if self._left:
+                self.close()
+            elif piece:
                 yield piece
 
     def complete(self) -> Answer:
@@ -134,6 +159,9 @@ class AnswerStream:
     def close(self) -> None:
         """End the answer here; does nothing where it has ended."""
         self._pieces.close()
+
+    def _end_soon(self) -> None:
+        self._left = True
 
     @property
     def result(self) -> Answer:

@@ -56,7 +56,7 @@ def test_goes_on_from_what_was_said(name, at_once: bool, request) -> None:
     new = pipe.read_media(MORE["images"])
     messages += first_turn(MORE["prompt"], new.parts)
     prompt = pipe.family.prompt(messages, shown + new)
-    *_, whole = pipe.answer(prompt, Sampling(max_new_tokens=5), time.perf_counter())
+    whole = pipe.answer(prompt, Sampling(max_new_tokens=5), time.perf_counter()).complete()
     assert found.token_ids == whole.token_ids
     assert chat.pipe.store.memory().used_bytes == 0
 
