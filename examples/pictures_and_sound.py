@@ -13,5 +13,5 @@ shown = [media / "cards" / "01.png", media / "clips" / "05.wav"]
 model, *files, question = sys.argv[1:] or ["pocket-omni", *shown, "What was said in clip 1?"]
 sounds = [file for file in files if Path(file).suffix == ".wav"]
 pictures = [file for file in files if file not in sounds]
-for piece in OscarOmniPipeline(model).stream(question, images=pictures, audio=sounds):
+for piece in OscarOmniPipeline(model).stream(pictures, question, audio=sounds):
     print(piece, end="", flush=True)

@@ -13,7 +13,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from oscar_mm.cache.cache import OscarCache, as_argument
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, shown
 from oscar_mm.generation.answer import Answer, AnswerStream, Timings
 from oscar_mm.generation.message_lists import conversation_from
 from oscar_mm.generation.prompt import Prompt
@@ -30,7 +30,7 @@ from oscar_mm.policy import KVPolicy
 from oscar_mm.tool_parsers.parser import Piece
 
 _ARGUMENTS = (
-    *("prompt", "audio", "images", "videos", "system", "messages"),
+    *("images", "prompt", "videos", "audio", "system", "messages"),
     *("use_audio_in_video", "speak", "speaker"),
 )
 SAMPLE_RATE = 24_000
@@ -48,7 +48,7 @@ class OscarOmniPipeline(Pipeline):
     ::
 
         omni = OscarOmniPipeline("Qwen/Qwen3-Omni-30B-A3B-Instruct")
-        answer = omni("Who speaks second?", audio="call.wav")
+        answer = omni(prompt="Who speaks second?", audio="call.wav")
         print(answer.text)
         print(answer.memory)
 
@@ -60,11 +60,11 @@ class OscarOmniPipeline(Pipeline):
 
     def __call__(
         self,
-        prompt: str = "",
-        audio: AudioSource | Sequence[AudioSource] | None = None,
         images: ImageSource | Sequence[ImageSource] | None = None,
-        videos: VideoSource | Sequence[VideoSource] | None = None,
+        prompt: str = "",
         *,
+        videos: VideoSource | Sequence[VideoSource] | None = None,
+        audio: AudioSource | Sequence[AudioSource] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
@@ -75,11 +75,9 @@ class OscarOmniPipeline(Pipeline):
         """Answer one question.
 
         Args:
-            prompt: the question.
+            images, prompt, videos: as in ``OscarVLPipeline``.
             audio: one recording or a list: path of a sound file, bytes, a pair (samples, rate), or
                 with ``allow_remote`` an http(s) address. None or [] for none.
-            images: one image or a list, as in ``OscarVLPipeline``.
-            videos: one video or a list, of paths or of frames.
             system: system prompt.
             messages: a whole conversation instead of a prompt, as in ``OscarVLPipeline``.
             use_audio_in_video: hear the sound of video files too, frame by frame.
@@ -96,10 +94,10 @@ class OscarOmniPipeline(Pipeline):
                 ``kv_budget`` or the GPU.
         """
         return self.stream(
-            prompt,
-            audio,
             images,
-            videos,
+            prompt,
+            videos=videos,
+            audio=audio,
             system=system,
             messages=messages,
             use_audio_in_video=use_audio_in_video,
@@ -110,11 +108,11 @@ class OscarOmniPipeline(Pipeline):
 
     def stream(
         self,
-        prompt: str = "",
-        audio: AudioSource | Sequence[AudioSource] | None = None,
         images: ImageSource | Sequence[ImageSource] | None = None,
-        videos: VideoSource | Sequence[VideoSource] | None = None,
+        prompt: str = "",
         *,
+        videos: VideoSource | Sequence[VideoSource] | None = None,
+        audio: AudioSource | Sequence[AudioSource] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
@@ -129,6 +127,8 @@ class OscarOmniPipeline(Pipeline):
         comes in one piece. Arguments and errors are those of a call.
         """
         start = time.perf_counter()
+        if messages is None:
+            _check_order(images, prompt)
         chosen, template, of_media = self.read_options(options, _ARGUMENTS)
         voice = None
         if speak:
@@ -154,6 +154,20 @@ class OscarOmniPipeline(Pipeline):
             answer = speak_answer(self.family, prompt, self.policy, sampling, speaker, start)
         yield answer.text
         yield answer
+
+
+def _check_order(images: Any, prompt: Any) -> None:
+    """Refuse a call whose first argument is the prompt, as it was in earlier versions.
+
+    Raises:
+        InputError: tells the order.
+    """
+    no_prompt = not isinstance(prompt, str) or not prompt.strip()
+    if isinstance(images, str) and no_prompt:
+        raise InputError(
+            f"prompt must be text: images come first and the prompt second, and {shown(images)} "
+            "stands for images; give prompt=... by its name"
+        )
 
 
 def _check_spoken(options: Mapping[str, Any]) -> None:

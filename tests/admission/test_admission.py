@@ -148,7 +148,7 @@ def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:
     long = write_sound(tmp_path / "long.flac", tone(20.0))
     short = like_omni(omni, max_context=200)
     with nothing_runs(short), pytest.raises(NoRoom, match=r"audio 26. \(long.flac: 26."):
-        short("Who?", audio=long, max_new_tokens=4)
+        short(prompt="Who?", audio=long, max_new_tokens=4)
     told = short.chat()
     with nothing_runs(short), pytest.raises(NoRoom, match=r"audio 26. \(long.flac: 26."):
         told.tell("Who?", "Nobody.", audio=long)
@@ -156,14 +156,14 @@ def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:
     unknown = write_sound(tmp_path / "long.aac", tone(60.0))
     for ask in (short, told.ask):
         with nothing_runs(short), pytest.raises(InputError, match="longer than the 15 s that fit"):
-            ask("Who?", audio=unknown, max_new_tokens=4)
+            ask(prompt="Who?", audio=unknown, max_new_tokens=4)
     with nothing_runs(short), pytest.raises(NoRoom, match="keep fewer frames"):
-        short("Who?", videos=[clip(300)], max_new_tokens=4)
+        short(prompt="Who?", videos=[clip(300)], max_new_tokens=4)
     # Not wrong by what headers do not tell.
-    count = omni("Who?", audio=long, max_new_tokens=1).prompt_tokens
-    assert like_omni(omni, max_context=count + 1)("Who?", audio=long, max_new_tokens=1)
+    count = omni(prompt="Who?", audio=long, max_new_tokens=1).prompt_tokens
+    assert like_omni(omni, max_context=count + 1)(prompt="Who?", audio=long, max_new_tokens=1)
     with pytest.raises(NoRoom):
-        like_omni(omni, max_context=count)("Who?", audio=long, max_new_tokens=1)
+        like_omni(omni, max_context=count)(prompt="Who?", audio=long, max_new_tokens=1)
 
 
 def like_omni(pipe: Pipeline, **options: Any) -> Pipeline:

@@ -266,9 +266,9 @@ def test_all_kinds_of_pieces_and_the_end(pipe) -> None:
 
 def test_omni_too(qwen3_omni_folder) -> None:
     omni = OscarOmniPipeline(qwen3_omni_folder, device="cpu")
-    expected = list(omni.stream("What?", **SHORT))
+    expected = list(omni.stream(prompt="What?", **SHORT))
 
     async def ask() -> list[str]:
-        return [piece async for piece in omni.stream("What?", **SHORT)]
+        return [piece async for piece in omni.stream(prompt="What?", **SHORT)]
 
     assert run(ask()) == expected

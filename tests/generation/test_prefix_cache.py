@@ -150,10 +150,10 @@ def test_one_pixel_and_one_sample(folder, qwen3_omni_folder) -> None:
     other[50_000] = np.nextafter(other[50_000], np.float32(1))
     for recording in (samples, other):
         with tokens_read(omni) as read:
-            omni("What is it?", audio=(recording, rate), max_new_tokens=2)
+            omni(prompt="What is it?", audio=(recording, rate), max_new_tokens=2)
         assert read[0] > 78
     with tokens_read(omni) as read:
-        omni("What was it?", audio=(other, rate), max_new_tokens=2)
+        omni(prompt="What was it?", audio=(other, rate), max_new_tokens=2)
     assert read[0] < 40
 
 
@@ -173,13 +173,13 @@ def test_never_across_filters_of_sound(qwen3_omni_folder) -> None:
     """They are no setting that is saved, but all that is heard goes through them."""
     pipe = pipeline(OscarOmniPipeline, qwen3_omni_folder)
     ask = {"audio": tone(6), "max_new_tokens": 2}
-    pipe("What is it?", **ask)
+    pipe(prompt="What is it?", **ask)
     filters = pipe.processor.feature_extractor.mel_filters
     changed = pipe.processor.feature_extractor.mel_filters = filters * 1.5
-    pipe("What is it?", **ask)
+    pipe(prompt="What is it?", **ask)
     assert pipe.prefixes.hits == 0
     changed[:] = filters  # in place
-    pipe("What is it?", **ask)
+    pipe(prompt="What is it?", **ask)
     assert pipe.prefixes.hits == 1
 
 

@@ -180,7 +180,7 @@ def test_answers_are_the_same(omni, tmp_path: Path, monkeypatch) -> None:
     def answers() -> list[Any]:
         chat = omni.chat()
         turns = [chat.ask("What?", audio=tone(length), max_new_tokens=4) for length in (1, 0.5)]
-        calls = [omni("What is it?", **request, max_new_tokens=6) for request in requests]
+        calls = [omni(prompt="What is it?", **request, max_new_tokens=6) for request in requests]
         return [*turns, *calls]
 
     before = answers()
@@ -263,5 +263,5 @@ def test_a_tower_on_a_gpu_makes_them(qwen3_omni_folder) -> None:
     )
     assert SAMPLES in heard(gpu, 1.0).inputs and SAMPLES not in heard(cpu, 1.0).inputs
     audio = [tone(seconds) for seconds in LENGTHS]
-    found, expected = (pipe("Who?", audio, max_new_tokens=8) for pipe in (gpu, cpu))
+    found, expected = (pipe(prompt="Who?", audio=audio, max_new_tokens=8) for pipe in (gpu, cpu))
     assert found.token_ids == expected.token_ids

@@ -155,7 +155,7 @@ def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None)
 
 
 def heard(pipe: OscarOmniPipeline) -> list[int]:
-    return pipe("What was said in clip 2?", audio=CLIPS[:3], max_new_tokens=12).token_ids
+    return pipe(prompt="What was said in clip 2?", audio=CLIPS[:3], max_new_tokens=12).token_ids
 
 
 def refused(pipe: OscarVLPipeline) -> list[str]:
@@ -194,7 +194,7 @@ def ask_all(folder: Path, dtype: str, models: dict[str, str]) -> None:
             results[name]["heard"] = heard(pipe)
         if name == "omni with a talker":
             try:
-                pipe("Who speaks?", images=CARDS[:1], speak=True)
+                pipe(prompt="Who speaks?", images=CARDS[:1], speak=True)
             except InputError as error:
                 results[name]["refused"] = str(error)
         pipe.release_graphs()

@@ -304,14 +304,16 @@ def test_frames_in_a_list(qwen) -> None:
 def test_a_bare_array_of_samples(omni) -> None:
     samples, rate = tone(1.5)
     options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0}
-    expected = omni("What?", audio=(samples, rate), **options).token_ids
+    expected = omni(prompt="What?", audio=(samples, rate), **options).token_ids
     for given in (samples, torch.from_numpy(samples)):
         part = {"type": "audio", "audio": given, "sampling_rate": rate}
         messages = [{"role": "user", "content": [part, "What?"]}]
         assert omni.chat_completion(messages, **options).token_ids == expected
-    assert omni("What?", audio=[samples], sampling_rate=rate, **options).token_ids == expected
+    assert (
+        omni(prompt="What?", audio=[samples], sampling_rate=rate, **options).token_ids == expected
+    )
     with pytest.raises(InputError, match="an array of samples needs its rate"):
-        omni("What?", audio=[samples])
+        omni(prompt="What?", audio=[samples])
 
 
 LIMITS = MediaLimits(max_image_pixels=100_000, max_video_frames=8, max_video_pixels=400_000)

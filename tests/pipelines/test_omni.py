@@ -26,7 +26,7 @@ def refused(pipe: OscarOmniPipeline, *words: str, **request: Any) -> None:
 
 
 def tokens(pipe: OscarOmniPipeline, audio: Any, **options: Any) -> list[int]:
-    return pipe("What is it?", audio, max_new_tokens=10, **options).token_ids
+    return pipe(prompt="What is it?", audio=audio, max_new_tokens=10, **options).token_ids
 
 
 def test_every_form_of_a_recording(omni, tmp_path: Path) -> None:
@@ -42,10 +42,12 @@ def test_every_form_of_a_recording(omni, tmp_path: Path) -> None:
 
 
 def test_stream_is_the_answer(omni) -> None:
-    stream = omni.stream("What is it?", tone(1), images=noise(64, 64), max_new_tokens=16)
+    stream = omni.stream(
+        prompt="What is it?", audio=tone(1), images=noise(64, 64), max_new_tokens=16
+    )
     pieces = list(stream)
     assert len(pieces) > 2 and "".join(pieces) == stream.result.text
-    answer = omni("What is it?", tone(1), images=noise(64, 64), max_new_tokens=16)
+    answer = omni(prompt="What is it?", audio=tone(1), images=noise(64, 64), max_new_tokens=16)
     assert answer.token_ids == stream.result.token_ids
     assert answer.speech is None and answer.sample_rate is None
 
@@ -53,27 +55,35 @@ def test_stream_is_the_answer(omni) -> None:
 @pytest.mark.parametrize("policy", KVPolicy.preset_names())
 def test_every_preset_answers(omni, policy: str) -> None:
     pipe = OscarOmniPipeline(omni.family.outer_model, processor=omni.processor, policy=policy)
-    answer = pipe("What is said?", audio=tone(20), images=noise(200, 200), max_new_tokens=12)
+    answer = pipe(prompt="What is said?", audio=tone(20), images=noise(200, 200), max_new_tokens=12)
     assert len(answer.token_ids) == 12
     assert answer.memory.tokens["audio"] == 20 * 13
     assert answer.memory.by_modality["audio"] > 0
-    again = pipe("What is said?", audio=tone(20), images=noise(200, 200), max_new_tokens=12)
+    again = pipe(prompt="What is said?", audio=tone(20), images=noise(200, 200), max_new_tokens=12)
     assert again.token_ids == answer.token_ids
 
 
 def test_16_bit_weights(qwen3_omni_talker_folder) -> None:
     pipe = OscarOmniPipeline(qwen3_omni_talker_folder, device="cpu", dtype="bfloat16")
-    answer = pipe("What?", tone(1), noise(64, 64), clip(4), max_new_tokens=4, speak=True, seed=0)
+    answer = pipe(
+        prompt="What?",
+        audio=tone(1),
+        images=noise(64, 64),
+        videos=clip(4),
+        max_new_tokens=4,
+        speak=True,
+        seed=0,
+    )
     assert len(answer.token_ids) == 4 and answer.speech.dtype == np.float32
 
 
 def test_speech(speaking) -> None:
     request = {"audio": tone(1), "images": noise(64, 64), "max_new_tokens": 8}
-    text = speaking("What is it?", **request)
+    text = speaking(prompt="What is it?", **request)
     sizes = []
     head = speaking.model.lm_head
     hook = head.register_forward_hook(lambda _, __, logits: sizes.append(logits.shape[1]))
-    spoken = speaking("What is it?", **request, speak=True, seed=1)
+    spoken = speaking(prompt="What is it?", **request, speak=True, seed=1)
     hook.remove()
     assert set(sizes) == {1}
     assert spoken.token_ids == text.token_ids and spoken.text == text.text
@@ -85,10 +95,10 @@ def test_speech(speaking) -> None:
     assert speech.dtype == np.float32 and speech.ndim == 1 and len(speech) > 0
     assert np.isfinite(speech).all() and 0 < np.abs(speech).max() <= 1
     assert spoken.sample_rate == 24_000
-    again = speaking("What is it?", **request, speak=True, seed=1)
+    again = speaking(prompt="What is it?", **request, speak=True, seed=1)
     assert np.array_equal(again.speech, speech)
     state = torch.random.get_rng_state()
-    other = speaking("What is it?", **request, speak=True, seed=3, speaker="CHELSIE")
+    other = speaking(prompt="What is it?", **request, speak=True, seed=3, speaker="CHELSIE")
     assert len(other.speech) != len(speech) or not np.array_equal(other.speech, speech)
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -96,8 +106,8 @@ def test_speech(speaking) -> None:
 def test_speech_about_recordings_that_the_tower_reads_apart(speaking) -> None:
     """One of less than a second, and a longer one."""
     recordings = [tone(1.3), tone(0.2)]
-    answer = speaking("What is it?", recordings, max_new_tokens=5, speak=True, seed=0)
-    expected = speaking("What is it?", recordings, max_new_tokens=5, seed=0)
+    answer = speaking(prompt="What is it?", audio=recordings, max_new_tokens=5, speak=True, seed=0)
+    expected = speaking(prompt="What is it?", audio=recordings, max_new_tokens=5, seed=0)
     assert answer.token_ids == expected.token_ids
     assert answer.speech is not None and len(answer.speech)
 
@@ -105,38 +115,59 @@ def test_speech_about_recordings_that_the_tower_reads_apart(speaking) -> None:
 def test_speech_comes_at_the_end_of_a_stream(speaking, tmp_path) -> None:
     movie = write_movie(tmp_path / "movie.mp4", clip(16), tone(2))
     stream = speaking.stream(
-        "What?", videos=movie, use_audio_in_video=True, speak=True, seed=3, max_new_tokens=5
+        prompt="What?", videos=movie, use_audio_in_video=True, speak=True, seed=3, max_new_tokens=5
     )
     assert "".join(stream) == stream.result.text
     assert len(stream.result.speech) > 0
-    plain = speaking("What?", videos=movie, use_audio_in_video=True, max_new_tokens=5)
+    plain = speaking(prompt="What?", videos=movie, use_audio_in_video=True, max_new_tokens=5)
     assert stream.result.token_ids == plain.token_ids
 
 
 def test_speech_ends_with_the_answer(speaking, monkeypatch) -> None:
-    first = speaking("What is it?", tone(1), max_new_tokens=8).token_ids
+    first = speaking(prompt="What is it?", audio=tone(1), max_new_tokens=8).token_ids
     end = next(token for token in first[3:] if token not in first[:3])
     monkeypatch.setattr(speaking.model.generation_config, "eos_token_id", end)
-    answer = speaking("What is it?", tone(1), max_new_tokens=8, speak=True, seed=0)
+    answer = speaking(prompt="What is it?", audio=tone(1), max_new_tokens=8, speak=True, seed=0)
     assert answer.token_ids == first[: first.index(end)]
     assert answer.finish_reason == "stop" and len(answer.speech) > 0
     monkeypatch.setattr(speaking.model.generation_config, "eos_token_id", first[0])
-    silent = speaking("What is it?", tone(1), max_new_tokens=8, speak=True, seed=0)
+    silent = speaking(prompt="What is it?", audio=tone(1), max_new_tokens=8, speak=True, seed=0)
     assert (silent.text, silent.token_ids, len(silent.speech)) == ("", [], 0)
     assert silent.finish_reason == "stop"
 
 
 def test_speech_is_sampled_as_told(speaking, monkeypatch) -> None:
     monkeypatch.setattr(speaking.model.generation_config, "repetition_penalty", 5.0)
-    greedy = speaking("What is it?", tone(1), max_new_tokens=8).token_ids
-    spoken = speaking("What is it?", tone(1), max_new_tokens=8, speak=True, seed=0)
+    greedy = speaking(prompt="What is it?", audio=tone(1), max_new_tokens=8).token_ids
+    spoken = speaking(prompt="What is it?", audio=tone(1), max_new_tokens=8, speak=True, seed=0)
     assert spoken.token_ids == greedy
     options = {"temperature": 1.5, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}
     drawn = [
-        speaking("What is it?", tone(1), max_new_tokens=8, speak=True, seed=seed, **options)
+        speaking(
+            prompt="What is it?", audio=tone(1), max_new_tokens=8, speak=True, seed=seed, **options
+        )
         for seed in (3, 3, 5)  # after which the talker is brief
     ]
     assert drawn[0].token_ids == drawn[1].token_ids != drawn[2].token_ids
+
+
+def test_images_come_first_and_the_prompt_second(omni) -> None:
+    """As in the other pipelines."""
+    picture, how = noise(64, 64), {"max_new_tokens": 4}
+    expected = omni(images=[picture], prompt="What?", audio=tone(1), **how).token_ids
+    assert omni([picture], "What?", audio=tone(1), **how).token_ids == expected
+    assert "".join(omni.stream([picture], "What?", audio=tone(1), **how))
+    for arguments, more in (
+        (("What is it?",), {}),
+        (("What is it?",), {"audio": tone(1)}),
+        (("What is it?", tone(1)), {}),
+        (("What is it?", None, [picture]), {}),
+    ):
+        for call in (omni, omni.stream):
+            with pytest.raises((InputError, TypeError)) as caught:
+                call(*arguments, **more)
+            expected = "images come first and the prompt second" if len(arguments) < 3 else "posit"
+            assert expected in str(caught.value)
 
 
 def test_speech_that_cannot_be(omni, speaking) -> None:
@@ -176,7 +207,7 @@ def test_too_long(omni) -> None:
 def test_bad_text_and_arguments(omni) -> None:
     refused(omni, "prompt is empty", prompt=" ")
     refused(omni, r"<\|audio_pad\|>", "control token", prompt="<|audio_pad|>")
-    refused(omni, "unknown argument sound", "audio, images, videos", sound=tone(1))
+    refused(omni, "unknown argument sound", "images, prompt, videos, audio", sound=tone(1))
     refused(omni, "max_new_tokens", max_new_tokens=0)
 
 

@@ -101,7 +101,7 @@ def test_16_bit_cache_is_plain_transformers(omni, plain, name: str) -> None:
     media = omni.read_media(**REQUESTS[name])
     inputs = plain.inputs("What is it?", media)
     same_prompt(omni, media, inputs)
-    answer = omni("What is it?", **REQUESTS[name], max_new_tokens=16)
+    answer = omni(prompt="What is it?", **REQUESTS[name], max_new_tokens=16)
     assert answer.token_ids == plain.answer(inputs)
     assert len(set(answer.token_ids)) > 3
 
@@ -112,9 +112,9 @@ def test_a_video_with_its_sound(omni, plain, movie) -> None:
     assert video.sound.seconds == pytest.approx(3.0, abs=0.1)
     inputs = plain.inputs("What is it?", media)
     same_prompt(omni, media, inputs)
-    heard = omni("What is it?", videos=[movie], use_audio_in_video=True, max_new_tokens=16)
+    heard = omni(prompt="What is it?", videos=[movie], use_audio_in_video=True, max_new_tokens=16)
     assert heard.token_ids == plain.answer(inputs, use_audio_in_video=True)
-    silent = omni("What is it?", videos=movie, max_new_tokens=16)
+    silent = omni(prompt="What is it?", videos=movie, max_new_tokens=16)
     assert silent.memory.tokens["audio"] == 0 < silent.memory.tokens["video"]
 
     prompt = prepare(omni, "What is it?", media)
@@ -156,7 +156,7 @@ def test_silent_videos_beside_heard_ones(omni, movie, tmp_path) -> None:
     ]
     assert sounds[0] == sounds[2] == 0 and sounds[1] > 35 and sounds[3] == 13
     answer = omni(
-        "Compare.",
+        prompt="Compare.",
         videos=[silent, movie, clip(4)],
         audio=tone(1),
         use_audio_in_video=True,
@@ -274,8 +274,8 @@ def test_chunks_are_exact_in_16_bit(omni) -> None:
     chunked = OscarOmniPipeline(
         omni.family.outer_model, processor=omni.processor, policy="bf16", prefill_chunk=33
     )
-    expected = omni("What is it?", **REQUESTS["everything"], max_new_tokens=12).token_ids
-    answer = chunked("What is it?", **REQUESTS["everything"], max_new_tokens=12)
+    expected = omni(prompt="What is it?", **REQUESTS["everything"], max_new_tokens=12).token_ids
+    answer = chunked(prompt="What is it?", **REQUESTS["everything"], max_new_tokens=12)
     assert answer.token_ids == expected
 
 
