@@ -17,7 +17,7 @@ from oscar_mm.errors import InputError, shown
 from oscar_mm.generation.answer import Answer, AnswerStream, Timings
 from oscar_mm.generation.message_lists import conversation_from
 from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.request_options import RequestOptions
+from oscar_mm.generation.request_options import RequestOptions, split_media
 from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.image import ImageSource
@@ -132,7 +132,7 @@ class OscarOmniPipeline(Pipeline):
         chosen, template, of_media = self.read_options(options, _ARGUMENTS)
         voice = None
         if speak:
-            _check_spoken(options)
+            _check_spoken(split_media(options, self.family)[0])
             if self.store.ranks.count > 1:
                 raise InputError("speak=True: the talker is not divided among ranks; ask one GPU")
             voice = speaker_of(self.family.outer_model, speaker)
