@@ -37,10 +37,17 @@ class Guard:
         app: the application that it protects.
         host: the address on which the server listens.
         uploads: ends of paths that take files, as multipart/form-data.
+        origins: of pages that may ask all the same.
     """
 
-    def __init__(self, app: ASGIApp, host: str, uploads: tuple[str, ...] = ()) -> None:
-        self.app, self.uploads = app, uploads
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        uploads: tuple[str, ...] = (),
+        origins: tuple[str, ...] = (),
+    ) -> None:
+        self.app, self.uploads, self.origins = app, uploads, origins
         self.loopback = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +73,8 @@ class Guard:
             return 421, "this server is for this machine only: ask it as 127.0.0.1 or localhost"
         method = scope.get("method", "GET")
         follows_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
-        if not follows_link and _is_foreign(headers, host):
+        allowed = headers.get("origin") in self.origins
+        if not (follows_link or allowed) and _is_foreign(headers, host):
             return 403, "pages of other sites may not use this server"
         if method == "POST" and not self._carries_json(scope["path"], headers):
             return 415, "Content-Type must be application/json"

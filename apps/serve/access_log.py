@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, MutableMapping
 from time import perf_counter
 from typing import Any
+from uuid import uuid4
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOGGER = logging.getLogger("oscar_mm.serve.access")
-"""Writes the lines, at level INFO."""
+"""Writes the lines: at level INFO, those of refusals at WARNING, those of faults of the server at
+ERROR."""
+REQUEST_ID = "X-Request-Id"
+"""Header with the name of a request, which the client chooses or else the server."""
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _SHOWN = 200
 """Characters of a path or a reason that a line shows."""
 
@@ -27,12 +34,14 @@ def note_refusal(scope: MutableMapping[str, Any], reason: str) -> None:
 
 
 class AccessLog:
-    """Middleware that logs method, path, status, tokens, seconds and the reason of a refusal.
+    """Middleware that logs method, path, status, tokens, seconds, name and why there is no answer.
 
     A line has nothing of the bodies but what a refusal quotes, and no control characters::
 
-        POST /v1/chat/completions 200 in=345 out=12 1.234s
-        POST /v1/chat/completions 400 0.001s "messages: must end with a message of role 'user'"
+        POST /v1/chat/completions 200 in=345 out=12 1.234s id=page-7
+        POST /v1/chat/completions 400 0.001s id=7f3a "messages: must end with a message of ..."
+
+    The name is told in the header ``X-Request-Id`` of the response, too.
 
     Args:
         app: the application.
@@ -46,24 +55,40 @@ class AccessLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start, status = perf_counter(), 0
+        start, status, name = perf_counter(), 0, _request_id(scope)
 
         async def noted(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = name
             await send(message)
 
         scope.setdefault("state", {})
         try:
             await self.app(scope, receive, noted)
         finally:
-            LOGGER.info(_line(scope, status, perf_counter() - start))
+            line = _line(scope, status, perf_counter() - start, name)
+            LOGGER.log(_level(scope, status), line)
 
 
-def _line(scope: Scope, status: int, seconds: float) -> str:
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get(REQUEST_ID, "")
+    return given if _SANE_ID.fullmatch(given) else uuid4().hex
+
+
+def _level(scope: Scope, status: int) -> int:
+    if status >= 500:
+        return logging.ERROR
+    refused = "tokens" not in scope["state"] and "refusal" in scope["state"]
+    return logging.WARNING if refused or status >= 400 else logging.INFO
+
+
+def _line(scope: Scope, status: int, seconds: float, name: str) -> str:
     path = scope.get("raw_path", b"")[:_SHOWN].decode("ascii", errors="replace")
     about = [scope["method"][:_SHOWN], path, str(status)]
+    took = [f"{seconds:.3f}s", f"id={name}"]
     if tokens := scope["state"].get("tokens"):
-        return " ".join([*about, f"in={tokens[0]} out={tokens[1]} {seconds:.3f}s"])
+        return " ".join([*about, f"in={tokens[0]} out={tokens[1]}", *took])
     reason = scope["state"].get("refusal")
-    return " ".join([*about, f"{seconds:.3f}s", *([json.dumps(reason[:_SHOWN])] if reason else [])])
+    return " ".join([*about, *took, *([json.dumps(reason[:_SHOWN])] if reason else [])])

@@ -13,6 +13,7 @@ import typer
 
 from oscar_mm.apps import options, terminal
 from oscar_mm.apps.options import KEY_VARIABLE, api_key
+from oscar_mm.apps.serve.origins import read_origins
 from oscar_mm.apps.server_process import bind, freeze_loaded, listen, sigterm_as_ctrl_c, url
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -20,6 +21,9 @@ from oscar_mm.sizes import parse_bytes
 
 _PREFIXES = "1GB"
 """Size of the prefix cache without a budget."""
+_LEVELS = ("info", "warning", "error")
+_NAME = 256
+"""Longest name of the model."""
 _RELEASE_S = 2.0
 """Seconds in which the model must end its step after the server has stopped."""
 
@@ -52,6 +56,28 @@ def serve(
             help=f"Holds the key that clients must send; default: {KEY_VARIABLE}, or none.",
         ),
     ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="The model's name for clients, several times for several; default: --model.",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin of web pages that may ask, such as http://localhost:3000; several times.",
+        ),
+    ] = None,
+    log_level: Annotated[
+        str,
+        typer.Option(
+            metavar="LEVEL",
+            help="info: a line for each request; warning: for those refused; error: for faults of "
+            "the server.",
+        ),
+    ] = "info",
     kv_budget: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help='KV memory of all conversations, such as "8GB".'),
@@ -113,7 +139,9 @@ def serve(
     if not 0 <= grace <= 3600:
         raise InputError(f"--grace {grace:g}: must be seconds from 0 to 3600")
     domains = media_domains(allowed_media_domains, allow_remote=allow_remote)
+    _check_words(log_level, served_model_name or ())
     key = api_key(api_key_file)
+    origins = read_origins(allow_origin or (), has_key=key is not None)
     if engine not in ("oscar", "vllm"):
         raise InputError(f"--engine {engine}: must be oscar or vllm")
     if engine == "vllm":
@@ -121,6 +149,8 @@ def serve(
         if budget is not None:
             given["kv_budget"] = budget
         given["allowed_media_domains"] = domains
+        if origins:
+            given["allow_origin"] = list(origins)
         _serve_with_vllm(model, policy, host, port, given, passed or (), key)
     if passed:
         raise InputError(f"{passed[0]!r} is unexpected: only --engine vllm takes such arguments")
@@ -161,13 +191,15 @@ def serve(
         grace_s=grace,
         media_hosts=AllowedHosts(domains) if domains else None,
     )
-    server = Server(create_app(pipe, model, limits, host))
-    _log_requests()
+    name, *others = dict.fromkeys(served_model_name or [model])
+    app = create_app(pipe, name, limits, host, other_names=others, origins=origins)
+    server = Server(app)
+    _log_requests(log_level)
     try:
         warm_up(pipe.engine, running)
         freeze_loaded()
         listen(sockets)
-        print(f"{model} at {url(host, port)}/v1", file=sys.stderr)
+        print(f"{name} at {url(host, port)}/v1", file=sys.stderr)
         # uvicorn raises the signal again after it has stopped.
         with sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
             server.run(sockets)
@@ -181,14 +213,25 @@ def serve(
     pipe.lock.release()
 
 
-def _log_requests() -> None:
-    """Write the access log to stderr."""
+def _check_words(log_level: str, names: Sequence[str]) -> None:
+    if log_level not in _LEVELS:
+        raise InputError(f"--log-level {log_level}: must be {', '.join(_LEVELS[:-1])} or error")
+    for name in names:
+        if not name.strip() or len(name) > _NAME or not name.isprintable():
+            raise InputError(
+                f"--served-model-name {name[:_NAME]!r}: must be 1 to {_NAME} printable characters"
+            )
+
+
+def _log_requests(level: str) -> None:
+    """Write the access log to stderr, and of the package's own log as much."""
     from oscar_mm.apps.serve.access_log import LOGGER
 
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(level.upper())
+    logging.getLogger("oscar_mm").setLevel(level.upper())
     LOGGER.propagate = False
 
 

@@ -29,7 +29,7 @@ _NAMES = {
 """Anthropic's names of fields that the chat-completions protocol calls otherwise."""
 _FIELD = re.compile(rf"^(?:{'|'.join(_NAMES)})\b")
 _REFUSED = ("container", "mcp_servers", "context_management")
-_SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt")
+SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt")
 """Fields that mean the same in both protocols."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _KINDS = {
@@ -132,7 +132,7 @@ class MessagesBody(_Model):
         for name in _REFUSED:
             if extra.get(name) is not None:
                 raise FieldError("is not supported: leave it out", name)
-        body = {name: extra[name] for name in _SAME if extra.get(name) is not None}
+        body = {name: extra[name] for name in SAME if extra.get(name) is not None}
         turned = list(self._messages())
         body["messages"] = [message for message, _ in turned]
         if body["messages"][-1]["role"] == "assistant":

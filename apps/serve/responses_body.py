@@ -27,7 +27,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 """Unsupported fields that would change the answer, and their values, beside null, that do not."""
-_SAME = (
+SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "cache_salt"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"),
     *("chat_template_kwargs", "structured_outputs", "thinking_token_budget"),
@@ -96,7 +96,7 @@ class ResponsesBody(BaseModel):
         """
         extra = self.model_extra or {}
         refuse_unsupported(extra, _REFUSED)
-        body = {name: extra[name] for name in _SAME if extra.get(name) is not None}
+        body = {name: extra[name] for name in SAME if extra.get(name) is not None}
         instructions = self.instructions
         system = [{"role": "system", "content": instructions}] if instructions else []
         body["messages"] = [*system, *past, *messages_of(self.input)[0]]

@@ -20,21 +20,23 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from oscar_mm import __version__
 from oscar_mm.apps.connections import Connection, ConnectionBounds
 from oscar_mm.apps.guard import Guard, OneLength
-from oscar_mm.apps.serve.access_log import AccessLog, note_answer, note_refusal
+from oscar_mm.apps.serve.access_log import REQUEST_ID, AccessLog, note_answer, note_refusal
 from oscar_mm.apps.serve.answer_set import AnswerSet
 from oscar_mm.apps.serve.chat_writer import ChatWriter
 from oscar_mm.apps.serve.completion_writer import CompletionWriter
 from oscar_mm.apps.serve.completions_body import CompletionBody
 from oscar_mm.apps.serve.conversations import Conversations
+from oscar_mm.apps.serve.docs_page import docs_page
 from oscar_mm.apps.serve.event_stream import AnswerFormat, EventStream
 from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
 from oscar_mm.apps.serve.known_media import KnownMedia
@@ -135,9 +137,10 @@ class Service:
         conversations: answers requests.
         metrics: counts them.
         limits: bounds on requests and answers.
-        name: the model's name for clients.
+        names: the model's names for clients.
 
     Attributes:
+        name: the first of them, which answers to clients that give none have.
         hurry: ends the grace time of answers when it is set.
         places: of running answers.
         responses: that later requests may continue.
@@ -145,10 +148,14 @@ class Service:
     """
 
     def __init__(
-        self, conversations: Conversations, metrics: Metrics, limits: ServerLimits, name: str
+        self,
+        conversations: Conversations,
+        metrics: Metrics,
+        limits: ServerLimits,
+        names: Sequence[str],
     ) -> None:
         self.conversations, self.metrics = conversations, metrics
-        self.limits, self.name = limits, name
+        self.limits, self.names, self.name = limits, names, names[0]
         self.hurry = asyncio.Event()
         self.places = Places(limits.running, limits.waiting, metrics)
         self.responses = KeptResponses()
@@ -202,9 +209,14 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise Refusal if the request is for another model."""
-        if name and name != self.name:
-            message = f"The model `{name[:200]}` does not exist."
+        if name and name not in self.names:
+            known = ", ".join(f"`{one}`" for one in self.names)
+            message = f"The model `{name[:200]}` does not exist: this server has {known}."
             raise Refusal(404, message, code="model_not_found", field="model")
+
+    def answering(self, name: str | None) -> str:
+        """The model's name in an answer, by that in the request, which need not be checked."""
+        return name if name and name in self.names else self.name
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer a chat-completions request."""
@@ -213,7 +225,8 @@ class Service:
             body = parsed(Body, data)
             reasoning = body.include_reasoning is not False
             how: dict[str, Any] = {"echo": body.echoed, "reasoning": reasoning}
-            return body, ChatWriter(self.name, self._tokenizer, usage=body.has_usage, **how)
+            name = self.answering(body.model)
+            return body, ChatWriter(name, self._tokenizer, usage=body.has_usage, **how)
 
         return await self._answer(http, read)
 
@@ -223,7 +236,8 @@ class Service:
         def read(data: bytes) -> tuple[list[Request], AnswerFormat]:
             body, pipe = parsed(CompletionBody, data), self.conversations.pipe
             prompts = body.prompts(pipe, self.limits.running)
-            written = CompletionWriter(body, prompts, self.name, self._tokenizer)
+            name = self.answering(body.model)
+            written = CompletionWriter(body, prompts, name, self._tokenizer)
             return body.requests(prompts), written
 
         return await self._answer(http, read)
@@ -277,7 +291,8 @@ class Service:
                 self.responses.add(KeptResponse(response, [*said, answer], size + len(data)))
 
             kept = None if asked.store is False else keep
-            return checked(fields), ResponseWriter(asked, self.name, kept)
+            body = checked(fields)
+            return body, ResponseWriter(asked, self.answering(body.model), kept)
 
         places: list[str] = []
         try:
@@ -289,8 +304,9 @@ class Service:
         """Answer a request of Anthropic's Messages API."""
 
         def read(data: bytes) -> tuple[Body, AnswerFormat]:
-            body, places[:] = parsed(MessagesBody, data).chat_body()
-            return checked(body), MessageWriter(self.name)
+            fields, places[:] = parsed(MessagesBody, data).chat_body()
+            body = checked(fields)
+            return body, MessageWriter(self.answering(body.model))
 
         places: list[Place] = []
         try:
@@ -459,7 +475,15 @@ async def _disconnect(http: HttpRequest) -> None:
         pass
 
 
-def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127.0.0.1") -> FastAPI:
+def create_app(
+    pipe: Pipeline,
+    name: str,
+    limits: ServerLimits,
+    host: str = "127.0.0.1",
+    *,
+    other_names: Sequence[str] = (),
+    origins: tuple[str, ...] = (),
+) -> FastAPI:
     """Create the application for ``Server``; all chats are in its one process.
 
     Args:
@@ -467,13 +491,16 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
         name: the model's name for clients.
         limits: bounds on requests and answers.
         host: the address on which the server will listen.
+        other_names: more names of the model.
+        origins: of web pages that may ask, see ``read_origins``.
 
     Returns:
         the application; its ``state.service`` is the ``Service``.
     """
     conversations = Conversations(pipe, limits.conversations)
-    service = Service(conversations, Metrics(conversations), limits, name)
-    card = model_card(name, int(time()))
+    service = Service(conversations, Metrics(conversations), limits, (name, *other_names))
+    started = int(time())
+    cards = {name: model_card(name, started) for name in service.names}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -481,11 +508,22 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
             yield
             await service.close()
 
+    # Without openapi_url there is no page of FastAPI's own, which would load scripts of others.
     app = FastAPI(title="oscar-mm", lifespan=lifespan, openapi_url=None)
     app.state.service = service
     if limits.api_key is None:
-        app.add_middleware(Guard, host=host)
+        app.add_middleware(Guard, host=host, origins=origins)
     app.add_middleware(OneLength)
+    if origins:
+        # Around the others, so that a page reads why it is refused.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
 
     @app.exception_handler(Refusal)
     async def refuse(http: HttpRequest, error: Refusal) -> JSONResponse:
@@ -508,36 +546,43 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
 
     @app.post("/v1/chat/completions")
     async def complete(request: HttpRequest) -> Response:
+        """Answer a conversation, by OpenAI's chat-completions protocol."""
         service.authorize(request)
         return await service.complete(request)
 
     @app.post("/v1/completions")
     async def complete_text(request: HttpRequest) -> Response:
+        """Continue prompts, by OpenAI's completions protocol."""
         service.authorize(request)
         return await service.complete_text(request)
 
     @app.post("/tokenize")
     async def tokenize(request: HttpRequest) -> Response:
+        """Tokens of a prompt or of a conversation."""
         service.authorize(request)
         return await service.tokenize(request)
 
     @app.post("/detokenize")
     async def detokenize(request: HttpRequest) -> Response:
+        """Text of tokens."""
         service.authorize(request)
         return await service.detokenize(request)
 
     @app.post("/v1/responses")
     async def respond(request: HttpRequest) -> Response:
+        """Answer a conversation, by OpenAI's Responses API."""
         service.authorize(request)
         return await service.respond(request)
 
     @app.post(MESSAGES)
     async def message(request: HttpRequest) -> Response:
+        """Answer a conversation, by Anthropic's Messages API."""
         service.authorize(request)
         return await service.message(request)
 
     @app.get("/v1/responses/{response}")
     async def kept(request: HttpRequest, response: str) -> dict[str, Any]:
+        """A response that is kept."""
         service.authorize(request)
         if (found := service.responses.get(response)) is None:
             raise unknown_response(response)
@@ -545,6 +590,7 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
 
     @app.delete("/v1/responses/{response}")
     async def forget(request: HttpRequest, response: str) -> dict[str, Any]:
+        """Keep a response no longer."""
         service.authorize(request)
         if not service.responses.remove(response):
             raise unknown_response(response)
@@ -552,27 +598,37 @@ def create_app(pipe: Pipeline, name: str, limits: ServerLimits, host: str = "127
 
     @app.get("/version")
     async def version() -> dict[str, str]:
+        """Version of the server."""
         return {"version": __version__}
 
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> dict[str, Any]:
+        """Names of the model."""
         service.authorize(request)
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [*cards.values()]}
 
     @app.get("/v1/models/{requested:path}")
     async def model(request: HttpRequest, requested: str) -> dict[str, Any]:
+        """A name of the model."""
         service.authorize(request)
         service.check_model(requested)
-        return card
+        return cards[requested]
 
     @app.get("/metrics")
     async def metrics(request: HttpRequest) -> Response:
+        """Counters and times, for Prometheus."""
         service.authorize(request)
         text = await run_in_threadpool(generate_latest, service.metrics.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/docs")
+    async def docs() -> HTMLResponse:
+        """This page."""
+        return HTMLResponse(docs_page(app.routes, service.names))
+
     @app.get("/health")
     async def health() -> PlainTextResponse:
+        """Whether the server is up."""
         return PlainTextResponse("ok")
 
     return app

@@ -30,6 +30,9 @@ _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
     "running": lambda answers: ["--max-num-seqs", str(answers)],
     "grace": lambda seconds: ["--shutdown-timeout", str(math.ceil(seconds))],
     "dtype": lambda name: ["--dtype", name],
+    "served_model_name": lambda names: ["--served-model-name", *names],
+    "allow_origin": lambda origins: ["--allowed-origins", json.dumps(origins)],
+    "log_level": lambda level: ["--uvicorn-log-level", level],
 }
 """vLLM's arguments for the value of an option of ``oscar-mm serve``."""
 _REFUSED = {
@@ -70,7 +73,7 @@ def vllm_arguments(
     servable(policy)
     source = source_of(model)
     arguments = ["--model", source]
-    if source != model:
+    if source != model and "served_model_name" not in options:
         arguments += ["--served-model-name", model]
     arguments += ["--host", host, "--port", str(port)]
     arguments += ["--attention-backend", "CUSTOM", "--block-size", str(_BLOCK_TOKENS)]
@@ -83,7 +86,7 @@ def vllm_arguments(
         )
     if domains or not options.get("allow_remote"):
         arguments += [_DOMAINS, *(domains or [_NO_DOMAIN])]
-    if not has_key:
+    if not has_key and "allow_origin" not in options:
         arguments += ["--allowed-origins", "[]"]
     for name, value in options.items():
         if name in _REFUSED:

@@ -21,13 +21,13 @@ SECRET = "the moon is blue"
 
 @pytest.fixture
 def lines(caplog) -> list[str]:
-    """The log's lines, seconds left out."""
+    """The log's lines, seconds and names left out."""
     caplog.set_level(logging.INFO, "oscar_mm.serve.access")
 
     class Lines(list):
         def __iter__(self) -> Iterator[str]:
             found = (one.getMessage() for one in caplog.records if one.name.endswith("access"))
-            return (re.sub(r" \d+\.\d{3}s", " 0s", line) for line in found)
+            return (re.sub(r" \d+\.\d{3}s id=\w+", " 0s", line) for line in found)
 
     return Lines()
 
@@ -108,3 +108,42 @@ def test_what_is_no_request_is_no_line(omni, lines) -> None:
             connection.sendall(b"\x16\x03\x01 no http\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert list(lines) == []
+
+
+def test_names_of_requests(omni, caplog) -> None:
+    """A client may choose it; the server makes one where it is none to write into a log."""
+    caplog.set_level(logging.INFO, "oscar_mm.serve.access")
+    with served(omni, api_key="secret") as address:
+
+        def named(given: str, path: str = "/health") -> str:
+            request = urllib.request.Request(address + path, headers={"X-Request-Id": given})
+            try:
+                with urllib.request.urlopen(request) as response:
+                    return response.headers["X-Request-Id"]
+            except urllib.error.HTTPError as error:
+                return error.headers["X-Request-Id"]
+
+        assert named("page-7.a/B=") == named("page-7.a/B=", "/v1/models") == "page-7.a/B="
+        made = [named(given) for given in ("", "a b", 'a"b', "é", "x" * 129)]
+        assert all(re.fullmatch(r"[0-9a-f]{32}", name) for name in made) and len({*made}) == 5
+        eventually(lambda: len(caplog.records) >= 7)
+    told = [re.findall(r" id=(\S+)", record.getMessage()) for record in caplog.records]
+    assert told[:2] == [["page-7.a/B="]] * 2 and [[name] for name in made] == told[2:7]
+
+
+def test_levels(omni, caplog, monkeypatch) -> None:
+    caplog.set_level(logging.INFO, "oscar_mm.serve.access")
+    with served(omni) as address:
+        get(address, "/health")
+        get(address, "/nothing")
+        get(address, "/v1/models", Origin="http://evil.example")
+        monkeypatch.setattr(omni.family, "render", lambda *_, **__: 1 / 0)
+        with pytest.raises(openai.InternalServerError):
+            ask(client_of(address), user(SECRET))
+        eventually(lambda: len(caplog.records) >= 4)
+    assert [record.levelname for record in caplog.records] == [
+        "INFO",
+        "WARNING",
+        "WARNING",
+        "ERROR",
+    ]

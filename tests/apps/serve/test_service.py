@@ -259,12 +259,15 @@ def test_models(client) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError) as unknown:
         client.models.retrieve("org/other")
-    assert unknown.value.body["message"] == "The model `org/other` does not exist."
+    assert (
+        unknown.value.body["message"]
+        == "The model `org/other` does not exist: this server has `tiny`."
+    )
     with pytest.raises(openai.NotFoundError) as unknown:
         ask(client, user("Why?"), model="other")
     error = unknown.value.body
     assert (error["code"], error["param"]) == ("model_not_found", "model")
-    assert error["message"] == "The model `other` does not exist."
+    assert error["message"] == "The model `other` does not exist: this server has `tiny`."
     assert ask(client, user("Why?"), model=openai.omit).choices
 
 

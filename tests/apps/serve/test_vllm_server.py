@@ -76,6 +76,15 @@ def test_arguments_of_options() -> None:
     assert found[-2:] == ["--seed", "1"], "later arguments win"
 
 
+def test_names_origins_and_levels() -> None:
+    origins = ["http://localhost:3000"]
+    given = {"served_model_name": ["a", "b"], "allow_origin": origins, "log_level": "warning"}
+    found = arguments(model="pocket-vl", **given)
+    assert found[found.index("--served-model-name") :][1:3] == ["a", "b"]
+    assert json.loads(value(found, "--allowed-origins")) == origins
+    assert value(found, "--uvicorn-log-level") == "warning"
+
+
 @pytest.mark.parametrize("policy", ["quarot", "standard:bits=2", "standard:window=0"])
 def test_policies_of_stream_pages(policy: str) -> None:
     assert policy in value(arguments(policy=policy), "--additional-config")

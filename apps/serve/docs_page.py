@@ -1,0 +1,86 @@
+"""The page at /docs: paths of the server, and the fields of their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.routing import BaseRoute
+
+from oscar_mm import __version__
+from oscar_mm.apps.serve import messages_body, responses_body
+from oscar_mm.apps.serve.completions_body import CompletionBody
+from oscar_mm.apps.serve.messages_body import MessagesBody
+from oscar_mm.apps.serve.protocol import Body
+from oscar_mm.apps.serve.responses_body import ResponsesBody
+from oscar_mm.apps.serve.tokenizing import DetokenizeBody, TokenizeBody
+
+_BODIES: dict[str, tuple[type[BaseModel], Iterable[str]]] = {
+    "/v1/chat/completions": (Body, ()),
+    "/v1/completions": (CompletionBody, ()),
+    "/v1/responses": (ResponsesBody, responses_body.SAME),
+    messages_body.PATH: (MessagesBody, messages_body.SAME),
+    "/tokenize": (TokenizeBody, ()),
+    "/detokenize": (DetokenizeBody, ()),
+}
+"""Body of the requests to a path, and its fields that are those of chat completions."""
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>oscar-mm serve</title><style>
+body {{ font-family: sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }}
+td, th {{ text-align: left; padding: 0 1em 0 0 }}
+</style></head><body><h1>oscar-mm serve {version}</h1>
+<p>Models: {models}. Fields mean what they mean in the API that has the path; docs/serving.md of the
+project says which of their values are served.</p>
+{paths}</body></html>
+"""
+
+
+def docs_page(routes: Iterable[BaseRoute], models: Iterable[str]) -> str:
+    """The page, as HTML without scripts and without anything from elsewhere.
+
+    Args:
+        routes: of the application; the docstring of each says what it does.
+        models: names of the model.
+    """
+    listed = [route for route in routes if isinstance(route, APIRoute) and route.include_in_schema]
+    paths = "".join(text for route in listed for text in _described(route))
+    names = ", ".join(f"<code>{escape(name)}</code>" for name in models)
+    return _PAGE.format(version=escape(__version__), models=names, paths=paths)
+
+
+def _described(route: APIRoute) -> Iterator[str]:
+    methods = " ".join(sorted(route.methods or ()))
+    yield f"<h2><code>{methods} {escape(route.path)}</code></h2>\n"
+    yield f"<p>{escape(route.endpoint.__doc__ or '')}</p>\n"
+    if route.path in _BODIES:
+        rows = "".join(
+            f"<tr><td><code>{escape(name)}</code></td><td>{escape(kind)}</td></tr>\n"
+            for name, kind in sorted(fields_of(route.path).items())
+        )
+        yield f"<table><tr><th>field</th><th>type</th></tr>\n{rows}</table>\n"
+
+
+def fields_of(path: str) -> dict[str, str]:
+    """Fields of the requests to a path, and their JSON types."""
+    body, same = _BODIES[path]
+    fields = _types(body)
+    shared = _types(Body)
+    return fields | {name: shared.get(name, "any") for name in same}
+
+
+def _types(body: type[BaseModel]) -> dict[str, str]:
+    properties = body.model_json_schema(by_alias=True)["properties"]
+    return {name: _type(schema) for name, schema in properties.items()}
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+    if "enum" in schema:
+        return " or ".join(map(repr, schema["enum"]))
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return schema.get("type", "object" if "$ref" in schema else "any")
