@@ -17,6 +17,11 @@ from oscar_mm.apps.serve.messages_body import MessagesBody
 from oscar_mm.apps.serve.protocol import Body
 from oscar_mm.apps.serve.responses_body import ResponsesBody
 from oscar_mm.apps.serve.tokenizing import DetokenizeBody, TokenizeBody
+from oscar_mm.apps.serve.transcriptions_body import (
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
+    TranscriptionBody,
+)
 
 _BODIES: dict[str, tuple[type[BaseModel], Iterable[str]]] = {
     "/v1/chat/completions": (Body, ()),
@@ -25,6 +30,8 @@ _BODIES: dict[str, tuple[type[BaseModel], Iterable[str]]] = {
     messages_body.PATH: (MessagesBody, messages_body.SAME),
     "/tokenize": (TokenizeBody, ()),
     "/detokenize": (DetokenizeBody, ()),
+    TRANSCRIPTIONS: (TranscriptionBody, ()),
+    TRANSLATIONS: (TranscriptionBody, ()),
 }
 """Body of the requests to a path, and its fields that are those of chat completions."""
 _PAGE = """<!DOCTYPE html>

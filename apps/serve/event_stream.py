@@ -20,8 +20,8 @@ from oscar_mm.tool_parsers.parser import Piece
 class AnswerFormat(Protocol):
     """How a protocol writes the answers to a request: as one body, or as server-sent events."""
 
-    def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any], /) -> dict[str, Any]:
-        """The body of answers that are not streamed."""
+    def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any], /) -> dict[str, Any] | str:
+        """The body of answers that are not streamed: JSON, or a text as it is."""
         ...
 
     def begin(self, index: int, /) -> Iterator[str]:

@@ -384,8 +384,17 @@ def checked(fields: dict[str, Any]) -> Body:
     Raises:
         FieldError: as of ``parsed``.
     """
+    return validated(Body, fields)
+
+
+def validated(kind: type[T], fields: dict[str, Any]) -> T:
+    """Check the fields of a request.
+
+    Raises:
+        FieldError: as of ``parsed``.
+    """
     try:
-        return Body.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _field_error(error) from None
 

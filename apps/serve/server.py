@@ -73,6 +73,9 @@ from oscar_mm.apps.serve.tokenizing import (
     conversation_ids,
     text_ids,
 )
+from oscar_mm.apps.serve.transcription_writer import TranscriptionWriter
+from oscar_mm.apps.serve.transcriptions_body import TRANSCRIPTIONS, TRANSLATIONS, read_form
+from oscar_mm.apps.serve.transcriptions_body import renamed as as_in_form
 from oscar_mm.media.source import AllowedHosts
 
 if TYPE_CHECKING:
@@ -314,6 +317,20 @@ class Service:
         except Refusal as refusal:
             raise as_in_messages(refusal, places) from None
 
+    async def transcribe(self, http: HttpRequest, *, translate: bool = False) -> Response:
+        """Answer a request of OpenAI's audio API."""
+        kind = http.headers.get("content-type", "")
+
+        def read(data: bytes) -> tuple[Body, AnswerFormat]:
+            form = read_form(data, kind)
+            written = TranscriptionWriter(plain=form.response_format == "text")
+            return checked(form.chat_body(translate=translate)), written
+
+        try:
+            return await self._answer(http, read)
+        except Refusal as refusal:
+            raise as_in_form(refusal) from None
+
     def _past(self, previous: str | None) -> tuple[Sequence[dict[str, Any]], int]:
         """Messages up to a response, and the bytes of their requests."""
         if previous is None:
@@ -350,7 +367,8 @@ class Service:
             gone.cancel()
         await asyncio.shield(answers.end())
         note_answer(http.scope, answers.usage)
-        return JSONResponse(written.whole(answers.complete_choices(), answers.usage))
+        whole = written.whole(answers.complete_choices(), answers.usage)
+        return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
 
     async def stop(self) -> None:
         """Take no more requests, and cut running answers short after their grace time."""
@@ -512,7 +530,8 @@ def create_app(
     app = FastAPI(title="oscar-mm", lifespan=lifespan, openapi_url=None)
     app.state.service = service
     if limits.api_key is None:
-        app.add_middleware(Guard, host=host, origins=origins)
+        uploads = (TRANSCRIPTIONS, TRANSLATIONS)
+        app.add_middleware(Guard, host=host, uploads=uploads, origins=origins)
     app.add_middleware(OneLength)
     if origins:
         # Around the others, so that a page reads why it is refused.
@@ -579,6 +598,18 @@ def create_app(
         """Answer a conversation, by Anthropic's Messages API."""
         service.authorize(request)
         return await service.message(request)
+
+    @app.post(TRANSCRIPTIONS)
+    async def transcribe(request: HttpRequest) -> Response:
+        """Write down what is said in a recording, by OpenAI's audio API."""
+        service.authorize(request)
+        return await service.transcribe(request)
+
+    @app.post(TRANSLATIONS)
+    async def translate(request: HttpRequest) -> Response:
+        """Write down in English what is said in a recording, by OpenAI's audio API."""
+        service.authorize(request)
+        return await service.transcribe(request, translate=True)
 
     @app.get("/v1/responses/{response}")
     async def kept(request: HttpRequest, response: str) -> dict[str, Any]:

@@ -1,0 +1,75 @@
+"""TranscriptionWriter: an answer in OpenAI's audio API, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from oscar_mm.apps.serve.answer_set import Choice
+from oscar_mm.apps.serve.refusals import Refusal
+from oscar_mm.generation.answer import Reasoning
+from oscar_mm.tool_parsers.parser import Piece
+
+_JSON = json.JSONEncoder(ensure_ascii=False)
+
+
+class TranscriptionWriter:
+    """Writes the text of a recording, see ``AnswerFormat``; reasoning is left out.
+
+    Args:
+        plain: a whole answer is the text, and no JSON.
+    """
+
+    def __init__(self, *, plain: bool) -> None:
+        self._plain = plain
+
+    def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any] | str:
+        """The text, not streamed."""
+        text = choices[0].completed.answer.text
+        return text if self._plain else {"text": text, "usage": _usage(usage)}
+
+    def begin(self, _: int) -> Iterator[str]:
+        """None."""
+        return iter(())
+
+    def piece(self, _: int, piece: Piece, __: object) -> Iterator[str]:
+        """The event of a piece of text."""
+        if isinstance(piece, str) and not isinstance(piece, Reasoning):
+            yield _event("transcript.text.delta", delta=piece)
+
+    def end(self, _: int, choice: Choice) -> Iterator[str]:
+        """The event after the last piece, with the whole text."""
+        completed = choice.completed
+        usage = _usage(completed.usage)
+        yield _event("transcript.text.done", text=completed.answer.text, usage=usage)
+
+    def close(self, _: Mapping[str, Any]) -> Iterator[str]:
+        """None: the last event of the answer has the usage."""
+        return iter(())
+
+    def failed(self, refusal: Refusal) -> Iterator[str]:
+        """The event of an answer that cannot be completed."""
+        yield f"data: {_JSON.encode(refusal.body)}\n\n"
+
+    def last(self) -> Iterator[str]:
+        """None: the stream ends with the answer."""
+        return iter(())
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    heard = usage["prompt_tokens_details"]["audio_tokens"]
+    return {
+        "type": "tokens",
+        "input_tokens": usage["prompt_tokens"],
+        "input_token_details": {
+            "audio_tokens": heard,
+            "text_tokens": usage["prompt_tokens"] - heard,
+        },
+        "output_tokens": usage["completion_tokens"],
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"data: {_JSON.encode({'type': kind, **fields})}\n\n"

@@ -1,0 +1,153 @@
+"""Requests of OpenAI's audio API, forms with a recording, turned into chat-completions requests.
+
+A transcription is the answer to a question about the recording; so its bounds are those of any
+other medium, and a model that hears nothing refuses it as it does there.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from itertools import count
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import FormParser, parse_options_header
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
+
+from oscar_mm.apps.serve.protocol import FieldError, validated
+from oscar_mm.apps.serve.refusals import Refusal
+
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+_MOST_PARTS, _MOST_CHARACTERS = 32, 1 << 16
+"""Bounds on the parts of a form, and on the characters of the prompt."""
+_LISTS = ("timestamp_granularities", "include")
+"""Fields that may be there several times, with brackets after their names."""
+_PLACE = re.compile(r"messages\[0\](?:\.content)?(\[0\])?")
+"""Name of the recording or of the texts in the chat-completions protocol."""
+
+
+def _timeless(given: Any) -> Any:
+    if given in ("verbose_json", "srt", "vtt", "diarized_json"):
+        raise FieldError("must be json or text: the model tells no times", "response_format")
+    return given
+
+
+def _known(given: Any) -> Any:
+    name = given.strip().lower() if isinstance(given, str) else given
+    if name in (None, ""):
+        return None
+    if (code := TO_LANGUAGE_CODE.get(name, name)) not in LANGUAGES:
+        raise FieldError("must be a code of ISO 639-1 such as en, or an English name", "language")
+    return LANGUAGES[code].title()
+
+
+class TranscriptionBody(BaseModel):
+    """The fields of a form; others are ignored."""
+
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+
+    file: bytes
+    model: str | None = None
+    language: Annotated[str | None, BeforeValidator(_known)] = None
+    prompt: Annotated[str, Field(max_length=_MOST_CHARACTERS)] | None = None
+    response_format: Annotated[Literal["json", "text"], BeforeValidator(_timeless)] = "json"
+    temperature: float = 0.0
+    stream: bool = False
+    timestamp_granularities: list[str] = []
+    include: list[str] = []
+    cache_salt: str | None = None
+
+    def chat_body(self, *, translate: bool) -> dict[str, Any]:
+        """The same request in the chat-completions protocol.
+
+        Args:
+            translate: into English.
+
+        Raises:
+            FieldError: a field that cannot be used.
+        """
+        for name in _LISTS:
+            if getattr(self, name):
+                raise FieldError("is not supported: leave it out", name)
+        sound = {"data": base64.b64encode(self.file).decode("ascii"), "format": "wav"}
+        parts = [
+            {"type": "input_audio", "input_audio": sound},
+            {"type": "text", "text": self.instruction(translate=translate)},
+        ]
+        return {
+            "model": self.model or None,
+            "messages": [{"role": "user", "content": parts}],
+            "temperature": self.temperature,
+            "stream": self.stream,
+            "cache_salt": self.cache_salt,
+        }
+
+    def instruction(self, *, translate: bool) -> str:
+        """What the model is asked."""
+        spoken = "the audio" if self.language is None else f"the {self.language} audio"
+        asked = f"Translate {spoken} into English." if translate else None
+        asked = asked or f"Transcribe {spoken} into text."
+        return asked if not self.prompt else f"{asked} It continues this text: {self.prompt}"
+
+
+def read_form(data: bytes, content_type: str) -> TranscriptionBody:
+    """Parse a form.
+
+    Args:
+        data: of bounded length.
+        content_type: header of the request, with the boundary.
+
+    Raises:
+        FieldError: it is no form, or a field is wrong.
+    """
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise FieldError("the request must be multipart/form-data, with the recording as its file")
+    form: dict[str, Any] = {}
+    parts = count(1)
+
+    def add(part: Any) -> None:
+        if next(parts) > _MOST_PARTS:
+            raise FieldError(f"the form has more than {_MOST_PARTS} parts")
+        name = (part.field_name or b"").decode(errors="replace")
+        if (file := getattr(part, "file_object", None)) is not None:
+            file.seek(0)
+            form[name] = file.read()
+        elif name.removesuffix("[]") in _LISTS:
+            form.setdefault(name.removesuffix("[]"), []).append(_text(part, name))
+        else:
+            form[name] = _text(part, name)
+
+    try:
+        # In memory: the body is there already.
+        limits = {"MAX_MEMORY_FILE_SIZE": len(data) + 1}
+        parser = FormParser(
+            kind.decode(), add, add, boundary=options.get(b"boundary"), config=limits
+        )
+        parser.write(data)
+        parser.finalize()
+    except FormParserError as error:
+        raise FieldError(f"the request is no form ({str(error)[:200]})") from None
+    if not form.get("file"):
+        raise FieldError("must be a recording, and is missing or empty", "file")
+    return validated(TranscriptionBody, form)
+
+
+def renamed(refusal: Refusal) -> Refusal:
+    """A refusal that names the fields of the form."""
+
+    def name(found: re.Match[str]) -> str:
+        return "prompt" if found[1] is None else "file"
+
+    refusal.args = (_PLACE.sub(name, str(refusal)),)
+    refusal.field = refusal.field and _PLACE.sub(name, refusal.field)
+    return refusal
+
+
+def _text(part: Any, name: str) -> str:
+    try:
+        return (part.value or b"").decode()
+    except UnicodeDecodeError:
+        raise FieldError("must be text in UTF-8", name[:100]) from None
