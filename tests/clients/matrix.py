@@ -136,6 +136,7 @@ FEATURES = [
     Feature("tools, then structured", [CALL, OSLO], _is_called_first),
     Feature("logprobs", [SAID], _has_logprobs),
     Feature("Responses", [SAID], _came_by_responses),
+    Feature("transcription", [SAID], _is_heard),
 ]
 
 

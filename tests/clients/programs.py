@@ -52,11 +52,11 @@ def by_node(client: str, script: str, feature: str, served: Served) -> Any:
 
 
 _CHAT = ("text", "stream", "image", "audio", "tools", "forced tool", "structured output")
-_BOTH = "tools, then structured"
+_BOTH, _OTHER = "tools, then structured", ("Responses", "transcription")
 for _client, _script, _features in (
-    ("openai (node)", "openai.mjs", (*_CHAT, "logprobs", "Responses")),
+    ("openai (node)", "openai.mjs", (*_CHAT, _BOTH, "logprobs", *_OTHER)),
     ("AI SDK, compatible", "ai_sdk.mjs", (*_CHAT, _BOTH)),
-    ("AI SDK, openai", "ai_sdk.mjs", (*_CHAT, _BOTH, "logprobs", "Responses")),
+    ("AI SDK, openai", "ai_sdk.mjs", (*_CHAT, _BOTH, "logprobs", *_OTHER)),
 ):
     for _feature in _features:
         cell(_client, _feature)(partial(by_node, _client, _script, _feature))

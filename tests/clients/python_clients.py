@@ -21,7 +21,7 @@ from tests.clients.matrix import (
     cell,
     weather,
 )
-from tests.clients.served import MODEL
+from tests.clients.served import MODEL, Served
 
 ASKED = [user(QUESTION)]
 SEEN, HEARD = [user(text(QUESTION), image(PICTURE))], [user(text(QUESTION), sound(RECORDING))]
@@ -128,6 +128,14 @@ def openai_responses(_: Any) -> str:
     import openai
 
     return openai.OpenAI().responses.create(model=MODEL, input=QUESTION).output_text
+
+
+@cell("openai (Python)", "transcription")
+def openai_transcription(_: Any) -> str:
+    import openai
+
+    file = ("a.wav", RECORDING)
+    return openai.OpenAI().audio.transcriptions.create(model=MODEL, file=file).text
 
 
 def message(content: Any = QUESTION, **options: Any) -> Any:
@@ -508,6 +516,16 @@ def lite_responses(_: Any) -> str:
     answer: Any = litellm.responses(model=f"openai/{MODEL}", input=QUESTION)
     [message] = answer.output
     return message.content[0].text
+
+
+@cell("LiteLLM", "transcription")
+def lite_transcription(served: Served) -> str:
+    import litellm
+
+    file = ("a.wav", RECORDING, "audio/wav")
+    how: Any = {"model": f"openai/{MODEL}", "api_base": served.base, "api_key": "none"}
+    # Of itself it asks for verbose_json.
+    return litellm.transcription(file=file, response_format="json", **how).text
 
 
 class Reply(BaseModel):

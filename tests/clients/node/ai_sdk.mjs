@@ -1,6 +1,6 @@
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, Output, stepCountIs, streamText, tool as aiTool } from "ai";
+import { experimental_transcribe as transcribe, generateText, Output, stepCountIs, streamText, tool as aiTool } from "ai";
 import { z } from "zod";
 
 const { feature, client, model: name, base, question, picture, recording, varied } = JSON.parse(
@@ -64,6 +64,8 @@ const cells = {
     const { logprobs } = (await generateText(asked)).providerMetadata.openai;
     return logprobs.map((one) => [one.token, one.logprob]);
   },
+  transcription: async () =>
+    (await transcribe({ model: openai.transcription(name), audio: recording, maxRetries: 0 })).text,
   Responses: async () => (await generateText({ ...how, prompt: question })).text,
 };
 
