@@ -27,7 +27,9 @@ _BODIES: dict[str, tuple[type[BaseModel], Iterable[str]]] = {
     "/v1/chat/completions": (Body, ()),
     "/v1/completions": (CompletionBody, ()),
     "/v1/responses": (ResponsesBody, responses_body.SAME),
-    messages_body.PATH: (MessagesBody, messages_body.SAME),
+    **dict.fromkeys(
+        (messages_body.PATH, messages_body.COUNT_TOKENS), (MessagesBody, messages_body.SAME)
+    ),
     "/tokenize": (TokenizeBody, ()),
     "/detokenize": (DetokenizeBody, ()),
     TRANSCRIPTIONS: (TranscriptionBody, ()),

@@ -17,6 +17,7 @@ from oscar_mm.apps.serve.protocol import MAX_MESSAGES, FieldError
 from oscar_mm.apps.serve.refusals import Refusal
 
 PATH = "/v1/messages"
+COUNT_TOKENS = f"{PATH}/count_tokens"
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content)?(?:\[(\d+)\])?")
 """Names of messages in the chat-completions protocol."""
 _NAMES = {

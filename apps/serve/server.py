@@ -42,8 +42,8 @@ from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
 from oscar_mm.apps.serve.known_media import KnownMedia
 from oscar_mm.apps.serve.media_parts import MediaSource
 from oscar_mm.apps.serve.message_writer import MessageWriter
+from oscar_mm.apps.serve.messages_body import COUNT_TOKENS, MessagesBody, Place
 from oscar_mm.apps.serve.messages_body import PATH as MESSAGES
-from oscar_mm.apps.serve.messages_body import MessagesBody, Place
 from oscar_mm.apps.serve.messages_body import error_body as message_error
 from oscar_mm.apps.serve.messages_body import renamed as as_in_messages
 from oscar_mm.apps.serve.metrics import Metrics
@@ -314,6 +314,22 @@ class Service:
         places: list[Place] = []
         try:
             return await self._answer(http, read)
+        except Refusal as refusal:
+            raise as_in_messages(refusal, places) from None
+
+    async def count_message(self, http: HttpRequest) -> Response:
+        """Answer how many tokens a request of Anthropic's Messages API has."""
+
+        def read(data: bytes) -> Response:
+            fields, places[:] = parsed(MessagesBody, data).chat_body()
+            body = checked(fields)
+            self.check_model(body.model)
+            ids = conversation_ids(self.conversations.pipe, self._chat_request(body))
+            return JSONResponse({"input_tokens": len(ids)})
+
+        places: list[Place] = []
+        try:
+            return await self._convert(http, read)
         except Refusal as refusal:
             raise as_in_messages(refusal, places) from None
 
@@ -598,6 +614,12 @@ def create_app(
         """Answer a conversation, by Anthropic's Messages API."""
         service.authorize(request)
         return await service.message(request)
+
+    @app.post(COUNT_TOKENS)
+    async def count_message(request: HttpRequest) -> Response:
+        """Count the tokens of a conversation, by Anthropic's Messages API."""
+        service.authorize(request)
+        return await service.count_message(request)
 
     @app.post(TRANSCRIPTIONS)
     async def transcribe(request: HttpRequest) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.apps.serve.messages_body import MessagesBody
+from oscar_mm.apps.serve.messages_body import COUNT_TOKENS, MessagesBody
 from tests.apps.serve.conftest import encoded, image, png, served, text, user
 from tests.apps.serve.test_openai_types import sent
 from tests.thinking import ids_of, saying
@@ -128,6 +128,26 @@ def test_a_loop_of_calls_and_results(tool_address) -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
     expected, prompt = chat(tool_address, [*turns, result, user("And now?")], tools=[tool])
     assert (answer["content"][0]["text"], tokens(answer["usage"])) == (expected, prompt)
+
+
+def test_an_answer_that_is_begun(tool_address) -> None:
+    begun = [user("Why?"), {"role": "assistant", "content": "Because"}]
+    [said] = ask(tool_address, begun)["content"]
+    how = {"continue_final_message": True, "add_generation_prompt": False}
+    assert said["text"] == chat(tool_address, begun, **how)[0]
+
+
+def test_tokens_are_counted(tool_address) -> None:
+    body = {"messages": [user(SHOWN, text("What is it?"))], "system": "Be brief.", "tools": [FIND]}
+    status, counted = sent(tool_address, COUNT_TOKENS, body)
+    answer = ask(tool_address, **body)
+    assert status == 200 and json.loads(counted) == {"input_tokens": tokens(answer["usage"])}
+    for wrong, expected in (
+        ({"model": "d"}, 404),
+        ({"messages": [user({"type": "cat"}, SHOWN)]}, 400),
+    ):
+        status, refused = sent(tool_address, COUNT_TOKENS, body | wrong)
+        assert status == expected and json.loads(refused)["type"] == "error"
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "find"}])
