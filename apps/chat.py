@@ -22,7 +22,6 @@ from oscar_mm.apps.terminal import (
     typed_lines,
     warnings_as_lines,
 )
-from oscar_mm.chat.conversation import Turn
 from oscar_mm.errors import InputError
 from oscar_mm.media import load_image
 from oscar_mm.media.image import eighth
@@ -31,6 +30,7 @@ from oscar_mm.modality import Modality
 from oscar_mm.policy import DEFAULT, KVPolicy
 
 if TYPE_CHECKING:
+    from oscar_mm.chat.conversation import Turn
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _HELP = """\
@@ -219,7 +219,7 @@ class _TerminalChat:
             print(f"> {printable(_asked(turn))}\n{printable(turn.answer)}")
 
 
-def _asked(turn: Turn) -> str:
+def _asked(turn: "Turn") -> str:
     """Return texts and names of media of a question, in their order."""
     parts = [part for message in turn.messages for part in message.parts]
     return "\n".join(part if isinstance(part, str) else f"[{part.label}]" for part in parts)

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from PIL import Image
 from torch.nn.functional import pad
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
@@ -36,10 +37,10 @@ from oscar_mm.media.tower_inputs import (
 from oscar_mm.modality import Modality, token_modalities
 
 
-def image_tokens(image_processor: Any, image: Medium) -> int:
-    """Tokens of an image in a prompt, by its size alone."""
-    width, height = image.content.width, image.content.height
-    if not image.sized:
+def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = False) -> int:
+    """Tokens of an image in a prompt, by its size alone, which the processor keeps if ``sized``."""
+    width, height = image.width, image.height
+    if not sized:
         width, height = resized(image_processor, width, height)
     side = image_processor.patch_size * image_processor.merge_size
     return (height // side) * (width // side)
@@ -210,7 +211,8 @@ class Qwen3VL(Qwen3Family):
     def least_tokens(self, medium: Medium) -> int:
         """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
         if medium.modality is Modality.IMAGE:
-            return image_tokens(self.processor.image_processor, medium)
+            processor = self.processor.image_processor
+            return image_tokens(processor, medium.content, sized=medium.sized)
         return 0
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int]:
@@ -324,7 +326,8 @@ class Qwen3Omni(Qwen3Family):
     def least_tokens(self, medium: Medium) -> int:
         """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
         if medium.modality is Modality.IMAGE:
-            return image_tokens(self.processor.image_processor, medium)
+            processor = self.processor.image_processor
+            return image_tokens(processor, medium.content, sized=medium.sized)
         sound = _sound(medium)
         return 0 if sound is None else audio_tokens(len(sound.samples))
 

@@ -13,6 +13,7 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 from oscar_mm import OscarVLPipeline
 from oscar_mm.errors import NoRoom
 from oscar_mm.media.image import PictureSize
+from oscar_mm.media.media import Medium
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.qwen3 import image_tokens, largest_image
 from tests.prompts import noise, prepare
@@ -80,5 +81,5 @@ def test_tokens_are_those_told_ahead(family: str, request: pytest.FixtureRequest
     assert found.value.asked == prompt.tokens + 1
     # As many as plain transformers makes of the whole picture.
     assert prompt.media[0].tokens == exact.family.least_tokens(
-        SimpleNamespace(modality=prompt.media[0].modality, content=photo)
+        Medium(prompt.media[0].modality, photo, "a photo")
     )
