@@ -112,7 +112,7 @@ def test_free_answers_are_those_of_the_pipeline(worker: Worker, recordings: Path
     rows = rows_of(recordings, questions(2, 2))
     exact = Worker(replace_policy(worker, "bf16"))
     for row, result in zip(rows, answered(exact._engine, rows).values(), strict=True):
-        alone = exact._pipe(row.question, audio=list(row.audio), max_new_tokens=5)
+        alone = exact._pipe(prompt=row.question, audio=list(row.audio), max_new_tokens=5)
         assert result["answer"] == alone.text
         assert result["tokens"] == alone.prompt_tokens + len(alone.token_ids)
 
