@@ -166,7 +166,8 @@ def serve(
     sockets = bind(host, port)
     model = options.model_or_bundled(model, hears=True)
     terminal.quiet_transformers()
-    from oscar_mm.apps.serve.server import Server, ServerLimits, create_app  # brings torch
+    from oscar_mm.apps.serve.server import Server, create_app  # brings torch
+    from oscar_mm.apps.serve.service import ServerLimits
     from oscar_mm.generation.warm_up import warm_up
     from oscar_mm.media.source import AllowedHosts
     from oscar_mm.pipelines import pipeline_for

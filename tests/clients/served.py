@@ -13,7 +13,8 @@ from unittest.mock import patch
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.serve.access_log import LOGGER
 from oscar_mm.apps.serve.protocol import Request
-from oscar_mm.apps.serve.server import ServerLimits, create_app
+from oscar_mm.apps.serve.server import create_app
+from oscar_mm.apps.serve.service import ServerLimits
 from oscar_mm.generation.message import ASKING
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import Modality

@@ -86,7 +86,8 @@ def started(app: Any) -> Iterator[tuple[Any, str]]:
 @contextmanager
 def served(pipe: Any, **limits: Any) -> Iterator[str]:
     """Address of a server over a pipeline."""
-    from oscar_mm.apps.serve.server import ServerLimits, create_app
+    from oscar_mm.apps.serve.server import create_app
+    from oscar_mm.apps.serve.service import ServerLimits
 
     with started(create_app(pipe, "tiny", ServerLimits(**limits))) as (_, address):
         yield address

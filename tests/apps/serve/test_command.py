@@ -85,7 +85,7 @@ def test_where_it_cannot_listen(capsys) -> None:
 def command_that_reads_for_ever(*arguments: str) -> None:
     """With a model that does not let go of a prompt, for which nobody waits for long."""
     from oscar_mm.apps.serve import command as serve_command
-    from oscar_mm.apps.serve import server as server_module
+    from oscar_mm.apps.serve import service as serve_service
     from oscar_mm.apps.serve.conversations import Conversations
 
     def answer_steps(self: Conversations, _: Any) -> Iterator[str]:
@@ -94,7 +94,7 @@ def command_that_reads_for_ever(*arguments: str) -> None:
         yield ""
 
     Conversations.answer_steps = answer_steps
-    server_module._CLOSING_S = serve_command._RELEASE_S = 0.5
+    serve_service._CLOSING_S = serve_command._RELEASE_S = 0.5
     command(*arguments)
 
 

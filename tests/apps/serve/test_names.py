@@ -11,7 +11,8 @@ import pytest
 from oscar_mm.apps.serve.docs_page import fields_of
 from oscar_mm.apps.serve.messages_body import PATH
 from oscar_mm.apps.serve.protocol import Body
-from oscar_mm.apps.serve.server import ServerLimits, create_app
+from oscar_mm.apps.serve.server import create_app
+from oscar_mm.apps.serve.service import ServerLimits
 from tests.apps.serve.conftest import started, user
 from tests.apps.serve.test_openai_types import sent
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from oscar_mm.apps.serve.origins import read_origins
-from oscar_mm.apps.serve.server import ServerLimits, create_app
+from oscar_mm.apps.serve.server import create_app
+from oscar_mm.apps.serve.service import ServerLimits
 from oscar_mm.errors import InputError
 from tests.apps.serve.conftest import started, user
 

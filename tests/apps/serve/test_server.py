@@ -308,7 +308,7 @@ def test_answers_end_where_the_budget_does(qwen3_omni_folder, asked: int) -> Non
 def test_clients_that_give_no_length(qwen3_omni_folder, monkeypatch, running: int) -> None:
     """They get what the context has, up to their share of the memory, and others what they ask
     for."""
-    from oscar_mm.apps.serve import server as serving
+    from oscar_mm.apps.serve import service as serving
 
     assert serving._LEAST_TEXT == 1024
     monkeypatch.setattr(serving, "_LEAST_TEXT", 20)

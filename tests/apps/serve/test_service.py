@@ -464,7 +464,7 @@ def test_stopped_without(omni) -> None:
 def test_a_second_signal_ends_the_grace_time(omni, monkeypatch, capfd) -> None:
     """Also of a client that does not read."""
     from oscar_mm.apps.serve import server as serving
-    from oscar_mm.apps.serve.server import ServerLimits
+    from oscar_mm.apps.serve.service import ServerLimits
 
     monkeypatch.setattr(serving, "_AFTER_GRACE_S", 0.2)
     app = serving.create_app(omni, "tiny", ServerLimits(grace_s=600))
@@ -502,7 +502,8 @@ def test_an_image_at_an_address_is_that_image(omni, picture_address, monkeypatch
 
 
 def test_streams_take_no_threads(omni) -> None:
-    from oscar_mm.apps.serve.server import ServerLimits, create_app
+    from oscar_mm.apps.serve.server import create_app
+    from oscar_mm.apps.serve.service import ServerLimits
 
     app = create_app(omni, "tiny", ServerLimits(max_new_tokens=2000))
     with started(app) as (_, address), ExitStack() as streams:

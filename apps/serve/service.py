@@ -1,0 +1,489 @@
+"""Service: answers the requests of `oscar-mm serve`, whose routes lie in ``server``."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.requests import ClientDisconnect
+
+from oscar_mm.apps.serve.access_log import note_answer
+from oscar_mm.apps.serve.answer_set import AnswerSet
+from oscar_mm.apps.serve.chat_writer import ChatWriter
+from oscar_mm.apps.serve.completion_writer import CompletionWriter
+from oscar_mm.apps.serve.completions_body import CompletionBody
+from oscar_mm.apps.serve.conversations import Conversations
+from oscar_mm.apps.serve.event_stream import AnswerFormat, EventStream
+from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
+from oscar_mm.apps.serve.known_media import KnownMedia
+from oscar_mm.apps.serve.media_parts import MediaSource
+from oscar_mm.apps.serve.message_writer import MessageWriter
+from oscar_mm.apps.serve.messages_body import MessagesBody, Place
+from oscar_mm.apps.serve.messages_body import renamed as as_in_messages
+from oscar_mm.apps.serve.metrics import Metrics
+from oscar_mm.apps.serve.protocol import (
+    Body,
+    FieldError,
+    Request,
+    check_media_options,
+    checked,
+    parsed,
+    read_request,
+)
+from oscar_mm.apps.serve.refusals import (
+    ClientGone,
+    Refusal,
+    as_refusals,
+    busy,
+)
+from oscar_mm.apps.serve.response_writer import ResponseWriter
+from oscar_mm.apps.serve.responses_body import ResponsesBody, renamed, unknown_response
+from oscar_mm.apps.serve.running_answer import Places
+from oscar_mm.apps.serve.tokenizing import (
+    DetokenizeBody,
+    TokenizeBody,
+    conversation_ids,
+    text_ids,
+)
+from oscar_mm.apps.serve.transcription_writer import TranscriptionWriter
+from oscar_mm.apps.serve.transcriptions_body import read_form
+from oscar_mm.apps.serve.transcriptions_body import renamed as as_in_form
+from oscar_mm.media.source import AllowedHosts
+
+if TYPE_CHECKING:
+    pass
+
+Asked = Body | list[Request]
+"""What a client asks: a conversation, or prompts."""
+_LEAST_TEXT = 1024
+"""Answers of clients that give no length may have so many tokens, however many share the memory; a
+model that reasons gets more."""
+_READERS = 2
+"""Threads that parse requests."""
+_BODIES = 8
+"""All requests before their answers begin may take as much as this many of the largest size."""
+_SENDING_S = 0.005
+"""Seconds in which the pieces of a step should be sent."""
+_CLOSING_S = 5.0
+"""Seconds in which to close answers that the server has cut short."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Bounds on requests and answers.
+
+    Attributes:
+        api_key: bearer token that clients must send; None for no key.
+        max_request_bytes: largest body of a request, media in base64 included.
+        max_new_tokens: longest answer, in tokens; None for what context and memory have. A client
+            that gives no length gets this, or else what the context has, but no more than its
+            share of the memory if ``running`` answers do so, unless that is less than 1,024.
+        running: most answers at once, which decode together.
+        waiting: most requests in the queue; more get status 429.
+        conversations: most chats that later requests can continue.
+        idle: most connections beside those of running and queued requests.
+        head_s: seconds in which the head of a request must come.
+        body_s: seconds in which the body of a request must come.
+        room_s: seconds that a request waits for memory that other answers use.
+        grace_s: seconds in which answers must end when the server stops.
+        media_hosts: hosts from which the server fetches media, where it does; None for all.
+    """
+
+    api_key: str | None = None
+    max_request_bytes: int = 64 << 20
+    max_new_tokens: int | None = None
+    running: int = 64
+    waiting: int = 64
+    conversations: int = 64
+    idle: int = 128
+    head_s: float = 10.0
+    body_s: float = 60.0
+    room_s: float = 30.0
+    grace_s: float = 10.0
+    media_hosts: AllowedHosts | None = None
+
+
+class Service:
+    """Reads and answers requests.
+
+    Args:
+        conversations: answers requests.
+        metrics: counts them.
+        limits: bounds on requests and answers.
+        names: the model's names for clients.
+
+    Attributes:
+        name: the first of them, which answers to clients that give none have.
+        hurry: ends the grace time of answers when it is set.
+        places: of running answers.
+        responses: that later requests may continue.
+        known_media: media that clients have named, and need not send again.
+    """
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        metrics: Metrics,
+        limits: ServerLimits,
+        names: Sequence[str],
+    ) -> None:
+        self.conversations, self.metrics = conversations, metrics
+        self.limits, self.names, self.name = limits, names, names[0]
+        self.hurry = asyncio.Event()
+        self.places = Places(limits.running, limits.waiting, metrics)
+        self.responses = KeptResponses()
+        self.known_media = KnownMedia()
+        self._body_bytes = 0
+        self._readers = CapacityLimiter(_READERS)
+        # These may decode media, for which others shall not wait to be read.
+        self._converters = CapacityLimiter(_READERS)
+
+    @property
+    def media_source(self) -> MediaSource:
+        """Where the media of requests may come from."""
+        pipe, limits = self.conversations.pipe, self.limits
+        remote_bytes = limits.max_request_bytes if pipe.allow_remote else 0
+        return MediaSource(pipe.limits, remote_bytes, limits.media_hosts, self.known_media)
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Inside, a thread makes the steps of the model, and answers send their pieces after each.
+
+        The next step waits until they are sent, but not for long: of two threads that share an
+        interpreter the one that sends would wait for the other one at each piece.
+        """
+        loop, sent = asyncio.get_running_loop(), threading.Event()
+        watchers = self.places.watchers
+
+        def after_step() -> None:
+            if not watchers:
+                return
+            sent.clear()
+            with suppress(RuntimeError):  # The loop is closed: nobody looks.
+                loop.call_soon_threadsafe(look)
+                sent.wait(_SENDING_S)
+
+        def look() -> None:
+            for watcher in tuple(watchers):
+                watcher()
+            loop.call_soon(sent.set)  # After all tasks that now go on.
+
+        with self.conversations.pipe.engine.stepping_thread(after_step):
+            yield
+
+    def authorize(self, http: HttpRequest) -> None:
+        """Raise Refusal if the request lacks the key."""
+        if self.limits.api_key is None:
+            return
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        given = given or http.headers.get("x-api-key", "")  # of Anthropic's clients
+        if not hmac.compare_digest(given.encode(), self.limits.api_key.encode()):
+            raise Refusal(401, "a valid API key is needed", "authentication_error")
+
+    def check_model(self, name: str | None) -> None:
+        """Raise Refusal if the request is for another model."""
+        if name and name not in self.names:
+            known = ", ".join(f"`{one}`" for one in self.names)
+            message = f"The model `{name[:200]}` does not exist: this server has {known}."
+            raise Refusal(404, message, code="model_not_found", field="model")
+
+    def answering(self, name: str | None) -> str:
+        """The model's name in an answer, by that in the request, which need not be checked."""
+        return name if name and name in self.names else self.name
+
+    async def complete(self, http: HttpRequest) -> Response:
+        """Answer a chat-completions request."""
+
+        def read(data: bytes) -> tuple[Body, AnswerFormat]:
+            body = parsed(Body, data)
+            reasoning = body.include_reasoning is not False
+            how: dict[str, Any] = {"echo": body.echoed, "reasoning": reasoning}
+            name = self.answering(body.model)
+            return body, ChatWriter(name, self._tokenizer, usage=body.has_usage, **how)
+
+        return await self._answer(http, read)
+
+    async def complete_text(self, http: HttpRequest) -> Response:
+        """Answer a completions request."""
+
+        def read(data: bytes) -> tuple[list[Request], AnswerFormat]:
+            body, pipe = parsed(CompletionBody, data), self.conversations.pipe
+            prompts = body.prompts(pipe, self.limits.running)
+            name = self.answering(body.model)
+            written = CompletionWriter(body, prompts, name, self._tokenizer)
+            return body.requests(prompts), written
+
+        return await self._answer(http, read)
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Answer what tokens a prompt or a conversation has."""
+
+        def read(data: bytes) -> Response:
+            asked = parsed(TokenizeBody, data)
+            self.check_model(asked.model)
+            pipe = self.conversations.pipe
+            if asked.prompt is not None:
+                return JSONResponse(asked.answer(pipe, text_ids(pipe, asked)))
+            request = self._chat_request(parsed(Body, data))
+            return JSONResponse(asked.answer(pipe, conversation_ids(pipe, request)))
+
+        return await self._convert(http, read)
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Answer what text tokens have."""
+
+        def read(data: bytes) -> Response:
+            asked = parsed(DetokenizeBody, data)
+            self.check_model(asked.model)
+            return JSONResponse({"prompt": asked.text(self.conversations.pipe)})
+
+        return await self._convert(http, read)
+
+    async def _convert(self, http: HttpRequest, read: Callable[[bytes], Response]) -> Response:
+        """Answer a request that no model reads."""
+        with self._room_for_body() as add:
+            data = await self._body(http, add)
+            with as_refusals():
+                return await run_sync(read, data, limiter=self._converters)
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.conversations.pipe.processor.tokenizer
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """Answer a request of the Responses API."""
+
+        def read(data: bytes) -> tuple[Body, AnswerFormat]:
+            asked = parsed(ResponsesBody, data)
+            past, size = self._past(asked.previous_response_id)
+            fields = asked.chat_body(past)
+            places[:] = asked.places(len(past))
+            said = fields["messages"][bool(asked.instructions) :]
+
+            def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
+                self.responses.add(KeptResponse(response, [*said, answer], size + len(data)))
+
+            kept = None if asked.store is False else keep
+            body = checked(fields)
+            return body, ResponseWriter(asked, self.answering(body.model), kept)
+
+        places: list[str] = []
+        try:
+            return await self._answer(http, read)
+        except Refusal as refusal:
+            raise renamed(refusal, places) from None
+
+    async def message(self, http: HttpRequest) -> Response:
+        """Answer a request of Anthropic's Messages API."""
+
+        def read(data: bytes) -> tuple[Body, AnswerFormat]:
+            fields, places[:] = parsed(MessagesBody, data).chat_body()
+            body = checked(fields)
+            return body, MessageWriter(self.answering(body.model))
+
+        places: list[Place] = []
+        try:
+            return await self._answer(http, read)
+        except Refusal as refusal:
+            raise as_in_messages(refusal, places) from None
+
+    async def count_message(self, http: HttpRequest) -> Response:
+        """Answer how many tokens a request of Anthropic's Messages API has."""
+
+        def read(data: bytes) -> Response:
+            fields, places[:] = parsed(MessagesBody, data).chat_body()
+            body = checked(fields)
+            self.check_model(body.model)
+            ids = conversation_ids(self.conversations.pipe, self._chat_request(body))
+            return JSONResponse({"input_tokens": len(ids)})
+
+        places: list[Place] = []
+        try:
+            return await self._convert(http, read)
+        except Refusal as refusal:
+            raise as_in_messages(refusal, places) from None
+
+    async def transcribe(self, http: HttpRequest, *, translate: bool = False) -> Response:
+        """Answer a request of OpenAI's audio API."""
+        kind = http.headers.get("content-type", "")
+
+        def read(data: bytes) -> tuple[Body, AnswerFormat]:
+            form = read_form(data, kind)
+            written = TranscriptionWriter(plain=form.response_format == "text")
+            return checked(form.chat_body(translate=translate)), written
+
+        try:
+            return await self._answer(http, read)
+        except Refusal as refusal:
+            raise as_in_form(refusal) from None
+
+    def _past(self, previous: str | None) -> tuple[Sequence[dict[str, Any]], int]:
+        """Messages up to a response, and the bytes of their requests."""
+        if previous is None:
+            return (), 0
+        if (kept := self.responses.get(previous)) is None:
+            raise unknown_response(previous, "previous_response_id")
+        return kept.messages, kept.size
+
+    async def _answer(
+        self, http: HttpRequest, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
+    ) -> Response:
+        """Read a request, wait for a place, then answer at once or piece by piece."""
+        arrival = perf_counter()
+        with self._room_for_body() as add:
+            requests, written = await self._requests(await self._body(http, add), read)
+            gone = asyncio.ensure_future(_disconnect(http))
+            try:
+                await self.places.take(gone, sum(request.count for request in requests))
+            except BaseException:
+                gone.cancel()
+                raise
+        answers = AnswerSet(self.places, self.conversations, requests, gone, arrival)
+        try:
+            await answers.begin(self.limits.room_s)
+            if requests[0].stream:
+                # A streaming response itself notices that its client has left.
+                answers.outlive_client()
+                return EventStream(answers, written, http.scope)
+            await answers.complete()
+        except BaseException:
+            answers.end()
+            raise
+        finally:
+            gone.cancel()
+        await asyncio.shield(answers.end())
+        note_answer(http.scope, answers.usage)
+        whole = written.whole(answers.complete_choices(), answers.usage)
+        return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
+
+    async def stop(self) -> None:
+        """Take no more requests, and cut running answers short after their grace time."""
+        self.places.stopping.set_result(None)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.hurry.wait(), self.limits.grace_s)
+        self.places.cut.set_result(None)
+
+    async def close(self) -> None:
+        """Close all chats, unless the model does not release them in time."""
+        closing = [*self.places.closing, asyncio.ensure_future(run_sync(self.conversations.close))]
+        await asyncio.wait(closing, timeout=_CLOSING_S)
+
+    @contextmanager
+    def _room_for_body(self) -> Iterator[Callable[[int], None]]:
+        """Count the bytes of a body while its request waits.
+
+        Yields:
+            a function that counts more bytes, and raises Refusal if all requests have too many.
+        """
+        own = 0
+
+        def add(count: int) -> None:
+            nonlocal own
+            own += count
+            self._body_bytes += count
+            if self._body_bytes > _BODIES * self.limits.max_request_bytes:
+                raise busy("the server holds too many large requests")
+
+        try:
+            yield add
+        finally:
+            self._body_bytes -= own
+
+    async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
+        """Read the body, but not to its end if it is too large or too slow."""
+        limit, seconds = self.limits.max_request_bytes, self.limits.body_s
+        stopping = self.places.stopping
+        too_large = Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
+        announced = http.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:19]) > limit:
+            raise too_large
+
+        async def collect() -> bytes:
+            parts, size = [], 0
+            async for part in http.stream():
+                add(len(part))
+                parts.append(part)
+                if (size := size + len(part)) > limit:
+                    raise too_large
+            return b"".join(parts)
+
+        reading = asyncio.ensure_future(collect())
+        try:
+            await asyncio.wait(
+                (reading, stopping), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if reading.done():
+                return reading.result()
+            if stopping.done():
+                raise busy("the server is stopping")
+            raise Refusal(408, f"the request did not come within {seconds:g} s")
+        except ClientDisconnect:
+            raise ClientGone from None
+        finally:
+            reading.cancel()
+
+    async def _requests(
+        self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
+    ) -> tuple[list[Request], AnswerFormat]:
+        """Parse and check a request, which may have several prompts."""
+        with as_refusals():
+            requests, written = await run_sync(self._parse, data, read, limiter=self._readers)
+        self.check_model(requests[0].model)
+        return requests, written
+
+    def _parse(
+        self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
+    ) -> tuple[list[Request], AnswerFormat]:
+        asked, written = read(data)
+        requests = asked if isinstance(asked, list) else [self._chat_request(asked)]
+        for request in requests:
+            self._bound_answer(request.sampling)
+            if request.n > self.limits.running:
+                raise FieldError(f"must be at most {self.limits.running} on this server", "n")
+            # A grammar takes its time to compile: that comes when the request has its place.
+            self.conversations.pipe.sampling(request.sampling | {"grammar": None}, ())
+        return requests, written
+
+    def _chat_request(self, body: Body) -> Request:
+        """A conversation, with its texts checked."""
+        pipe = self.conversations.pipe
+        check_media_options(body, pipe.family)
+        template = pipe.family.template(body.template_fields)
+        request = read_request(body, self.media_source, template)
+        parallel = body.parallel_tool_calls is not False
+        offer = pipe.offer(body.tools, body.tool_choice, parallel=parallel)
+        request = replace(request, tools=offer)
+        messages = [*request.messages()]
+        texts = [text for one in messages for text in (*one.texts, *one.labels)]
+        pipe.admission.check_characters("messages", sum(map(len, texts)))
+        for message in messages:
+            pipe.admission.check_message(message)
+        return request
+
+    def _bound_answer(self, sampling: dict[str, Any]) -> None:
+        """Set the longest answer; the conversation lowers it to what it has memory for."""
+        pipe, limit = self.conversations.pipe, self.limits.max_new_tokens
+        asked = sampling.get("max_new_tokens", limit or self._usual_answer())
+        sampling["max_new_tokens"] = min(asked, limit or asked, pipe.max_context)
+
+    def _usual_answer(self) -> int:
+        """Longest answer for clients that give no length: memory is reserved for all of it."""
+        pipe = self.conversations.pipe
+        least = pipe.longest_answer(_LEAST_TEXT)
+        return max(least, pipe.admission.fair_answer(self.limits.running))
+
+
+async def _disconnect(http: HttpRequest) -> None:
+    """Return when the client has left; call this after the body has been read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
