@@ -18,12 +18,17 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGU
 
 from oscar_mm.apps.serve.protocol import FieldError, validated
 from oscar_mm.apps.serve.refusals import Refusal
+from oscar_mm.media import MediaLimits
+from oscar_mm.media.audio import audio_outline
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 _MOST_PARTS, _MOST_CHARACTERS = 32, 1 << 16
 """Bounds on the parts of a form, and on the characters of the prompt."""
 _LISTS = ("timestamp_granularities", "include")
 """Fields that may be there several times, with brackets after their names."""
+_LEAST_TOKENS, _TOKENS_PER_SECOND = 256, 16
+"""Longest text of a recording, several times what is spoken: a model that repeats itself would
+otherwise write until its context is full, as clients cannot give a length."""
 _PLACE = re.compile(r"messages\[0\](?:\.content)?(\[0\])?")
 """Name of the recording or of the texts in the chat-completions protocol."""
 
@@ -82,7 +87,14 @@ class TranscriptionBody(BaseModel):
             "temperature": self.temperature,
             "stream": self.stream,
             "cache_salt": self.cache_salt,
+            "max_tokens": self._longest_text,
         }
+
+    @property
+    def _longest_text(self) -> int | None:
+        """Tokens of the longest text; None for a recording whose header tells no length."""
+        sound = audio_outline(self.file, limits=MediaLimits())
+        return None if sound is None else _LEAST_TOKENS + round(sound.seconds * _TOKENS_PER_SECOND)
 
     def instruction(self, *, translate: bool) -> str:
         """What the model is asked."""

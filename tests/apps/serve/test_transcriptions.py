@@ -15,7 +15,12 @@ from openai.types.audio import (
 )
 
 from oscar_mm.apps.serve.protocol import FieldError
-from oscar_mm.apps.serve.transcriptions_body import TRANSCRIPTIONS, TRANSLATIONS, read_form
+from oscar_mm.apps.serve.transcriptions_body import (
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
+    TranscriptionBody,
+    read_form,
+)
 from tests.apps.serve.conftest import png, served, sound, text, user, wav
 
 SPOKEN = wav()
@@ -68,6 +73,14 @@ def test_it_is_the_answer_of_a_chat(client, options: dict[str, Any], asked: str)
     usage = answer.usage
     assert usage.input_tokens == expected.usage.prompt_tokens and usage.output_tokens == 12
     assert usage.input_token_details.audio_tokens > 5
+
+
+def test_the_text_is_bounded_by_the_length_of_the_recording() -> None:
+    def most(file: bytes) -> int | None:
+        return TranscriptionBody(file=file).chat_body(translate=False)["max_tokens"]
+
+    assert most(wav(seconds=2.0)) == 256 + 32 and most(wav(seconds=20.0)) == 256 + 320
+    assert most(b"RIFF") is None, "refused once it is read"
 
 
 def test_a_translation_is_into_english(client) -> None:
