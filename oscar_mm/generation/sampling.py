@@ -7,6 +7,7 @@ wait for the device.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -177,7 +178,10 @@ class Sampling:
                 self.seed is None or (_whole(self.seed, 0) and self.seed < 1 << 63),
                 "None or a whole number from 0 to 2^63 - 1",
             ),
-            "min_tokens": (_whole(self.min_tokens, 0), "a whole number, at least 0"),
+            "min_tokens": (
+                _whole(self.min_tokens, 0) and self.min_tokens < 1 << 63,
+                "a whole number from 0 to 2^63 - 1",
+            ),
             "logprobs": (_is_top(self.logprobs), top),
             "prompt_logprobs": (_is_top(self.prompt_logprobs), top),
             "thinking_token_budget": (
@@ -443,7 +447,7 @@ def _is_id(value: Any) -> bool:
 
 def _within(value: Any, least: float, most: float = math.inf) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and least <= value <= most
+    return is_number and least <= value <= min(most, sys.float_info.max)
 
 
 BROKEN = -1

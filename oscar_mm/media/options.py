@@ -27,6 +27,8 @@ OF_MODALITY = {
 }
 """Options that a medium of each modality has."""
 _NUMBERS = "fps", "video_start", "video_end"
+_MOST = 1 << 63
+"""Numbers are below; beyond, whole numbers may be too large to become floats."""
 ALIASES = {"nframes": "num_frames"}
 """Other names of options in parts of messages."""
 
@@ -219,9 +221,9 @@ def _check(name: str, value: Any) -> None:
     is_number = name in _NUMBERS
     kinds = (int, float) if is_number else (int,)
     least = 2 if name == "num_frames" else 0 if name.startswith("video_") else 1
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, kinds) or not -_MOST < value < _MOST:
         noun = "a number" if is_number else "a whole number"
-        raise InputError(f"{name}={shown(value)}: must be {noun}")
+        raise InputError(f"{name}={shown(value)}: must be {noun} below 2^63")
     if value < least and name != "fps":
         raise InputError(f"{name}={shown(value)}: must be at least {least}")
     if name == "fps" and value <= 0:

@@ -12,7 +12,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 BAD = {
     "max_new_tokens": [0, -1, 1.0, "5", None, True, NAN],
-    "temperature": [-0.1, 1e-40, "hot", None, NAN, INFINITY, True],
+    "temperature": [-0.1, 1e-40, "hot", None, NAN, INFINITY, True, 10**400],
     "top_p": [0, 0.0, -0.5, 1.1, "0.9", None, NAN],
     "top_k": [-1, 1.5, "5", None, False],
     "repetition_penalty": [0, 1e-300, 1e300, -1.0, NAN, INFINITY, "1", None],
@@ -25,7 +25,7 @@ BAD = {
         *({1: 101}, {1: -101}, {1: NAN}, {1: None}, {1: "5"}, dict.fromkeys(range(1025), 1)),
     ],
     "bad_words": ["", " ", [""], ["a", 5], 5, b"a", ["a" * 257], ["a"] * 257, [["a"]]],
-    "min_tokens": [-1, 1.0, "5", None, True],
+    "min_tokens": [-1, 1.0, "5", None, True, 1 << 63],
     "ignore_eos": [0, 1, "yes", None],
     "stop": ["", ["a", ""], 5, [5], b"end", {"a": 1}, [["a"]], 0, False],
     "stop_token_ids": ["5", [-1], [1.0], [True], [None], [1 << 31], list(range(257)), {5: 1}],

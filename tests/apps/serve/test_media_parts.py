@@ -89,6 +89,11 @@ def test_options_of_a_part_and_of_a_request(movie) -> None:
         ({"mm_processor_kwargs": {"fps": "2"}}, "mm_processor_kwargs", "fps='2': must be a number"),
         ({"mm_processor_kwargs": {"fps": 1, "num_frames": 2}}, "mm_processor_kwargs", "only one"),
         ({"mm_processor_kwargs": {"max_pixels": 1e400}}, "mm_processor_kwargs", "max_pixels=inf"),
+        (
+            {"mm_processor_kwargs": {"fps": 10**400}},
+            "mm_processor_kwargs",
+            "must be a number below",
+        ),
         ({"mm_processor_kwargs": {"do_resize": False}}, "mm_processor_kwargs", "do_resize is not"),
         ({"mm_processor_kwargs": {"use_audio_in_video": 1}}, None, "must be true or false"),
         (
@@ -115,6 +120,7 @@ def test_options_that_are_refused(options, field: str | None, expected: str) -> 
         (image(png()) | {"fps": 2}, "fps is no option of image: leave it out"),
         (sound(wav(0.1)) | {"max_pixels": 9}, "max_pixels is no option of audio"),
         (image(png()) | {"max_pixels": 0}, "max_pixels=0: must be at least 1"),
+        (image(png()) | {"max_pixels": 10**400}, "must be a whole number below 2^63"),
         (
             image(png()) | {"min_pixels": 9, "max_pixels": 8},
             "min_pixels=9 is more than max_pixels=8",
