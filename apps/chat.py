@@ -220,7 +220,7 @@ class _TerminalChat:
 
 
 def _asked(turn: "Turn") -> str:
-    """Return texts and names of media of a question, in their order."""
+    """Return the texts and the names of the media of a question, in order."""
     parts = [part for message in turn.messages for part in message.parts]
     return "\n".join(part if isinstance(part, str) else f"[{part.label}]" for part in parts)
 

@@ -37,7 +37,7 @@ class Guard:
         app: the application that it protects.
         host: the address on which the server listens.
         uploads: ends of paths that take files, as multipart/form-data.
-        origins: of pages that may ask all the same.
+        origins: origins of web pages that may use the server nevertheless.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Steps of answers that must match a grammar, beside the same answers without one.
+"""Decode steps of answers that a grammar constrains, compared with the same answers without one.
 
 python -m benchmarks.grammar [--model qwen3-vl-8b] [--rows 1,16,64] [--tokenizer FOLDER]
 
-A model with random weights writes JSON objects whose texts are any tokens. Masks cost as much as
-the vocabulary of the tokenizer is large: --tokenizer takes that of a released checkpoint.
+A model with random weights writes JSON objects whose strings are random tokens. The time for masks
+grows with the vocabulary of the tokenizer: --tokenizer uses that of a released checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from oscar_mm.pipelines.pipeline import Pipeline
 
 
 def _objects(text: dict[str, Any]) -> Grammar:
-    """Objects without end, with a text and a number."""
+    """Return a grammar of an endless sequence of objects with a string and a number."""
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", **text}, "size": {"type": "integer"}},
@@ -45,7 +45,8 @@ def _objects(text: dict[str, Any]) -> Grammar:
 
 
 GRAMMARS = {"plain": _objects({}), "bounded": _objects({"maxLength": 40})}
-"""Near the bound of a text each token is looked at, which takes about a millisecond a row."""
+"""Grammars by name. Near the length limit of a string each token is checked by itself, which takes
+about a millisecond for each answer."""
 MOST_SHARE, BOUND_ROWS = 0.05, 16
 _TOKENS = 2048
 NOTES = [
@@ -57,7 +58,14 @@ NOTES = [
 
 
 def measured(pipe: Pipeline, rows: int, grammar: Grammar | None, guided: int) -> Row:
-    """Median milliseconds of a step of some answers, of which some have a grammar, and of masks."""
+    """Measure the median milliseconds of a step, and of its masks.
+
+    Args:
+        pipe: the pipeline that answers.
+        rows: number of answers.
+        grammar: grammar of some of them.
+        guided: number of answers with the grammar.
+    """
     fill, masks = GrammarMask._fill, list[float]()
 
     def timed(self: GrammarMask, scores: torch.Tensor) -> None:
@@ -106,7 +114,11 @@ def main(arguments: Sequence[str]) -> int:
     options_parser = parser("benchmarks.grammar", __doc__)
     add = options_parser.add_argument
     add("--model", default="qwen3-vl-8b", choices=list(RELEASED))
-    add("--rows", default="1,16,64", help="answers that decode together, with commas")
+    add(
+        "--rows",
+        default="1,16,64",
+        help="numbers of answers that decode together, separated by commas",
+    )
     add("--tokenizer", type=Path, help="folder of a released checkpoint's tokenizer")
     add("--tiny", action="store_true", help="a small model, to try it out")
     options = options_parser.parse_args(arguments)

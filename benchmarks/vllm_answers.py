@@ -1,9 +1,9 @@
-"""Answers through vLLM with our pages, beside our own engine's: questions about pictures.
+"""Answers to questions about images from vLLM with our pages, compared with our own engine's.
 
 python -m benchmarks.vllm_answers [--models pocket-vl,pocket-llava] [--questions 200]
     [--policies "standard;standard:window=64"] [--ways graphs,eager,preempted,ngram,ranks]
 
-Each way runs in processes of its own. Needs vLLM and a GPU; "ranks" needs two.
+Each way of running vLLM has its own process. Needs vLLM and a GPU; "ranks" needs two GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOGETHER = 64
 WAYS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
-    # 64 requests of up to 9 blocks do not fit, so some lose theirs and are read again.
+    # 64 requests of up to 9 blocks do not fit, so some are preempted and recomputed.
     "preempted": {"num_gpu_blocks_override": 60},
     "ngram": {
         "speculative_config": {
@@ -46,7 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Arguments of ``vllm.LLM`` by way."""
 LEAST_EQUAL = 0.95
-"""Share of answers that should be our engine's."""
+"""Target for the share of answers that equal our engine's."""
 NOTES = [
     f"Greedy answers to questions about {_FEWEST} to {_MOST} pictures, half of which ask for the "
     "code in a picture and half for the picture with a code. Right: equal to what the picture "
@@ -60,7 +60,7 @@ class Question:
     """A question about some of the cards.
 
     Attributes:
-        cards: their places among ``CARDS``, in the order in which they are shown.
+        cards: indices in ``CARDS``, in the order of the images.
         text: the question.
         right: the answer.
     """
@@ -71,7 +71,7 @@ class Question:
 
 
 def questions(count: int, seed: int = 0) -> list[Question]:
-    """Questions about random cards; a card is shown once in each."""
+    """Return questions about random cards, without repeating a card in a question."""
     shown = list(json.loads(_CONTENTS.read_text())["cards"].values())
     generator = random.Random(seed)
     found = []
@@ -91,7 +91,7 @@ def questions(count: int, seed: int = 0) -> list[Question]:
 
 
 def our_answers(model: str, policy: str, asked: Sequence[Question]) -> list[str]:
-    """Answers of our own engine, one question after the other."""
+    """Return the answers of our own engine, one question at a time."""
     from oscar_mm import OscarVLPipeline
 
     pipe = OscarVLPipeline(model, policy=policy, device="cuda", dtype="bfloat16")
@@ -103,7 +103,7 @@ def our_answers(model: str, policy: str, asked: Sequence[Question]) -> list[str]
 
 
 def vllm_answers(model: str, policy: str, way: str, asked: Sequence[Question]) -> list[str]:
-    """Answers of vLLM, which has all questions at once."""
+    """Return the answers of vLLM, which gets all questions at once."""
     from PIL import Image
     from vllm import LLM, SamplingParams
 
@@ -145,7 +145,7 @@ def child(spec: dict[str, Any]) -> None:
 def answered(
     model: str, policy: str, way: str, asked: Sequence[Question], seconds: float
 ) -> list[str] | str:
-    """The answers of a process, or what went wrong."""
+    """Return the answers of a process, or its error."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.json"
         spec = {"model": model, "policy": policy, "way": way, "answers": str(path)}
@@ -157,7 +157,7 @@ def answered(
 def compare(
     common: Row, asked: Sequence[Question], answers: list[str] | str, ours: list[str] | str
 ) -> Row:
-    """A row: how many answers are right, and how many are those of our own engine."""
+    """Return a row: the number of answers that are right, and that equal our own engine's."""
     if isinstance(answers, str):
         return common | {"error": answers}
     right = sum(
@@ -173,7 +173,7 @@ def compare(
 def rows_of(
     model: str, policies: Iterable[str], ways: Iterable[str], count: int, seconds: float
 ) -> Iterator[Row]:
-    """Rows of one model: exact answers, then for each policy ours and those of all ways."""
+    """Return the rows of one model: the 16-bit cache, then our engine and all ways by policy."""
     asked = questions(count)
     exact = answered(model, "bf16", "ours", asked, seconds)
     common = {"model": model, "policy": "bf16", "way": "exact"}
@@ -209,12 +209,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options_parser = parser("benchmarks.vllm_answers", __doc__)
     add = options_parser.add_argument
-    add("--models", default="pocket-vl,pocket-llava", help="with commas")
-    add("--policies", default="standard", help='with ";"')
+    add("--models", default="pocket-vl,pocket-llava", help="bundled models, separated by commas")
+    add("--policies", default="standard", help='cache policies, separated by ";"')
     add("--ways", default="graphs,eager,preempted,ngram", help=f"of {', '.join(WAYS)}")
     add("--questions", type=int, default=200)
-    add("--limit", type=float, default=150.0, help="seconds of a process")
-    add("--add", action="store_true", help="keep the file's rows of other runs")
+    add("--limit", type=float, default=150.0, help="time limit of a process, in seconds")
+    add("--add", action="store_true", help="add to the rows that the file has from other runs")
     options = options_parser.parse_args(arguments)
     ways = options.ways.split(",")
     if unknown := set(ways) - set(WAYS):

@@ -1,4 +1,4 @@
-"""Processes in which benchmarks run vLLM: each ends with all that vLLM has started."""
+"""Processes in which benchmarks run vLLM; each ends together with all children of vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.record import versions
 
 CHILD = "--child"
-"""First argument of a benchmark that runs as such a process; the second is JSON."""
+"""First argument of a benchmark that runs as such a process; the second argument is JSON."""
 _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -26,7 +26,7 @@ _ENVIRONMENT = {
 
 
 def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
-    """Run a benchmark's module with ``--child`` and this JSON; return what went wrong, or None."""
+    """Run a benchmark's module with ``--child`` and JSON; return its error, or None."""
     line = [sys.executable, "-m", module, CHILD, json.dumps(spec)]
     # In a session of its own: vLLM's processes must not outlive it with the GPU's memory.
     process = subprocess.Popen(line, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
@@ -42,5 +42,5 @@ def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
 
 
 def vllm_versions() -> dict[str, str]:
-    """Versions of the software that the numbers depend on, with vLLM's."""
+    """Return the versions of the software that the numbers depend on, including vLLM's."""
     return versions() | {"vllm": version("vllm")}

@@ -157,16 +157,16 @@ class OscarOmniPipeline(Pipeline):
 
 
 def _check_order(images: Any, prompt: Any) -> None:
-    """Refuse a call whose first argument is the prompt, as it was in earlier versions.
+    """Refuse a call whose first argument is the prompt, as in earlier versions.
 
     Raises:
-        InputError: tells the order.
+        InputError: the prompt is not text; the message explains the order of the arguments.
     """
     no_prompt = not isinstance(prompt, str) or not prompt.strip()
     if isinstance(images, str) and no_prompt:
         raise InputError(
-            f"prompt must be text: images come first and the prompt second, and {shown(images)} "
-            "stands for images; give prompt=... by its name"
+            f"prompt must be text: the first argument is images, here {shown(images)}, and the "
+            "second is the prompt; pass the prompt as prompt=..."
         )
 
 

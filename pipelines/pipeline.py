@@ -407,7 +407,7 @@ class Pipeline:
             max_new_tokens: of the answer.
             tools: that the model may call.
             template: options of the chat template, checked.
-            cancelled: whether nobody wants it any more.
+            cancelled: returns whether the request was cancelled.
 
         Raises:
             InputError: texts or media that cannot be used; as ``NoRoom`` a request that is too
@@ -426,10 +426,10 @@ class Pipeline:
         return read
 
     def text_prompt(self, ids: Sequence[int]) -> Prompt:
-        """A text without a chat template, which the answer continues.
+        """Make a prompt of token ids without a chat template, which the answer continues.
 
         Args:
-            ids: of its tokens, at least one, checked.
+            ids: at least one token id, checked by ``Family.check_ids``.
         """
         read = self.family.text_prompt(ids)
         with self.lock.briefly():
@@ -467,14 +467,15 @@ class Pipeline:
     def read_options(
         self, options: Mapping[str, Any], arguments: Sequence[str]
     ) -> tuple[Sampling, TemplateOptions, MediaOptions]:
-        """Options of a request as those of the sampling, the chat template and the media, checked.
+        """Split the options of a request into sampling, chat template and media, and check them.
 
         Args:
-            options: as of ``RequestOptions``.
-            arguments: other names that a user may give, for the message.
+            options: see ``RequestOptions``.
+            arguments: names of other arguments of the call, for the error message.
 
         Raises:
-            InputError: as of ``sampling``, or options that the template or the family cannot have.
+            InputError: see ``sampling``; or an option is invalid for the template or not supported
+                by the family.
         """
         options, of_media = split_media(options, self.family)
         sampling, fields = split_template(options)
@@ -531,7 +532,7 @@ class Pipeline:
         start: float,
         tools: ToolOffer | None = None,
     ) -> AnswerStream:
-        """The answer to a prompt, as its pieces are generated.
+        """Return the answer to a prompt as a stream of pieces.
 
         Args:
             prompt: of a single row, checked.
@@ -569,7 +570,7 @@ class Pipeline:
 def _pieces(generation: Generation) -> Generator[Piece | Answer, None, None]:
     yield from generation
     answer = generation.answer()
-    # The pages of one that was cancelled go with it; a stream may be kept.
+    # Frees the pages of a cancelled generation even if the caller keeps the stream.
     del generation
     yield answer
 

@@ -38,7 +38,7 @@ from oscar_mm.modality import Modality, token_modalities
 
 
 def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = False) -> int:
-    """Tokens of an image in a prompt, by its size alone, which the processor keeps if ``sized``."""
+    """Return the tokens of an image in a prompt; if ``sized``, the processor does not resize it."""
     width, height = image.width, image.height
     if not sized:
         width, height = resized(image_processor, width, height)
@@ -77,17 +77,17 @@ def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, 
 
 _OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
 _FEWEST_TOKENS, _MOST_TOKENS = 4, 16384
-"""Bounds of qwen-vl-utils on the tokens of a picture whose size is given."""
+"""Least and most tokens of a picture with a given size, as in qwen-vl-utils."""
 _FRAME_TOKENS = 128, 768
-"""Its bounds on the tokens of a frame."""
+"""Least and most tokens of a frame, as in qwen-vl-utils."""
 _VIDEO_TOKENS = 115_200
-"""Its bound on the tokens of a video."""
+"""Most tokens of a video, as in qwen-vl-utils."""
 
 
 def image_size(
     image_processor: Any, width: int, height: int, options: MediaOptions
 ) -> tuple[int, int]:
-    """See ``Family.image_size``: bounds that options do not give are the processor's own."""
+    """See ``Family.image_size``; without options the processor's own bounds apply."""
     factor = image_processor.patch_size * image_processor.merge_size
     if options.resized is not None:
         bounds = _FEWEST_TOKENS * factor**2, _MOST_TOKENS * factor**2
@@ -105,7 +105,7 @@ def image_size(
 def frame_size(
     video_processor: Any, width: int, height: int, frames: int, options: MediaOptions
 ) -> tuple[int, int]:
-    """See ``Family.frame_size``: bounds that options do not give are those of qwen-vl-utils."""
+    """See ``Family.frame_size``; without options the bounds of qwen-vl-utils apply."""
     factor = video_processor.patch_size * video_processor.merge_size
     if options.resized is not None:
         bounds = _FEWEST_TOKENS * factor**2, _MOST_TOKENS * factor**2
@@ -121,19 +121,21 @@ def frame_size(
 
 
 def _resized(size: tuple[int, int], factor: int, least: Any, most: Any) -> tuple[int, int]:
-    """Width and height in whole patches within bounds on their product, which need not be whole."""
+    """Return a width and height in whole patches whose product is within bounds in pixels."""
     from qwen_vl_utils.vision_process import smart_resize  # slow to import
 
     width, height = size
     height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
-    return max(factor, width), max(factor, height)  # It leaves nothing of long strips.
+    return max(factor, width), max(
+        factor, height
+    )  # smart_resize rounds the short side of long strips to 0.
 
 
 _GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 
 
 class Qwen3Family(Family):
-    """What Qwen3-VL and Qwen3-Omni have in common: pictures of any size, as options say."""
+    """Base of Qwen3-VL and Qwen3-Omni: pictures of any size, which options can set."""
 
     media_options = _OPTIONS
 

@@ -95,8 +95,8 @@ class Exchange:
         files: files of the question, as they were sent.
         media: the same files by kind, once they are checked.
         previews: the same media, in the order of the turn's segments.
-        parts: texts and media of a loaded question in their order; empty where the media come
-            first.
+        parts: texts and media of a loaded question in order; empty if all media come before the
+            text.
         options: sampling options of the answer.
         reasoning: reasoning of a thinking model so far.
         answer: text of the answer so far.
@@ -138,7 +138,7 @@ class Exchange:
 
     @property
     def asked(self) -> list[str | Preview]:
-        """Texts and media of the question, in their order."""
+        """Texts and media of the question, in order."""
         return self.parts or [*self.previews, self.question]
 
 

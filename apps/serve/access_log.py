@@ -14,10 +14,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOGGER = logging.getLogger("oscar_mm.serve.access")
-"""Writes the lines: at level INFO, those of refusals at WARNING, those of faults of the server at
-ERROR."""
+"""Logger of the lines: refused requests at WARNING, server faults at ERROR, all others at INFO."""
 REQUEST_ID = "X-Request-Id"
-"""Header with the name of a request, which the client chooses or else the server."""
+"""Header with the id of a request, chosen by the client or else generated here."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _SHOWN = 200
 """Characters of a path or a reason that a line shows."""
@@ -34,14 +33,14 @@ def note_refusal(scope: MutableMapping[str, Any], reason: str) -> None:
 
 
 class AccessLog:
-    """Middleware that logs method, path, status, tokens, seconds, name and why there is no answer.
+    """Middleware that logs method, path, status, tokens, seconds, id and the reason of a refusal.
 
     A line has nothing of the bodies but what a refusal quotes, and no control characters::
 
         POST /v1/chat/completions 200 in=345 out=12 1.234s id=page-7
         POST /v1/chat/completions 400 0.001s id=7f3a "messages: must end with a message of ..."
 
-    The name is told in the header ``X-Request-Id`` of the response, too.
+    The response has the id in its header ``X-Request-Id``.
 
     Args:
         app: the application.

@@ -1,4 +1,4 @@
-"""AnswerSet: the answers to a client's request, its choices, which run at the same time."""
+"""AnswerSet: all answers (choices) to a client's request, which are generated concurrently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
     Attributes:
         completed: the answer.
-        logprobs: those that were not taken yet; None without.
+        logprobs: log-probabilities that no piece had yet; None if they were not requested.
     """
 
     completed: CompletedAnswer
@@ -29,24 +29,24 @@ class Choice(NamedTuple):
 
     @property
     def likelihood(self) -> float:
-        """Sum of the log-probabilities of its tokens."""
+        """Sum of the log-probabilities of the answer's tokens."""
         return sum(one.logprob for one in self.completed.answer.logprobs or ())
 
 
 class AnswerSet:
-    """The answers to the requests of one client: several to each, and to several prompts.
+    """All answers to one HTTP request, which may have several prompts with several answers each.
 
-    The first one to a prompt reads it; the others begin after that, and find its beginning in the
-    prefix cache, or the past of their conversation in the chat that is kept.
+    The first answer to a prompt reads it. The others begin after that and reuse the prompt from
+    the prefix cache, or the earlier turns of their conversation from the stored chat.
 
     Args:
-        places: has a place taken for each answer, and gets them back.
-        conversations, gone, arrival: as of ``RunningAnswer``.
-        requests: with one prompt each; a seed is that of the first answer to each, and others have
-            the next ones.
+        places: where a place has been taken for each answer; they are returned to it.
+        conversations, gone, arrival: see ``RunningAnswer``.
+        requests: one for each prompt. The first answer to each uses its seed, the second one
+            seed + 1, and so on.
 
     Attributes:
-        answers: in the order of their index, those to the first prompt first.
+        answers: all answers in the order of their index in the response.
     """
 
     def __init__(
@@ -92,14 +92,16 @@ class AnswerSet:
         await asyncio.gather(*map(_complete, self.answers))
 
     def complete_choices(self) -> list[Choice]:
-        """All answers that are given, once they are complete: of more than are asked for the
-        likeliest, the likeliest first."""
+        """Return the answers of the response once all are complete.
+
+        Where more were generated than are returned (``best_of``), the likeliest come first.
+        """
         choices: list[Choice] = []
         for group in self._groups:
             found = [Choice(answer.completed, answer.take_logprobs()) for answer in group]
             if len(found) > self._kept:
                 found = sorted(found, key=lambda choice: -choice.likelihood)[: self._kept]
-            # What the model says of the prompt came with the answer that read it.
+            # Only the first answer of a group computed the prompt's log-probabilities.
             of_prompt = group[0].completed.answer.prompt_logprobs
             choices += [_with_prompt(choice, of_prompt) for choice in found]
         return choices
@@ -120,7 +122,7 @@ class AnswerSet:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of all prompts and answers; memory and the rest of the first one."""
+        """Usage: tokens of all prompts and answers; everything else is of the first answer."""
         usage = self.answers[0].completed.usage
         read = sum(group[0].completed.prompt_tokens for group in self._groups)
         counts = {"prompt_tokens": read, "completion_tokens": self.written}
@@ -135,9 +137,9 @@ def _part(request: Request, index: int) -> Request:
     if "seed" in sampling:
         sampling["seed"] = (sampling["seed"] + index) % _SEEDS
     if request.best_of > request.n:
-        sampling.setdefault("logprobs", 0)  # They say which are the likeliest.
+        sampling.setdefault("logprobs", 0)  # Needed to find the likeliest answers.
     if index:
-        sampling.pop("prompt_logprobs", None)  # The first one tells them.
+        sampling.pop("prompt_logprobs", None)  # The first answer computes them.
     # Others begin after its first piece, which one that is not streamed does not tell.
     return replace(request, sampling=sampling, stream=True)
 

@@ -30,10 +30,10 @@ class ChatWriter:
 
     Args:
         model: the model's name for clients.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         usage: whether the events end with the usage.
-        echo: text that comes before each answer.
-        reasoning: whether the reasoning is written too.
+        echo: text that is put before each answer.
+        reasoning: whether the response includes the reasoning.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _PREFIXES = "1GB"
 """Size of the prefix cache without a budget."""
 _LEVELS = ("info", "warning", "error")
 _NAME = 256
-"""Longest name of the model."""
+"""Most characters of a model name."""
 _RELEASE_S = 2.0
 """Seconds in which the model must end its step after the server has stopped."""
 
@@ -60,22 +60,22 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="The model's name for clients, several times for several; default: --model.",
+            help="The model name that clients use; repeat for several. Default: --model.",
         ),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help="Origin of web pages that may ask, such as http://localhost:3000; several times.",
+            help="Origin of web pages that may use the server (CORS), such as "
+            "http://localhost:3000; repeat for several.",
         ),
     ] = None,
     log_level: Annotated[
         str,
         typer.Option(
             metavar="LEVEL",
-            help="info: a line for each request; warning: for those refused; error: for faults of "
-            "the server.",
+            help="info logs every request, warning only refused ones, error only server faults.",
         ),
     ] = "info",
     kv_budget: Annotated[
@@ -113,12 +113,12 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="HOST",
-            help="With --allow-remote: fetch media from this host only, or with *.HOST from those "
-            "below it, without following redirects; several, or one after the other with commas.",
+            help="With --allow-remote: fetch media from this host only (*.HOST: from all hosts "
+            "below it) and follow no redirects; repeat, or separate hosts with commas.",
         ),
     ] = None,
 ) -> None:
-    """Serve OpenAI's chat-completions protocol: text, images, recordings; streaming.
+    """Serve OpenAI's and Anthropic's APIs: text, images, videos and audio; streaming.
 
     A conversation goes on from its cache. GET /metrics is for Prometheus.
     """
@@ -226,7 +226,7 @@ def _check_words(log_level: str, names: Sequence[str]) -> None:
 
 
 def _log_requests(level: str) -> None:
-    """Write the access log to stderr, and of the package's own log as much."""
+    """Write the access log to stderr, and the package's own log at the same level."""
     from oscar_mm.apps.serve.access_log import LOGGER
 
     handler = logging.StreamHandler()
@@ -275,14 +275,14 @@ def _warn_of_no_key(host: str, key: str | None) -> None:
 
 
 def media_domains(given: Sequence[str] | None, *, allow_remote: bool) -> list[str]:
-    """Hosts from the options that name them, several in each with commas; none for all.
+    """Return the hosts of all ``--allowed-media-domains`` options; an empty list allows any host.
 
     Raises:
-        InputError: there are hosts, but media are not fetched; or a name is no host.
+        InputError: hosts are given without ``--allow-remote``, or a name is not a host name.
     """
     names = [name.strip() for text in given or () for name in text.split(",")]
     if given and not allow_remote:
-        raise InputError("--allowed-media-domains needs --allow-remote beside it")
+        raise InputError("--allowed-media-domains has no effect without --allow-remote: add it")
     if names:
         from oscar_mm.media.source import AllowedHosts
 

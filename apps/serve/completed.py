@@ -15,9 +15,8 @@ class CompletedAnswer:
 
     Attributes:
         answer: the answer.
-        cached_tokens: tokens of the conversation that its chat or the prefix cache had before the
-            request.
-        prompt_tokens: tokens of everything before the answer.
+        cached_tokens: tokens of the prompt that were in the stored chat or the prefix cache.
+        prompt_tokens: tokens of the whole prompt, earlier turns included.
     """
 
     answer: Answer

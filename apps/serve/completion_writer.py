@@ -25,9 +25,9 @@ class CompletionWriter:
 
     Args:
         body: the request.
-        prompts: its prompts; each has as many answers as the request asks for.
+        prompts: its prompts; each has ``n`` answers.
         model: the model's name for clients.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Requests of the completions protocol: prompts that the model reads as they are.
+"""Requests of OpenAI's completions API: prompts without a chat template.
 
-No chat template is involved, so a prompt may hold control tokens: who sends it writes all of it.
-Unknown fields and those that change no answer are ignored, and others are refused, as in
-``protocol``.
+A prompt may contain control tokens, because its client writes all of it. Fields that are unknown or
+do not change the answer are ignored, and unsupported ones are refused, as in ``protocol``.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _USUAL_LENGTH = 16
-"""Tokens of an answer whose length is not given, as in OpenAI's protocol."""
+"""Default of ``max_tokens``, as in OpenAI's API."""
 _TOGETHER = 8
-"""The prompts of a request may have as many tokens as this many contexts."""
+"""All prompts of a request together have at most this many times the tokens of the context."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "length_penalty": (1,),
@@ -42,7 +41,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Unsupported fields that would change the answer, and their values, beside null, that do not."""
+"""Unsupported fields, and the values besides null with which they do not change the answer."""
 
 
 class CompletionBody(SampledBody):
@@ -63,49 +62,58 @@ class CompletionBody(SampledBody):
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise FieldError(f"must be at least n, which is {self.n}", "best_of")
         if self.stream and (self.best_of or 1) > (self.n or 1):
-            raise FieldError("must be n in a stream: the best is known at the end", "best_of")
+            raise FieldError(
+                "must equal n in a stream, because the best answers are known only at its end",
+                "best_of",
+            )
         if self.stream and self.echo and self.logprobs is not None:
-            raise FieldError("cannot be had with logprobs in a stream: leave it out", "echo")
+            raise FieldError(
+                "cannot be combined with logprobs in a stream: leave one of them out", "echo"
+            )
         return self
 
     @property
     def count(self) -> int:
-        """Number of answers that are written to each prompt."""
+        """Number of answers that are generated for each prompt."""
         return max(self.n or 1, self.best_of or 1)
 
     def prompts(self, pipe: Pipeline, most: int) -> list[Prompt]:
-        """The prompts and their tokens.
+        """Tokenize and check the prompts.
 
         Args:
-            pipe: has the tokenizer and the bounds.
-            most: answers to all of them.
+            pipe: provides the tokenizer and the limits.
+            most: the most answers to all prompts together.
 
         Raises:
-            InputError: as ``NoRoom`` prompts that are longer than the context; else these are no
-                prompts, or too many.
+            NoRoom: a prompt is longer than the context.
+            InputError: the field has no valid prompts, or too many of them.
         """
         given = self.prompt
         if isinstance(given, str) or (_is_list(given) and all(map(_is_token, given))):
             given = [given]
         if not _is_list(given) or not all(_is_prompt(one) for one in given):
             raise FieldError(
-                "must be text, a list of texts, token ids, or a list of lists of them, and not "
-                "empty",
+                "must be a string, a list of strings, a list of token ids or a list of such lists, "
+                "and not empty",
                 "prompt",
             )
         if len(given) * self.count > most:
             asked = f"{len(given):,} prompts with {self.count} answers each"
-            raise FieldError(f"{asked} are more than the {most} that run at once here", "prompt")
+            raise FieldError(
+                f"{asked} are more than the {most} answers that this server runs at once", "prompt"
+            )
         prompts, tokens = [], 0
         for one in given:
             prompts.append(Prompt.of(one, pipe, self.add_special_tokens is not False))
             tokens += len(prompts[-1].ids)
             if tokens > (limit := _TOGETHER * pipe.max_context):
-                raise FieldError(f"all together have more than {limit:,} tokens", "prompt")
+                raise FieldError(
+                    f"all prompts together have more than {limit:,} tokens: send fewer", "prompt"
+                )
         return prompts
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
-        """A request for each prompt."""
+        """Return one request for each prompt."""
         sampling = self.sampling()
         longest = _USUAL_LENGTH if self.max_tokens is None else self.max_tokens
         sampling["max_new_tokens"] = max(1, longest)  # The model chooses a token anyway.
@@ -133,11 +141,11 @@ class CompletionBody(SampledBody):
 
 
 class Prompt:
-    """A prompt as its client reads it, and as the model does.
+    """A prompt as text and as token ids.
 
     Args:
-        text: for ``echo``.
-        ids: of its tokens.
+        text: the text, for ``echo``.
+        ids: the token ids.
     """
 
     def __init__(self, text: str, ids: Sequence[int]) -> None:
@@ -149,12 +157,12 @@ class Prompt:
 
         Args:
             given: the text or the ids.
-            pipe: has the tokenizer and the bounds.
+            pipe: provides the tokenizer and the limits.
             special: put the tokenizer's own tokens at the beginning of a text.
 
         Raises:
             NoRoom: it is longer than the context.
-            InputError: it has no tokens, or some that cannot be used.
+            InputError: it has no tokens, or tokens that the model cannot read.
         """
         tokenizer = pipe.processor.tokenizer
         if not isinstance(given, str):

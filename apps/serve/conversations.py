@@ -53,10 +53,14 @@ class Conversations:
         """Answer step by step; closing the generator ends the answer there.
 
         Yields:
-            the chat or prompt that answers, "" after earlier turns, where the model had to read
-            any, and once the question is read, then the first piece of the answer, then the answer
-            as it is written, from which pieces can be taken, then the pieces that are left and the
-            complete answer. Pieces are those of ``AnswerStream.pieces``.
+            in this order:
+
+            - the chat or prompt that answers
+            - "" after the earlier turns, if the model had to read any, and "" after the question
+            - the first piece of the answer
+            - the running ``Generation``, from which the caller may take pieces
+            - all remaining pieces, as of ``AnswerStream.pieces``
+            - the complete answer
 
         Raises:
             Busy: other answers use the memory that the request needs.
@@ -186,7 +190,7 @@ def _call(call: ToolCall) -> list[Any]:
 
 
 def _digest(part: Part | MediumSpan) -> str | list[Any]:
-    """A text, or of a medium its modality, how it is read and its digest."""
+    """Return a text itself; of a medium, its modality, digest, sound flag and options."""
     if isinstance(part, str):
         return part
     assert isinstance(part, MediaPart), "requests hold the bytes of their media"

@@ -1,4 +1,4 @@
-"""The page at /docs: paths of the server, and the fields of their requests."""
+"""The HTML page at /docs: the server's paths and the fields of their requests."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _BODIES: dict[str, tuple[type[BaseModel], Iterable[str]]] = {
     TRANSCRIPTIONS: (TranscriptionBody, ()),
     TRANSLATIONS: (TranscriptionBody, ()),
 }
-"""Body of the requests to a path, and its fields that are those of chat completions."""
+"""Request body of each path, and names of the chat-completions fields that it accepts as well."""
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>oscar-mm serve</title><style>
 body {{ font-family: sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }}
 td, th {{ text-align: left; padding: 0 1em 0 0 }}
 </style></head><body><h1>oscar-mm serve {version}</h1>
-<p>Models: {models}. Fields mean what they mean in the API that has the path; docs/serving.md of the
-project says which of their values are served.</p>
+<p>Models: {models}. Fields have the meaning of the API that defines the path; docs/serving.md of
+the project says which values are supported.</p>
 {paths}</body></html>
 """
 
 
 def docs_page(routes: Iterable[BaseRoute], models: Iterable[str]) -> str:
-    """The page, as HTML without scripts and without anything from elsewhere.
+    """Return the page as HTML, without scripts or external resources.
 
     Args:
-        routes: of the application; the docstring of each says what it does.
+        routes: routes of the application; the page shows their docstrings.
         models: names of the model.
     """
     listed = [route for route in routes if isinstance(route, APIRoute) and route.include_in_schema]
@@ -73,7 +73,7 @@ def _described(route: APIRoute) -> Iterator[str]:
 
 
 def fields_of(path: str) -> dict[str, str]:
-    """Fields of the requests to a path, and their JSON types."""
+    """Return the fields of the requests to a path, with their JSON types."""
     body, same = _BODIES[path]
     fields = _types(body)
     shared = _types(Body)

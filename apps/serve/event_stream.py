@@ -21,7 +21,7 @@ class AnswerFormat(Protocol):
     """How a protocol writes the answers to a request: as one body, or as server-sent events."""
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any], /) -> dict[str, Any] | str:
-        """The body of answers that are not streamed: JSON, or a text as it is."""
+        """The body of answers that are not streamed: JSON, or plain text."""
         ...
 
     def begin(self, index: int, /) -> Iterator[str]:

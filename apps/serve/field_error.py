@@ -7,7 +7,8 @@ class FieldError(InputError):
     """A field of a request is wrong.
 
     Attributes:
-        field: the protocol's name of what is wrong, such as ``messages[2].content[0]``; or None.
+        field: the API's name of the field, such as ``messages[2].content[0]``; None if the request
+            as a whole is wrong.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""KnownMedia: media that clients have named by a uuid and need not send again."""
+"""KnownMedia: stored media that clients can reuse by their uuid."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from oscar_mm.modality import Modality
 
 MAX_UUID_CHARACTERS = 256
 MAX_BYTES = 256 << 20
-"""Most bytes of all media that are kept."""
+"""Most bytes of all stored media together."""
 MAX_MEDIA = 1 << 16
-"""Most media that are kept."""
+"""Most stored media."""
 
 
 class KnownMedium(NamedTuple):
-    """The bytes of a file, and what it is."""
+    """The bytes of a media file, and its modality."""
 
     modality: Modality
     data: NamedBytes
 
 
 class KnownMedia:
-    """The media that were named lately, by the salt of their request and their uuid.
+    """A least-recently-used store of media, by the ``cache_salt`` of their request and their uuid.
 
-    Nobody gets a medium who does not know both. A medium that is sent again with its uuid replaces
-    the one that was kept, so that an answer is never about other bytes than were sent.
+    A client needs both to use a medium. Sending a medium again with the same uuid replaces the
+    stored one, so an answer is never about bytes other than those last sent.
 
     Args:
-        max_bytes: of all media; the least recently used ones go.
+        max_bytes: the most bytes of all media; beyond that the least recently used are dropped.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -38,11 +38,11 @@ class KnownMedia:
         self._max_bytes, self._bytes, self._lock = max_bytes, 0, threading.Lock()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of stored media."""
         return len(self._media)
 
     def add(self, salt: str, uuid: str, medium: KnownMedium) -> None:
-        """Keep a medium, unless it is larger than all of them may be."""
+        """Store a medium, unless it alone is larger than ``max_bytes``."""
         with self._lock:
             self._remove((salt, uuid))
             if len(medium.data) > self._max_bytes:
@@ -53,7 +53,7 @@ class KnownMedia:
                 self._remove(next(iter(self._media)))
 
     def get(self, salt: str, uuid: str) -> KnownMedium | None:
-        """The medium of a salt and a uuid, which stays for longer then; None if it is not kept."""
+        """Return the medium of a salt and a uuid, and mark it as used; None if it is not stored."""
         with self._lock:
             if (medium := self._media.get((salt, uuid))) is not None:
                 self._media.move_to_end((salt, uuid))

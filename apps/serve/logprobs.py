@@ -38,8 +38,11 @@ def logprobs_body(
 def prompt_logprobs_body(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob], top: int
 ) -> list[dict[str, Any] | None]:
-    """Body of vLLM's ``prompt_logprobs``: null for the first token, then for each one the ``top``
-    likeliest and the one that is there, by their ids."""
+    """Return vLLM's ``prompt_logprobs``, one entry for each token of the prompt.
+
+    The entry of the first token is null. Each other one has the ``top`` most likely tokens and the
+    prompt's own token, by their ids.
+    """
     return [None, *(_by_id(tokenizer, one, top) for one in found)]
 
 
@@ -58,11 +61,11 @@ def _by_id(tokenizer: PreTrainedTokenizerBase, one: TokenLogprob, top: int) -> d
 
 
 class LegacyLogprobs:
-    """Log-probabilities as the completions protocol has them, piece by piece of one text.
+    """Log-probabilities in the format of the completions API, for one text piece by piece.
 
     Args:
-        tokenizer: of the model.
-        top: number of likeliest tokens to give.
+        tokenizer: tokenizer of the model.
+        top: number of most likely tokens to return.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, top: int) -> None:
@@ -71,11 +74,11 @@ class LegacyLogprobs:
         self._offset = 0
 
     def body(self, found: Sequence[TokenLogprob], first: int | None = None) -> dict[str, list[Any]]:
-        """Body of the next tokens.
+        """Return the log-probabilities of the next tokens.
 
         Args:
-            found: their log-probabilities.
-            first: the first token of a prompt, which comes before them and has none.
+            found: log-probabilities of the tokens.
+            first: id of a prompt's first token, if it comes before them; it has no log-probability.
         """
         rows = [] if first is None else [self._row(first, None)]
         rows += [self._row(one.token_id, one) for one in found]
@@ -94,7 +97,7 @@ class LegacyLogprobs:
         likely = [(token, found.logprob), *found.top[: self._top]]
         names = [_bytes(self._tokenizer, one).decode(errors="replace") for one, _ in likely]
         values = [max(logprob, _LEAST) for _, logprob in likely]
-        # Of tokens that are written alike the likelier one.
+        # Several tokens may have the same text: keep the likeliest.
         by_name = dict(reversed([*zip(names, values, strict=True)]))
         return offset, text, values[0], by_name
 

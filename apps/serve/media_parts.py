@@ -1,8 +1,8 @@
-"""Parts of messages: text and media as clients send them, and how the media are decoded.
+"""Parts of messages: text and media as clients send them, and where the bytes of media come from.
 
-A medium comes in the request, from an address where the server fetches, or from those that were
-named before: a part whose medium is null, and which has a ``uuid``, shows the medium that came with
-that ``uuid`` and the same ``cache_salt``, as in vLLM.
+A medium is sent in the request, fetched from an address if the server allows that, or reused: as
+in vLLM, a part with a ``uuid`` and a null medium stands for the medium that was sent with this
+``uuid`` and the same ``cache_salt``.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from oscar_mm.media.timeline import picture_track, sound_track
 from oscar_mm.modality import MEDIA, Modality
 
 _BASE64_PIECE = 4 << 20
-"""Characters that are decoded at once while other threads wait; a multiple of 4."""
+"""Characters to decode while holding the interpreter lock; a multiple of 4."""
 NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is no {0}"
-"""All that a client learns about an address, which may be one of a private network."""
+"""The only error that clients see about an address, which may belong to a private network."""
 _NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
 _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
 _SOUND = "use_audio_in_video"
 _HARMLESS = {"do_sample_frames": True, "do_resize": True, "truncation": False}
-"""Arguments of processors that change nothing with these values."""
+"""Processor arguments that are accepted with these values, which change nothing."""
 _log = logging.getLogger(__name__)
 
 
 class StrictModel(BaseModel):
-    """Values must have the protocol's types: no number is a text, no text a number."""
+    """Base of request models: values must have the API's types, without conversion."""
 
     model_config = ConfigDict(strict=True)
 
 
 class MediaURL(StrictModel):
-    """A medium as a data URI or, where the server fetches, as an http(s) address."""
+    """A medium as a data URI or, with ``--allow-remote``, as an http(s) address."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
@@ -65,7 +65,7 @@ class InputAudio(StrictModel):
 
 
 class GivenFile(StrictModel):
-    """A file of any kind of medium as a data URI."""
+    """An image, a video or a recording as a data URI."""
 
     file_data: str | None = None
 
@@ -78,7 +78,7 @@ URL = Annotated[MediaURL | None, BeforeValidator(_as_url)]
 
 
 class GivenPart(StrictModel):
-    """Text or a medium, with qwen-vl-utils' options of it beside it."""
+    """Text, or a medium with the options of qwen-vl-utils next to it."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio", "file"]
     text: str | None = None
@@ -102,10 +102,14 @@ class GivenPart(StrictModel):
     video_end: float | None = None
 
     def options(self, modality: Modality, name: str) -> MediaOptions:
-        """The options of a medium.
+        """Return the options of the part's medium.
+
+        Args:
+            modality: modality of the medium.
+            name: name of the part, for errors.
 
         Raises:
-            FieldError: options that its modality lacks, or with values that are not allowed.
+            FieldError: an option that the modality does not have, or a value that is not allowed.
         """
         url: MediaURL | None = getattr(self, self.type) if self.type.endswith("_url") else None
         given = {key: getattr(self, key, None) for key in (*NAMES, *ALIASES)}
@@ -114,25 +118,28 @@ class GivenPart(StrictModel):
         known = OF_MODALITY[modality]
         if unknown := [key for key in given if ALIASES.get(key, key) not in known]:
             noun = modality.label
-            raise FieldError(f"{', '.join(unknown)} is no option of {noun}: leave it out", name)
+            raise FieldError(f"{', '.join(unknown)} is not an option of {noun}: leave it out", name)
         return _options(given, name)
 
 
 class WithMediaOptions(Protocol):
-    """A body with vLLM's options of all media."""
+    """A request body with vLLM's options for all of its media."""
 
     mm_processor_kwargs: dict[str, Any] | None
     media_io_kwargs: dict[str, dict[str, Any]] | None
 
 
 class UsualOptions:
-    """Options of a request's media that have none of their own, and whether videos are heard.
+    """Request-wide media options, which apply where a part sets none of its own.
 
     Args:
-        body: of the request.
+        body: the body of the request.
+
+    Attributes:
+        sound: whether the sound of videos is read too.
 
     Raises:
-        FieldError: an option that is not known, or a value that is not allowed.
+        FieldError: an unknown option, or a value that is not allowed.
     """
 
     def __init__(self, body: WithMediaOptions) -> None:
@@ -152,19 +159,19 @@ class UsualOptions:
 
     @property
     def field(self) -> str:
-        """The field that has the options."""
+        """Name of the request field that has the options."""
         return "media_io_kwargs" if self._by_modality else "mm_processor_kwargs"
 
     @property
     def given(self) -> dict[str, Any]:
-        """All options that are given."""
+        """All options of the request by name."""
         by_modality = [one.given for one in self._by_modality.values()]
         return {
             name: value for one in (self._of_all.given, *by_modality) for name, value in one.items()
         }
 
     def of(self, modality: Modality) -> MediaOptions:
-        """Those of a modality."""
+        """Return the options for a modality."""
         own = self._by_modality.get(modality, MediaOptions())
         return own.over(self._of_all.of_modality(modality))
 
@@ -193,10 +200,10 @@ class MediaSource:
 
     Attributes:
         limits: ``max_file_bytes`` bounds each medium.
-        remote_bytes: bound on the bytes of all media of a request that are fetched from http(s)
-            addresses; 0 refuses addresses.
-        hosts: from which media may be fetched; None for all.
-        known: media that were named before.
+        remote_bytes: most bytes that a request may fetch from http(s) addresses; 0 refuses
+            addresses.
+        hosts: hosts from which media may be fetched; None for all.
+        known: stored media that clients may reuse by uuid; None for none.
     """
 
     limits: MediaLimits
@@ -209,9 +216,9 @@ class MediaDecoder:
     """Decodes the media of one request, and fetches them where the server allows it.
 
     Args:
-        source: where they may come from.
-        salt: of the request.
-        usual: options of media that have none of their own.
+        source: where the media may come from.
+        salt: ``cache_salt`` of the request.
+        usual: options of media that set none of their own.
     """
 
     def __init__(self, source: MediaSource, salt: str, usual: UsualOptions) -> None:
@@ -220,7 +227,7 @@ class MediaDecoder:
         self._named: dict[str, KnownMedium] = {}
 
     def decode(self, part: GivenPart, name: str) -> MediaPart | None:
-        """The medium of a part; None for one that is null and has no uuid."""
+        """Return the medium of a part; None if it is null and has no uuid."""
         found = self._sent(part, name)
         if found is None and part.uuid is None:
             return None
@@ -240,16 +247,16 @@ class MediaDecoder:
         )
 
     def keep_named(self) -> None:
-        """Keep the media that have a uuid for later requests; call this once all are decoded."""
+        """Store the media that have a uuid for later requests; call this once all are decoded."""
         if self._source.known is not None:
             for uuid, medium in self._named.items():
                 self._source.known.add(self._salt, uuid, medium)
 
     def _sent(self, part: GivenPart, name: str) -> KnownMedium | None:
-        """The medium that a part brings; None for one that is null."""
+        """Return the medium that was sent or linked in a part; None if it is null."""
         limits = self._source.limits
         if part.type == "file":
-            # Without its data a file may be named.
+            # A file with a uuid may come without its data.
             return self._file(part.file, name, named=part.uuid is not None)
         if part.type == "input_audio":
             if part.input_audio is None:
@@ -263,23 +270,25 @@ class MediaDecoder:
         return KnownMedium(modality, self._at(address.url, part.type, name))
 
     def _recall(self, uuid: str, kind: str, name: str) -> KnownMedium:
-        """The medium that came with a uuid before."""
+        """Return the stored medium of a uuid."""
         found = self._named.get(uuid)
         if found is None and self._source.known is not None:
             found = self._source.known.get(self._salt, uuid)
         if found is None:
             raise FieldError(
-                "no medium of this uuid and cache_salt is kept here (any more): send the medium "
-                "with its uuid",
+                "no medium with this uuid and cache_salt is stored (any more): send the medium "
+                "again with its uuid",
                 name,
             )
         wanted = MEDIA.get("audio" if kind == "input_audio" else kind.removesuffix("_url"))
         if wanted not in (None, found.modality):
-            raise FieldError(f"the medium of this uuid is of type {found.modality.label}", name)
+            raise FieldError(
+                f"the medium stored with this uuid has the type {found.modality.label}", name
+            )
         self._known_bytes -= len(found.data)
         if self._known_bytes < 0:
             raise FieldError(
-                f"the media named by uuid have more than {MAX_BYTES:,} bytes: show fewer", name
+                f"the media reused by uuid have more than {MAX_BYTES:,} bytes: use fewer", name
             )
         return KnownMedium(found.modality, NamedBytes(found.data, name))
 
@@ -287,7 +296,7 @@ class MediaDecoder:
         allow_remote = self._source.remote_bytes > 0
         if allow_remote and url[:5].lower() != "data:" and is_address(url):
             return self._fetch(url, field, name)
-        # The server must not fetch an address or open a path that a stranger names.
+        # A stranger must not make the server fetch an address or open a path.
         kind, data = _data_uri(url)
         if kind is None:
             or_address = " or an http(s) address" if allow_remote else ""
@@ -300,7 +309,9 @@ class MediaDecoder:
         if file is None or file.file_data is None:
             if named:
                 return None
-            raise FieldError("a file needs file_data; uploaded files are not kept here", name)
+            raise FieldError(
+                "a file needs file_data, because this server does not store uploaded files", name
+            )
         kind, data = _data_uri(file.file_data)
         modality = MEDIA.get((kind or "").partition("/")[0])
         if modality is None:
@@ -310,7 +321,10 @@ class MediaDecoder:
 
     def _fetch(self, url: str, field: str, name: str) -> NamedBytes:
         if self._remote_bytes <= 0:
-            raise FieldError("the media at the addresses before have all bytes of a request", name)
+            raise FieldError(
+                "the media fetched before it used up the bytes of a request: use fewer addresses",
+                name,
+            )
         limits, hosts = self._source.limits, self._source.hosts
         limits = replace(limits, max_file_bytes=min(self._remote_bytes, limits.max_file_bytes))
         try:
@@ -324,7 +338,7 @@ class MediaDecoder:
 
 
 def _data_uri(text: str) -> tuple[str | None, str]:
-    """The type and the base64 text of a data URI; None for what is no such URI."""
+    """Return the media type and the base64 text of a data URI; None and "" for other texts."""
     head, comma, data = text.partition(",")
     if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
         return None, ""
@@ -332,7 +346,7 @@ def _data_uri(text: str) -> tuple[str | None, str]:
 
 
 def _check_kind(data: bytes, field: str) -> None:
-    """Raise an error of a parser if fetched bytes are not of the kind that was asked for."""
+    """Raise a parser's error if fetched bytes are not of the kind that the field requires."""
     if field == "image_url":
         with opened_image(io.BytesIO(data)):
             return

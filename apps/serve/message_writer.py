@@ -23,14 +23,14 @@ _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Type of the piece of a block, and the field that has it."""
+"""Type and field of a ``content_block_delta``, by type of block."""
 
 
 class MessageWriter:
     """Writes the answer to one request, see ``AnswerFormat``.
 
-    Its blocks follow the answer: reasoning, text, then calls of tools. A block is open from its
-    first piece until a piece of another block comes, or the end.
+    The content blocks are reasoning, text and tool calls, in this order. A block is open from its
+    first piece until a piece of another block or the end of the answer.
 
     Args:
         model: the model's name for clients.
@@ -48,7 +48,7 @@ class MessageWriter:
         return message | _ending(answer)
 
     def begin(self, _: int) -> Iterator[str]:
-        """Events before the first piece; what the prompt took is told at the end."""
+        """Events before the first piece; the prompt's tokens come in ``message_delta``."""
         message = self._message([], {"input_tokens": 0, "output_tokens": 0})
         yield _event("message_start", message=message)
         yield _event("ping")
@@ -106,7 +106,7 @@ class MessageWriter:
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
-    """Content of a complete answer; a call that was cut off has what of its input is known."""
+    """Return the content of a complete answer; a truncated call has the input received so far."""
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -129,14 +129,14 @@ def _new_block(kind: str, piece: Piece) -> dict[str, Any]:
 
 
 def _ending(answer: Answer) -> dict[str, Any]:
-    """Why an answer has ended."""
+    """Return the reason why an answer ended, as fields of the response."""
     if answer.stop_text is not None and answer.finish_reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_text}
     return {"stop_reason": _REASONS[answer.finish_reason], "stop_sequence": None}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens, of which Anthropic counts those that were cached by themselves."""
+    """Return the usage in Anthropic's form, which does not count cached tokens as input tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

@@ -1,7 +1,7 @@
 """Requests of Anthropic's Messages API, turned into chat-completions requests.
 
-As with the Responses API, what a client may send is read here, and what it means is checked by
-``protocol``. Unknown fields and those that change no answer are ignored.
+As with the Responses API, this module converts the fields, and ``protocol`` checks the values.
+Fields that are unknown or do not change the answer are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = {
     "chat_template_kwargs": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-"""Anthropic's names of fields that the chat-completions protocol calls otherwise."""
+"""Anthropic's names of fields that have another name in the chat-completions protocol."""
 _FIELD = re.compile(rf"^(?:{'|'.join(_NAMES)})\b")
 _REFUSED = ("container", "mcp_servers", "context_management")
 SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt")
@@ -41,8 +41,8 @@ _KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's type of error by HTTP status; of others it is "invalid_request_error", or "api_error"
-from 500 on."""
+"""Anthropic's error type by HTTP status; any other status is "invalid_request_error" below 500 and
+"api_error" from 500 on."""
 _THOUGHTS = ("thinking", "redacted_thinking")
 
 
@@ -51,14 +51,14 @@ class _Model(BaseModel):
 
 
 class GivenMessage(_Model):
-    """A message; its blocks are checked one by one as they are turned."""
+    """A message; its blocks are checked one by one as they are converted."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[dict[str, Any]], BeforeValidator(lambda given: _as_blocks(given))]
 
 
 class GivenTool(_Model):
-    """A tool of the client's own."""
+    """A tool that the client defines."""
 
     name: str
     type: str | None = None
@@ -82,25 +82,25 @@ class Thinking(_Model):
 
 
 class OutputFormat(_Model):
-    """A schema that the text of the answer matches."""
+    """A JSON schema for the text of the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(_Model):
-    """How the answer is to look."""
+    """Format and effort of the answer."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
 class Place(NamedTuple):
-    """Where a message of the chat-completions protocol comes from.
+    """Which part of the client's request a converted message comes from.
 
     Attributes:
-        name: in the client's request.
-        first: index there of its first part.
+        name: name of that part, such as ``messages[1]``.
+        first: index of the message's first block there.
     """
 
     name: str
@@ -124,10 +124,10 @@ class MessagesBody(_Model):
     output_config: OutputConfig | None = None
 
     def chat_body(self) -> tuple[dict[str, Any], list[Place]]:
-        """The same request in the chat-completions protocol, and where its messages come from.
+        """Return the request in the chat-completions protocol, and the origin of each message.
 
         Raises:
-            FieldError: a block, a tool or a field that cannot be used.
+            FieldError: a block, a tool or a field that is not supported.
         """
         extra = self.model_extra or {}
         for name in _REFUSED:
@@ -178,11 +178,11 @@ class MessagesBody(_Model):
 
 
 def renamed(refusal: Refusal, places: Sequence[Place]) -> Refusal:
-    """A refusal that names messages and fields as Anthropic's API does.
+    """Rename the messages and fields in a refusal as in Anthropic's API.
 
     Args:
-        refusal: names them as the chat-completions protocol does.
-        places: where each message comes from.
+        refusal: a refusal with the names of the chat-completions protocol; it is changed.
+        places: origin of each message.
     """
 
     def name(found: re.Match[str]) -> str:
@@ -200,7 +200,7 @@ def renamed(refusal: Refusal, places: Sequence[Place]) -> Refusal:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """Body of an error."""
+    """Return the body of an error response."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -210,7 +210,7 @@ def _as_blocks(given: Any) -> Any:
 
 
 def _assistant(message: GivenMessage, name: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """An earlier answer; its reasoning is left out, as chat templates do."""
+    """Convert an earlier answer, without its reasoning, which chat templates omit too."""
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(message.content):
@@ -223,7 +223,7 @@ def _assistant(message: GivenMessage, name: str) -> Iterator[tuple[dict[str, Any
 
 
 def _others(message: GivenMessage, name: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """A message of a user; each result of a tool in it is a message of its own."""
+    """Convert a user or system message; each tool result in it becomes its own message."""
     parts: list[dict[str, Any]] = []
     first = 0
     for index, block in enumerate(message.content):
@@ -246,7 +246,7 @@ def _part(block: Mapping[str, Any], name: str) -> dict[str, Any]:
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": _address(block.get("source"), name)}}
     known = "text, image, tool_use, tool_result and thinking"
-    raise FieldError(f"its type is {kind!r}, and those supported are {known}", name)
+    raise FieldError(f"blocks of type {kind!r} are not supported: use {known}", name)
 
 
 def _address(source: Any, name: str) -> Any:
@@ -255,14 +255,17 @@ def _address(source: Any, name: str) -> Any:
         return source.get("url")
     data, kind = source.get("data"), source.get("media_type")
     if source.get("type") != "base64" or not isinstance(data, str) or not isinstance(kind, str):
-        raise FieldError('source must be {"type": "base64", "media_type", "data"} or a url', name)
+        raise FieldError(
+            'source must have "type": "base64", "media_type", "data", or "type": "url", "url"',
+            name,
+        )
     return f"data:{kind};base64,{data}"
 
 
 def _call(block: Mapping[str, Any], name: str) -> dict[str, Any]:
     key, tool, given = block.get("id"), block.get("name"), block.get("input")
     if not (isinstance(key, str) and isinstance(tool, str) and isinstance(given, Mapping)):
-        raise FieldError("id and name must be text, and input an object", name)
+        raise FieldError("id and name must be strings, and input an object", name)
     function = {"name": tool, "arguments": json.dumps(given, ensure_ascii=False)}
     return {"id": key, "type": "function", "function": function}
 
@@ -270,7 +273,7 @@ def _call(block: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _result(block: Mapping[str, Any], name: str) -> dict[str, Any]:
     content = _as_blocks(block.get("content") or [])
     if not isinstance(content, list) or not all(isinstance(one, Mapping) for one in content):
-        raise FieldError("content must be text or a list of blocks", name)
+        raise FieldError("content must be a string or a list of blocks", name)
     parts = [_part(one, f"{name}.content[{at}]") for at, one in enumerate(content)]
     answers = block.get("tool_use_id")
     return {"role": "tool", "tool_call_id": answers, "content": parts}
@@ -278,7 +281,7 @@ def _result(block: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _tool(tool: GivenTool, name: str) -> dict[str, Any]:
     if tool.type not in (None, "custom") or tool.input_schema is None:
-        raise FieldError("only tools with an input_schema are supported: leave it out", name)
+        raise FieldError("only tools with an input_schema are supported: leave this tool out", name)
     function = {"name": tool.name, "parameters": tool.input_schema}
     described = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": function | described}

@@ -1,4 +1,4 @@
-"""Origins: web pages that may ask the server."""
+"""Origins of web pages that may use the server (CORS)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from oscar_mm.errors import InputError
 
 ANY = "*"
 _OPAQUE = "null"
-"""The origin of pages that are files, and of frames that any page can make."""
+"""The origin of local files, and of sandboxed frames, which any page can create."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 
 
@@ -21,19 +21,19 @@ def read_origins(given: Iterable[str], *, has_key: bool) -> tuple[str, ...]:
         has_key: whether clients must send a key.
 
     Raises:
-        InputError: one is no origin, or would let any page ask a server without a key.
+        InputError: a value is not an origin, or would open a server without a key to any page.
     """
     origins = tuple(dict.fromkeys(origin.lower() for origin in given))
     for origin in origins:
         if origin in (ANY, _OPAQUE):
             if not has_key:
                 raise InputError(
-                    f"--allow-origin {origin}: any web page could ask this server: name origins, "
-                    "or have clients send a key (--api-key-file)"
+                    f"--allow-origin {origin}: any web page could use this server: list the "
+                    "allowed origins, or require a key (--api-key-file)"
                 )
         elif not _ORIGIN.fullmatch(origin):
             raise InputError(
-                f"--allow-origin {origin[:200]}: must be scheme, host and port of a page, such as "
-                "http://localhost:3000"
+                f"--allow-origin {origin[:200]}: must be the scheme, host and port of a page, such "
+                "as http://localhost:3000"
             )
     return origins

@@ -1,22 +1,22 @@
 """Protocol: OpenAI's chat-completions requests, parsed and checked.
 
-Where OpenAI's own server and vLLM differ, this one does as vLLM, which most programs that ask open
-models are written against:
+Where OpenAI's own server and vLLM differ, this one behaves as vLLM, because most clients of open
+models are written for vLLM:
 
 - It refuses an unknown ``model`` and accepts a request without one.
 - Messages need not take turns. The checkpoint's chat template writes several messages of a user in
   a row, an answer without a question, and a system or developer message in the middle, each as a
   message of its own; a template that insists on turns refuses them. "developer" is "system".
-- ``content`` that is null is empty, in any role. A part whose text, image or recording is null does
-  not count.
-- It ignores unknown fields and fields that change no answer (``user``, ``metadata``, ``store``,
-  ``service_tier``, ...).
+- A ``content`` of null is empty, in any role. A part whose text, image or recording is null is
+  ignored.
+- It ignores unknown fields, and fields that do not change the answer (``user``, ``metadata``,
+  ``store``, ``service_tier``, ...).
 
 Unlike vLLM this server
 
 - refuses unsupported fields that would change the answer, where vLLM ignores unknown ones;
-- refuses roles that chat templates leave out silently, and messages that end with an answer, unless
-  ``continue_final_message`` or ``add_generation_prompt`` says what to do with it.
+- refuses roles that chat templates would silently omit, and conversations that end with an answer,
+  unless ``continue_final_message`` or ``add_generation_prompt`` says what to do with that answer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import MAX_CALLS
 
 MAX_STRUCTURE = 250_000
-"""Most brackets and commas of a request: they cost time in decoding, long texts do not."""
+"""Most brackets and commas of a request: the time to parse JSON grows with these."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 """Most parts of all messages together."""
@@ -83,16 +83,16 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Unsupported fields that would change the answer, and their values, beside null, that do not."""
+"""Unsupported fields, and the values besides null with which they do not change the answer."""
 _IN_VLLM = {
     *("add_special_tokens", "allowed_token_ids", "chat_template", "documents"),
     *("length_penalty", "logprob_token_ids", "mm_processor_kwargs", "prompt_embeds"),
     *("repetition_detection", "return_token_ids", "return_tokens_as_token_ids"),
     *("skip_special_tokens", "truncate_prompt_tokens", "use_beam_search"),
 }
-"""Those that vLLM's own server has."""
+"""Unsupported fields that vLLM's server supports."""
 _ALL = -1
-"""Stands for all tokens of the vocabulary where vLLM takes a number of the likeliest."""
+"""A number of most likely tokens with which vLLM returns the whole vocabulary."""
 
 
 _SAMPLING = (
@@ -113,7 +113,7 @@ _SAMPLING = (
     "stop_token_ids",
     "include_stop_str_in_output",
 )
-"""Fields that are options of ``Sampling`` as they are."""
+"""Fields that have the same name and meaning in ``Sampling``."""
 
 
 def _as_parts(content: Any) -> Any:
@@ -159,11 +159,11 @@ def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any
     """Refuse fields that are not supported and would change the answer.
 
     Args:
-        given: fields of a request by their names.
-        refused: such names, and their values, beside null, that change nothing.
+        given: fields of a request by name.
+        refused: names of unsupported fields, and the values besides null that are harmless.
 
     Raises:
-        FieldError: names the field, and what serves it.
+        FieldError: an unsupported field; the message says whether ``--engine vllm`` supports it.
     """
     for name, value in given.items():
         harmless = refused.get(name)
@@ -175,14 +175,14 @@ def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any
 
 
 def check_top(name: str, count: int | None) -> None:
-    """Refuse a number of likeliest tokens that cannot be given.
+    """Refuse a number of most likely tokens that is out of range.
 
     Args:
-        name: of the field.
-        count: the number.
+        name: name of the field.
+        count: the number; None is valid.
 
     Raises:
-        FieldError: names the field, and what serves it.
+        FieldError: it is out of range; the message says whether ``--engine vllm`` supports it.
     """
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         elsewhere = ", or serve with --engine vllm" if count == _ALL else ""
@@ -193,7 +193,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class SampledBody(StrictModel):
-    """Fields that requests of all kinds of answers have."""
+    """Fields that chat completions and completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -233,7 +233,7 @@ class SampledBody(StrictModel):
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise FieldError("needs stream: true beside it", "stream_options")
+            raise FieldError("needs stream: true", "stream_options")
         return self
 
     @property
@@ -242,15 +242,15 @@ class SampledBody(StrictModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
-        """Options of ``Sampling`` that are given, without the longest answer and ``logprobs``.
+        """Return the given options of ``Sampling``, without ``max_new_tokens`` and ``logprobs``.
 
         Raises:
-            InputError: as of ``grammar_of``.
-            FieldError: log-probabilities that a stream cannot have.
+            InputError: see ``grammar_of``.
+            FieldError: ``prompt_logprobs`` are out of range, or requested in a stream.
         """
         check_top("prompt_logprobs", self.prompt_logprobs)
         if self.stream and self.prompt_logprobs is not None:
-            raise FieldError("cannot be had in a stream: leave it out", "prompt_logprobs")
+            raise FieldError("is not available in a stream: leave it out", "prompt_logprobs")
         given = {name: getattr(self, name) for name in _SAMPLING} | {
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "grammar": grammar_of(self),
@@ -259,7 +259,7 @@ class SampledBody(StrictModel):
 
 
 class Body(ToolFields, SampledBody):
-    """The JSON of a request; other fields are refused if ``_REFUSED`` has them, else ignored."""
+    """The JSON of a request; fields in ``_REFUSED`` are refused, other unknown ones ignored."""
 
     messages: Annotated[list[GivenMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -282,7 +282,7 @@ class Body(ToolFields, SampledBody):
 
     @property
     def echoed(self) -> str:
-        """The last message, where ``echo`` puts it before an answer of the same role."""
+        """Text of the last message if ``echo`` puts it before the answer, else ""."""
         open_end = self.continue_final_message or self.add_generation_prompt is False
         last = self.messages[-1]
         if not (self.echo and open_end and last.role == "assistant"):
@@ -293,7 +293,7 @@ class Body(ToolFields, SampledBody):
     def _check_supported(self) -> Body:
         refuse_unsupported(self.model_extra or {}, _REFUSED)
         if self.top_logprobs and not self.logprobs:
-            raise FieldError("needs logprobs: true beside it", "top_logprobs")
+            raise FieldError("needs logprobs: true", "top_logprobs")
         check_top("top_logprobs", self.top_logprobs)
         return self
 
@@ -310,11 +310,11 @@ class Request:
         sampling: fields of ``Sampling``.
         stream: whether to answer piece by piece.
         usage: whether a stream ends with the usage.
-        cache_salt: only requests of the same one share kept conversations and beginnings.
-        n: number of answers to it.
-        best_of: number of answers that are written, of which the ``n`` likeliest are given.
-        tools: that the model may call.
-        template: how the chat template writes it.
+        cache_salt: only requests with the same salt share stored conversations and prefixes.
+        n: number of answers to return.
+        best_of: number of answers to generate, of which the ``n`` likeliest are returned.
+        tools: tools that the model may call.
+        template: options of the chat template.
         raw: token ids of a prompt without a chat template, instead of messages.
     """
 
@@ -334,12 +334,12 @@ class Request:
 
     @property
     def count(self) -> int:
-        """Number of answers that are written."""
+        """Number of answers to generate."""
         return max(self.n, self.best_of)
 
     @property
     def is_whole(self) -> bool:
-        """Whether its prompt is read as a whole, and does not continue a kept conversation."""
+        """Whether the whole prompt is read, instead of continuing a stored conversation."""
         asks = "prompt_logprobs" in self.sampling
         return self.raw is not None or asks or self.template.is_special
 
@@ -400,7 +400,7 @@ def validated(kind: type[T], fields: dict[str, Any]) -> T:
 
 
 def check_media_options(body: Body, family: Family) -> None:
-    """Refuse options of media that the model's family lacks.
+    """Refuse media options that the model's family does not support.
 
     Raises:
         FieldError: as of ``parsed``.
@@ -411,7 +411,9 @@ def check_media_options(body: Body, family: Family) -> None:
     except InputError as error:
         raise FieldError(str(error), usual.field) from None
     if usual.sound and Modality.AUDIO not in family.reads:
-        raise FieldError(f"{family.name} hears nothing: leave use_audio_in_video out", usual.field)
+        raise FieldError(
+            f"{family.name} does not accept audio: leave use_audio_in_video out", usual.field
+        )
 
 
 def read_request(body: Body, source: MediaSource, template: TemplateOptions = USUAL) -> Request:
@@ -419,8 +421,8 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
 
     Args:
         body: the JSON of the request.
-        source: where media may come from, within bounds.
-        template: options of the chat template, checked.
+        source: where media may come from, and their limits.
+        template: checked options of the chat template.
 
     Raises:
         FieldError: a field is wrong; the message names it and what would be right.
@@ -483,7 +485,9 @@ def _decode_message(given: GivenMessage, place: int, decoder: MediaDecoder) -> M
     for index, part in enumerate(given.content or ()):
         name = f"messages[{place}].content[{index}]"
         if part.type != "text" and given.role not in ASKING:
-            raise FieldError(f"only a user or a tool shows media, not {given.role!r}", name)
+            raise FieldError(
+                f"only messages of role user or tool may contain media, not {given.role!r}", name
+            )
         if part.type == "text":
             parts += [] if part.text is None else [part.text]
         elif (medium := decoder.decode(part, name)) is not None:
@@ -494,7 +498,9 @@ def _decode_message(given: GivenMessage, place: int, decoder: MediaDecoder) -> M
         for call in given.tool_calls or ()
     ]
     if calls and role != "assistant":
-        raise FieldError("only an assistant calls tools", f"{label}.tool_calls")
+        raise FieldError(
+            "only a message of role assistant may have tool calls", f"{label}.tool_calls"
+        )
     result = (given.tool_call_id, given.name) if role == "tool" else (None, None)
     return Message(role, tuple(parts), f"{label}.content", tuple(calls), *result)
 
@@ -523,7 +529,7 @@ _MESSAGES = {
 
 
 _NO_NAMES = ("[key]", "str", "dict[str,any]")
-"""What pydantic adds to the name of a field that is a dict or may have several types."""
+"""Parts that pydantic inserts in the name of a field of type dict or union."""
 
 
 def _field_error(error: ValidationError) -> FieldError:

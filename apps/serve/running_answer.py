@@ -241,8 +241,7 @@ class RunningAnswer:
         self._times.end(self.completed)
 
     def take_logprobs(self) -> list[TokenLogprob] | None:
-        """The log-probabilities that have come since the last call; None where none were asked
-        for."""
+        """Return the log-probabilities since the last call; None if they were not requested."""
         if "logprobs" not in self.request.sampling:
             return None
         writing = self._chat and self._chat.answering

@@ -64,7 +64,7 @@ def create_app(
         limits: bounds on requests and answers.
         host: the address on which the server will listen.
         other_names: more names of the model.
-        origins: of web pages that may ask, see ``read_origins``.
+        origins: origins of web pages that may use the server, see ``read_origins``.
 
     Returns:
         the application; its ``state.service`` is the ``Service``.
@@ -80,7 +80,7 @@ def create_app(
             yield
             await service.close()
 
-    # Without openapi_url there is no page of FastAPI's own, which would load scripts of others.
+    # FastAPI's own docs page would load scripts from another host; no openapi_url disables it.
     app = FastAPI(title="oscar-mm", lifespan=lifespan, openapi_url=None)
     app.state.service = service
     if limits.api_key is None:
@@ -88,7 +88,7 @@ def create_app(
         app.add_middleware(Guard, host=host, uploads=uploads, origins=origins)
     app.add_middleware(OneLength)
     if origins:
-        # Around the others, so that a page reads why it is refused.
+        # Outermost, so that a page can read the reason of a refusal.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -119,61 +119,61 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def complete(request: HttpRequest) -> Response:
-        """Answer a conversation, by OpenAI's chat-completions protocol."""
+        """Answer a conversation (OpenAI's chat completions)."""
         service.authorize(request)
         return await service.complete(request)
 
     @app.post("/v1/completions")
     async def complete_text(request: HttpRequest) -> Response:
-        """Continue prompts, by OpenAI's completions protocol."""
+        """Continue prompts (OpenAI's completions)."""
         service.authorize(request)
         return await service.complete_text(request)
 
     @app.post("/tokenize")
     async def tokenize(request: HttpRequest) -> Response:
-        """Tokens of a prompt or of a conversation."""
+        """Return the tokens of a prompt or a conversation."""
         service.authorize(request)
         return await service.tokenize(request)
 
     @app.post("/detokenize")
     async def detokenize(request: HttpRequest) -> Response:
-        """Text of tokens."""
+        """Return the text of tokens."""
         service.authorize(request)
         return await service.detokenize(request)
 
     @app.post("/v1/responses")
     async def respond(request: HttpRequest) -> Response:
-        """Answer a conversation, by OpenAI's Responses API."""
+        """Answer a conversation (OpenAI's Responses API)."""
         service.authorize(request)
         return await service.respond(request)
 
     @app.post(MESSAGES)
     async def message(request: HttpRequest) -> Response:
-        """Answer a conversation, by Anthropic's Messages API."""
+        """Answer a conversation (Anthropic's Messages API)."""
         service.authorize(request)
         return await service.message(request)
 
     @app.post(COUNT_TOKENS)
     async def count_message(request: HttpRequest) -> Response:
-        """Count the tokens of a conversation, by Anthropic's Messages API."""
+        """Count the tokens of a conversation (Anthropic's Messages API)."""
         service.authorize(request)
         return await service.count_message(request)
 
     @app.post(TRANSCRIPTIONS)
     async def transcribe(request: HttpRequest) -> Response:
-        """Write down what is said in a recording, by OpenAI's audio API."""
+        """Transcribe a recording (OpenAI's audio API)."""
         service.authorize(request)
         return await service.transcribe(request)
 
     @app.post(TRANSLATIONS)
     async def translate(request: HttpRequest) -> Response:
-        """Write down in English what is said in a recording, by OpenAI's audio API."""
+        """Translate a recording into English text (OpenAI's audio API)."""
         service.authorize(request)
         return await service.transcribe(request, translate=True)
 
     @app.get("/v1/responses/{response}")
     async def kept(request: HttpRequest, response: str) -> dict[str, Any]:
-        """A response that is kept."""
+        """Return a stored response."""
         service.authorize(request)
         if (found := service.responses.get(response)) is None:
             raise unknown_response(response)
@@ -181,7 +181,7 @@ def create_app(
 
     @app.delete("/v1/responses/{response}")
     async def forget(request: HttpRequest, response: str) -> dict[str, Any]:
-        """Keep a response no longer."""
+        """Delete a stored response."""
         service.authorize(request)
         if not service.responses.remove(response):
             raise unknown_response(response)
@@ -189,37 +189,37 @@ def create_app(
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Version of the server."""
+        """Return the version of the server."""
         return {"version": __version__}
 
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> dict[str, Any]:
-        """Names of the model."""
+        """List the names of the model."""
         service.authorize(request)
         return {"object": "list", "data": [*cards.values()]}
 
     @app.get("/v1/models/{requested:path}")
     async def model(request: HttpRequest, requested: str) -> dict[str, Any]:
-        """A name of the model."""
+        """Return one name of the model."""
         service.authorize(request)
         service.check_model(requested)
         return cards[requested]
 
     @app.get("/metrics")
     async def metrics(request: HttpRequest) -> Response:
-        """Counters and times, for Prometheus."""
+        """Return metrics for Prometheus."""
         service.authorize(request)
         text = await run_in_threadpool(generate_latest, service.metrics.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/docs")
     async def docs() -> HTMLResponse:
-        """This page."""
+        """Show this page."""
         return HTMLResponse(docs_page(app.routes, service.names))
 
     @app.get("/health")
     async def health() -> PlainTextResponse:
-        """Whether the server is up."""
+        """Return "ok" while the server is up."""
         return PlainTextResponse("ok")
 
     return app

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     pass
 
 Asked = Body | list[Request]
-"""What a client asks: a conversation, or prompts."""
+"""A parsed request: a conversation, or a list of prompts."""
 _LEAST_TEXT = 1024
 """Answers of clients that give no length may have so many tokens, however many share the memory; a
 model that reasons gets more."""
@@ -96,7 +96,8 @@ class ServerLimits:
         body_s: seconds in which the body of a request must come.
         room_s: seconds that a request waits for memory that other answers use.
         grace_s: seconds in which answers must end when the server stops.
-        media_hosts: hosts from which the server fetches media, where it does; None for all.
+        media_hosts: hosts from which media may be fetched if the pipeline allows remote media; None
+            for all.
     """
 
     api_key: str | None = None
@@ -123,11 +124,11 @@ class Service:
         names: the model's names for clients.
 
     Attributes:
-        name: the first of them, which answers to clients that give none have.
+        name: the first name, used in answers to requests that do not give one.
         hurry: ends the grace time of answers when it is set.
         places: of running answers.
         responses: that later requests may continue.
-        known_media: media that clients have named, and need not send again.
+        known_media: stored media that clients may reuse by uuid.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Service:
         self.known_media = KnownMedia()
         self._body_bytes = 0
         self._readers = CapacityLimiter(_READERS)
-        # These may decode media, for which others shall not wait to be read.
+        # Threads of their own: these requests may decode media, and parsing must not wait for it.
         self._converters = CapacityLimiter(_READERS)
 
     @property
@@ -198,7 +199,7 @@ class Service:
             raise Refusal(404, message, code="model_not_found", field="model")
 
     def answering(self, name: str | None) -> str:
-        """The model's name in an answer, by that in the request, which need not be checked."""
+        """Return the model name for an answer: the requested one if it exists, else the first."""
         return name if name and name in self.names else self.name
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -226,7 +227,7 @@ class Service:
         return await self._answer(http, read)
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        """Answer what tokens a prompt or a conversation has."""
+        """Answer a /tokenize request."""
 
         def read(data: bytes) -> Response:
             asked = parsed(TokenizeBody, data)
@@ -240,7 +241,7 @@ class Service:
         return await self._convert(http, read)
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        """Answer what text tokens have."""
+        """Answer a /detokenize request."""
 
         def read(data: bytes) -> Response:
             asked = parsed(DetokenizeBody, data)
@@ -250,7 +251,7 @@ class Service:
         return await self._convert(http, read)
 
     async def _convert(self, http: HttpRequest, read: Callable[[bytes], Response]) -> Response:
-        """Answer a request that no model reads."""
+        """Answer a request that does not run the model."""
         with self._room_for_body() as add:
             data = await self._body(http, add)
             with as_refusals():
@@ -298,7 +299,7 @@ class Service:
             raise as_in_messages(refusal, places) from None
 
     async def count_message(self, http: HttpRequest) -> Response:
-        """Answer how many tokens a request of Anthropic's Messages API has."""
+        """Answer a count_tokens request of Anthropic's Messages API."""
 
         def read(data: bytes) -> Response:
             fields, places[:] = parsed(MessagesBody, data).chat_body()
@@ -455,7 +456,7 @@ class Service:
         return requests, written
 
     def _chat_request(self, body: Body) -> Request:
-        """A conversation, with its texts checked."""
+        """Decode a conversation and check it."""
         pipe = self.conversations.pipe
         check_media_options(body, pipe.family)
         template = pipe.family.template(body.template_fields)

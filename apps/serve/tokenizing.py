@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(BaseModel):
-    """The JSON of a request, which has a prompt, or the fields of a chat-completions request."""
+    """The JSON of a /tokenize request: a prompt, or the fields of a chat-completions request."""
 
     model_config = ConfigDict(strict=True)
 
@@ -23,11 +23,11 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
     def answer(self, pipe: Pipeline, ids: list[int]) -> dict[str, Any]:
-        """Body of the response.
+        """Return the body of the response.
 
         Args:
-            pipe: has the tokenizer.
-            ids: the tokens.
+            pipe: provides the tokenizer.
+            ids: the token ids.
         """
         tokenizer, strings = pipe.processor.tokenizer, None
         if self.return_token_strs:
@@ -37,7 +37,7 @@ class TokenizeBody(BaseModel):
 
 
 class DetokenizeBody(BaseModel):
-    """The JSON of a request."""
+    """The JSON of a /detokenize request."""
 
     model_config = ConfigDict(strict=True)
 
@@ -45,25 +45,25 @@ class DetokenizeBody(BaseModel):
     tokens: list[int]
 
     def text(self, pipe: Pipeline) -> str:
-        """The text of the tokens.
+        """Return the text of the tokens.
 
         Raises:
-            FieldError: a token that the tokenizer does not have, or too many.
+            FieldError: an unknown token id, or more tokens than the context has.
         """
         tokenizer, most = pipe.processor.tokenizer, pipe.max_context
         if len(self.tokens) > most:
-            count = f"{len(self.tokens):,} are more than the context of {most:,} has"
+            count = f"{len(self.tokens):,} tokens are more than the context of {most:,}"
             raise FieldError(count, "tokens")
         if unknown := [token for token in self.tokens if not 0 <= token < len(tokenizer)]:
-            raise FieldError(f"{str(unknown[0])[:20]} is no token of this model", "tokens")
+            raise FieldError(f"{str(unknown[0])[:20]} is not a token id of this model", "tokens")
         return str(tokenizer.decode(self.tokens))
 
 
 def text_ids(pipe: Pipeline, asked: TokenizeBody) -> list[int]:
-    """Tokens of a prompt without a chat template.
+    """Return the token ids of a prompt without a chat template.
 
     Raises:
-        NoRoom: it is longer than the context.
+        NoRoom: the prompt is longer than the context.
     """
     text = asked.prompt or ""
     pipe.admission.check_text_length("prompt", text)
@@ -72,10 +72,10 @@ def text_ids(pipe: Pipeline, asked: TokenizeBody) -> list[int]:
 
 
 def conversation_ids(pipe: Pipeline, request: Request) -> list[int]:
-    """Tokens of a conversation as the model would read it, those of its media included.
+    """Return the token ids of a conversation as the model reads it, including those of media.
 
     Raises:
-        InputError: as of ``Pipeline.read_request``.
+        InputError: see ``Pipeline.read_request``.
     """
     messages, template = [*request.messages()], request.template
     prompt = pipe.read_request(messages, 1, request.tools, template)

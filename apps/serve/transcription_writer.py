@@ -18,7 +18,7 @@ class TranscriptionWriter:
     """Writes the text of a recording, see ``AnswerFormat``; reasoning is left out.
 
     Args:
-        plain: a whole answer is the text, and no JSON.
+        plain: whether a response that is not streamed is plain text instead of JSON.
     """
 
     def __init__(self, *, plain: bool) -> None:

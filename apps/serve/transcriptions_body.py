@@ -1,7 +1,7 @@
-"""Requests of OpenAI's audio API, forms with a recording, turned into chat-completions requests.
+"""Requests of OpenAI's audio API, which are forms, converted to chat-completions requests.
 
-A transcription is the answer to a question about the recording; so its bounds are those of any
-other medium, and a model that hears nothing refuses it as it does there.
+A transcription is the model's answer to a question about the recording. So the recording has the
+limits of any other medium, and a model without audio refuses it with the same error.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from oscar_mm.media.audio import audio_outline
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 _MOST_PARTS, _MOST_CHARACTERS = 32, 1 << 16
-"""Bounds on the parts of a form, and on the characters of the prompt."""
+"""Most parts of a form, and most characters of its prompt."""
 _LISTS = ("timestamp_granularities", "include")
-"""Fields that may be there several times, with brackets after their names."""
+"""Fields that may be repeated, also with ``[]`` after their names."""
 _LEAST_TOKENS, _TOKENS_PER_SECOND = 256, 16
-"""Longest text of a recording, several times what is spoken: a model that repeats itself would
-otherwise write until its context is full, as clients cannot give a length."""
+"""Most tokens of a transcription: several times those of speech. Clients cannot set a limit, and a
+model that repeats itself would write until its context is full."""
 _PLACE = re.compile(r"messages\[0\](?:\.content)?(\[0\])?")
-"""Name of the recording or of the texts in the chat-completions protocol."""
+"""Name of the recording, or of the text, in errors of the chat-completions protocol."""
 
 
 def _timeless(given: Any) -> Any:
     if given in ("verbose_json", "srt", "vtt", "diarized_json"):
-        raise FieldError("must be json or text: the model tells no times", "response_format")
+        raise FieldError(
+            "must be json or text, because the model gives no timestamps", "response_format"
+        )
     return given
 
 
@@ -44,12 +46,14 @@ def _known(given: Any) -> Any:
     if name in (None, ""):
         return None
     if (code := TO_LANGUAGE_CODE.get(name, name)) not in LANGUAGES:
-        raise FieldError("must be a code of ISO 639-1 such as en, or an English name", "language")
+        raise FieldError(
+            "must be an ISO 639-1 code such as en, or the English name of a language", "language"
+        )
     return LANGUAGES[code].title()
 
 
 class TranscriptionBody(BaseModel):
-    """The fields of a form; others are ignored."""
+    """The fields of a form; unknown ones are ignored."""
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
 
@@ -65,13 +69,13 @@ class TranscriptionBody(BaseModel):
     cache_salt: str | None = None
 
     def chat_body(self, *, translate: bool) -> dict[str, Any]:
-        """The same request in the chat-completions protocol.
+        """Return the request in the chat-completions protocol.
 
         Args:
-            translate: into English.
+            translate: whether to translate into English.
 
         Raises:
-            FieldError: a field that cannot be used.
+            FieldError: a field that is not supported.
         """
         for name in _LISTS:
             if getattr(self, name):
@@ -97,7 +101,7 @@ class TranscriptionBody(BaseModel):
         return None if sound is None else _LEAST_TOKENS + round(sound.seconds * _TOKENS_PER_SECOND)
 
     def instruction(self, *, translate: bool) -> str:
-        """What the model is asked."""
+        """Return the question to the model."""
         spoken = "the audio" if self.language is None else f"the {self.language} audio"
         asked = f"Translate {spoken} into English." if translate else None
         asked = asked or f"Transcribe {spoken} into text."
@@ -108,11 +112,11 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
     """Parse a form.
 
     Args:
-        data: of bounded length.
+        data: body of the request, of bounded length.
         content_type: header of the request, with the boundary.
 
     Raises:
-        FieldError: it is no form, or a field is wrong.
+        FieldError: the body is not a form, or a field is wrong.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
@@ -133,7 +137,7 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
             form[name] = _text(part, name)
 
     try:
-        # In memory: the body is there already.
+        # Keep files in memory, where the body already is.
         limits = {"MAX_MEMORY_FILE_SIZE": len(data) + 1}
         parser = FormParser(
             kind.decode(), add, add, boundary=options.get(b"boundary"), config=limits
@@ -141,14 +145,14 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
         parser.write(data)
         parser.finalize()
     except FormParserError as error:
-        raise FieldError(f"the request is no form ({str(error)[:200]})") from None
+        raise FieldError(f"the request is not a valid form ({str(error)[:200]})") from None
     if not form.get("file"):
-        raise FieldError("must be a recording, and is missing or empty", "file")
+        raise FieldError("must be a recording, but is missing or empty", "file")
     return validated(TranscriptionBody, form)
 
 
 def renamed(refusal: Refusal) -> Refusal:
-    """A refusal that names the fields of the form."""
+    """Rename the fields in a refusal to those of the form."""
 
     def name(found: re.Match[str]) -> str:
         return "prompt" if found[1] is None else "file"
@@ -162,4 +166,4 @@ def _text(part: Any, name: str) -> str:
     try:
         return (part.value or b"").decode()
     except UnicodeDecodeError:
-        raise FieldError("must be text in UTF-8", name[:100]) from None
+        raise FieldError("must be UTF-8 text", name[:100]) from None

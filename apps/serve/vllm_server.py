@@ -43,7 +43,7 @@ _REFUSED = {
     "device": "CUDA_VISIBLE_DEVICES chooses vLLM's GPUs",
     "device_map": "-- --tensor-parallel-size N spreads a model over N GPUs",
 }
-"""Options that vLLM has no equal of, and what to know instead."""
+"""Options without an equivalent in vLLM, and the reason or the alternative."""
 
 
 def vllm_arguments(
@@ -82,7 +82,7 @@ def vllm_arguments(
     if below := [name for name in domains if name.startswith("*.")]:
         raise InputError(
             f"--allowed-media-domains {below[0]} with --engine vllm: vLLM compares whole names; "
-            "give each host"
+            "list each host"
         )
     if domains or not options.get("allow_remote"):
         arguments += [_DOMAINS, *(domains or [_NO_DOMAIN])]
@@ -128,7 +128,7 @@ def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[st
     """
     environment = os.environ | ({} if api_key is None else {_KEY_VARIABLE: api_key})
     if _DOMAINS in arguments:
-        environment |= {_REDIRECTS: "0"}  # They would lead to any host.
+        environment |= {_REDIRECTS: "0"}  # A redirect could lead to any host.
     return [sys.executable, "-m", _MODULE, *arguments], environment
 
 

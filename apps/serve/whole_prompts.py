@@ -1,7 +1,7 @@
-"""WholePrompt: an answer to a request that is read as a whole, beside those of chats.
+"""WholePrompt: the answer to a request that does not continue a stored conversation.
 
-So are prompts without a chat template, and conversations that the template writes in another way
-than turn by turn. Their beginnings come from the prefix cache.
+These are prompts without a chat template, and conversations with options of the template or with
+``prompt_logprobs``. Their whole prompt is read, from the prefix cache as far as it goes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 MAX_PROMPT_LOGPROBS = 1 << 18
-"""Most log-probabilities of a prompt's tokens, which are some 20 MB of JSON."""
+"""Most log-probabilities of a prompt in a response, about 20 MB of JSON."""
 
 
 class WholePrompt:
-    """An answer to a request while it is read and written; from any thread it can be cancelled.
+    """The running answer to one request; ``cancel`` may be called from any thread.
 
     Args:
-        pipe: answers.
-        request: without earlier turns.
+        pipe: the pipeline that answers.
+        request: a request without earlier turns.
 
     Attributes:
-        answering: the answer that is being written; None before.
+        answering: the running generation; None before it begins.
     """
 
     def __init__(self, pipe: Pipeline, request: Request) -> None:
@@ -42,7 +42,7 @@ class WholePrompt:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """End the answer: nobody waits for it any more."""
+        """End the answer, for example because its client has left."""
         self._cancelled = True
         if (answering := self.answering) is not None:
             answering.cancel()
@@ -50,7 +50,7 @@ class WholePrompt:
     def answer_steps(
         self,
     ) -> Generator[WholePrompt | Piece | Generation | CompletedAnswer, None, None]:
-        """Answer step by step, as ``Conversations.answer_steps`` does, with itself as the chat."""
+        """Answer as ``Conversations.answer_steps`` does, and yield itself in place of the chat."""
         start, pipe, tools = perf_counter(), self._pipe, self._request.tools
         options = pipe.family.with_calls(self._request.sampling, tools)
         sampling = pipe.sampling(options, ())
@@ -88,7 +88,7 @@ class WholePrompt:
 def _check_prompt_logprobs(tokens: int, top: int) -> None:
     if (count := tokens * (top + 1)) > MAX_PROMPT_LOGPROBS:
         raise FieldError(
-            f"{tokens:,} tokens have {count:,} log-probabilities, where at most "
-            f"{MAX_PROMPT_LOGPROBS:,} are given: shorten the prompt, or ask for fewer",
+            f"{tokens:,} tokens of the prompt have {count:,} log-probabilities, more than the "
+            f"limit of {MAX_PROMPT_LOGPROBS:,}: shorten the prompt, or ask for fewer",
             "prompt_logprobs",
         )

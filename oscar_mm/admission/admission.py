@@ -195,7 +195,7 @@ class Admission:
             shown: their media, as ``MediaReader.outline`` gives them.
             max_new_tokens: of the answer.
             past: what the request goes on from.
-            template: options of the chat template, of a request without a past.
+            template: options of the chat template, for a request without a past.
 
         Raises:
             NoRoom: the numbers, and what to lower.

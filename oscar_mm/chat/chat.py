@@ -89,7 +89,7 @@ class Chat:
         self._running: weakref.ref[Generator] | None = None
         self._cancelled = self._stopped = False
         self._taker: threading.Thread | None = None
-        """Takes the pieces of the latest stream for a coroutine."""
+        """Thread that reads the pieces of the latest asynchronous stream."""
         # Taken before the pipeline's lock where both are needed, see ``_alone``.
         self._calls = threading.RLock()
 
@@ -428,7 +428,7 @@ class Chat:
                     return
 
     def _wait_for_left(self) -> None:
-        """Wait for the end of a stream that a coroutine has left: its thread needs the locks."""
+        """Wait for the thread of a stream that a coroutine has left: it still needs the locks."""
         taker = self._taker
         if taker is not None and self._stopped and taker is not threading.current_thread():
             taker.join()

@@ -42,8 +42,8 @@ from oscar_mm.ranks import Ranks, own_part
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 FORMAT_VERSION = 2
-"""Version of the turns in the file; the cache has a version of its own. Version 1 has neither tools
-nor messages, and of a question its text."""
+"""Version of the turns in the file; the cache has a version of its own. Version 1 has no tools, and
+only the text of each question instead of its messages."""
 _SHOWN = 200
 """Characters of an error in a file that a message shows."""
 _SAMPLES = 64
@@ -57,13 +57,13 @@ _CONFIG = (
 
 
 class SavedChat(NamedTuple):
-    """What ``read_chat`` reads.
+    """The result of ``read_chat``.
 
     Attributes:
-        conversation: without its cache.
-        system: the system prompt.
-        tools: that the model may call.
-        cache: of the conversation; not placed in a store yet.
+        conversation: the conversation without its cache.
+        system: the system prompt; None if there is none.
+        tools: tools that the model may call; None for none.
+        cache: the cache of the conversation, which is not in a page store yet.
     """
 
     conversation: Conversation
@@ -82,7 +82,7 @@ def chat_content(
     """Copy to the host what the file of a conversation holds, for ``write_checked``.
 
     Raises:
-        InputError: the conversation has more turns, media or parts than are read again.
+        InputError: the conversation has more turns, media or parts than a file may have.
     """
     turns = [turn_fields(turn) for turn in conversation.turns]
     try:
@@ -113,7 +113,7 @@ def read_chat(
     layers: Sequence[LayerShape],
     family: Family,
 ) -> SavedChat:
-    """Read a chat, whose cache is not placed in a store yet.
+    """Read a chat, without placing its cache in a page store.
 
     The file may come from a stranger: nothing of it reaches a kernel, or takes long under a lock,
     that a chat of this pipeline could not have saved. The pipeline's lock is not needed.
@@ -131,7 +131,7 @@ def read_chat(
     given, vocabulary = saved.given, family.model.get_input_embeddings().num_embeddings
     version = given.get("chat")
     if version not in (1, FORMAT_VERSION):
-        raise InputError(f"{path}: holds no chat of version 1 or {FORMAT_VERSION}")
+        raise InputError(f"{path}: is not a chat of version 1 or {FORMAT_VERSION}")
     try:
         check_counts(given["turns"])
         conversation = Conversation(

@@ -63,7 +63,7 @@ class Turn:
     """One question and its answer.
 
     Attributes:
-        messages: what was asked since the last answer; media are spans among the chat's tokens.
+        messages: messages since the last answer, with media as spans among the chat's tokens.
         answer: its answer, as far as the reader took it.
         finish_reason: "stop", "tool_calls", "length", or "interrupted" where the reader left.
         forgotten: for each of ``media``, whether it was forgotten.
@@ -72,7 +72,7 @@ class Turn:
         position: RoPE position of its first token.
         pending: ids at its beginning that belong to the answer before: its end, or all of it.
         reasoning: what a thinking model wrote before the answer; None where it did not think.
-        tool_calls: calls of tools that the answer holds.
+        tool_calls: tool calls of the answer.
     """
 
     messages: tuple[Message, ...]
@@ -88,12 +88,12 @@ class Turn:
 
     @property
     def prompt(self) -> str:
-        """The texts of the question, one a line."""
+        """Text of the question, each text part on its own line."""
         return self.messages[-1].text
 
     @cached_property
     def media(self) -> tuple[MediumSpan, ...]:
-        """Its images, videos and recordings, in the order of their tokens."""
+        """Images, videos and recordings of the question, in the order of their tokens."""
         spans = [span for message in self.messages for span in message.spans]
         return tuple(sorted(spans, key=lambda span: span.start))
 
@@ -165,8 +165,8 @@ class Conversation:
             cache: holds prompt and answer, perhaps without the answer's last tokens; None while it
                 is on disk.
             prompt: of the turn.
-            messages: of the turn, with the spans of ``prompt.media``.
-            answer: an assistant's message.
+            messages: messages of the turn, with the spans of ``prompt.media``.
+            answer: the assistant's message.
             ids: tokens of the answer, reasoning included.
             finish_reason: why the answer ended.
             stored: tokens of the answer that the cache holds.

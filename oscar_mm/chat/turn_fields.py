@@ -1,6 +1,6 @@
-"""Turns and tools of a chat as fields of its file, and back.
+"""Conversion of a chat's turns and tools to the JSON fields of its file, and back.
 
-The file may come from a stranger: each type is checked, and counts are bounded.
+The file may come from a stranger: all types are checked and all counts are bounded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from oscar_mm.tool_parsers.offer import ToolOffer
 
 MAX_TURNS = MAX_MEDIA = 1 << 15
 MAX_PARTS = 1 << 17
-"""Most messages, texts and calls of all turns together, beside their media."""
+"""Most messages, texts and calls of all turns together, not counting media."""
 MAX_POSITION = 1 << 31
 _ROLES = "system", "user", "assistant", "tool"
 
 
 def turn_fields(turn: Turn) -> dict[str, Any]:
-    """A turn as JSON. A part of a message is a text, or the index of a medium of the turn."""
+    """Return a turn as JSON; a part of a message is a text or the index of a medium of the turn."""
     places = {span.start: place for place, span in enumerate(turn.media)}
     return {
         "messages": [_message_fields(message, places) for message in turn.messages],
@@ -51,7 +51,7 @@ def turn_fields(turn: Turn) -> dict[str, Any]:
 
 
 def check_counts(turns: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if fields of turns hold more than is read again."""
+    """Raise ValueError if turns have more media or parts than a file may have."""
     media = sum(len(turn["media"]) for turn in turns)
     if len(turns) > MAX_TURNS or media > MAX_MEDIA:
         raise ValueError(
@@ -65,7 +65,7 @@ def check_counts(turns: Sequence[Mapping[str, Any]]) -> None:
 
 
 def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
-    """A turn made of fields of a file of a version, whose counts are in bounds.
+    """Make a turn from the fields of a file, whose counts have been checked.
 
     Raises:
         LookupError, TypeError, ValueError: fields are missing, or have wrong types.
@@ -93,14 +93,14 @@ def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
 
 
 def token_ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
-    """Token ids of a file; ValueError where they are none of the vocabulary."""
+    """Return the token ids of a file; ValueError if one is not in the vocabulary."""
     if not all(0 <= _number(token) < vocabulary for token in saved):
         raise ValueError("token ids out of range")
     return tuple(saved)
 
 
 def offer_fields(offer: ToolOffer | None) -> dict[str, Any] | None:
-    """Tools of a chat as JSON."""
+    """Return the tools of a chat as JSON."""
     if offer is None:
         return None
     return {
@@ -112,10 +112,10 @@ def offer_fields(offer: ToolOffer | None) -> dict[str, Any] | None:
 
 
 def offer_of(fields: Mapping[str, Any] | None, family: Family) -> ToolOffer | None:
-    """Tools made of fields of a file, as ``Family.offer`` checks them.
+    """Make tools from the fields of a file and check them by ``Family.offer``.
 
     Raises:
-        InputError: tools that the model cannot be offered.
+        InputError: the tools cannot be offered to the model.
         LookupError, TypeError, ValueError: fields are missing, or have wrong types.
     """
     if fields is None:
@@ -124,11 +124,11 @@ def offer_of(fields: Mapping[str, Any] | None, family: Family) -> ToolOffer | No
     choice: Any = "required" if _flag(fields["required"]) else "auto"
     if named is not None:
         if choice == "required":
-            raise ValueError("a named tool is required anyway")
+            raise ValueError("the tools have both a required and a named choice")
         choice = {"type": "function", "function": {"name": named}}
     definitions = fields["definitions"]
     if not definitions:
-        raise ValueError("it has tools, but none is defined")
+        raise ValueError("its list of tools is empty")
     return family.offer(definitions, choice, parallel=_flag(fields["parallel"]))
 
 
@@ -149,24 +149,24 @@ def _call_fields(call: ToolCall) -> dict[str, str]:
 
 
 def _question(fields: Mapping[str, Any], media: list[MediumSpan]) -> tuple[Message, ...]:
-    """The messages of a turn of version 1, of which its text is known."""
+    """Return the messages of a turn of version 1, which has only the text of the question."""
     parts = [MediaPart(span.modality, None, span.label) for span in media]
     return with_spans([user_message(_text(fields["prompt"]), parts)], media)
 
 
 def _messages(fields: Mapping[str, Any], media: list[MediumSpan]) -> tuple[Message, ...]:
-    """The messages of a turn; ValueError unless they name each medium of it once."""
+    """Return the messages of a turn; ValueError unless they contain each medium exactly once."""
     left = dict(enumerate(media))
     messages = tuple(_message(message, left) for message in fields["messages"])
     if left or not messages:
-        raise ValueError("its messages do not show all media")
+        raise ValueError("its messages do not contain all of its media")
     return messages
 
 
 def _message(fields: Mapping[str, Any], left: dict[int, MediumSpan]) -> Message:
     role = _text(fields["role"])
     if role not in _ROLES:
-        raise ValueError(f"{role[:40]!r} is no role")
+        raise ValueError(f"{role[:40]!r} is not a role")
     return Message(
         role,
         tuple(_part(part, left) for part in fields["parts"]),
@@ -180,7 +180,7 @@ def _part(saved: Any, left: dict[int, MediumSpan]) -> str | MediumSpan:
     if isinstance(saved, str):
         return saved
     if (span := left.pop(_number(saved), None)) is None:
-        raise ValueError("a message shows a medium that its turn lacks, or shows it twice")
+        raise ValueError("a message has a medium that its turn does not have, or has it twice")
     return span
 
 

@@ -64,9 +64,9 @@ class Answer:
         reasoning_tokens: of ``token_ids``, those before the text.
         cached_tokens: tokens of the prompt that the prefix cache held.
         logprobs: of each of ``token_ids``; None without ``logprobs``.
-        prompt_logprobs: of each token of the prompt but the first; None without
-            ``prompt_logprobs``.
-        stop_text: the stop text that has ended it; None where something else has.
+        prompt_logprobs: log-probabilities of the prompt's tokens except the first; None if they
+            were not requested.
+        stop_text: the stop text that ended the answer; None if something else did.
     """
 
     text: str
@@ -94,13 +94,13 @@ class AnswerStream:
     """Iterator over the pieces of an answer; ``result`` is the answer when they are exhausted.
 
     A thinking model's reasoning is passed over; ``with_reasoning`` gives its pieces too, and
-    ``pieces`` those of tool calls besides. ``async for`` takes the same pieces in a coroutine, see
+    ``pieces`` those of tool calls besides. ``async for`` yields the same pieces in a coroutine, see
     ``oscar_mm.generation.async_pieces.AsyncPieces``.
 
     Args:
-        pieces: of the answer, and then the answer.
-        cancel: ends the answer, from any thread; by default it ends with its next piece.
-        taken: is given the thread that takes the pieces for a coroutine.
+        pieces: a generator of the pieces and then the complete answer.
+        cancel: ends the answer from any thread; without it the answer ends at its next piece.
+        taken: called with the thread that reads the pieces for a coroutine.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class AnswerStream:
         raise StopIteration
 
     def __aiter__(self) -> AsyncPieces[str]:
-        """The pieces of text for a coroutine; leaving the loop ends the answer."""
+        """Iterate over the pieces of text in a coroutine; leaving the loop ends the answer."""
         return AsyncPieces(iter(self), self._cancel, self._taken)
 
     def async_pieces(self) -> AsyncPieces[Piece]:
-        """``pieces`` for a coroutine."""
+        """Return ``pieces`` as an asynchronous iterator."""
         return AsyncPieces(self.pieces(), self._cancel, self._taken)
 
     def with_reasoning(self) -> Iterator[str]:
@@ -181,7 +181,7 @@ class AnswerWriter:
         thinks: the tokens between which the model reasons; None if it has none.
         prompt: (tokens,) ids of the prompt, which may begin the reasoning.
         tools: that are offered; the text after the reasoning may hold calls of them.
-        continues: the text continues that of the prompt.
+        continues: whether the text continues that of the prompt.
 
     Attributes:
         token_ids: the tokens so far.
@@ -340,13 +340,13 @@ class Detokenizer:
         tokenizer: of the model.
         stop: text that ends it.
         lead: characters that are left out at its beginning.
-        before: tokens whose text it continues.
+        before: ids of the tokens that come before it, whose text it continues.
         keeps_stop: leave the stop text at its end.
 
     Attributes:
         token_ids: all tokens so far.
         text: the text given out so far.
-        stop_text: the stop text that has occurred; None if none has.
+        stop_text: the stop text that occurred; None if none has so far.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""AsyncPieces: the pieces of an answer for a coroutine, which a thread takes meanwhile."""
+"""AsyncPieces: the pieces of an answer as an asynchronous iterator, read by a thread."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 
 class _End(NamedTuple):
-    """Comes after the last piece, with the error that ended the answer, if one did."""
+    """Marks the end of the pieces, with the error that ended the answer or None."""
 
     error: BaseException | None
 
 
 class _Taker(Generic[T]):
-    """A thread that takes the pieces of one answer and gives them to an event loop.
+    """A thread that reads the pieces of one answer and passes them to an event loop.
 
-    It belongs to the answer alone, since it waits for the model: answers of many coroutines would
-    fill a pool of threads, and wait for each other.
+    Each answer has its own thread, because the thread waits for the model: in a shared pool the
+    answers of many coroutines would wait for each other.
     """
 
     def __init__(self, pieces: Iterator[T], cancel: Callable[[], None]) -> None:
@@ -33,10 +33,10 @@ class _Taker(Generic[T]):
     def _take(self) -> None:
         error: BaseException | None = None
         try:
-            # Where the coroutine has left, the answer ends soon, and counts as far as it came.
+            # After ``leave`` the answer ends soon; read on, so that it is completed as it is.
             for piece in self._pieces:
                 self._give(piece)
-        except BaseException as raised:  # It is raised in the coroutine.
+        except BaseException as raised:  # Raised again in the coroutine.
             error = raised
         self._done = True
         self._give(_End(error))
@@ -50,21 +50,21 @@ class _Taker(Generic[T]):
             self.leave()
 
     def leave(self) -> None:
-        """End the answer, unless it has ended; from any thread."""
+        """End the answer unless it has ended; may be called from any thread."""
         self._left = True
         if not self._done:
             self._cancel()
 
 
 class AsyncPieces(Generic[T]):
-    """An asynchronous iterator over the pieces of an answer; errors of the answer are raised.
+    """An asynchronous iterator over the pieces of an answer, which raises the answer's errors.
 
-    Leaving the loop over it ends the answer, and so do ``aclose`` and the end of the task.
+    Leaving the ``async for``, ``aclose`` and cancelling the task end the answer.
 
     Args:
-        pieces: the answer.
-        cancel: ends the answer, from any thread.
-        begun: is given the thread that takes the pieces, once it runs.
+        pieces: iterator over the pieces, which may block.
+        cancel: ends the answer; called from any thread.
+        begun: called with the thread that reads the pieces once it runs.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class AsyncPieces(Generic[T]):
         self._taker: _Taker[T] | None = None
 
     def __aiter__(self) -> Self:
-        """Itself."""
+        """Return the iterator itself."""
         return self
 
     async def __anext__(self) -> T:
-        """The next piece."""
+        """Return the next piece, without blocking the event loop."""
         if self._taker is None:
             self._taker = _Taker(self._pieces, self._cancel)
             self._taker.thread.start()
@@ -101,14 +101,14 @@ class AsyncPieces(Generic[T]):
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """End the answer; does nothing where it has ended or was not begun."""
+        """End the answer; does nothing if it has ended or not begun."""
         if self._taker is not None:
             self._taker.leave()
 
     async def aclose(self) -> None:
-        """End the answer, as ``close``."""
+        """End the answer; the same as ``close``."""
         self.close()
 
     def __del__(self) -> None:
-        """End the answer: a loop over it was left."""
+        """End the answer when the iterator is dropped, as by leaving ``async for``."""
         self.close()

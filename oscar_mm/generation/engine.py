@@ -456,7 +456,7 @@ class Engine:
         prompt, cache, prefix = answer.prompt, answer.cache, None
         if self.prefixes is not None and not answer.has_past:
             answer.reader_state = self._reader_state()
-            if answer.prompt_logprobs is None:  # Else the model must read all of its tokens.
+            if answer.prompt_logprobs is None:  # Else the model must read every token.
                 prefix = self.prefixes.find(prompt, answer.reader_state)
         if prefix is not None:
             prompt, cache = remaining(prompt, prefix.get_seq_length()), prefix

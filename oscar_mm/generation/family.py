@@ -83,7 +83,8 @@ class Family(ABC):
     """Modalities of media that it takes."""
 
     media_options: ClassVar[frozenset[str]] = frozenset({"detail"})
-    """Names of ``MediaOptions`` that it has. OpenAI's clients send the detail to any model."""
+    """Names of the supported ``MediaOptions``; every family accepts ``detail``, which OpenAI's
+    clients send to any model."""
 
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
     """Loads its checkpoints."""
@@ -166,10 +167,10 @@ class Family(ABC):
         return replace(prompt, continues=template.continues)
 
     def text_prompt(self, ids: Sequence[int]) -> Prompt:
-        """A text without a chat template, which the answer continues; on the CPU.
+        """Make a prompt of token ids without a chat template, on the CPU.
 
         Args:
-            ids: of its tokens, at least one; see ``check_ids``.
+            ids: at least one token id, checked by ``check_ids``.
         """
         tokens = torch.tensor([list(ids)], dtype=torch.long)
         axes = self.encode(_QUESTION, []).positions.shape[:-1]
@@ -179,26 +180,26 @@ class Family(ABC):
         return replace(prompt, continues=True)
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Refuse ids of tokens that the model does not have, or that stand for a medium.
+        """Refuse token ids that are out of range or stand for media.
 
         Args:
-            name: of the argument, for the error.
-            ids: at least one.
+            name: name of the argument, for the error.
+            ids: at least one token id.
 
         Raises:
-            InputError: names the argument.
+            InputError: one of the ids is refused; the message names the argument.
         """
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         if unknown := [token for token in ids if not 0 <= token < vocabulary]:
             raise InputError(
-                f"{name}: {shown(unknown[0])} must be a token id below {vocabulary:,}, which is "
-                "how many this model has"
+                f"{name}: {shown(unknown[0])} is not a token id of this model: ids go from 0 to "
+                f"{vocabulary - 1:,}"
             )
         tokens = torch.tensor([list(ids)], dtype=torch.long)
         if (token_modalities(tokens, config=self.model.config) != Modality.TEXT).any():
             raise InputError(
-                f"{name}: holds a token that stands for a medium: give text only, and show media "
-                "in messages"
+                f"{name}: contains a token that stands for a medium: give text only, and send "
+                "media in messages"
             )
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
@@ -288,14 +289,13 @@ class Family(ABC):
         """
 
     def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
-        """Width and height to which options have an image scaled, where the family has such."""
+        """Return the width and height to which an image is resized by the options."""
         return width, height
 
     def frame_size(
         self, width: int, height: int, frames: int, options: MediaOptions
     ) -> tuple[int, int]:
-        """Width and height to which options have each of so many frames of a video scaled, where
-        the family has such."""
+        """Return the width and height to which each frame of a video is resized by the options."""
         return width, height
 
     def tokenize(self, text: str) -> torch.Tensor:
@@ -353,8 +353,9 @@ class Family(ABC):
     def with_calls(self, options: Mapping[str, Any], offer: ToolOffer | None) -> Any:
         """Options of the sampling, with a grammar where the answer must call tools.
 
-        JSON that is asked for is the text of an answer: one that must call tools has none, and
-        another one is JSON or calls. Any other grammar is of the answer as a whole.
+        A requested JSON format applies to the text of an answer: an answer that must call tools has
+        no text, and any other answer is either JSON or calls. All other grammars apply to the whole
+        answer.
 
         Raises:
             InputError: the answer must match another grammar, or the format of calls cannot write
@@ -365,7 +366,7 @@ class Family(ABC):
         asked, text = options.get("grammar"), None
         if asked is not None and asked.kind != "json":
             if offer.must_call:
-                raise InputError(f"tool_choice: cannot be had together with {asked.name}")
+                raise InputError(f"tool_choice: cannot be combined with {asked.name}")
             return options
         if asked is not None:
             text = json_of(json.loads(asked.text))
@@ -473,10 +474,10 @@ class Family(ABC):
         raise InputError("the chat template of this checkpoint leaves out answers")
 
     def template(self, given: TemplateFields) -> TemplateOptions:
-        """Check options of the chat template, and leave out variables that it does not read.
+        """Check options of the chat template, and drop variables that it does not use.
 
         Raises:
-            InputError: as of ``TemplateOptions.of``, or a variable with a control token.
+            InputError: see ``TemplateOptions.of``; or a variable contains a control token.
         """
         options = TemplateOptions.of(given)
         options = replace(options, variables=options.known_to(self._templates))
@@ -522,7 +523,7 @@ class Family(ABC):
         options = {"tokenize": False, "add_generation_prompt": True} | options
         try:
             return self.processor.apply_chat_template(list(messages), **options)
-        # Templates take apart what clients send: schemas, arguments of calls, variables.
+        # Templates process values from clients: schemas, arguments of calls, variables.
         except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise InputError(
                 f"the chat template of this checkpoint refuses the conversation: {error}"
@@ -549,8 +550,8 @@ class Family(ABC):
                     content.append({"type": "text", "text": part})
                 else:
                     raise InputError(
-                        f"{message.place}: {part.label} was read by a chat, which keeps no source "
-                        "of it: give the medium itself"
+                        f"{message.place}: {part.label} comes from a chat, which does not store "
+                        "its media: give the medium itself"
                     )
             content = content or [{"type": "text", "text": ""}]
             listed.append({"role": message.role, "content": content} | _tool_fields(message))
@@ -617,7 +618,7 @@ class Family(ABC):
 
 
 def _check_continued(message: Message) -> None:
-    """Refuse a message that does not end with text, which an answer could continue."""
+    """Refuse a message whose last part is not text that an answer could continue."""
     last = message.parts[-1] if message.parts else None
     if not isinstance(last, str) or not last.strip() or message.tool_calls:
         raise InputError(

@@ -73,7 +73,8 @@ class Generation(DecodeRow):
         cache: the cache that is written, as above.
         cancelled: whether ``cancel`` ended the answer.
         prompt_tokens: for the answer.
-        prompt_logprobs: of the prompt's tokens, where ``sampling`` asks for them.
+        prompt_logprobs: log-probabilities of the prompt; None if ``sampling`` does not request
+            them.
         written: the tokens and the text so far.
     """
 

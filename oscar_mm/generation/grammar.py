@@ -226,8 +226,8 @@ class GrammarMask:
             if state is not None and state.is_active:
                 active.append((state.matcher, place))
             else:
-                # Row by row: threads of PyTorch, which fill large tensors, would go on spinning
-                # where the compiler's threads are to work.
+                # Row by row: filling a large tensor starts PyTorch's threads, which then spin on
+                # the cores that the grammar's threads need.
                 self._mask[place] = -1
         executor = _executor()
         executor.unsafe_compute_mask_ptr(

@@ -205,7 +205,7 @@ class BadWords:
 
 
 class ReasoningEnd:
-    """Has the model close its reasoning once that has ``thinking_token_budget`` tokens."""
+    """Forces the closing think token once the reasoning has ``thinking_token_budget`` tokens."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         marks = [one.thinks for _, one in rows if one.thinks is not None]
@@ -228,10 +228,10 @@ class ReasoningEnd:
         self._open, self._left = torch.tensor(open_, device=device), _ids(left, device)
         first = [not (one.reasons or one.chosen) for _, one in rows]
         self._first = torch.tensor(first, device=device)
-        """Rows whose next token may open the reasoning; it does not count."""
+        """Rows whose next token may open the reasoning; this token does not count."""
 
     def apply_(self, scores: torch.Tensor) -> None:
-        """Leave no other token where the reasoning has had all of its own."""
+        """Allow only the closing token in rows whose budget is used up."""
         over = (self._open & (self._left <= 0))[:, None]
         found = scores[self._rows].masked_fill(over, -math.inf)
         closing = self._closings[:, None]
@@ -242,7 +242,7 @@ class ReasoningEnd:
         """Count the tokens of the reasoning."""
         own = tokens[self._rows]
         begins = self._first & (own == self._openings)
-        # Rows that have opened it themselves began with one more.
+        # Rows whose answer opens the reasoning started with one more in ``_left``.
         self._left -= (self._open | self._first).long()
         self._open = (self._open | begins) & (own != self._closings)
         self._first = torch.zeros_like(self._first)

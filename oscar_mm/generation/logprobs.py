@@ -17,7 +17,7 @@ class TokenLogprob:
         logprob: natural logarithm of its probability.
         top: the likeliest tokens in its place, the likeliest first, and their log-probabilities; as
             many as were asked for.
-        rank: of the token among all, from 1; None where only the answer's were asked for.
+        rank: rank of the token in the vocabulary, from 1; None for tokens of the answer.
     """
 
     token_id: int

@@ -22,7 +22,7 @@ class Message:
     Attributes:
         role: "system", "user", "assistant" or "tool", which gives the result of a call.
         parts: texts and media in the order in which the chat template writes them. In the history
-            of a chat a medium is a ``MediumSpan``: the chat keeps its tokens, not its source.
+            of a chat a medium is a ``MediumSpan``: the chat stores its tokens, not its source.
         place: the argument that gave it, such as messages[2].content; names it in errors.
         tool_calls: of an assistant: the tools that it called.
         tool_call_id: of a tool: which call it answers; None where the client does not say.
@@ -46,16 +46,16 @@ class Message:
 
     @property
     def media(self) -> list[MediaPart]:
-        """Its images, videos and recordings that are to be read, in order."""
+        """Images, videos and recordings that the model has yet to read, in order."""
         return [part for part in self.parts if isinstance(part, MediaPart)]
 
     @property
     def spans(self) -> list[MediumSpan]:
-        """Its images, videos and recordings that a chat has read, in order."""
+        """Images, videos and recordings that a chat has already read, in order."""
         return [part for part in self.parts if isinstance(part, MediumSpan)]
 
     def shifted(self, tokens: int) -> Message:
-        """The same message with its spans ``tokens`` further on."""
+        """Return the message with its spans shifted by ``tokens``."""
         parts = (p.shifted(tokens) if isinstance(p, MediumSpan) else p for p in self.parts)
         return replace(self, parts=tuple(parts))
 
@@ -93,11 +93,11 @@ class Message:
 
 
 def with_spans(messages: Iterable[Message], spans: Iterable[MediumSpan]) -> tuple[Message, ...]:
-    """Messages as a history keeps them: with the spans of their media in the place of sources.
+    """Replace the media of messages by their spans among a chat's tokens.
 
     Args:
-        messages: with sources.
-        spans: of all their media, those of each modality in the order of the messages.
+        messages: messages with the sources of their media.
+        spans: spans of all media, those of each modality in the order of the messages.
     """
     given = list(spans)
     left = {
@@ -116,10 +116,10 @@ def with_spans(messages: Iterable[Message], spans: Iterable[MediumSpan]) -> tupl
 
 
 def with_options(messages: Iterable[Message], options: MediaOptions) -> list[Message]:
-    """Messages whose media have the options of a request where they have none of their own.
+    """Apply the options of a request to media that do not set these options themselves.
 
     Raises:
-        InputError: those of a medium and those of the request contradict each other.
+        InputError: the options of a medium and of the request contradict each other.
     """
     if not options.given:
         return list(messages)

@@ -70,7 +70,7 @@ def messages_from(
             OpenAI's libraries write them, and a tool's a "tool_call_id" and a "name".
         images, videos, audio: media of the parts that have no source of their own, in order.
         sound: read the sound of videos too.
-        open_end: the last one may be of any role, as of ``TemplateOptions.takes_any_end``.
+        open_end: whether the last message may have any role, see ``TemplateOptions.takes_any_end``.
 
     Raises:
         InputError: names what is no message, and what would be right.
@@ -107,7 +107,7 @@ def parts_from(
             may be under "url", "path" or "base64", or left out), ``{"type": "image_url",
             "image_url": {"url": "..."}}`` (also "video_url" and "audio_url") or ``{"type":
             "input_audio", "input_audio": {"data": base64}}``. A source is what the pipeline takes,
-            or a tensor or a BytesIO. Beside it stand fields of
+            or a tensor or a BytesIO. The part may also have fields of
             ``oscar_mm.media.options.MediaOptions`` ("nframes" too).
         images, videos, audio: media of the parts that have no source of their own, in order.
         sound: read the sound of videos too.

@@ -436,7 +436,7 @@ def read_in_chunks(
 
     Args:
         model, prompt, cache, prefill_chunk: as of ``read_prompt``.
-        logprobs: of a prompt of one row, takes what the model says of its tokens.
+        logprobs: collects the log-probabilities of the prompt, which must have one row.
 
     Yields:
         None after each chunk but the last; after that the logits.

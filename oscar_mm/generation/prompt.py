@@ -29,8 +29,8 @@ class Prompt:
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
         media: the images, videos and recordings of a single row, in its order.
         salt: prompts with another one share no beginning in the prefix cache.
-        continues: whether the answer continues the prompt's text, so that what it writes is text
-            from its first character on, and no reasoning.
+        continues: whether the answer continues the prompt's text, and so is text from its first
+            character on, without reasoning.
     """
 
     inputs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""PromptLogprobs: log-probabilities of a prompt's tokens, chunk by chunk as it is read."""
+"""PromptLogprobs: log-probabilities of a prompt's tokens, computed while it is read in chunks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from oscar_mm.generation.logprobs import TokenLogprob
 
 _MOST_LOGITS = 1 << 24
-"""Most logits that exist at a time: 64 MiB in float32."""
+"""Most logits in memory at a time: 64 MiB in float32."""
 
 
 class PromptLogprobs:
-    """Log-probabilities of the tokens of a prompt, by the model's own logits.
+    """Log-probabilities of a prompt's tokens, computed from the model's own logits.
 
     Args:
-        ids: (tokens,) of the prompt.
-        top: number of likeliest tokens for each place.
+        ids: (tokens,) token ids of the prompt.
+        top: number of most likely tokens to return at each position.
     """
 
     def __init__(self, ids: torch.Tensor, top: int) -> None:
@@ -27,11 +27,11 @@ class PromptLogprobs:
     def read(
         self, states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocabulary: int
     ) -> None:
-        """Take the next tokens of the prompt as the model has read them.
+        """Compute the log-probabilities that the next chunk of the prompt yields.
 
         Args:
             states: (1, tokens, channels) outputs of the decoder.
-            head: makes (tokens, vocabulary) logits of (tokens, channels) outputs.
+            head: maps (tokens, channels) outputs to (tokens, vocabulary) logits.
             vocabulary: number of logits of a token.
         """
         for part in states[0].split(max(1, _MOST_LOGITS // vocabulary)):
@@ -41,7 +41,7 @@ class PromptLogprobs:
                 self._add(head(part[: len(following)]).float(), following)
 
     def _add(self, logits: torch.Tensor, following: torch.Tensor) -> None:
-        """Keep what logits say of the tokens that follow."""
+        """Add the log-probabilities of ``following``, one token for each row of logits."""
         total = logits.logsumexp(-1, keepdim=True)
         own = logits.gather(1, following[:, None].to(logits.device))
         ranks = (logits > own).sum(-1) + 1
@@ -60,5 +60,5 @@ class PromptLogprobs:
 
     @property
     def complete(self) -> list[TokenLogprob]:
-        """Those of all tokens but the first, once the prompt is read."""
+        """Log-probabilities of all tokens but the first, once the prompt is read."""
         return self._found

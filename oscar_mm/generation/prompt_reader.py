@@ -131,8 +131,8 @@ class PromptReader:
         and decode in between.
 
         Args:
-            prompt, cache, cancelled: as of ``read``.
-            logprobs: takes what the model says of the prompt's tokens.
+            prompt, cache, cancelled: see ``read``.
+            logprobs: collects the log-probabilities of the prompt's tokens.
 
         Yields:
             None after each chunk but the last; after that the logits.

@@ -1,4 +1,4 @@
-"""Keyword arguments of a question or a conversation: for its answer, its media and its template."""
+"""Keyword arguments of requests: options of sampling, of media and of the chat template."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from oscar_mm.media.options import NAMES, MediaOptionFields, MediaOptions
 
 
 class QuestionOptions(SamplingOptions, MediaOptionFields, total=False):
-    """Fields of ``SamplingOptions``, and of ``MediaOptions`` for all media of the question."""
+    """``SamplingOptions``, and ``MediaOptions`` for all media of the question."""
 
 
 class RequestOptions(QuestionOptions, TemplateFields, total=False):
-    """Fields of ``QuestionOptions``, and of ``TemplateFields`` for the conversation."""
+    """``QuestionOptions``, and ``TemplateFields`` for the conversation."""
 
 
 def split_media(options: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], MediaOptions]:
-    """All other options, unchecked, and those of the media.
+    """Split the options of a request into all others, unchecked, and those of the media.
 
     Raises:
-        InputError: an option of media that is not allowed, or that the family lacks.
+        InputError: a media option with an invalid value, or one that the family does not support.
     """
     media = {name: value for name, value in options.items() if name in NAMES}
     for name, value in media.items():
         if value is not None and name not in family.media_options:
             has = ", ".join(sorted(family.media_options))
-            raise InputError(f"{name}: {family.name} has no such option; of media it has {has}")
+            raise InputError(
+                f"{name}: {family.name} does not support this option; it supports {has}"
+            )
     rest = {name: value for name, value in options.items() if name not in NAMES}
     return rest, MediaOptions(**media)
 
 
 def split_template(options: Mapping[str, Any]) -> tuple[dict[str, Any], TemplateFields]:
-    """All other options, and those of the chat template, unchecked."""
+    """Split options into all others and those of the chat template, both unchecked."""
     names = TemplateFields.__annotations__
     template = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}

@@ -34,7 +34,7 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 _UNBOUNDED = -1
-"""A budget of the reasoning that is none, as vLLM writes it."""
+"""The ``thinking_token_budget`` that means no limit, as in vLLM."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -50,8 +50,8 @@ class SamplingOptions(TypedDict, total=False):
         presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
             stop_token_ids, include_stop_str_in_output, grammar, logprobs, prompt_logprobs: see
             ``Sampling``.
-        thinking_token_budget: most tokens of the reasoning, see ``Sampling``; by default as many
-            as the answer may have.
+        thinking_token_budget: most tokens of the reasoning, see ``Sampling``; by default only
+            ``max_new_tokens`` limits them.
         seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
         deterministic: see ``Sampling``; by default False.
     """
@@ -107,10 +107,10 @@ class Sampling:
             of the tokens that it allows give way.
         logprobs: give the log-probability of each token, and of so many likeliest ones in its
             place, as the model's logits have them; None for none.
-        prompt_logprobs: the same for each token of the prompt but the first, which is then read
-            without the prefix cache.
-        thinking_token_budget: tokens of the reasoning after which it is closed and the text begins;
-            None or -1 for no bound.
+        prompt_logprobs: the same for each token of the prompt except the first; the prompt is then
+            read without the prefix cache.
+        thinking_token_budget: most tokens of the reasoning; at this limit the reasoning is closed
+            and the text begins. None or -1 means no limit.
         deterministic: decode by itself. Else the answers that run at the same time decode in one
             batch, whose size changes an answer by rounding.
 
@@ -186,7 +186,7 @@ class Sampling:
             "prompt_logprobs": (_is_top(self.prompt_logprobs), top),
             "thinking_token_budget": (
                 self.thinking_token_budget is None or _whole(self.thinking_token_budget, 0),
-                "None, -1 (no bound) or a whole number, at least 0",
+                "None, -1 (no limit) or a whole number, at least 0",
             ),
         }
 
@@ -263,7 +263,7 @@ class Sampling:
 
     @property
     def bounds_reasoning(self) -> bool:
-        """Whether the reasoning has a bound of its own."""
+        """Whether the reasoning has a token limit of its own."""
         return self.thinking_token_budget is not None
 
     @property
@@ -305,8 +305,8 @@ class TokenSampler:
         prompt: (tokens,) ids that the row has read, without padding, for the repetition penalty.
         end_tokens: ids that end the row, for ``min_tokens``.
         bad_words: token ids of each of ``bad_words``, see ``token_sequences``.
-        thinks: the tokens between which the model reasons; None where it does not. A grammar
-            begins after them, if the prompt opens the reasoning.
+        thinks: the tokens that delimit the reasoning; None if the model does not reason. If the
+            prompt opens the reasoning, a grammar begins after its closing token.
 
     Attributes:
         chosen: ids of the answer so far.

@@ -1,4 +1,4 @@
-"""TemplateOptions: how the chat template writes a conversation, beside its messages and tools."""
+"""TemplateOptions: options of the chat template other than messages and tools."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BUDGETS = {
     "medium": 8192,
     **dict.fromkeys(("high", "xhigh", "max")),
 }
-"""Tokens for the reasoning by ``reasoning_effort``; None for no bound of its own."""
+"""Limit of the reasoning in tokens by ``reasoning_effort``; None for no limit."""
 MAX_VARIABLES = 64
 MAX_VARIABLE_CHARACTERS = 1 << 16
-"""Most characters of all variables as JSON."""
+"""Most characters of all variables together as JSON."""
 _RENDERERS = (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
 _RESERVED = {
     name
@@ -35,18 +35,18 @@ _RESERVED = {
 
 
 class TemplateFields(TypedDict, total=False):
-    """How a user has the chat template write a conversation.
+    """A user's options of the chat template.
 
     Attributes:
-        chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``:
-            values of JSON by names; those that the template does not read are ignored.
+        chat_template_kwargs: variables of the template with JSON values, such as
+            ``{"enable_thinking": False}``; those that the template does not use are ignored.
         reasoning_effort: "none", "minimal", "low", "medium", "high", "xhigh" or "max": sets
             ``enable_thinking`` and ``reasoning_effort`` for templates that read them, and the
             ``thinking_token_budget``, see ``BUDGETS``; a model that does not reason ignores it.
-        continue_final_message: the answer continues the last message, which the template leaves
-            open, as of transformers.
-        add_generation_prompt: let the template open an answer after the last message; by default
-            unless ``continue_final_message``.
+        continue_final_message: continue the last message instead of starting an answer, as in
+            transformers.
+        add_generation_prompt: end the prompt with the header of an answer; by default True unless
+            ``continue_final_message``.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -57,13 +57,13 @@ class TemplateFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """How the chat template writes a conversation, beside its messages and tools; checked.
+    """Checked options of the chat template.
 
     Attributes:
-        variables: of the template.
-        continues: leave the last message open, so that the answer continues it.
-        opens_answer: open an answer after the last message.
-        budget: of the reasoning by the effort that was asked for, in tokens; None for no bound.
+        variables: variables of the template by name.
+        continues: whether the last message is left open, so that the answer continues it.
+        opens_answer: whether the prompt ends with the header of an answer.
+        budget: limit of the reasoning in tokens, set by ``reasoning_effort``; None for no limit.
     """
 
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -73,10 +73,10 @@ class TemplateOptions:
 
     @classmethod
     def of(cls, given: TemplateFields) -> TemplateOptions:
-        """Check what a user has given.
+        """Check the options of a user.
 
         Raises:
-            InputError: names the argument, says what is wrong with it and what would be right.
+            InputError: an invalid value; the message names the argument, the fault and the remedy.
         """
         variables = dict(_checked_variables(given.get("chat_template_kwargs")))
         effort, budget = given.get("reasoning_effort"), None
@@ -93,24 +93,24 @@ class TemplateOptions:
         )
         if continues and opens:
             raise InputError(
-                "continue_final_message: cannot be had together with add_generation_prompt: the "
-                "last message is either continued or answered"
+                "continue_final_message: cannot be combined with add_generation_prompt: the last "
+                "message is either continued or answered"
             )
         opens = not continues if opens is None else opens
         return cls(variables, bool(continues), opens, budget)
 
     @property
     def is_special(self) -> bool:
-        """Whether the template writes something else than without options."""
+        """Whether the prompt may differ from the one without options."""
         return bool(self.variables) or self.takes_any_end
 
     @property
     def takes_any_end(self) -> bool:
-        """Whether the conversation may end with any message, and not only with a question."""
+        """Whether the conversation may end with a message of any role."""
         return self.continues or not self.opens_answer
 
     def known_to(self, template: str) -> dict[str, Any]:
-        """The variables whose names stand in a template."""
+        """Return the variables whose names occur in a template."""
         return {
             name: value
             for name, value in self.variables.items()
@@ -119,7 +119,7 @@ class TemplateOptions:
 
     @property
     def texts(self) -> Iterator[str]:
-        """Texts that the template may write: all keys and values of the variables."""
+        """Texts that the template may insert: all keys and string values of the variables."""
         return _texts(dict(self.variables))
 
     @property
@@ -133,7 +133,7 @@ class TemplateOptions:
 
 
 USUAL = TemplateOptions()
-"""Without variables, up to where an answer begins."""
+"""No variables; the prompt ends with the header of an answer."""
 
 
 def _checked_variables(given: Any) -> Mapping[str, Any]:
@@ -141,9 +141,11 @@ def _checked_variables(given: Any) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise InputError(f"{name} must be a dict of values by names, not {shown(given)}")
+        raise InputError(f"{name} must be a dict with names as keys, not {shown(given)}")
     if len(given) > MAX_VARIABLES:
-        raise InputError(f"{name}: has {len(given):,}, where at most {MAX_VARIABLES} are allowed")
+        raise InputError(
+            f"{name}: has {len(given):,} variables, where at most {MAX_VARIABLES} are allowed"
+        )
     if reserved := sorted(_RESERVED.intersection(given)):
         raise InputError(
             f"{name}: {', '.join(reserved)} is set by the request itself: leave it out"
@@ -151,7 +153,7 @@ def _checked_variables(given: Any) -> Mapping[str, Any]:
     try:
         size = len(json.dumps(dict(given), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{name}: must be values of JSON ({error})") from None
+        raise InputError(f"{name}: values must be JSON ({error})") from None
     if size > MAX_VARIABLE_CHARACTERS:
         most = f"at most {MAX_VARIABLE_CHARACTERS:,} are allowed"
         raise InputError(f"{name}: has {size:,} characters as JSON, where {most}")

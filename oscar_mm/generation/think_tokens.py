@@ -1,4 +1,4 @@
-"""ThinkTokens: the tokens between which a model reasons before it answers."""
+"""ThinkTokens: the tokens that delimit a model's reasoning."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 _OPENING, _CLOSING = "<think>", "</think>"
 _END_OF_PROMPT = 8
-"""Tokens at the end of a prompt among which the opening one is, if the template writes it."""
+"""The last tokens of a prompt, which include the opening token if the template writes it."""
 
 
 @dataclass(frozen=True)
 class ThinkTokens:
-    """Ids of the tokens between which a model reasons.
+    """Ids of the tokens that delimit a model's reasoning.
 
     Attributes:
-        opening: written by the chat template at the end of a prompt, or by the model at first.
-        closing: written by the model before its answer.
+        opening: begins the reasoning; written by the chat template at the end of a prompt, or by
+            the model as its first token.
+        closing: ends the reasoning; written by the model before its answer.
     """
 
     opening: int
@@ -26,14 +27,18 @@ class ThinkTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ThinkTokens | None:
-        """The think tokens of a tokenizer; None if it has none."""
+        """Return the think tokens of a tokenizer; None if it has none."""
         added = tokenizer.get_added_vocab()
         if _OPENING not in added or _CLOSING not in added:
             return None
         return cls(added[_OPENING], added[_CLOSING])
 
     def opened(self, prompt: torch.Tensor) -> int:
-        """How many tokens at the end of a prompt, (tokens,) ids, have the model reason; or 0."""
+        """Return the number of tokens from the opening one to the end of a prompt; 0 without it.
+
+        Args:
+            prompt: (tokens,) token ids.
+        """
         end = prompt[-_END_OF_PROMPT:].tolist()
         if self.opening not in end or self.closing in end:
             return 0

@@ -1,4 +1,4 @@
-"""Which frames of a video file options choose: those that qwen-vl-utils chooses."""
+"""FrameChoice: the frames of a video file to keep, chosen as in qwen-vl-utils."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.options import MediaOptions
 
 _PAIR = 2
-"""The frames of a video are read in pairs."""
+"""Models read the frames of a video in pairs."""
 _USUAL_FEWEST = 4
 _WITHIN = 0.25
-"""Part of a frame's time after which it is on show in spite of rounding."""
+"""Fraction of a frame's duration after which it is shown in spite of rounded timestamps."""
 
 
 class FrameChoice(NamedTuple):
@@ -23,10 +23,10 @@ class FrameChoice(NamedTuple):
 
     Attributes:
         times: seconds after the start of the video at which each frame begins, ascending.
-        due: seconds at which each is surely on show: times of files are rounded.
-        fps: how many frames are kept of a second of what is read.
-        span: seconds after the start of the video at which what is read begins and ends; None for
-            all of it.
+        due: seconds at which each frame is shown for certain, as timestamps of files are rounded.
+        fps: kept frames per second of the part that is read.
+        span: start and end of the part that is read, in seconds after the start of the video; None
+            for the whole video.
     """
 
     times: tuple[float, ...]
@@ -48,13 +48,13 @@ def chosen_frames(
     Args:
         seconds: length of the file, above 0.
         rate: frames per second of the file.
-        usual_fps: frames per second to keep where options do not say.
+        usual_fps: frames per second to keep unless options set another number.
         options: at least one of them chooses frames.
         limits: ``max_video_frames`` bounds the choice.
         label: name of the video in errors.
 
     Raises:
-        InputError: the part that is to be read holds no two frames.
+        InputError: the part to be read has fewer than two frames.
     """
     total = max(1, round(seconds * rate))
     first, last = _range(total, rate, options, label)
@@ -71,7 +71,7 @@ def chosen_frames(
 
 
 def _range(total: int, rate: float, options: MediaOptions, label: str) -> tuple[int, int]:
-    """The first and the last frame of what is read."""
+    """Return the indices of the first and the last frame of the part that is read."""
     start, end = options.video_start, options.video_end
     if start is None and end is None:
         return 0, total - 1
@@ -80,9 +80,9 @@ def _range(total: int, rate: float, options: MediaOptions, label: str) -> tuple[
     last = total - 1 if end is None else min(math.floor(min(end, length) * rate), total - 1)
     if first >= last:
         raise InputError(
-            f"{label}: from video_start={start or 0:g} s to video_end="
-            f"{length if end is None else end:g} s there are no two frames of this video of "
-            f"{length:.1f} s: give a longer part"
+            f"{label}: this video of {length:.1f} s has fewer than two frames between "
+            f"video_start={start or 0:g} s and video_end={length if end is None else end:g} s: "
+            "give a longer part"
         )
     return first, last
 
@@ -90,7 +90,7 @@ def _range(total: int, rate: float, options: MediaOptions, label: str) -> tuple[
 def _kept(
     count: int, rate: float, usual_fps: float, options: MediaOptions, limits: MediaLimits
 ) -> int:
-    """How many of ``count`` frames are kept, an even number; a single frame is given twice."""
+    """Return how many of ``count`` frames to keep, an even number; a single frame is kept twice."""
     most = min(limits.max_video_frames, count)
     if options.num_frames is not None:
         kept = round(options.num_frames / _PAIR) * _PAIR

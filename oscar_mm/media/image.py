@@ -26,12 +26,12 @@ Fit = Callable[[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Exactly:
-    """A ``Fit`` to whose size pictures are scaled in any case, small ones up too."""
+    """A ``Fit`` whose size is always applied, also to small pictures and also upwards."""
 
     size: Fit
 
     def __call__(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height of the picture."""
+        """Return the width and height of the scaled picture."""
         return self.size(width, height)
 
 
@@ -174,7 +174,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> tuple[int, int]:
-    """The size to which an upright picture is scaled; its own if it is not."""
+    """Return the size to which an upright picture is scaled, or its own size."""
     if isinstance(fit, Exactly):
         return fit(width, height)
     if fit is None or width * height <= limits.small_image_pixels:

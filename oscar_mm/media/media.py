@@ -54,7 +54,7 @@ def media_digest(medium: Image.Image | Video | Audio, *, sized: bool = False) ->
 
     Args:
         medium: decoded.
-        sized: whether the model reads it in its present size.
+        sized: whether the model reads it at its present size, without resizing.
 
     Returns:
         64 hexadecimal digits.
@@ -95,7 +95,7 @@ class Medium:
         modality: IMAGE, VIDEO or AUDIO.
         content: a PIL image in mode RGB, a ``Video`` or an ``Audio``.
         label: its name for people: a file's name, or its place such as images[2].
-        sized: whether options chose the size of its pictures, which the processor keeps then.
+        sized: whether options set the size of its pictures, which the processor then keeps.
     """
 
     modality: Modality
@@ -127,8 +127,8 @@ class Media:
 
     Attributes:
         labels: names of the images, then the videos, then the recordings; by default their places.
-        sized: for each in the same order, whether options chose the size of its pictures; by
-            default of none.
+        sized: for each medium in the same order, whether options set the size of its pictures; by
+            default False.
     """
 
     images: Sequence[Image.Image] = ()
@@ -203,8 +203,7 @@ class MediaReader:
         allow_remote: let media be http(s) addresses.
         video_fps: frames per second that are sampled from videos.
         fit: how large an image is worth keeping, see ``oscar_mm.media.load_image``.
-        sizes: says which options the model has, and which sizes they mean; without it there are no
-            options.
+        sizes: the model's rule for media options; None supports no options.
         most_seconds: of sound that a request may have.
 
     Raises:
@@ -288,10 +287,10 @@ class MediaReader:
             yield media
 
     def _check_options(self, parts: Sequence[MediaPart]) -> None:
-        """Refuse options that the model lacks, or that ask for more than the limits.
+        """Refuse options that the model does not support, and values beyond the limits.
 
         Raises:
-            InputError: names the medium and the option.
+            InputError: an option is refused; the message names the medium and the option.
         """
         known = self._options
         for part in parts:
@@ -299,8 +298,8 @@ class MediaReader:
             if unknown := [name for name in given if name not in known]:
                 has = ", ".join(sorted(known)) or "none"
                 raise InputError(
-                    f"{part.described}: this model has no option {', '.join(unknown)}; leave it "
-                    f"out, or give one of: {has}"
+                    f"{part.described}: this model does not support {', '.join(unknown)}; leave it "
+                    f"out, or use one of: {has}"
                 )
             try:
                 part.options.check_limits(self.limits)
@@ -308,14 +307,14 @@ class MediaReader:
                 raise InputError(f"{part.described}: {error}") from None
 
     def _fit(self, part: MediaPart) -> Fit | None:
-        """How large a part's image is worth keeping."""
+        """Return the rule for the size at which a part's image is kept."""
         sizes = self.sizes
         if sizes is None or not self._is_sized(part):
             return self.fit
         return Exactly(lambda width, height: sizes.image_size(width, height, part.options))
 
     def _is_sized(self, part: MediaPart) -> bool:
-        """Whether options choose the size of a part's pictures."""
+        """Whether options set the size of a part's pictures."""
         if part.modality is Modality.IMAGE and "max_pixels" in self._options:
             return part.options.scales_image
         return part.modality is Modality.VIDEO and part.options.scales_frames
@@ -352,7 +351,7 @@ class MediaReader:
         )
 
     def _clip_options(self, part: MediaPart) -> dict[str, Any]:
-        """How a video is read."""
+        """Return the arguments with which a video is read."""
         how = {"fps": self.video_fps, "sound": part.sound}
         return how | {"options": part.options, "sizes": self.sizes}
 

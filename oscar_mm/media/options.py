@@ -1,7 +1,7 @@
-"""MediaOptions: how a user has a picture, a video or a recording read.
+"""MediaOptions: sizes, frames and rates with which an image, a video or a recording is read.
 
-Names and meanings are those of qwen-vl-utils, of OpenAI's protocol (``detail``) and of Hugging
-Face's processors (``num_frames``, ``sampling_rate``).
+Names and meanings are those of qwen-vl-utils, of OpenAI's API (``detail``) and of Hugging Face's
+processors (``num_frames``, ``sampling_rate``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from oscar_mm.modality import Modality
 
 _DETAILS = "auto", "low", "high"
 LOW_PIXELS = 512 * 512
-"""Most pixels of a picture in OpenAI's low detail."""
+"""Most pixels of an image with ``detail="low"``, as in OpenAI's API."""
 _SIZES = "min_pixels", "max_pixels", "resized_width", "resized_height"
 _FRAMES = "fps", "num_frames", "min_frames", "max_frames", "video_start", "video_end"
 OF_MODALITY = {
@@ -25,7 +25,7 @@ OF_MODALITY = {
     Modality.VIDEO: (*_SIZES, "total_pixels", *_FRAMES),
     Modality.AUDIO: ("sampling_rate",),
 }
-"""Options that a medium of each modality has."""
+"""Names of the options for each modality."""
 _NUMBERS = "fps", "video_start", "video_end"
 _MOST = 1 << 63
 """Numbers are below; beyond, whole numbers may be too large to become floats."""
@@ -34,7 +34,7 @@ ALIASES = {"nframes": "num_frames"}
 
 
 class MediaOptionFields(TypedDict, total=False):
-    """Keyword arguments of a request that are ``MediaOptions`` of all its media."""
+    """Keyword arguments of a request: ``MediaOptions`` for all of its media."""
 
     min_pixels: int | None
     max_pixels: int | None
@@ -53,19 +53,20 @@ class MediaOptionFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Options of one medium; those that are None keep the pipeline's or the checkpoint's own.
+    """Options of one medium; None keeps the default of the pipeline or the checkpoint.
 
     Attributes:
-        min_pixels, max_pixels: width x height to which the model's picture is scaled up or down,
-            of an image or of a frame of a video.
-        total_pixels: most pixels of all frames of a video.
-        resized_width, resized_height: size of the model's picture, rounded to its patches.
-        detail: of an image: "low" is at most 512 x 512 pixels; "high" and "auto" are as without.
-        fps: frames per second to keep of a video file; the rate of a video that is given in frames.
-        num_frames: frames to keep of a video file, spread evenly.
-        min_frames, max_frames: bounds on the frames that ``fps`` keeps.
-        video_start, video_end: part of a video file that is read, in seconds.
-        sampling_rate: samples per second of a recording that is given as a bare array.
+        min_pixels, max_pixels: least and most pixels (width x height) to which an image, or each
+            frame of a video, is resized.
+        total_pixels: most pixels of all frames of a video together.
+        resized_width, resized_height: size in pixels to which an image or each frame is resized,
+            rounded to whole patches.
+        detail: for images: "low" means at most 512 x 512 pixels; "high" and "auto" change nothing.
+        fps: for a video file, frames per second to keep; for a list of frames, their rate.
+        num_frames: number of frames of a video file to keep, evenly spaced.
+        min_frames, max_frames: least and most frames that ``fps`` keeps.
+        video_start, video_end: part of a video file to read, in seconds.
+        sampling_rate: samples per second (Hz) of a recording that is passed as a bare array.
 
     Raises:
         InputError: a value that is not allowed, or two that contradict each other.
@@ -105,12 +106,12 @@ class MediaOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not None."""
+        """Options that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
     def resized(self) -> tuple[int, int] | None:
-        """Width and height that were given."""
+        """``resized_width`` and ``resized_height``; None without them."""
         if self.resized_width is None or self.resized_height is None:
             return None
         return self.resized_width, self.resized_height
@@ -133,14 +134,14 @@ class MediaOptions:
 
     @property
     def of_files(self) -> list[str]:
-        """Those that are given and choose frames of a video file, which a list of frames lacks."""
+        """Names of the given options that only a video file supports, and not a list of frames."""
         return [name for name in _FRAMES if name != "fps" and getattr(self, name) is not None]
 
     def over(self, usual: MediaOptions) -> MediaOptions:
-        """These, and those of a request where a medium has none of its own.
+        """Return these options, completed by those of the request.
 
         Raises:
-            InputError: they contradict each other.
+            InputError: the two contradict each other.
         """
         kept = usual.given
         if self.fps is not None or self.num_frames is not None:
@@ -148,20 +149,20 @@ class MediaOptions:
         return replace(usual, **{**dict.fromkeys(usual.given), **kept, **self.given})
 
     def of_modality(self, modality: Modality) -> MediaOptions:
-        """Those that a medium of a modality has."""
+        """Return only the options that apply to a modality."""
         names = OF_MODALITY[modality]
         return MediaOptions(**{name: x for name, x in self.given.items() if name in names})
 
     def check_limits(self, limits: MediaLimits) -> None:
-        """Refuse more than the limits allow.
+        """Refuse values beyond the limits.
 
         Raises:
-            InputError: names the option, the limit and what to do.
+            InputError: a value is too large; the message names option, limit and remedy.
         """
         if (sides := self.resized) and max(sides) > limits.max_image_side_ratio * min(sides):
             raise InputError(
-                f"resized_width and resized_height: {sides[0]}x{sides[1]} is longer than "
-                f"{limits.max_image_side_ratio:g}:1; give a lower ratio"
+                f"resized_width and resized_height: the sides of {sides[0]}x{sides[1]} have a "
+                f"ratio of more than {limits.max_image_side_ratio:g}:1; give a lower ratio"
             )
         area = math.prod(self.resized or (0, 0))
         for name, value, limit in (
@@ -185,10 +186,10 @@ NO_OPTIONS = MediaOptions()
 
 
 def options_from(given: Mapping[str, Any]) -> MediaOptions:
-    """Options by their names or their other names.
+    """Make options from a mapping of names, which may be aliases, to values.
 
     Raises:
-        InputError: as of ``MediaOptions``.
+        InputError: see ``MediaOptions``.
     """
     return MediaOptions(**{ALIASES.get(name, name): value for name, value in given.items()})
 
@@ -197,19 +198,25 @@ NAMES = tuple(field.name for field in fields(MediaOptions))
 
 
 class SizeRule(Protocol):
-    """What a family of models makes of options."""
+    """How a model family converts options to sizes of images and frames."""
 
     media_options: ClassVar[frozenset[str]]
-    """Options that the family has."""
+    """Names of the options that the family supports."""
 
     def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
-        """Width and height to which options have an image scaled."""
+        """Return the width and height to which an image is resized."""
         ...
 
     def frame_size(
         self, width: int, height: int, frames: int, options: MediaOptions
     ) -> tuple[int, int]:
-        """Width and height to which options have each of so many frames of a video scaled."""
+        """Return the width and height to which each frame of a video is resized.
+
+        Args:
+            width, height: size of a frame in pixels.
+            frames: number of frames that are kept.
+            options: options of the video.
+        """
         ...
 
 
@@ -227,4 +234,4 @@ def _check(name: str, value: Any) -> None:
     if value < least and name != "fps":
         raise InputError(f"{name}={shown(value)}: must be at least {least}")
     if name == "fps" and value <= 0:
-        raise InputError(f"fps={shown(value)}: must be frames per second, above 0")
+        raise InputError(f"fps={shown(value)}: must be a number of frames per second above 0")

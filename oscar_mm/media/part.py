@@ -23,7 +23,7 @@ class MediaPart:
         source: what ``load_image``, ``load_video`` or ``load_audio`` takes.
         place: the argument that gave it, such as images[2]; names it in errors.
         sound: of a video: read its sound too.
-        options: how it is read.
+        options: sizes, frames and rates with which it is read.
     """
 
     modality: Modality
@@ -39,7 +39,7 @@ class MediaPart:
 
     @property
     def samples(self) -> Any:
-        """The source of a recording: a bare array with the rate that the options give it."""
+        """The source of a recording; a bare array comes with the rate from ``options``, in Hz."""
         rate = self.options.sampling_rate
         is_bare = isinstance(self.source, np.ndarray) and rate is not None
         return (self.source, rate) if is_bare else self.source

@@ -129,11 +129,11 @@ class AllowedHosts:
     """Hosts from which media may be fetched, whatever the port; redirects are not followed.
 
     Args:
-        names: of the hosts, which are compared exactly; "*.example.org" is all hosts below
-            example.org, without that itself.
+        names: names of hosts, which must match exactly; "*.example.org" matches all hosts below
+            example.org, but not example.org itself.
 
     Raises:
-        InputError: a name that is no host.
+        InputError: a name is not a host name.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -144,20 +144,24 @@ class AllowedHosts:
             (self._above if below else self._exact).add(_host(name.removeprefix("*.")))
 
     def check(self, url: str, label: str) -> None:
-        """Refuse an address in ASCII on another host.
+        """Refuse an address on a host that is not allowed.
+
+        Args:
+            url: the address in ASCII.
+            label: name of the medium, for errors.
 
         Raises:
-            InputError: names the host.
+            InputError: the host is not allowed; the message names it.
         """
         host = urllib.parse.urlsplit(url).hostname or ""
         above = host.split(".")[1:]
         parents = {".".join(above[place:]) for place in range(len(above))}
         if host not in self._exact and not parents & self._above:
-            raise InputError(f"{label}: media are not fetched from {host[:200]!r} here")
+            raise InputError(f"{label}: media may not be fetched from the host {host[:200]!r}")
 
 
 def _host(name: str) -> str:
-    """A host's name in ASCII and in lower case."""
+    """Return a host name in ASCII and in lower case."""
     try:
         found = urllib.parse.urlsplit(_encoded(f"http://{name}/"))
         has_more = found.port is not None or found.path != "/" or found.username or found.query
@@ -165,7 +169,7 @@ def _host(name: str) -> str:
             return found.hostname
     except ValueError:
         pass
-    raise InputError(f"{name!r} is no host: give a name such as example.org or *.example.org")
+    raise InputError(f"{name!r} is not a host name: give one such as example.org or *.example.org")
 
 
 def read_bytes(
@@ -178,12 +182,12 @@ def read_bytes(
 ) -> bytes:
     """Encoded bytes of a path, a ``data:`` URI or, with ``allow_remote``, an http(s) address.
 
-    Without ``hosts`` addresses are fetched wherever they point: a server that takes addresses from
-    strangers must keep them off its own network itself.
+    Without ``hosts`` any address is fetched, including those of the local network: a server that
+    accepts addresses from strangers must be isolated from its own network.
 
     Raises:
-        InputError: there is nothing to read, remote media are off, the host is not allowed, or
-            there are more than ``limits.max_file_bytes``.
+        InputError: there is nothing to read, remote media are not allowed, the host is not allowed,
+            or the file has more than ``limits.max_file_bytes``.
     """
     if is_address(source):
         if _is_data_uri(source):

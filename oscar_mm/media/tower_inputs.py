@@ -144,7 +144,7 @@ def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
 
 
 class _Asking:
-    """A processor whose attributes are those of the one that it asks."""
+    """Base of processors that wrap another one and have its attributes."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -154,10 +154,10 @@ class _Asking:
 
 
 class SizesKept(_Asking):
-    """An image or video processor that leaves some of the media in their size.
+    """An image or video processor that does not resize some of the media.
 
     Args:
-        processor: scales the others.
+        processor: the processor, which resizes the others.
         sized: for each medium of a call, whether it keeps its size.
     """
 
@@ -166,7 +166,7 @@ class SizesKept(_Asking):
         self._sized = sized
 
     def __call__(self, *given: Any, **options: Any) -> BatchFeature:
-        """What the processor makes of all media, in their order."""
+        """Return the processor's output for all media, in their order."""
         [media] = given or [options.pop(name) for name in ("images", "videos") if name in options]
         made = []
         for keeps, run in groupby(range(len(media)), lambda place: self._sized[place]):

@@ -52,10 +52,10 @@ class Video:
         seconds: length of the whole clip.
         fps: frames per second: frame i is what the clip shows i / fps seconds after its start,
             unless ``chosen`` says otherwise.
-        sound: the sound of what is read of the clip, if it was requested and the file has an audio
-            track.
-        chosen: seconds after the start of the clip at which it shows each frame, where options
-            chose the frames.
+        sound: the sound of the part of the clip that is read, if it was requested and the file has
+            an audio track.
+        chosen: seconds after the start of the clip at which each frame is shown, if options chose
+            the frames; else None.
     """
 
     frames: np.ndarray
@@ -117,8 +117,8 @@ def load_video(
         sound: read the sound of a file too; frames and silent files have none.
         label: name of the clip in error messages; by default the path.
         count: of the request that it is part of.
-        options: which frames are kept of a file, instead of ``fps``, and their size.
-        sizes: says which size options mean; without it they choose none.
+        options: frames of a file to keep, which override ``fps``, and the size of the frames.
+        sizes: the model's rule for sizes; None ignores the options of size.
 
     Returns:
         The sampled frames with their times, and the sound.
@@ -151,7 +151,7 @@ def load_video(
 
 
 def _part_of(sound: Audio, start: float, end: float) -> Audio:
-    """What is heard from one second to another."""
+    """Return the sound between two times in seconds."""
     samples = sound.samples[round(start * RATE) : round(end * RATE)]
     return replace(sound, samples=samples.copy())
 
@@ -187,7 +187,7 @@ def video_outline(
             audio = silence(max(0.0, min(audio.seconds, end) - start))
         # How many are kept depends on the times of the frames: the last one, or a pair.
         count = max(2, len(choice.times) - (2 if options.chooses_frames else 1))
-        # The header does not tell whether frames are to be turned, which changes no count.
+        # The header does not say whether frames are rotated; the number of pixels is the same.
         kept = plan.size(*size, len(choice.times), turned=False)
         return _outline(count, kept, seconds, choice.fps, audio)
     first, count = source[0], max(2, len(source))
@@ -231,11 +231,12 @@ def _outline(
 
 @dataclass(frozen=True)
 class _FramePlan:
-    """Frames to keep of a clip, and their size.
+    """Frames of a clip to keep, and their size.
 
     Attributes:
-        fps: frames per second to keep of a file where options do not say; those of a list.
-        options, limits, sizes, label: as of ``load_video``.
+        fps: for a file, frames per second to keep unless options choose frames; for a list, its
+            rate.
+        options, limits, sizes, label: see ``load_video``.
     """
 
     fps: float
@@ -245,7 +246,7 @@ class _FramePlan:
     label: str
 
     def frames(self, seconds: float, file_rate: float) -> FrameChoice:
-        """Choose frames of a file of so many seconds and frames per second."""
+        """Choose the frames of a file by its length in seconds and its frames per second."""
         if self.options.chooses_frames:
             how = self.fps, self.options, self.limits, self.label
             return chosen_frames(seconds, file_rate, *how)
@@ -254,7 +255,7 @@ class _FramePlan:
         return FrameChoice(times, times, rate)
 
     def size(self, width: int, height: int, frames: int, *, turned: bool) -> tuple[int, int]:
-        """Width and height in which frames of a file are kept, before they are turned."""
+        """Return the size in which frames of a file are kept, before they are rotated."""
         if self.sizes is None or not self.options.scales_frames:
             return _kept_size(width, height, frames, self.limits)
         most = self.limits.max_video_pixels // frames
@@ -268,7 +269,7 @@ class _FramePlan:
         size = self.sizes.frame_size(*upright, frames, options)
         if options.resized is not None and size[0] * size[1] > most:
             raise InputError(
-                f"{self.label}: {frames} frames of {size[0]}x{size[1]} pixels are more than the "
+                f"{self.label}: {frames} frames of {size[0]}x{size[1]} have more pixels than the "
                 f"limit of {self.limits.max_video_pixels:,}; give a lower resized_width and "
                 "resized_height, or keep fewer frames"
             )
@@ -276,7 +277,7 @@ class _FramePlan:
         return (height, width) if turned else (width, height)
 
     def listed_size(self, width: int, height: int, frames: int) -> tuple[int, int]:
-        """Width and height in which the frames of a list are kept: their own by default."""
+        """Return the size in which the frames of a list are kept: by default their own."""
         if self.sizes is None or not self.options.scales_frames:
             return width, height
         return self.size(width, height, frames, turned=False)
@@ -288,8 +289,8 @@ def _from_frames(
     fps, limits, label = plan.fps, plan.limits, plan.label
     if unused := plan.options.of_files:
         raise InputError(
-            f"{label}: {', '.join(unused)} chooses frames of a file, and all frames of a list are "
-            "kept; leave it out"
+            f"{label}: {', '.join(unused)} applies to video files only, and all frames of a list "
+            "are kept; leave it out"
         )
     if isinstance(source, np.ndarray) and source.ndim != 4:
         raise InputError(f"{label}: an array of shape {source.shape} is not (T, H, W, C)")
@@ -360,10 +361,10 @@ def _timeline(file: Path | bytes, limits: MediaLimits, label: str) -> Timeline:
 def _from_file(
     file: Path | bytes, timeline: Timeline, plan: _FramePlan
 ) -> tuple[Video, tuple[float, float] | None]:
-    """Decode a clip picture by picture, of which only those that are kept are in memory.
+    """Decode a clip frame by frame, with only the kept frames in memory.
 
     Returns:
-        its frames, and the seconds of what is read if that is not all.
+        the video, and the start and end in seconds of the part that was read; None for all of it.
     """
     label = plan.label
     kept: np.ndarray | None = None
@@ -377,7 +378,7 @@ def _from_file(
                 plan.limits.check_video(frame.width, frame.height, 0.0, label)
                 matrix = _display_matrix(frame)
                 size = plan.size(frame.width, frame.height, count, turned=_is_turned(matrix))
-                # An area has no more pixels than it has.
+                # Averaging areas cannot enlarge.
                 grows = size[0] > frame.width or size[1] > frame.height
                 how = {"format": "rgb24", "interpolation": "BICUBIC" if grows else "AREA"}
             if frame is not last:
@@ -420,7 +421,7 @@ def _displayed(pixels: np.ndarray, matrix: tuple[int, int, int, int]) -> np.ndar
 
 
 def _is_turned(matrix: tuple[int, int, int, int]) -> bool:
-    """Whether a display matrix turns frames by a quarter."""
+    """Whether a display matrix rotates frames by 90 or 270 degrees."""
     a, b, c, d = matrix
     return abs(b) + abs(c) > abs(a) + abs(d)
 

@@ -56,7 +56,7 @@ def json_of(schema: Mapping[str, Any]) -> str:
 
 
 def schema_of_arguments(tool: ToolDefinition) -> dict[str, Any]:
-    """Schema of the arguments of a tool; of one without parameters that of an empty object."""
+    """Return the JSON schema of a tool's arguments; without parameters that of an empty object."""
     schema = dict(tool.parameters)
     if schema == {"type": "object", "properties": {}}:
         schema["additionalProperties"] = False
@@ -64,7 +64,7 @@ def schema_of_arguments(tool: ToolDefinition) -> dict[str, Any]:
 
 
 def arguments_of(tool: ToolDefinition) -> str:
-    """JSON of the arguments of a tool."""
+    """Return the grammar rule of a tool's arguments as JSON."""
     return json_of(schema_of_arguments(tool))
 
 
@@ -74,11 +74,11 @@ def grammar_of(start: str, rules: Mapping[str, str]) -> str:
 
 
 def calls_or(text: str, calls: str) -> str:
-    """The grammar of calls, or of an answer that is a text instead.
+    """Return a grammar of answers that are either calls or a text.
 
     Args:
         text: the rule of the text.
-        calls: of ``grammar_of``.
+        calls: the grammar of calls, see ``grammar_of``.
     """
     return f"start: calls | text\ntext: {text}\n{calls.replace('start:', 'calls:', 1)}"
 

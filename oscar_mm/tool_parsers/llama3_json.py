@@ -39,10 +39,10 @@ class Llama3Json(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Objects, a semicolon between them.
+        """Return a grammar of JSON objects that are separated by semicolons.
 
-        They are JSON to the grammar too: beside other JSON no literal may begin with a bracket, as
-        the longest one is taken.
+        Calls are ``%json`` rules, not literals: llguidance takes the longest matching literal, so a
+        literal that begins with a bracket would hide a JSON answer.
         """
         rules = rules_of_calls(tools, lambda tool, rule: {rule: json_of(_call_schema(tool))})
         return grammar_of(repeated("call", literal("; "), many), rules)
@@ -62,7 +62,7 @@ class Llama3Json(ToolFormat):
 
 
 def _call_schema(tool: ToolDefinition) -> dict[str, Any]:
-    """JSON schema of a call; references in the schema of its arguments go on from its root."""
+    """Return the JSON schema of a call; definitions move to its root, where references resolve."""
     arguments = schema_of_arguments(tool)
     shared = {key: arguments[key] for key in ("$defs", "definitions") if key in arguments}
     return {

@@ -59,15 +59,15 @@ class ToolOffer:
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be calls."""
+        """Whether the answer must call tools."""
         return self.required or self.named is not None
 
     def grammar(self, mark_tokens: Mapping[str, int], text: str | None = None) -> str | None:
-        """Lark grammar, as llguidance reads it; None for an answer that may be anything.
+        """Return the answer's grammar in llguidance's Lark syntax; None if any answer is valid.
 
         Args:
             mark_tokens: ids of marks that are tokens of their own; see ``marks.mark_tokens``.
-            text: rule of the text of an answer without calls; None for any text.
+            text: grammar rule for the text of an answer without calls; None allows any text.
 
         Raises:
             InputError: the format has no way to write the parameters of a tool.

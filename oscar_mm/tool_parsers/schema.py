@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them."""
+"""JSON schemas in the form that llguidance accepts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 _TIMES = frozenset(("date-time", "time", "date", "duration"))
 _FORMATS = _TIMES | {"email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
-"""Formats of strings that llguidance knows."""
+"""String formats that llguidance supports."""
 _VALUES = frozenset(("const", "enum", "default", "examples"))
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def without_unknown_formats(schema: Any) -> Any:
-    """A schema without formats of strings that llguidance refuses.
+    """Return a schema without the string formats that llguidance refuses.
 
-    A format says nothing about what is valid to whom it is unknown (JSON Schema 2020-12,
-    Validation, 7.2.3).
+    An implementation must ignore formats that it does not know (JSON Schema 2020-12, Validation,
+    7.2.3).
     """
     if isinstance(schema, list):
         return [without_unknown_formats(item) for item in schema]

@@ -169,7 +169,7 @@ def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
     with pytest.raises(InputError, match="was altered"):
         qwen.load_chat(path)
     save_cache(OscarCache(), path, fingerprint=qwen.fingerprint)
-    with pytest.raises(InputError, match="holds no chat of version 1"):
+    with pytest.raises(InputError, match="is not a chat of version 1"):
         qwen.load_chat(path)
     given = {"chat": 1, "system": None, "turns": [{"prompt": "What?"}], "pending": []}
     tensors = {"token_ids": torch.zeros(1, 0), "next_position": torch.zeros(1)}

@@ -220,6 +220,8 @@ def test_more_parts_than_are_read_again(with_tools, tmp_path, monkeypatch) -> No
 def test_a_message_of_a_history_is_not_read_again(with_tools, saved) -> None:
     with (
         with_tools.load_chat(saved) as chat,
-        pytest.raises(InputError, match=r"parts\[1\] was read by a chat, which keeps no source"),
+        pytest.raises(
+            InputError, match=r"parts\[1\] comes from a chat, which does not store its media"
+        ),
     ):
         with_tools.chat_completion(list(chat.turns[0].messages))

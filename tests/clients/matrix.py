@@ -1,7 +1,7 @@
-"""Clients and features, and what must come of each: the cells of the table in docs/serving.md.
+"""Clients, features and expected results: the cells of the table in docs/serving.md.
 
-A cell asks the server by one client for one feature and returns what the client has made of the
-answer. The model says what the feature has it say, or writes by a grammar what must be.
+A cell uses one feature of the server through one client, and returns the client's result. The model
+gives the scripted answers of the feature, or its answer is constrained by a grammar.
 """
 
 import json
@@ -29,12 +29,12 @@ RESULT = "4 degrees in Oslo"
 OSLO = '{"name": "Oslo", "warm": false}'
 PICTURE, RECORDING = png(), wav()
 NODE_FOLDER = "CLIENTS_NODE"
-"""Variable with the folder into which npm has installed clients."""
+"""Environment variable with the folder where npm has installed clients."""
 _SECONDS = 60
 
 
 def call_of(name: str, **arguments: str) -> str:
-    """A call of a tool as the model writes it."""
+    """Return a tool call in the model's format."""
     call = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{call}\n</tool_call>"
 
@@ -43,7 +43,7 @@ CALL = call_of("weather", city="Oslo")
 
 
 class City(BaseModel):
-    """What clients have the model write."""
+    """Structured output that clients request."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,7 +65,7 @@ def _is_said(got: Any, _: Served) -> None:
 
 
 def _comes_in_pieces(got: Any, served: Served) -> None:
-    """A list of pieces, or what a program has printed of them."""
+    """A list of pieces, or the text that a program printed."""
     assert served.requests[-1].stream, "it asked for no stream"
     assert "".join(got) == SAID and len(got) > 1, f"the pieces are {got!r}"
 
@@ -112,12 +112,12 @@ def _came_by_responses(got: Any, served: Served) -> None:
 
 @dataclass(frozen=True)
 class Feature:
-    """What a client may have.
+    """A feature of clients.
 
     Attributes:
-        name: its column.
-        says: what the model says to one request after the other; () leaves it to a grammar.
-        check: raises an AssertionError with what is wrong of what a cell returns.
+        name: heading of its column.
+        says: scripted answers of the model, one for each request; () leaves them to a grammar.
+        check: raises AssertionError if the result of a cell is wrong.
     """
 
     name: str
@@ -142,10 +142,10 @@ FEATURES = [
 
 @dataclass(frozen=True)
 class Client:
-    """A client of other people.
+    """A third-party client.
 
     Attributes:
-        name: its row.
+        name: name of its row.
         installer: "pip" or "npm".
         packages: the client, then what it needs beside it.
         program: its command, where it is a program for people.
@@ -163,7 +163,7 @@ class Client:
 
     @property
     def version(self) -> str | None:
-        """Its version; None where it is not installed."""
+        """Its version; None if it is not installed."""
         package = self.packages[0].partition("[")[0]
         if self.installer == "npm":
             file = node_modules() / package / "package.json"
@@ -178,7 +178,7 @@ class Client:
 
 
 def node_modules() -> Path:
-    """Where npm has installed clients."""
+    """Return the folder where npm has installed clients."""
     return Path(os.environ.get(NODE_FOLDER, ".")).absolute() / "node_modules"
 
 
@@ -222,7 +222,7 @@ Ask = Callable[[Served], Any]
 
 
 class Cell(NamedTuple):
-    """What asks by a client for a feature, and what the model says if not what it always says."""
+    """How a client uses a feature, and scripted answers that replace those of the feature."""
 
     ask: Ask
     says: Sequence[str] | None
@@ -232,7 +232,7 @@ CELLS: dict[tuple[str, str], Cell] = {}
 
 
 def cell(client: str, *features: str, says: Sequence[str] | None = None) -> Callable[[Ask], Ask]:
-    """Register what asks by a client for a feature, or several that it has at once."""
+    """Register the function by which a client uses one feature or several."""
 
     def add(ask: Ask) -> Ask:
         assert client in {one.name for one in CLIENTS}, client

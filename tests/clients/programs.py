@@ -1,4 +1,4 @@
-"""Cells of clients for node and of command-line programs, each in a process of its own."""
+"""Cells of Node clients and command-line programs, each in its own process."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from tests.clients.served import MODEL, Served
 
 _SCRIPTS = Path(__file__).parent / "node"
 READ = call_of("Read", filepath="weather.txt")
-"""A call of a tool that Continue has itself."""
+"""A call of one of Continue's built-in tools."""
 _WEATHER = """
 def weather(city: str) -> str:
     "The weather of a city."
@@ -34,7 +34,7 @@ def weather(city: str) -> str:
 
 
 def by_node(client: str, script: str, feature: str, served: Served) -> Any:
-    """What a script makes of an answer; node finds packages beside the folder that it runs in."""
+    """Return the output of a Node script, which runs where Node finds the installed packages."""
     asked = {
         "client": client,
         "feature": feature,
@@ -63,7 +63,7 @@ for _client, _script, _features in (
 
 
 def by_llm(served: Served, *arguments: str, files: dict[str, bytes] | None = None) -> str:
-    """What the program ``llm`` prints."""
+    """Return the output of the program ``llm``."""
     known = {
         "model_id": MODEL,
         "model_name": MODEL,
@@ -107,7 +107,7 @@ def llm_structured(served: Served) -> Any:
 
 
 def by_aider(served: Served, *arguments: str) -> str:
-    """What aider says to a question, without its own lines around it."""
+    """Return aider's answer to a question, without its banner lines."""
     quiet = ("--no-git", "--no-check-update", "--no-show-model-warnings", "--no-pretty")
     quiet += ("--yes-always", "--no-analytics", "--no-auto-lint", "--map-tokens", "0")
     with tempfile.TemporaryDirectory() as home:
@@ -137,7 +137,7 @@ def aider_image(served: Served) -> str:
 
 
 def by_continue(served: Served, *arguments: str) -> str:
-    """What Continue's command line prints."""
+    """Return the output of Continue's command line."""
     model = {
         "name": MODEL,
         "provider": "openai",

@@ -1,4 +1,4 @@
-"""Cells of clients for Python."""
+"""Cells of Python clients."""
 
 import asyncio
 import io
@@ -27,9 +27,9 @@ ASKED = [user(QUESTION)]
 SEEN, HEARD = [user(text(QUESTION), image(PICTURE))], [user(text(QUESTION), sound(RECORDING))]
 DATA_URI = image(PICTURE)["image_url"]["url"]
 MOST = 900
-"""Tokens in which a random model has written what a grammar wants."""
+"""Tokens that suffice for a random model to complete a constrained answer."""
 VARIED: Any = {"max_tokens": MOST, "temperature": 0.5}
-"""A random model may write white space for ever if it always writes the likeliest token."""
+"""Sampling options: with greedy decoding a random model may write white space without end."""
 TOOL = {
     "type": "function",
     "function": {
@@ -57,7 +57,7 @@ def called(message: Any) -> tuple[str, str]:
 
 
 def answers_calls(ask: Any) -> str:
-    """Ask with a tool until there is no call, by what takes and gives messages."""
+    """Ask with a tool until an answer has no call, by a function from messages to a message."""
     messages: list[Any] = [*ASKED]
     while (answer := ask(messages)).tool_calls:
         messages.append(answer.model_dump(exclude_none=True))
@@ -149,7 +149,7 @@ def message(content: Any = QUESTION, **options: Any) -> Any:
 
 
 OWN: Any = {"max_tokens": MOST, "extra_body": {"temperature": VARIED["temperature"]}}
-"""Its newest version has no temperature."""
+"""Sampling options: the client's newest version does not accept a temperature."""
 WEATHER = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
 
 
@@ -529,7 +529,7 @@ def lite_transcription(served: Served) -> str:
 
 
 class Reply(BaseModel):
-    """An answer of a client that wants objects only."""
+    """Response model for a client that supports structured answers only."""
 
     model_config = ConfigDict(extra="forbid")
     text: str
@@ -678,7 +678,7 @@ def pydantic_responses(_: Any) -> str:
 
 
 FINAL = call_of("final_answer", answer=SAID)
-"""How an agent of smolagents answers: by a tool."""
+"""The tool call by which an agent of smolagents gives its answer."""
 
 
 def smol() -> Any:
@@ -712,7 +712,7 @@ def smol_image(_: Any) -> str:
 
 @cell("smolagents", "tools", says=(CALL, "", FINAL))
 def smol_tools(_: Any) -> str:
-    """It writes earlier calls in its own words, so the model reads them again before it answers."""
+    """The client rewrites earlier calls as text, so the model reads them again."""
     import smolagents
 
     tools = [smolagents.tool(weather)]

@@ -1,4 +1,4 @@
-"""A server for clients of other people, and what they have asked of it."""
+"""A server for third-party clients, with a record of their requests."""
 
 import json
 import logging
@@ -27,13 +27,13 @@ _AUDIO = "{%- elif part.type == 'audio' -%}<|audio_start|><|audio_pad|><|audio_e
 
 
 class Served:
-    """A server, as a test sees it.
+    """A running server and its record.
 
     Attributes:
-        pipe: answers; its chat template has tools.
-        address: of the server, without a path.
-        requests: that were answered.
-        lines: of the access log.
+        pipe: the pipeline that answers; its chat template supports tools.
+        address: URL of the server, without a path.
+        requests: requests that were answered.
+        lines: lines of the access log.
     """
 
     def __init__(self, pipe: OscarOmniPipeline, address: str) -> None:
@@ -43,11 +43,11 @@ class Served:
 
     @property
     def base(self) -> str:
-        """The address as OpenAI's clients want it."""
+        """Base URL for OpenAI's clients."""
         return f"{self.address}/v1"
 
     def media(self, modality: Modality) -> list[bytes]:
-        """The files of one kind in the last request."""
+        """Return the media of one modality in the last request."""
         parts = [part for message in self.requests[-1].messages() for part in message.parts]
         media = [part for part in parts if isinstance(part, MediaPart)]
         return [bytes(part.source) for part in media if part.modality is modality]
@@ -84,7 +84,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    """Serve a checkpoint that sees and hears; clients find the server by their variables."""
+    """Serve a checkpoint with images and audio; environment variables tell clients the address."""
     pipe = OscarOmniPipeline(folder, policy="compact", device="cpu", prefix_cache="1MB")
     pipe.processor.chat_template = TOOL_TEMPLATE.replace(_VIDEO, _AUDIO + _VIDEO, 1)
     app = create_app(pipe, MODEL, ServerLimits(max_new_tokens=1000))
@@ -122,5 +122,5 @@ def _variables(served: Served) -> dict[str, str]:
 
 
 def as_json(value: Any) -> Any:
-    """A value that came as JSON text, or as it is."""
+    """Return a value, parsed if it is JSON text."""
     return json.loads(value) if isinstance(value, str) else value

@@ -1,6 +1,6 @@
 """Write the table of clients and features in docs/serving.md: python -m tests.clients.table.
 
-Clients that are not installed are named, and the table stays as it is.
+If clients are missing, the command lists them and leaves the table unchanged.
 """
 
 import re
@@ -17,18 +17,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 BEGIN, END = "<!-- python -m tests.clients.table writes this -->\n", "<!-- end -->\n"
 WORKS, LACKS = "yes", "-"
 _REASON = 200
-"""Characters of the reason of a failure that a note has."""
+"""Most characters of the reason of a failure in a note."""
 
 
 def current_rows() -> list[list[str]]:
-    """Cells of the page's table, its head first."""
+    """Return the cells of the table on the page, heading first."""
     table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
     return [[text.strip() for text in row] for row in rows if not set("".join(row)) <= set("- ")]
 
 
 def row_of(client: Client, served: Served, notes: list[str]) -> list[str]:
-    """Ask for all cells of a client, and note why one fails."""
+    """Run all cells of a client and return its row; failures are added to ``notes``."""
     row = [f"{client.name} {client.version}"]
     for feature in FEATURES:
         row.append(WORKS if (client.name, feature.name) in CELLS else LACKS)
@@ -46,7 +46,7 @@ def row_of(client: Client, served: Served, notes: list[str]) -> list[str]:
 def main() -> None:
     absent = [client.install for client in CLIENTS if client.version is None]
     if absent:
-        sys.exit("\n".join(["these are not installed:", *absent]))
+        sys.exit("\n".join(["some clients are not installed; run:", *absent]))
     notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         qwen3_omni(Path(folder), seed=0)

@@ -1,4 +1,4 @@
-"""Clients of other people, as they are released, against a server of ours.
+"""Released third-party clients against our server.
 
 The clients are installed beside the package, those for node into the folder that ``CLIENTS_NODE``
 names; what is not there is skipped, and the reason is the command that installs it.

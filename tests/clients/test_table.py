@@ -1,4 +1,4 @@
-"""The table of clients and features in the docs is of those that are tried."""
+"""The table in docs/serving.md lists exactly the clients and features that are tested."""
 
 from tests.clients import programs, python_clients  # noqa: F401
 from tests.clients.matrix import CELLS, CLIENTS, FEATURES

@@ -297,7 +297,7 @@ def test_frames_in_a_list(qwen) -> None:
     assert video.times == [0, 1, 2, 3] and video.frames.shape == (4, 96, 64, 3)
     [outline] = list(qwen.media_reader.outline(media_of(messages)))
     assert outline.content.frames.shape == video.frames.shape
-    with pytest.raises(InputError, match=r"content\[1\]: num_frames chooses frames of a file"):
+    with pytest.raises(InputError, match=r"content\[1\]: num_frames applies to video files only"):
         qwen.chat_completion(conversation({"type": "video", "video": frames, "nframes": 2}))
 
 
@@ -328,19 +328,23 @@ REFUSED = [
     ("video", {"nframes": 9}, "num_frames=9 is more than the limit of 8; give less or raise"),
     ("video", {"max_frames": 9}, "max_frames=9 is more than"),
     ("video", {"total_pixels": 400_001}, "total_pixels=400,001 is more than"),
-    ("video", {"resized_width": 320, "resized_height": 300}, "8 frames of 320x288 pixels are more"),
-    ("video", {"video_start": 3.9}, "there are no two frames of this video of 4.0 s"),
-    ("video", {"video_start": 100}, "there are no two frames of this video of 4.0 s"),
+    ("video", {"resized_width": 320, "resized_height": 300}, "8 frames of 320x288 have more"),
+    ("video", {"video_start": 3.9}, "this video of 4.0 s has fewer than two frames"),
+    ("video", {"video_start": 100}, "this video of 4.0 s has fewer than two frames"),
     ("video", {"video_start": 2, "video_end": 1}, "video_start=2 is more than video_end=1"),
     ("video", {"fps": 1, "nframes": 4}, "fps and num_frames: give only one"),
-    ("video", {"fps": 0}, "fps=0: must be frames per second, above 0"),
+    ("video", {"fps": 0}, "fps=0: must be a number of frames per second above 0"),
     ("video", {"fps": float("nan")}, "fps=nan: must be a number"),
     ("video", {"nframes": 1}, "num_frames=1: must be at least 2"),
     ("image", {"min_pixels": 9, "max_pixels": 8}, "min_pixels=9 is more than max_pixels=8"),
     ("image", {"min_pixels": True}, "min_pixels=True: must be a whole number"),
     ("image", {"max_pixels": 1.5}, "max_pixels=1.5: must be a whole number"),
     ("image", {"resized_width": 64}, "give both or none"),
-    ("image", {"resized_width": 1, "resized_height": 999}, "1x999 is longer than 200:1; give"),
+    (
+        "image",
+        {"resized_width": 1, "resized_height": 999},
+        "1x999 have a ratio of more than 200:1; give",
+    ),
     ("image", {"detail": "tiny"}, "detail='tiny': must be one of auto, low, high"),
     ("image", {"fps": 2}, r"fps is not supported; leave it out"),
     ("video", {"detail": "low"}, r"detail is not supported; leave it out"),
@@ -360,15 +364,19 @@ def test_refused(qwen, movies, kind: str, options, expected: str) -> None:
 def test_a_family_without_the_option(llava, options) -> None:
     [name] = options
     picture = noise(40, 40)
-    with pytest.raises(InputError, match=f"{name}: LLaVA-NeXT has no such option; of media it has"):
+    with pytest.raises(
+        InputError, match=f"{name}: LLaVA-NeXT does not support this option; it supports"
+    ):
         llava([picture], "What?", **options)
-    with pytest.raises(InputError, match=f"{name}: LLaVA-NeXT has no such option"):
+    with pytest.raises(InputError, match=f"{name}: LLaVA-NeXT does not support this option"):
         llava.chat().ask("What?", images=[picture], **options)
     [result] = llava.batch([{"images": [picture], "prompt": "What?", **options}])
-    assert "LLaVA-NeXT has no such option" in str(result.error)
+    assert "LLaVA-NeXT does not support this option" in str(result.error)
     if name == "max_pixels":
         part = {"type": "image", "image": picture, **options}
-        with pytest.raises(InputError, match=r"content\[1\]: this model has no option max_pixels"):
+        with pytest.raises(
+            InputError, match=r"content\[1\]: this model does not support max_pixels"
+        ):
             llava.chat_completion(conversation(part))
 
 

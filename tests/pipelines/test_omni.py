@@ -166,7 +166,7 @@ def test_images_come_first_and_the_prompt_second(omni) -> None:
         for call in (omni, omni.stream):
             with pytest.raises((InputError, TypeError)) as caught:
                 call(*arguments, **more)
-            expected = "images come first and the prompt second" if len(arguments) < 3 else "posit"
+            expected = "the first argument is images" if len(arguments) < 3 else "posit"
             assert expected in str(caught.value)
 
 

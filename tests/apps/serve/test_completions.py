@@ -285,7 +285,7 @@ def test_media_and_long_prompts_are_refused(pipe, where, asked) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         asked("7!" * 200_000)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="all together"):
+    with pytest.raises(openai.BadRequestError, match="all prompts together"):
         asked(["7!" * (pipe.max_context // 3)] * 40)
     with pytest.raises(openai.BadRequestError, match="log-probabilities"):
         asked([5] * 20_000, extra_body={"prompt_logprobs": 20})

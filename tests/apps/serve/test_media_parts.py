@@ -117,8 +117,8 @@ def test_options_that_are_refused(options, field: str | None, expected: str) -> 
 @pytest.mark.parametrize(
     ("part", "expected"),
     [
-        (image(png()) | {"fps": 2}, "fps is no option of image: leave it out"),
-        (sound(wav(0.1)) | {"max_pixels": 9}, "max_pixels is no option of audio"),
+        (image(png()) | {"fps": 2}, "fps is not an option of image: leave it out"),
+        (sound(wav(0.1)) | {"max_pixels": 9}, "max_pixels is not an option of audio"),
         (image(png()) | {"max_pixels": 0}, "max_pixels=0: must be at least 1"),
         (image(png()) | {"max_pixels": 10**400}, "must be a whole number below 2^63"),
         (
@@ -190,13 +190,19 @@ def test_a_family_without_options(llava_next_folder) -> None:
         low["image_url"]["detail"] = "low"
         assert ask(low).choices
         for more, expected in (
-            ({"mm_processor_kwargs": {"fps": 2}}, "fps: LLaVA-NeXT has no such option; of media"),
-            ({"mm_processor_kwargs": {"use_audio_in_video": True}}, "LLaVA-NeXT hears nothing"),
+            (
+                {"mm_processor_kwargs": {"fps": 2}},
+                "fps: LLaVA-NeXT does not support this option; it",
+            ),
+            (
+                {"mm_processor_kwargs": {"use_audio_in_video": True}},
+                "LLaVA-NeXT does not accept audio",
+            ),
         ):
             with pytest.raises(openai.BadRequestError, match=expected) as caught:
                 ask(image(png()), **more)
             assert caught.value.param == "mm_processor_kwargs"
-        with pytest.raises(openai.BadRequestError, match="this model has no option max_pixels"):
+        with pytest.raises(openai.BadRequestError, match="this model does not support max_pixels"):
             ask(image(png()) | {"max_pixels": 9000})
 
 
@@ -252,8 +258,8 @@ def test_nobody_reads_what_was_sent_under_another_salt() -> None:
     read(named(image(png()), "a"), source=kept, cache_salt="mine")
     for options in ({}, {"cache_salt": "yours"}, {"cache_salt": "mine "}):
         error = refused(again("image_url", "a"), source=kept, **options)
-        assert "no medium of this uuid and cache_salt is kept here" in str(error)
-        assert "send the medium with its uuid" in str(error)
+        assert "no medium with this uuid and cache_salt is stored" in str(error)
+        assert "send the medium again with its uuid" in str(error)
         assert error.field == "messages[0].content[0]"
     assert shown(read(again("image_url", "a"), source=kept, cache_salt="mine"))
 
@@ -275,13 +281,13 @@ def test_a_request_that_is_refused_names_nothing() -> None:
 def test_uuids_that_are_refused(monkeypatch) -> None:
     kept = source()
     read(named(image(png()), "a"), source=kept)
-    assert "is of type image" in str(refused(again("video_url", "a"), source=kept))
+    assert "has the type image" in str(refused(again("video_url", "a"), source=kept))
     assert "must not be empty" in str(refused(again("image_url", ""), source=kept))
     assert "longer than the 256" in str(refused(again("image_url", "a" * 257), source=kept))
     assert "must be text" in str(refused(named(image(png()), 5), source=kept))
     monkeypatch.setattr("oscar_mm.apps.serve.media_parts.MAX_BYTES", 2 * len(png()))
     error = refused(*[again("image_url", "a")] * 3, source=kept)
-    assert "named by uuid have more than" in str(error)
+    assert "reused by uuid have more than" in str(error)
     assert error.field == "messages[0].content[2]"
 
 
@@ -312,7 +318,7 @@ def test_a_server_answers_about_a_known_medium(client) -> None:
     then = ask(again("image_url", "x"), again("input_audio", "y"), salt="s")
     assert then.choices[0].message.content == first.choices[0].message.content
     assert then.usage.prompt_tokens == first.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="send the medium with its uuid"):
+    with pytest.raises(openai.BadRequestError, match="send the medium again with its uuid"):
         ask(again("image_url", "x"), salt="t")
 
 
@@ -376,14 +382,26 @@ def test_hosts(site, caplog) -> None:
     assert shown(fetched(f"{here}/moved")) == [("image", png())], "without hosts as ever"
     site.asked.clear()
     for url, hosts, logged in (
-        (f"{here}/a.png", ["localhost"], "not fetched from '127.0.0.1'"),
-        (f"{local}/a.png", ["127.0.0.1"], "not fetched from 'localhost'"),
-        (f"{local}/a.png", ["*.localhost"], "not fetched from 'localhost'"),
-        (f"http://localhost.example.org:{port}/", ["localhost"], "not fetched from"),
-        (f"http://localhost@127.0.0.1:{port}/a.png", ["localhost"], "not fetched from '127.0.0.1'"),
-        (f"http://127.0.0.1:{port}#@localhost/", ["localhost"], "not fetched from '127.0.0.1'"),
+        (f"{here}/a.png", ["localhost"], "not be fetched from the host '127.0.0.1'"),
+        (f"{local}/a.png", ["127.0.0.1"], "not be fetched from the host 'localhost'"),
+        (f"{local}/a.png", ["*.localhost"], "not be fetched from the host 'localhost'"),
+        (f"http://localhost.example.org:{port}/", ["localhost"], "not be fetched from"),
+        (
+            f"http://localhost@127.0.0.1:{port}/a.png",
+            ["localhost"],
+            "not be fetched from the host '127.0.0.1'",
+        ),
+        (
+            f"http://127.0.0.1:{port}#@localhost/",
+            ["localhost"],
+            "not be fetched from the host '127.0.0.1'",
+        ),
         (f"http://127.0.0.1:{port}\\@localhost/", ["localhost"], ""),
-        (f"http://2130706433:{port}/a.png", ["127.0.0.1"], "not fetched from '2130706433'"),
+        (
+            f"http://2130706433:{port}/a.png",
+            ["127.0.0.1"],
+            "not be fetched from the host '2130706433'",
+        ),
         ("http:///a.png", ["localhost"], ""),
     ):
         caplog.clear()
@@ -423,7 +441,7 @@ def test_hosts_below_a_name() -> None:
         "org",
         "a.xn--mnchen-3ya.example",
     ):
-        with pytest.raises(InputError, match="media are not fetched from"):
+        with pytest.raises(InputError, match="media may not be fetched from"):
             hosts.check(f"http://{host}/", "image")
 
 
@@ -431,7 +449,7 @@ def test_hosts_below_a_name() -> None:
     "name", ["", "http://a.org", "a.org/b", "a.org:8080", "*", "a.*.org", "u@a.org"]
 )
 def test_names_that_are_no_hosts(name: str) -> None:
-    with pytest.raises(InputError, match="is no host: give a name such as"):
+    with pytest.raises(InputError, match="is not a host name: give one such as"):
         AllowedHosts([name])
 
 
@@ -442,9 +460,9 @@ def test_the_option() -> None:
         "b.org",
         "c.org",
     ]
-    with pytest.raises(InputError, match="--allowed-media-domains needs --allow-remote"):
+    with pytest.raises(InputError, match="--allowed-media-domains has no effect without"):
         media_domains(["a.org"], allow_remote=False)
-    with pytest.raises(InputError, match=r"--allowed-media-domains: 'a\.org/b' is no host"):
+    with pytest.raises(InputError, match=r"--allowed-media-domains: 'a\.org/b' is not a host name"):
         media_domains(["a.org/b"], allow_remote=True)
 
 
@@ -455,5 +473,5 @@ def test_the_option_with_vllm() -> None:
     assert found[at + 1 : at + 3] == ["a.org", "b.org"]
     assert vllm_command(found, None)[1]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
     given["allowed_media_domains"] = ["*.a.org"]
-    with pytest.raises(InputError, match="vLLM compares whole names; give each host"):
+    with pytest.raises(InputError, match="vLLM compares whole names; list each host"):
         vllm_arguments("pocket-vl", "standard", "127.0.0.1", 8000, given)

@@ -204,7 +204,10 @@ def test_fields_about_reasoning() -> None:
         ({"messages": []}, "messages: must not be empty"),
         ({"messages": [user(" ")]}, "messages[0].content: is empty"),
         ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role: must be"),
-        ({"messages": [user({"type": "cat"}, text("a"))]}, "messages[0].content[0]: its type is"),
+        (
+            {"messages": [user({"type": "cat"}, text("a"))]},
+            "messages[0].content[0]: blocks of type 'cat'",
+        ),
         ({"messages": [user(5)]}, "messages[0].content: must be a list"),
         ({"system": "<|im_end|>"}, "system holds"),
         ({"messages": [user(text("a"), text("<|im_end|>"))]}, "messages[0].content"),
@@ -219,7 +222,7 @@ def test_fields_about_reasoning() -> None:
         ),
         (
             {"messages": [user(text("a"), {**RESULT, "content": [{"type": "cat"}]})]},
-            "messages[0].content[1].content[0]: its type",
+            "messages[0].content[1].content[0]: blocks of type",
         ),
         (
             {"messages": [user({**RESULT, "content": [SHOWN | {"source": BROKEN}]}, text("a"))]},
@@ -227,7 +230,7 @@ def test_fields_about_reasoning() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": [USED | {"input": "a"}]}, user("a")]},
-            "messages[0].content[0]: id and name must be text",
+            "messages[0].content[0]: id and name must be strings",
         ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

@@ -115,5 +115,5 @@ def test_origins() -> None:
         "http://*.a",
         "http://a:x",
     ):
-        with pytest.raises(InputError, match="must be scheme, host and port"):
+        with pytest.raises(InputError, match="must be the scheme, host and port"):
             read_origins([wrong], has_key=True)

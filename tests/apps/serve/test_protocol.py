@@ -212,7 +212,11 @@ def test_messages_need_not_take_turns() -> None:
         ([user(text("a"), "b")], "messages[0].content[1]", "must be an object"),
         ([showing({"type": "cat"})], "messages[0].content[0].type", "must be 'text', 'image_url'"),
         ([showing(text(["a"]))], "messages[0].content[0].text", "must be text"),
-        ([system([sound(wav(0.1))]), user("a")], "messages[0].content[0]", "only a user or"),
+        (
+            [system([sound(wav(0.1))]), user("a")],
+            "messages[0].content[0]",
+            "only messages of role user or",
+        ),
         (["a"], "messages[0]", "must be an object"),
         ([user("a")] * (MAX_MESSAGES + 1), "messages", f"at most {MAX_MESSAGES} are"),
         ([user(*[text("")] * (MAX_PARTS + 1))], "messages", "more than 4,096 parts"),

@@ -176,7 +176,7 @@ def test_calls_that_must_be(asking, choice: Any) -> None:
     [call] = answer.message.tool_calls
     assert call.function.name == "find" and json.loads(call.function.arguments)["n"] in (1, 2)
     assert answer.finish_reason == "tool_calls"
-    with pytest.raises(openai.BadRequestError, match="cannot be had together"):
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with"):
         asking(
             messages=QUESTION,
             tools=[tool],
