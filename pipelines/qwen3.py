@@ -77,7 +77,8 @@ def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, 
 
 _OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
 _FEWEST_TOKENS, _MOST_TOKENS = 4, 16384
-"""Least and most tokens of a picture with a given size, as in qwen-vl-utils."""
+"""Least and most tokens of a picture with a given size, as in qwen-vl-utils; other options ask for no
+more either, because the time of a tower grows with the square of a picture's tokens."""
 _FRAME_TOKENS = 128, 768
 """Least and most tokens of a frame, as in qwen-vl-utils."""
 _VIDEO_TOKENS = 115_200
@@ -93,12 +94,14 @@ def image_size(
         bounds = _FEWEST_TOKENS * factor**2, _MOST_TOKENS * factor**2
         return _resized(options.resized, factor, *bounds)
     least, most = pixel_bounds(image_processor)
+    largest = max(most, _MOST_TOKENS * factor**2)
     if options.max_pixels is not None:
-        most = options.max_pixels
+        most = min(options.max_pixels, largest)
     elif options.detail == "low":
         most = min(most, LOW_PIXELS)
     if options.min_pixels is not None:
-        least, most = options.min_pixels, max(most, options.min_pixels)
+        least = min(options.min_pixels, largest)
+        most = max(most, least)
     return _resized((width, height), factor, min(least, most), most)
 
 
@@ -114,7 +117,7 @@ def frame_size(
     least = low if options.min_pixels is None else options.min_pixels
     total = _VIDEO_TOKENS * factor**2 if options.total_pixels is None else options.total_pixels
     share = total / frames * video_processor.temporal_patch_size
-    most = max(min(high, share), int(least * 1.05))
+    most = min(max(min(high, share), int(least * 1.05)), _MOST_TOKENS * factor**2)
     if options.max_pixels is not None:
         most = min(most, options.max_pixels)
     return _resized((width, height), factor, min(least, most), most)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from oscar_mm.errors import InputError, shown
@@ -30,8 +31,8 @@ _RESERVED = {
     for renderer in _RENDERERS
     for name, one in inspect.signature(renderer).parameters.items()
     if one.kind is not one.VAR_KEYWORD
-} | {"messages", "raise_exception", "strftime_now"}
-"""Names that the renderer itself sets."""
+} | {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
+"""Names that the renderer or Jinja sets."""
 
 
 class TemplateFields(TypedDict, total=False):

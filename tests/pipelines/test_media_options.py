@@ -134,6 +134,18 @@ def test_a_bound_that_is_not_given_is_the_checkpoints(qwen, processor, options) 
         assert torch.equal(prompt.inputs["image_grid_thw"], expected["image_grid_thw"])
 
 
+@pytest.mark.parametrize("side", [64, 8000])
+@pytest.mark.parametrize("name", ["min_pixels", "max_pixels"])
+def test_no_option_asks_for_more_tokens_than_a_given_size_may(qwen, name, side) -> None:
+    """Else a small request would hold a tower, and others that wait for it, for minutes."""
+    options, most = MediaOptions(**{name: 50_000_000}), 16_384 * FACTOR**2
+    for width, height in (
+        qwen.family.image_size(side, side, options),
+        qwen.family.frame_size(side, side, 2, options),
+    ):
+        assert width * height <= most
+
+
 CLIPS = [
     {"fps": 2},
     {"fps": 1.0, "min_frames": 2},
