@@ -77,8 +77,8 @@ def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, 
 
 _OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
 _FEWEST_TOKENS, _MOST_TOKENS = 4, 16384
-"""Least and most tokens of a picture with a given size, as in qwen-vl-utils; other options ask for no
-more either, because the time of a tower grows with the square of a picture's tokens."""
+"""Least and most tokens of a picture with a given size, as in qwen-vl-utils. No option may ask for
+more, because the time of a tower grows with the square of the tokens of a picture."""
 _FRAME_TOKENS = 128, 768
 """Least and most tokens of a frame, as in qwen-vl-utils."""
 _VIDEO_TOKENS = 115_200

@@ -131,6 +131,7 @@ def test_effort_of_a_model_that_does_not_reason(qwen) -> None:
         ({"chat_template_kwargs": [1]}, "must be a dict"),
         ({"chat_template_kwargs": {1: 2}}, "must be a dict"),
         ({"chat_template_kwargs": {"messages": []}}, "messages is set by the request"),
+        ({"chat_template_kwargs": {"namespace": 1}}, "namespace is set by the request"),
         ({"chat_template_kwargs": {"tools": [], "tokenize": 1}}, "tokenize, tools is set by"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "add_generation_prompt is"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template is set"),
