@@ -43,7 +43,7 @@ def refused(pipe: OscarVLPipeline, *words: str, **request: Any) -> str:
         messages.append(str(caught.value))
     message = messages[0]
     assert messages[1] == message
-    assert "\n" not in message and len(message) < 400
+    assert "\n" not in message and len(message) < 700
     for word in words:
         assert re.search(word, message, re.IGNORECASE), (word, message)
     return message
