@@ -474,7 +474,9 @@ class Service:
     def _bound_answer(self, sampling: dict[str, Any]) -> None:
         """Set the longest answer; the conversation lowers it to what it has memory for."""
         pipe, limit = self.conversations.pipe, self.limits.max_new_tokens
-        asked = sampling.get("max_new_tokens", limit or self._usual_answer())
+        asked = sampling.get("max_new_tokens")
+        if asked is None:
+            asked = limit or self._usual_answer()
         sampling["max_new_tokens"] = min(asked, limit or asked, pipe.max_context)
 
     def _usual_answer(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -266,12 +266,17 @@ class Admission:
             return self.longest_answer(prompt, max(1, fits), past)
         return most
 
+    @cached_property
+    def _longest_growth(self) -> Growth:
+        """Slots of an answer as long as the context; to count them takes tens of milliseconds."""
+        return self._growth(np.full(1, Modality.TEXT, np.int8), self.max_context, None)
+
     def fair_answer(self, answers: int) -> int:
         """Longest answer, in tokens, if so many share the memory evenly; at most the context.
 
         What others use now counts as memory too, that of prompts does not.
         """
-        growth = self._growth(np.full(1, Modality.TEXT, np.int8), self.max_context, None)
+        growth = self._longest_growth
         shares = [] if self.budget is None else [self.budget.limit / self.growth_bytes(growth)]
         with self.lock.briefly():
             for device, sizes in self._slot_bytes_by_device().items():
