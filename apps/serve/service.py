@@ -158,10 +158,10 @@ class Service:
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Inside, a thread makes the steps of the model, and answers send their pieces after each.
+        """Run the engine in a thread inside the block; after each step answers send their pieces.
 
-        The next step waits until they are sent, but not for long: of two threads that share an
-        interpreter the one that sends would wait for the other one at each piece.
+        The next step waits briefly until the pieces are sent: both threads share an interpreter, so
+        the one that sends would otherwise wait for the engine at each piece.
         """
         loop, sent = asyncio.get_running_loop(), threading.Event()
         watchers = self.places.watchers

@@ -340,11 +340,7 @@ def _prefill_in_chunks(
     logprobs: PromptLogprobs | None = None,
 ) -> Iterator[torch.Tensor | None]:
     """``prefill``, chunk by chunk: None after each but the last, then the logits."""
-    head, vocabulary = (
-        model.get_output_embeddings(),
-        model.config.get_text_config(decoder=True).vocab_size,
-    )
-    decoder, unread = model.get_decoder(), prompt.tokens
+    decoder, head, unread = model.get_decoder(), model.get_output_embeddings(), prompt.tokens
     # Half a chunk: parts that wait for their chunk to fill take room as well.
     most = MOST_TOKENS if chunk is None else min(MOST_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)
@@ -355,6 +351,7 @@ def _prefill_in_chunks(
         with _in_place(decoder, arguments) if is_long else nullcontext():
             states = decoder(**arguments).last_hidden_state
             if logprobs is not None:
+                vocabulary = model.config.get_text_config(decoder=True).vocab_size
                 logprobs.read(states, head, vocabulary)
             states = states[:, list(last)].flatten(0, 1)
         del arguments  # before the towers read on

@@ -28,7 +28,7 @@ SPOKEN = wav()
 
 @pytest.fixture(scope="module")
 def open_address(omni) -> Iterator[str]:
-    """Of a server without a key, whose answers are short."""
+    """Address of a server without a key that gives short answers."""
     with served(omni, max_new_tokens=12, max_request_bytes=200_000) as where:
         yield where
 
