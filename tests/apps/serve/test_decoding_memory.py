@@ -115,11 +115,16 @@ def health_waits(address: str) -> Iterator[list[float]]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and of the processes that it has started."""
-    process, total = psutil.Process(pid), 0
-    for one in (process, *process.children(recursive=True)):
+    """Resident memory of a process and of the processes that it has started.
+
+    A child that has not begun its own program yet has its parent's command line and its memory,
+    which is not counted twice.
+    """
+    process = psutil.Process(pid)
+    line, total = process.cmdline(), process.memory_info().rss
+    for child in process.children(recursive=True):
         try:
-            total += one.memory_info().rss
+            total += child.memory_info().rss if child.cmdline() != line else 0
         except psutil.NoSuchProcess:
             continue
     return total
