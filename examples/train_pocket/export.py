@@ -57,6 +57,10 @@ def card(pocket: Pocket, results: dict[str, Any], facts: dict[str, Any]) -> str:
     lines += [f"- {question}" for question in _questions(audio)]
     lines += [
         "",
+        "Its chat template writes a label such as `Picture 1:` before each medium. With the",
+        "template's variable `add_vision_id` set to false it does not, and texts of the message",
+        "can be the labels.",
+        "",
         "What it cannot do: anything else. It knows no language beyond the questions it was",
         "trained on, no photographs, no videos, no lower-case print, no scripts but Latin, no",
         "human voices were tried, and it has never seen a question without an answer.",

@@ -73,7 +73,10 @@ MEDIA = """
 {%- if kind == 'image' -%}{%- set seen.image = seen.image + 1 -%}
 {%- elif kind == 'video' -%}{%- set seen.video = seen.video + 1 -%}
 {%- else -%}{%- set seen.audio = seen.audio + 1 -%}{%- endif -%}
-{{ name ~ ' ' ~ (part.label if part.label is defined else seen[kind]) ~ ':' ~ token }}
+{%- if add_vision_id | default(true) -%}
+{{ name ~ ' ' ~ (part.label if part.label is defined else seen[kind]) ~ ':' }}
+{%- endif -%}
+{{ token }}
 {%- endmacro -%}
 {%- macro render(content) -%}
 {%- if content is string -%}{{ content }}

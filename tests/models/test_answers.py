@@ -91,3 +91,22 @@ def test_codes_are_written_out_in_two_bits() -> None:
     answer = pipe(CARDS[: len(codes)], "Write all codes.", max_new_tokens=120)
     assert answer.text.split("\n") == codes
     assert answer.memory.tokens["image"] > 128  # so pages are full, and packed
+
+
+@pytest.mark.parametrize("policy", ["bf16", "channel"])
+@pytest.mark.parametrize("name", ["pocket-vl", "pocket-llava", "pocket-omni"])
+def test_texts_before_pictures_name_them(name: str, policy: str) -> None:
+    """The same pictures under other names: only the place of each text tells which is meant."""
+    kind = OscarOmniPipeline if name == "pocket-omni" else OscarVLPipeline
+    pipe = kind(name, policy=policy, device="cpu")
+    cards, numbers = [*READ][:4], [61, 17, 88, 35]
+    for turn in range(4):
+        turned = numbers[turn:] + numbers[:turn]
+        parts = [
+            one
+            for card, number in zip(cards, turned, strict=True)
+            for one in (f"Picture {number}:", {"type": "image", "image": CARDS[card - 1]})
+        ]
+        message = {"role": "user", "content": [*parts, "What is the code in picture 17?"]}
+        options = {"chat_template_kwargs": {"add_vision_id": False}, "max_new_tokens": 12}
+        assert pipe(messages=[message], **options).text == READ[cards[turned.index(17)]]
