@@ -4,13 +4,23 @@ NVRTC takes about a second for each, and gives the same for the same texts. So a
 report under the hash of all that it depends on: kernels that have changed are compiled again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from oscar_mm.kernels import compile
 
 FOLDER = Path(__file__).parents[1] / ".cache" / "kernels"
+ALL = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
+_USUAL = ("sm_80", "sm_90a")
+
+
+def architectures(names: Iterable[str] = ALL) -> list[object]:
+    """Parameters of a test: the oldest architecture and Hopper always, the others with -m soak."""
+    soak = pytest.mark.soak
+    return [pytest.param(name, marks=() if name in _USUAL else soak) for name in names]
 
 
 def compile_once(

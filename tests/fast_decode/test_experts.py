@@ -32,7 +32,7 @@ from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments, expert
 from oscar_mm.fast_decode.linear import RowsParams, linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.compile import csrc_folder
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 
 QWEN3_OMNI = Specialization(1, 128, 8, True, 2048, 768, torch.bfloat16)
 OTHERS = (
@@ -57,7 +57,7 @@ def test_as_transformers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("down", [False, True])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures(("sm_80", "sm_90a", "sm_100a", "sm_120")))
 def test_compiles(arch: str, down: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "experts/experts.cu").read_text() + (
@@ -83,7 +83,7 @@ def _spills(source: str, arch: str, text: str, macros: dict[str, str | int]) -> 
     )
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures(("sm_90a", "sm_100a", "sm_120")))
 @pytest.mark.parametrize("columns", [8, 32])
 def test_kernels_of_many_rows_compile(arch: str, columns: int) -> None:
     """And the host's picture of them is right."""
@@ -107,7 +107,7 @@ def test_kernels_of_many_rows_compile(arch: str, columns: int) -> None:
             assert _spills(f"experts/{name}.cu", arch, text, other.macros()) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures(("sm_90a", "sm_100a", "sm_120")))
 @pytest.mark.parametrize(
     "made", [PromptSpecialization(128, 8, True), PromptSpecialization(512, 32, False)]
 )

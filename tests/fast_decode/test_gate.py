@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from oscar_mm.fast_decode.gate import THREADS, GateKernel, Params, gate_
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import ELEMENTS
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -25,7 +25,7 @@ def test_gate(halves: bool) -> None:
     assert torch.equal(found, expected) and torch.equal(ups, before)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures(("sm_80", "sm_90a", "sm_100a", "sm_120")))
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")

@@ -14,7 +14,7 @@ from oscar_mm.fast_decode.decode_steps import record_cuda_graph
 from oscar_mm.fast_decode.linear import LinearKernel, Params, Specialization, linear
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import csrc_folder
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 
 ARCHITECTURES = {"sm_80": 2, "sm_86": 2, "sm_89": 2, "sm_90a": 4, "sm_100a": 4, "sm_120": 2}
 """Architecture -> pieces on their way."""
@@ -85,7 +85,7 @@ def test_many_rows(rows: int, captured: bool) -> None:
             assert error.max() < 1.5 * torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", architectures(ARCHITECTURES))
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiles(arch: str, gated: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")

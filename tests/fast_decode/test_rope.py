@@ -23,7 +23,7 @@ from oscar_mm.fast_decode.rope import (
     rope_by_torch,
 )
 from oscar_mm.kernels.compile import csrc_folder
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -50,7 +50,7 @@ def test_as_transformers(dtype: torch.dtype, normed: bool) -> None:
     assert torch.equal(states, expected)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures())
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "rope/rope.cu").read_text() + (

@@ -13,7 +13,7 @@ from oscar_mm.kernels.compile import Report, csrc_folder
 from oscar_mm.ops.decode import Params, Specialization
 from oscar_mm.ops.decode_tables import SEGMENT_ITEMS
 from oscar_mm.pages.layout import PageFormat
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 from tests.ops.arguments import channel_policy, stream_policy
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -48,7 +48,7 @@ POLICIES = {
 DEFAULTS = ("channel", "stream 3/2")
 ARCH = "sm_90a"
 """For every specialization, those of the defaults among them."""
-OTHERS = [arch for arch in SHARED_LIMITS if arch != ARCH]
+OTHERS = architectures(arch for arch in SHARED_LIMITS if arch != ARCH)
 USUAL = (*DEFAULTS, "oscar", "quarot", "mixed", "stream 2/2", "stream 4/2", "stream 2/2 and 4/2")
 EVERY = [
     pytest.param(*one, marks=() if one[0] in USUAL and one[1] == 128 else pytest.mark.soak)
@@ -92,7 +92,8 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize(("arch", "name"), list(product(OTHERS, DEFAULTS)))
+@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("arch", OTHERS)
 def test_defaults_on_every_other_architecture(
     compiled: Callable[..., Report | None], arch: str, name: str, columns: int
 ) -> None:

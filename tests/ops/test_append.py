@@ -8,7 +8,7 @@ import torch
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.ops import append as module
 from oscar_mm.ops.append import UNITS, Specialization, append
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -99,7 +99,7 @@ def test_bytes_that_a_thread_takes(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures())
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "append/append.cu").read_text() + (

@@ -19,7 +19,7 @@ from oscar_mm.ops.block_tables import (
 from oscar_mm.ops.decode_tables import FEWEST_ITEMS, FIELDS, ROUND_ITEMS, SEGMENT_ITEMS, assign
 from oscar_mm.ops.rings import MOST_ROWS
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 
 CPU = torch.device("cpu")
 PASTS = st.lists(st.integers(0, 700), min_size=1, max_size=6)
@@ -116,7 +116,7 @@ def test_requests_that_all_decode(pasts: list[int], tokens: int) -> None:
     assert places_of(tables) == stored
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures())
 def test_the_kernel_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "block_tables/block_tables.cu").read_text() + (

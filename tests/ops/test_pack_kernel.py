@@ -29,7 +29,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 from tests.ops.arguments import channel_policy
 
 POLICIES = {
@@ -62,7 +62,7 @@ def test_defaults_and_what_is_near_do_not_spill(policy: KVPolicy, head_dim: int)
     assert (report.spill_stores, report.spill_loads) == (0, 0)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures())
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "pack/pack.cu").read_text() + (
@@ -77,7 +77,7 @@ def test_compiles(arch: str) -> None:
     assert shared_bytes(128) <= 99 * 1024, "of the smallest GPUs"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures())
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_norms_compile(head_dim: int, arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")

@@ -27,7 +27,7 @@ from oscar_mm.ops.rings import (
     rings_by_numpy,
 )
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, TILE
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 
 INT = torch.int32
 
@@ -245,7 +245,7 @@ def test_a_request_that_waits_a_step(keeps: bool, exact: int) -> None:
     assert engine.exact == exact
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures())
 def test_the_kernel_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "block_tables/rings.cu").read_text() + (

@@ -23,7 +23,7 @@ from oscar_mm.ops.store_torch import (
 )
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.quant.quantize import Recipe, unpack_stored
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 from tests.ops.arguments import stream_policy
 
 POLICIES = {
@@ -70,7 +70,7 @@ def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]
     return reports
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures())
 @pytest.mark.parametrize("name", ["3/2"])
 def test_compiles(name: str, arch: str) -> None:
     compiled(arch, recipe_of(name, 128), torch.bfloat16)

@@ -16,7 +16,7 @@ from oscar_mm.ops.unpack import Specialization, UnpackKernel, UnpackParams, unpa
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.quantize import unpack_by_torch
-from tests.compiled import compile_once
+from tests.compiled import architectures, compile_once
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {
@@ -113,7 +113,7 @@ def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) 
     assert report.registers <= 64, "so that a multiprocessor holds all its threads"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"])
+@pytest.mark.parametrize("arch", architectures(("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")))
 @pytest.mark.parametrize(("name", "bits"), [("channel", (2, 2)), ("stream", (3, 2))])
 def test_compiles_for_other_architectures(name: str, bits: tuple[int, int], arch: str) -> None:
     compiled(arch, POLICIES[name], bits, 128)
