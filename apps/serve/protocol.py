@@ -433,7 +433,7 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
     messages = [
         _decode_message(message, place, decoder) for place, message in enumerate(body.messages)
     ]
-    system = messages.pop(0) if messages[0].role == "system" else None
+    system = messages.pop(0) if messages[0].role == "system" and messages[1:] else None
     sampling = {"thinking_token_budget": template.budget} | body.sampling()
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling["max_new_tokens"] = longest
@@ -461,19 +461,22 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
 def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message, ...]]:
     """Split messages into earlier turns and the question.
 
-    An assistant's message after a user's or a tool's is an answer; any other goes before the next
+    An assistant's message after one of another role is an answer; any other goes before the next
     question.
     """
     past: list[PastTurn] = []
     question: list[Message] = []
     for message in messages:
-        if message.role == "assistant" and question and question[-1].role in ASKING:
+        if message.role == "assistant" and question and question[-1].role != "assistant":
             past.append(PastTurn(tuple(question), message))
             question = []
         else:
             question.append(message)
-    if not question or question[-1].role not in ASKING:
-        raise FieldError("must end with a message of role 'user' or 'tool'", "messages")
+    if not question or question[-1].role == "assistant":
+        raise FieldError(
+            "must not end with an assistant's message, unless continue_final_message continues it",
+            "messages",
+        )
     for last in (*(turn.messages[-1] for turn in past), question[-1]):
         if last.is_empty:
             raise FieldError("is empty: give some text", last.place)

@@ -85,8 +85,8 @@ def messages_from(
         for index, message in enumerate(given)
     ]
     loose.check_used()
-    if messages[-1].role not in ASKING and not open_end:
-        raise InputError("messages must end with one of role 'user' or 'tool', which is answered")
+    if messages[-1].role == "assistant" and not open_end:
+        raise InputError("messages must end with one to answer, not with an assistant's")
     return messages
 
 

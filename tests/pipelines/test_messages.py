@@ -107,6 +107,18 @@ def test_more_random_conversations(both, recordings, seed: int) -> None:
     test_ids_are_those_of_the_template(both, recordings, seed)
 
 
+@pytest.mark.parametrize("roles", [["system"], ["system", "user", "assistant", "user", "system"]])
+def test_the_last_message_may_be_of_the_system(both, roles: list[str]) -> None:
+    pipe, plain = both
+    given = [{"role": role, "content": [{"type": "text", "text": f"{role}?"}]} for role in roles]
+    inputs = plain.inputs(given)
+    answer = pipe.chat_completion(given, max_new_tokens=8, temperature=0)
+    assert torch.equal(
+        pipe.read_request(messages_from(given)).inputs["input_ids"], inputs["input_ids"]
+    )
+    assert answer.token_ids == plain.answer(inputs)
+
+
 @pytest.mark.parametrize("seed", [1, 5, 8])
 def test_answers_are_those_of_generate(both, recordings, seed: int) -> None:
     pipe, plain = both
@@ -210,7 +222,7 @@ def test_parts_without_a_source_take_what_is_given_beside() -> None:
             r"content\[0\]: the base64 text is damaged",
         ),
         ([{"role": "system", "content": [{"type": "image", "image": "a.png"}]}], "only a user"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant"}], "must end with one of role"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant"}], "must end with one to answer"),
         ([{"role": "user", "content": " "}], r"messages\[0\].content is empty: give some text"),
         ([{"role": "user", "content": None}], r"messages\[0\].content is empty: give some text"),
         (

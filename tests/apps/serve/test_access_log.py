@@ -74,7 +74,7 @@ def test_refusals(omni, lines) -> None:
         '404 0s "Not Found"'
     )
     assert found[2].startswith(f'{CHAT} 400 0s "temperature=-1.0: must be')
-    assert found[3].startswith(f"{CHAT} 400 0s \"messages: must end with a message of role 'user'")
+    assert found[3].startswith(f"{CHAT} 400 0s \"messages: must not end with an assistant's")
     assert found[4].startswith(f'{CHAT} 404 0s "The model `x\\nx\\n')
     for line in found:
         assert line.isprintable() and len(line) < 700 and SECRET not in line

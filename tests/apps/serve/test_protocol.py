@@ -198,12 +198,23 @@ def test_messages_need_not_take_turns() -> None:
     ]
 
 
+def test_the_last_message_may_be_of_the_system() -> None:
+    alone = read(system("Say hello."))
+    assert alone.system is None and [said.text for said in alone.question] == ["Say hello."]
+    asked = user("a"), system("Be brief.")
+    assert [said.text for said in read(*asked).question] == ["a", "Be brief."]
+    [(first, answer)] = read(*asked, answered("b"), user("c")).past
+    assert [said.text for said in first] == ["a", "Be brief."] and answer.text == "b"
+
+
 @pytest.mark.parametrize(
     ("messages", "field", "expected"),
     [
-        ([answered("a")], "messages", "must end with a message of role 'user'"),
-        ([user("a"), answered("b")], "messages", "must end with a message of role 'user'"),
-        ([user("a"), system("b")], "messages", "must end with a message of role 'user'"),
+        ([answered("a")], "messages", "must not end with an assistant's message"),
+        ([user("a"), answered("b")], "messages", "must not end with an assistant's message"),
+        ([system("a"), answered("b")], "messages", "must not end with an assistant's message"),
+        ([system(" ")], "messages[0].content", "is empty"),
+        ([user("a"), system("")], "messages[1].content", "is empty"),
         ([user(" ")], "messages[0].content", "is empty"),
         ([user(None), answered("a"), user("b")], "messages[0].content", "is empty"),
         ([user("a"), {"role": "cat", "content": "b"}], "messages[1].role", "must be 'system'"),

@@ -143,7 +143,7 @@ def test_efforts_are_named_as_the_responses_api_does(where) -> None:
 
 
 def test_messages_that_end_with_an_answer(where) -> None:
-    with pytest.raises(openai.BadRequestError, match="must end with a message of role"):
+    with pytest.raises(openai.BadRequestError, match="must not end with an assistant"):
         asked(where, SHOWN, SAID)
     assert asked(where, SHOWN, SAID, extra_body={"add_generation_prompt": False}).choices
 
