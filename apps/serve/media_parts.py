@@ -1,8 +1,8 @@
 """Parts of messages: text and media as clients send them, and where the bytes of media come from.
 
 A medium is sent in the request, fetched from an address if the server allows that, or reused: as
-in vLLM, a part with a ``uuid`` and a null medium stands for the medium that was sent with this
-``uuid`` and the same ``cache_salt``.
+in vLLM, a part with a ``uuid`` and a null or empty medium stands for the medium that was sent
+with this ``uuid`` and the same ``cache_salt``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is no
 """The only error that clients see about an address, which may belong to a private network."""
 _NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
 _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
+_DATA = {"input_audio": "data", "file": "file_data"}
+"""Fields that have the data of parts other than addresses."""
 _SOUND = "use_audio_in_video"
 _HARMLESS = {"do_sample_frames": True, "do_resize": True, "truncation": False}
 """Processor arguments that are accepted with these values, which change nothing."""
@@ -54,14 +56,14 @@ class StrictModel(BaseModel):
 class MediaURL(StrictModel):
     """A medium as a data URI or, with ``--allow-remote``, as an http(s) address."""
 
-    url: str
+    url: str | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class InputAudio(StrictModel):
     """A sound file in base64."""
 
-    data: str
+    data: str | None = None
 
 
 class GivenFile(StrictModel):
@@ -254,20 +256,19 @@ class MediaDecoder:
 
     def _sent(self, part: GivenPart, name: str) -> KnownMedium | None:
         """Return the medium that was sent or linked in a part; None if it is null."""
-        limits = self._source.limits
-        if part.type == "file":
-            # A file with a uuid may come without its data.
-            return self._file(part.file, name, named=part.uuid is not None)
-        if part.type == "input_audio":
-            if part.input_audio is None:
-                return None
-            data = _decode_base64(part.input_audio.data, name, limits)
-            return KnownMedium(Modality.AUDIO, data)
-        address: MediaURL | None = getattr(part, part.type)
-        if address is None:
+        field = _DATA.get(part.type, "url")
+        sent = getattr(part, part.type)
+        data: str | None = None if sent is None else getattr(sent, field)
+        if data is None:
+            if part.uuid is None:
+                _check_null(part.type, field, sent, name)
             return None
+        if part.type == "file":
+            return self._file(data, name)
+        if part.type == "input_audio":
+            return KnownMedium(Modality.AUDIO, _decode_base64(data, name, self._source.limits))
         modality = MEDIA[part.type.removesuffix("_url")]
-        return KnownMedium(modality, self._at(address.url, part.type, name))
+        return KnownMedium(modality, self._at(data, part.type, name))
 
     def _recall(self, uuid: str, kind: str, name: str) -> KnownMedium:
         """Return the stored medium of a uuid."""
@@ -305,14 +306,8 @@ class MediaDecoder:
             raise FieldError(message, name)
         return _decode_base64(data, name, self._source.limits)
 
-    def _file(self, file: GivenFile | None, name: str, *, named: bool) -> KnownMedium | None:
-        if file is None or file.file_data is None:
-            if named:
-                return None
-            raise FieldError(
-                "a file needs file_data, because this server does not store uploaded files", name
-            )
-        kind, data = _data_uri(file.file_data)
+    def _file(self, uri: str, name: str) -> KnownMedium:
+        kind, data = _data_uri(uri)
         modality = MEDIA.get((kind or "").partition("/")[0])
         if modality is None:
             known = "an image, a video or a recording"
@@ -335,6 +330,16 @@ class MediaDecoder:
             raise FieldError(NOT_FETCHED.format(_NOUNS[field]), name) from None
         self._remote_bytes -= len(data)
         return NamedBytes(data, name)
+
+
+def _check_null(kind: str, field: str, sent: object, name: str) -> None:
+    """Refuse a part without data that no uuid replaces, unless its whole medium is null."""
+    if kind == "file":
+        raise FieldError(
+            "a file needs file_data, because this server does not store uploaded files", name
+        )
+    if sent is not None:
+        raise FieldError("is missing", f"{name}.{kind}.{field}")
 
 
 def _data_uri(text: str) -> tuple[str | None, str]:

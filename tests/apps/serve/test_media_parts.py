@@ -243,6 +243,10 @@ def test_a_known_medium_need_not_be_sent_again(movie) -> None:
         *(("video", movie), ("image", pixels), ("audio", wave)),
         *(("audio", wave), ("image", pixels), ("image", pixels)),
     ]
+    # vLLM's clients also send empty objects.
+    empty = [again("image_url", "a"), again("input_audio", "b"), again("file", "d")]
+    empty = [part | {part["type"]: {}} for part in empty]
+    assert shown(read(*empty, source=kept)) == [("image", pixels), ("audio", wave), ("audio", wave)]
     # A part without uuid is still nothing, and options are a request's own.
     part = again("image_url", "a") | {"max_pixels": 9000}
     [message] = read({"type": "image_url", "image_url": None}, part, source=kept).question
@@ -282,6 +286,13 @@ def test_uuids_that_are_refused(monkeypatch) -> None:
     kept = source()
     read(named(image(png()), "a"), source=kept)
     assert "has the type image" in str(refused(again("video_url", "a"), source=kept))
+    for kind, field in (("image_url", "url"), ("video_url", "url"), ("input_audio", "data")):
+        error = refused({"type": kind, kind: {}}, source=kept)
+        assert (str(error), error.field) == (
+            f"messages[0].content[0].{kind}.{field}: is missing",
+            f"messages[0].content[0].{kind}.{field}",
+        )
+    assert "needs file_data" in str(refused({"type": "file", "file": {}}, source=kept))
     assert "must not be empty" in str(refused(again("image_url", ""), source=kept))
     assert "longer than the 256" in str(refused(again("image_url", "a" * 257), source=kept))
     assert "must be text" in str(refused(named(image(png()), 5), source=kept))
