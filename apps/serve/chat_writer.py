@@ -21,6 +21,8 @@ from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
+_REASONING = "reasoning", "reasoning_content"
+"""Names of the reasoning: vLLM's and OpenRouter's, and DeepSeek's. Clients read one of them."""
 _TEXT = "\0"
 """Stands for the text in the constant part of an answer's events."""
 
@@ -49,7 +51,7 @@ class ChatWriter:
         self._echo, self._reasoning = echo, reasoning
         created = int(time.time())
         self._header = {"id": f"chatcmpl-{uuid4().hex}", "created": created, "model": model}
-        self._parts: dict[tuple[int, str], list[str]] = {}
+        self._parts: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
         """The body of answers that are not streamed."""
@@ -72,7 +74,7 @@ class ChatWriter:
             message["content"] = text or None
             message["tool_calls"] = [call_body(call) for call in answer.tool_calls]
         if answer.reasoning is not None and self._reasoning:
-            message["reasoning_content"] = answer.reasoning
+            message |= dict.fromkeys(_REASONING, answer.reasoning)
         reason = answer.finish_reason
         return {
             "index": index,
@@ -95,13 +97,13 @@ class ChatWriter:
             return
         if isinstance(piece, Reasoning) and not self._reasoning:
             return
-        name = "reasoning_content" if isinstance(piece, Reasoning) else "content"
+        names = _REASONING if isinstance(piece, Reasoning) else ("content",)
         if logprobs is not None:
-            yield self._event(index, {name: piece}, logprobs=logprobs)
+            yield self._event(index, dict.fromkeys(names, piece), logprobs=logprobs)
             return
-        if (parts := self._parts.get((index, name))) is None:
-            parts = self._event(index, {name: _TEXT}).split(_JSON.encode(_TEXT))
-            self._parts[index, name] = parts
+        if (parts := self._parts.get((index, names))) is None:
+            parts = self._event(index, dict.fromkeys(names, _TEXT)).split(_JSON.encode(_TEXT))
+            self._parts[index, names] = parts
         yield _JSON.encode(piece).join(parts)
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
