@@ -120,11 +120,13 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def model_card(name: str, created: int) -> dict[str, Any]:
-    """Entry of the list of models.
+def model_card(name: str, created: int, context: int) -> dict[str, Any]:
+    """Entry of the list of models, with the context as vLLM names it.
 
     Args:
         name: of the model, for clients.
         created: Unix time in seconds since which it is served.
+        context: most tokens of a prompt and its answer.
     """
-    return {"id": name, "object": "model", "created": created, "owned_by": "oscar_mm"}
+    card = {"id": name, "object": "model", "created": created, "owned_by": "oscar_mm"}
+    return {**card, "root": name, "max_model_len": context}

@@ -72,7 +72,7 @@ def create_app(
     conversations = Conversations(pipe, limits.conversations)
     service = Service(conversations, Metrics(conversations), limits, (name, *other_names))
     started = int(time())
-    cards = {name: model_card(name, started) for name in service.names}
+    cards = {name: model_card(name, started, pipe.max_context) for name in service.names}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

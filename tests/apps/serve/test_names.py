@@ -26,9 +26,11 @@ def address(omni) -> Any:
         yield where
 
 
-def test_the_list_has_all_names(address) -> None:
+def test_the_list_has_all_names_and_the_context(address, omni) -> None:
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-    assert [model.id for model in client.models.list()] == NAMES
+    cards = [*client.models.list()]
+    assert [model.id for model in cards] == [model.root for model in cards] == NAMES
+    assert {model.max_model_len for model in cards} == {omni.max_context}
     assert client.models.retrieve("org/b").id == "org/b"
     with pytest.raises(
         openai.NotFoundError, match="`d` does not exist: this server has `tiny`, `org"
