@@ -253,6 +253,7 @@ class SampledBody(StrictModel):
             raise FieldError("is not available in a stream: leave it out", "prompt_logprobs")
         given = {name: getattr(self, name) for name in _SAMPLING} | {
             "top_k": 0 if self.top_k == -1 else self.top_k,
+            "seed": None if self.seed == -1 else self.seed,
             "grammar": grammar_of(self),
         }
         return {name: value for name, value in given.items() if value is not None}

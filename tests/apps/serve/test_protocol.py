@@ -65,6 +65,7 @@ def test_a_conversation() -> None:
         max_tokens=7,
         temperature=0.5,
         top_k=-1,
+        seed=-1,
         stop="x",
         stream=True,
         stream_options={"include_usage": True},
