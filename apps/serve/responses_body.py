@@ -145,7 +145,8 @@ def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
 
 def unknown_response(key: str, field: str | None = None) -> Refusal:
     """The refusal of a response that is not kept."""
-    message = f"no response {key[:MAX_ID_CHARACTERS]!r} is kept here: send its conversation again"
+    key = key[:MAX_ID_CHARACTERS]
+    message = f"Response with id {key!r} not found: send its whole conversation again"
     return Refusal(404, message, code="not_found", field=field)
 
 

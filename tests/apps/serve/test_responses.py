@@ -117,7 +117,7 @@ def test_a_conversation_goes_on_by_its_id(tool_pipe, client) -> None:
     assert client.responses.retrieve(first.id).output_text == first.output_text
     client.responses.delete(first.id)
     for unknown in (first.id, "resp_x"):
-        with pytest.raises(openai.NotFoundError, match="is kept here: send its conversation"):
+        with pytest.raises(openai.NotFoundError, match=r"with id 'resp_.*' not found: send"):
             respond(client, "And?", previous_response_id=unknown)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(unknown)
