@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from oscar_mm.generation.logprobs import TokenLogprob
+from oscar_mm.generation.think_tokens import ThinkTokens
 
 _SPACE = "\u2581"
 """How pieces of SentencePiece write a space, which decoding leaves out at the beginning."""
@@ -25,14 +26,33 @@ def logprobs_body(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob] | None
 ) -> dict[str, Any] | None:
     """Body of ``logprobs`` of a choice; None where none were asked for."""
-    if found is None:
-        return None
-    content = [
+    return (
+        None if found is None else {"content": logprob_entries(tokenizer, found), "refusal": None}
+    )
+
+
+def logprob_entries(
+    tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob]
+) -> list[dict[str, Any]]:
+    """Return an entry for each token, with the most likely tokens in its place."""
+    return [
         _entry(tokenizer, one.token_id, one.logprob)
         | {"top_logprobs": [_entry(tokenizer, *likely) for likely in one.top]}
         for one in found
     ]
-    return {"content": content, "refusal": None}
+
+
+def without_reasoning(
+    tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob]
+) -> Sequence[TokenLogprob]:
+    """Drop the tokens of a reasoning that ends among these, and the line breaks that follow it."""
+    thinks = ThinkTokens.of(tokenizer)
+    ids = [one.token_id for one in found]
+    if thinks is None or thinks.closing not in ids:
+        return found
+    left = found[ids.index(thinks.closing) + 1 :]
+    texts = (_bytes(tokenizer, one.token_id).strip(b"\n") for one in left)
+    return left[next((at for at, text in enumerate(texts) if text), len(left)) :]
 
 
 def prompt_logprobs_body(

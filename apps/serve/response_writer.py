@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from transformers import PreTrainedTokenizerBase
+
 from oscar_mm.apps.serve.answer_set import Choice
 from oscar_mm.apps.serve.completed import CompletedAnswer
+from oscar_mm.apps.serve.logprobs import logprob_entries, without_reasoning
 from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.serve.responses_body import ResponsesBody
 from oscar_mm.apps.serve.tools import call_body
@@ -22,7 +25,7 @@ _JSON = json.JSONEncoder(ensure_ascii=False)
 _ECHOED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
     *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice"),
-    *("tools", "top_p", "user"),
+    *("tools", "top_logprobs", "top_p", "user"),
 )
 """Fields of a request that its response repeats."""
 
@@ -36,6 +39,7 @@ class ResponseWriter:
     Args:
         request: what is answered.
         model: the model's name for clients.
+        tokenizer: tokenizer of the model.
         keep: takes the response once it is complete.
     """
 
@@ -43,20 +47,25 @@ class ResponseWriter:
         self,
         request: ResponsesBody,
         model: str,
+        tokenizer: PreTrainedTokenizerBase,
         keep: Callable[[dict[str, Any], dict[str, Any]], None] | None = None,
     ) -> None:
         fields = request.model_dump(by_alias=True, exclude={"input"}, exclude_none=True)
         self._request = {name: fields.get(name) for name in _ECHOED}
         self._model, self._keep, self._created = model, keep, int(time.time())
+        self._tokenizer = tokenizer
         self.id = f"resp_{uuid4().hex}"
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._text: list[str] = []
+        self._untold: list[TokenLogprob] = []
+        self._logprobs: list[dict[str, Any]] = []
         self._number = 0
 
     def whole(self, choices: Sequence[Choice], _: Mapping[str, Any]) -> dict[str, Any]:
         """The response, not streamed."""
         answer = choices[0].completed.answer
+        self._untold += choices[0].logprobs or ()
         pieces: list[Piece] = [Reasoning(answer.reasoning)] if answer.reasoning else []
         pieces += [answer.text] if answer.text else []
         pieces += [
@@ -75,21 +84,25 @@ class ResponseWriter:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
-    def piece(self, _: int, piece: Piece, __: Sequence[TokenLogprob] | None) -> Iterator[str]:
+    def piece(self, _: int, piece: Piece, found: Sequence[TokenLogprob] | None) -> Iterator[str]:
         """Events of a piece of text, of reasoning or of a call."""
         kind = "function_call" if isinstance(piece, ToolCallDelta) else "message"
         kind = "reasoning" if isinstance(piece, Reasoning) else kind
+        # Those that come with a reasoning may belong to the text after it.
+        self._untold = [] if kind == "function_call" else [*self._untold, *(found or ())]
         begins = self._open is None or self._open["type"] != kind
         if begins or (isinstance(piece, ToolCallDelta) and piece.id is not None):
             yield from self._close_item()
             yield from self._begin_item(kind, piece)
         if text := piece.arguments if isinstance(piece, ToolCallDelta) else str(piece):
             self._text.append(text)
-            more = {"logprobs": []} if kind == "message" else {}
+            more = {"logprobs": self._tell_logprobs()} if kind == "message" else {}
             yield self._event(_DELTAS[kind], **self._place(kind), delta=text, **more)
 
     def end(self, _: int, choice: Choice) -> Iterator[str]:
         """Events after the last piece."""
+        self._untold += choice.logprobs or ()
+        self._tell_logprobs()
         yield from self._close_item()
         response = self._completed(choice.completed)
         yield self._event(f"response.{response['status']}", response=response)
@@ -107,6 +120,15 @@ class ResponseWriter:
         """None: the stream ends with the answer."""
         return iter(())
 
+    def _tell_logprobs(self) -> list[dict[str, Any]]:
+        """Add the log-probabilities that have come to the message, and return their entries."""
+        if not self._untold:
+            return []
+        found, self._untold = without_reasoning(self._tokenizer, self._untold), []
+        told = logprob_entries(self._tokenizer, found)
+        self._logprobs += told
+        return told
+
     def _begin_item(self, kind: str, piece: Piece) -> Iterator[str]:
         item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}_{uuid4().hex}", "type": kind}
         item["status"] = "in_progress"
@@ -121,7 +143,7 @@ class ResponseWriter:
         index = len(self._items) - 1
         yield self._event("response.output_item.added", output_index=index, item=dict(item))
         if kind != "function_call":
-            part = _content_part(kind, "")
+            part = _content_part(kind, "", [])
             yield self._event("response.content_part.added", **self._place(kind), part=part)
 
     def _close_item(self) -> Iterator[str]:
@@ -130,14 +152,15 @@ class ResponseWriter:
             return
         kind, text = item["type"], "".join(self._text)
         self._open, self._text = None, []
+        logprobs, self._logprobs = self._logprobs, []
         item["status"] = "completed"
         place = self._place(kind, item)
         if kind == "function_call":
             item["arguments"] = text
             done = {"arguments": text, "name": item["name"]}
         else:
-            item["content"] = [_content_part(kind, text)]
-            done = {"text": text} | ({"logprobs": []} if kind == "message" else {})
+            item["content"] = [_content_part(kind, text, logprobs)]
+            done = {"text": text} | ({"logprobs": logprobs} if kind == "message" else {})
         yield self._event(_DONE[kind], **place, **done)
         if kind != "function_call":
             part = item["content"][0]
@@ -219,7 +242,7 @@ _DELTAS = {
 _DONE = {kind: f"{name.removesuffix('.delta')}.done" for kind, name in _DELTAS.items()}
 
 
-def _content_part(kind: str, text: str) -> dict[str, Any]:
+def _content_part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

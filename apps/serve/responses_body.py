@@ -18,13 +18,14 @@ from oscar_mm.apps.serve.refusals import Refusal
 MAX_ID_CHARACTERS = 128
 _MESSAGE = re.compile(r"\bmessages(?:\[(\d+)\]((?:\.content)?))?")
 """Names of messages in the chat-completions protocol."""
+_LOGPROBS = "message.output_text.logprobs"
+"""What ``include`` has for log-probabilities; its other values are of tools that are refused."""
 _PART_TYPES = ("input_text", "output_text", "text")
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "prompt": (),
     "truncation": ("disabled", "auto"),
-    "top_logprobs": (0,),
 }
 """Unsupported fields that would change the answer, and their values, beside null, that do not."""
 SAME = (
@@ -84,6 +85,13 @@ class ResponsesBody(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the response includes log-probabilities of its text."""
+        return _LOGPROBS in (self.include or ())
 
     def chat_body(self, past: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The same request in the chat-completions protocol.
@@ -108,6 +116,8 @@ class ResponsesBody(BaseModel):
             body["tool_choice"] = _tool_choice(self.tool_choice)
         if self.reasoning is not None and self.reasoning.effort is not None:
             body["reasoning_effort"] = self.reasoning.effort
+        if self.has_logprobs:
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if (wanted := self.text and self.text.format) is not None:
             body["response_format"] = _response_format(wanted)
         return body

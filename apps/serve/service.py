@@ -276,7 +276,8 @@ class Service:
 
             kept = None if asked.store is False else keep
             body = checked(fields)
-            return body, ResponseWriter(asked, self.answering(body.model), kept)
+            name = self.answering(body.model)
+            return body, ResponseWriter(asked, name, self._tokenizer, kept)
 
         places: list[str] = []
         try:

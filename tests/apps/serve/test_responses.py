@@ -102,6 +102,49 @@ def test_reasoning_is_an_item(qwen3_vl_thinking_folder) -> None:
     assert events[-1].response.output_text == "Yes."
 
 
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def dumped(events: list[Any], kind: str) -> list[dict[str, Any]]:
+    """Log-probabilities of all events of a kind."""
+    found = [event.logprobs for event in events if event.type == f"response.output_text.{kind}"]
+    return [one.model_dump() for some in found for one in some]
+
+
+def test_logprobs_are_those_of_the_other_protocol(client) -> None:
+    [message] = respond(client, "What?", **LOGPROBS).output
+    expected = client.chat.completions.create(
+        model="tiny", messages=[user("What?")], max_tokens=6, logprobs=True, top_logprobs=2
+    )
+    found = [one.model_dump() for one in message.content[0].logprobs]
+    assert found == [one.model_dump() for one in expected.choices[0].logprobs.content]
+    assert len(found) == 6 and {len(one["top_logprobs"]) for one in found} == {2}
+    *events, last = respond(client, "What?", stream=True, **LOGPROBS)
+    assert found == dumped(events, "done")
+    assert (told := dumped(events, "delta")) == found[: len(told)] != []
+    [streamed] = last.response.output
+    assert found == [one.model_dump() for one in streamed.content[0].logprobs]
+    [plain] = respond(client, "What?", top_logprobs=2).output
+    assert plain.content[0].logprobs == []
+    for options in ({"top_logprobs": 21}, {"top_logprobs": -1}):
+        with pytest.raises(openai.BadRequestError, match="top_logprobs: must be from 0 to 20"):
+            respond(client, "What?", **LOGPROBS | options)
+
+
+def test_logprobs_are_of_the_text_alone(qwen3_vl_thinking_folder) -> None:
+    thinking = OscarVLPipeline(qwen3_vl_thinking_folder, policy="compact", device="cpu")
+    said = ids_of(thinking, "It is far.\n</think>\n\nYes, it is.")
+    with served(thinking) as address, saying(thinking, said):
+        made = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        whole = respond(made, "Why?", max_output_tokens=100, **LOGPROBS).output
+        *events, last = respond(made, "Why?", max_output_tokens=100, stream=True, **LOGPROBS)
+    for reasoning, message in (whole, last.response.output):
+        assert reasoning.content[0].text == "It is far."
+        assert "".join(one.token for one in message.content[0].logprobs) == "Yes, it is."
+    told = "".join(one["token"] for one in dumped(events, "delta"))
+    assert told and "Yes, it is.".startswith(told)
+
+
 def test_a_conversation_goes_on_by_its_id(tool_pipe, client) -> None:
     first = respond(client, [{"role": "user", "content": [SHOWN]}])
     with counted(tool_pipe.model.get_decoder().layers[:1]) as passes:
