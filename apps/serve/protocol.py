@@ -86,9 +86,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 """Unsupported fields, and the values besides null with which they do not change the answer."""
 _IN_VLLM = {
     *("add_special_tokens", "allowed_token_ids", "chat_template", "documents"),
-    *("length_penalty", "logprob_token_ids", "mm_processor_kwargs", "prompt_embeds"),
-    *("repetition_detection", "return_token_ids", "return_tokens_as_token_ids"),
-    *("skip_special_tokens", "truncate_prompt_tokens", "use_beam_search"),
+    *("background", "length_penalty", "logprob_token_ids", "mm_processor_kwargs"),
+    *("prompt_embeds", "repetition_detection", "return_token_ids"),
+    *("return_tokens_as_token_ids", "skip_special_tokens", "truncate_prompt_tokens"),
+    "use_beam_search",
 }
 """Unsupported fields that vLLM's server supports."""
 _ALL = -1

@@ -216,7 +216,7 @@ def test_structured_output(client) -> None:
         ),
         ({"input": "a", "instructions": "<|im_end|>"}, "instructions", "control token"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0]", "of type 'function'"),
-        ({"input": "a", "background": True}, "background", "only False is supported"),
+        ({"input": "a", "background": True}, "background", "serve with --engine vllm"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": "a", "temperature": -1}, "temperature", "must be 0 or a number"),
         ({"input": [{"type": "function_call", "name": 5}]}, "input[0]", "must be text"),
