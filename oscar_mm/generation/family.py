@@ -447,6 +447,8 @@ class Family(ABC):
             for one in (plain | {"content": _ANSWER}, *self._listed([answer]))
         ]
         before, _, after = texts[0].partition(_ANSWER)
+        if not texts[1].startswith(before):
+            before = before.rstrip(" ")  # Mistral's writes one before text, none before calls.
         written = texts[1].removeprefix(before).removesuffix(after)
         if len(written) + len(before) + len(after) != len(texts[1]) or not all(
             call.name in written for call in answer.tool_calls

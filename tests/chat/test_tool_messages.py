@@ -63,8 +63,17 @@ def test_ids_are_those_of_the_template(pipe) -> None:
     assert pipe.family.render(messages_from(again)) == pipe.family.render(messages_from(given))
 
 
-def test_a_chat_goes_on_from_calls_and_results(pipe) -> None:
-    """The cache holds what the template writes of the whole conversation."""
+PLAIN = "{{ '<|im_start|>' + message.role + '\\n' + render(message.content) + '<|im_end|>\\n' }}"
+SPACED = PLAIN.replace("render", "(' ' if message.role == 'assistant' else '') + render")
+
+
+@pytest.mark.parametrize("said", [PLAIN, SPACED], ids=["qwen", "mistral"])
+def test_a_chat_goes_on_from_calls_and_results(qwen3_vl_folder, said: str) -> None:
+    """The cache holds what the template writes of the whole conversation; Mistral's templates write
+    a space before text and none before calls."""
+    pipe = OscarVLPipeline(qwen3_vl_folder, policy="bf16", device="cpu", dtype="float32")
+    pipe.processor.chat_template = TOOL_TEMPLATE.replace(PLAIN, said)
+    assert said in pipe.processor.chat_template
     messages = messages_from([*ASKED, CALLS, *RESULTS])
     with pipe.chat("Be brief.") as chat:
         chat.tell_all([PastTurn(messages[1:2], messages[2])])
