@@ -33,16 +33,17 @@ class KeptResponses:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._items: dict[str, dict[str, Any]] = {}
         self._lock, self._bytes = threading.Lock(), 0
 
     def add(self, response: KeptResponse) -> None:
         """Keep a response, unless it is larger by itself than all may be."""
         with self._lock:
             self._kept[response.body["id"]] = response
+            self._items |= {item["id"]: item for item in response.body["output"]}
             self._bytes += response.size
             while len(self._kept) > MAX_RESPONSES or self._bytes > MAX_BYTES:
-                _, dropped = self._kept.popitem(last=False)
-                self._bytes -= dropped.size
+                self._drop(next(iter(self._kept)))
 
     def get(self, key: str) -> KeptResponse | None:
         """The response of an id; None if it is not kept."""
@@ -51,9 +52,20 @@ class KeptResponses:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
+    def item(self, key: str) -> dict[str, Any] | None:
+        """An item of a response's output by its id; None if it is not kept."""
+        with self._lock:
+            return self._items.get(key)
+
     def remove(self, key: str) -> bool:
         """Forget a response, and return whether it was kept."""
         with self._lock:
-            dropped = self._kept.pop(key, None)
-            self._bytes -= 0 if dropped is None else dropped.size
-        return dropped is not None
+            return self._drop(key)
+
+    def _drop(self, key: str) -> bool:
+        if (dropped := self._kept.pop(key, None)) is None:
+            return False
+        for item in dropped.body["output"]:
+            del self._items[item["id"]]
+        self._bytes -= dropped.size
+        return True

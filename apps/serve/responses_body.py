@@ -7,7 +7,7 @@ there, unknown fields and those that change no answer are ignored, and others ar
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -160,6 +160,36 @@ def unknown_response(key: str, field: str | None = None) -> Refusal:
     return Refusal(404, message, code="not_found", field=field)
 
 
+def with_referenced(
+    items: Sequence[dict[str, Any]], find: Callable[[str], dict[str, Any] | None]
+) -> list[dict[str, Any]]:
+    """Replace references by the items of earlier answers that they stand for.
+
+    The AI SDK sends earlier answers in this form.
+
+    Args:
+        items: of an input.
+        find: returns the item of an id; None if it is not kept.
+
+    Raises:
+        FieldError: two references to one item.
+        Refusal: no such item is kept.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    named: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        if item.get("type") == "item_reference":
+            key, name = str(item.get("id"))[:MAX_ID_CHARACTERS], f"input[{index}]"
+            if key in found:
+                raise FieldError("is referenced before: an item occurs once", name)
+            if (kept := find(key)) is None:
+                message = f"Item with id {key!r} not found: send the item itself"
+                raise Refusal(404, message, code="not_found", field=name)
+            found[key] = item = kept
+        named.append(item)
+    return named
+
+
 def messages_of(items: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
     """Messages of the chat-completions protocol from the items of an input.
 
@@ -186,7 +216,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
             answers = {"role": "tool", "tool_call_id": item.get("call_id")}
             messages.append(answers | {"content": content})
         elif kind != "reasoning":  # Which chat templates leave out of earlier turns.
-            known = "message, function_call, function_call_output and reasoning"
+            known = "message, function_call, function_call_output, reasoning and item_reference"
             raise FieldError(f"its type is {kind!r}, and those supported are {known}", name)
         places += [index] * (len(messages) - len(places))
     return messages, places

@@ -47,7 +47,12 @@ from oscar_mm.apps.serve.refusals import (
     busy,
 )
 from oscar_mm.apps.serve.response_writer import ResponseWriter
-from oscar_mm.apps.serve.responses_body import ResponsesBody, renamed, unknown_response
+from oscar_mm.apps.serve.responses_body import (
+    ResponsesBody,
+    renamed,
+    unknown_response,
+    with_referenced,
+)
 from oscar_mm.apps.serve.running_answer import Places
 from oscar_mm.apps.serve.tokenizing import (
     DetokenizeBody,
@@ -267,6 +272,7 @@ class Service:
         def read(data: bytes) -> tuple[Body, AnswerFormat]:
             asked = parsed(ResponsesBody, data)
             past, size = self._past(asked.previous_response_id)
+            asked.input = with_referenced(asked.input, self.responses.item)
             fields = asked.chat_body(past)
             places[:] = asked.places(len(past))
             said = fields["messages"][bool(asked.instructions) :]

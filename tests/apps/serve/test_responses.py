@@ -10,6 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from oscar_mm import OscarVLPipeline
+from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
 from tests.apps.serve.conftest import encoded, image, png, served, text, user
 from tests.apps.serve.test_openai_types import sent
 from tests.generation.engine import counted
@@ -180,6 +181,39 @@ def test_a_loop_of_calls_and_results(tool_pipe, client) -> None:
     again = respond(client, whole, tools=[FIND])
     assert again.output_text == by_id.output_text
     assert again.usage.input_tokens == by_id.usage.input_tokens
+
+
+def test_items_of_earlier_answers_may_be_referenced(tool_pipe, client) -> None:
+    """As the AI SDK sends them."""
+    with saying(tool_pipe, ids_of(tool_pipe, SAID)):
+        first = respond(client, "What is it?", tools=[FIND], max_output_tokens=200)
+    message, call = first.output
+    question = {"role": "user", "content": "What is it?"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Stop"}
+    by_id = [{"type": "item_reference", "id": item.id} for item in (message, call)]
+    said = [item.model_dump(exclude_none=True) for item in first.output]
+    found = respond(client, [question, *by_id, result], tools=[FIND])
+    expected = respond(client, [question, *said, result], tools=[FIND])
+    assert found.output_text == expected.output_text != ""
+    assert found.usage.input_tokens == expected.usage.input_tokens
+    third = respond(client, "And?", tools=[FIND], previous_response_id=found.id)
+    assert third.usage.input_tokens > found.usage.total_tokens
+    with pytest.raises(openai.BadRequestError, match=r"input\[2\]: is referenced before"):
+        respond(client, [question, by_id[0], by_id[0], question])
+    client.responses.delete(first.id)
+    for lost in (by_id[0], {"type": "item_reference"}, {"type": "item_reference", "id": [5]}):
+        with pytest.raises(openai.NotFoundError, match=r"Item with id .* not found: send") as e:
+            respond(client, [question, lost, question])
+        assert e.value.param == "input[1]"
+
+
+def test_dropped_responses_take_their_items_along(monkeypatch) -> None:
+    kept = KeptResponses()
+    monkeypatch.setattr("oscar_mm.apps.serve.kept_responses.MAX_RESPONSES", 2)
+    for name in "abc":
+        item = {"id": f"msg_{name}"}
+        kept.add(KeptResponse({"id": name, "output": [item]}, (), 1))
+    assert [kept.item(f"msg_{name}") for name in "abc"] == [None, {"id": "msg_b"}, item]
 
 
 def test_structured_output(client) -> None:
