@@ -72,8 +72,10 @@ def grammar_of(body: AsksForStructure) -> Grammar | None:
         ),
     ]
     if len(given) > 1:
-        names = ", ".join(grammar.name for grammar in given[1:])
-        raise InputError(f"{given[0].name}: cannot be had together with {names}")
+        first, *others = dict.fromkeys(grammar.name for grammar in given)
+        if not others:
+            raise InputError(f"{first}: has several constraints: keep one")
+        raise InputError(f"{first}: cannot be had together with {', '.join(others)}")
     return given[0] if given else None
 
 

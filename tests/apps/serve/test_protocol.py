@@ -160,7 +160,7 @@ def test_structured_output(options: dict, expected: Grammar | None) -> None:
     [
         ({"response_format": {"type": "json_schema"}}, "response_format: json_schema.schema is"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex: .* with guided_choice"),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: cannot be had"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: has several"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs: structural_tag"),
         ({"guided_choice": []}, "guided_choice: must be a list of 1 to 1,024"),
         ({"guided_json": "["}, "guided_json: must be a JSON schema"),
