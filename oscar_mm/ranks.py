@@ -77,12 +77,12 @@ class Ranks:
         if self.count > 1:
             distributed.broadcast(tensor, group=self.group, group_src=0)
 
-    def agreed(self, number: int, device: torch.device) -> int:
-        """Rank 0's number; one rank alone does not wait for the device."""
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest number of all ranks; one rank alone does not wait for the device."""
         if self.count == 1:
             return number
         tensor = torch.tensor(number, device=device)
-        self.agree(tensor)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MIN, group=self.group)
         return int(tensor)
 
     def add_up(self, tensor: torch.Tensor) -> None:
@@ -92,11 +92,7 @@ class Ranks:
 
     def all(self, holds: bool, device: torch.device) -> bool:
         """Whether something holds on every rank; ``device`` carries the ranks' messages."""
-        if self.count == 1:
-            return holds
-        vote = torch.tensor(int(holds), device=device)
-        distributed.all_reduce(vote, distributed.ReduceOp.MIN, group=self.group)
-        return bool(vote)
+        return bool(self.least(int(holds), device))
 
     def path(self, path: str | Path) -> Path:
         """This rank's own file: for ``chat.safetensors``, ``chat.0-of-2.safetensors``."""

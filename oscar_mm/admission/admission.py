@@ -436,7 +436,7 @@ class Admission:
             if (free := free_bytes(device)) is None:
                 continue
             # Ranks must all refuse, or none.
-            room = self.store.ranks.agreed(free, device) + self._free_bytes(device)
+            room = self.store.ranks.least(free, device) + self._free_bytes(device)
             if (needed := self._device_bytes(device, growth, tokens)) > room:
                 yield device, needed, room
 
