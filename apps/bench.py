@@ -283,7 +283,7 @@ def _is_policy(method: Any) -> "TypeGuard[Paged]":
 
 def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
     """Compare on a question; print why if that fails, and return whether it succeeds."""
-    from oscar_mm.generation.message import first_turn
+    from oscar_mm.engine.message import first_turn
     from oscar_mm.media.part import media_parts
 
     pipe = comparison.pipe

@@ -110,7 +110,7 @@ def _devices() -> list[dict[str, Any]]:
     import psutil
     import torch
 
-    from oscar_mm.kernels.launch import architecture, numba_failure, switched_off
+    from oscar_mm.kernels.launch import architecture, kernels_disabled, numba_failure
 
     memory = psutil.virtual_memory()
     devices = [
@@ -119,12 +119,12 @@ def _devices() -> list[dict[str, Any]]:
             "model": platform.processor() or platform.machine(),
             "total_bytes": memory.total,
             "free_bytes": memory.available,
-            "attention": BY_TORCH if switched_off() or numba_failure() else BY_LOOPS,
+            "attention": BY_TORCH if kernels_disabled() or numba_failure() else BY_LOOPS,
         }
     ]
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        by_kernel = architecture(torch.device("cuda", index)) and not switched_off()
+        by_kernel = architecture(torch.device("cuda", index)) and not kernels_disabled()
         devices.append(
             {
                 "name": f"cuda:{index}",

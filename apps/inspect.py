@@ -89,7 +89,7 @@ def _load(
     dtype: str | None,
 ) -> tuple[Any, Any]:
     """Load a model, and prepare the prompt with its media, or the text, that it reads."""
-    from oscar_mm.generation.message_lists import conversation_from
+    from oscar_mm.engine.message_lists import conversation_from
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
     from oscar_mm.pipelines.text import is_text_model, load_text_model
 

@@ -36,14 +36,14 @@ from oscar_mm.ops import store as store_module
 from oscar_mm.ops import unpack as unpack_module
 from oscar_mm.ops.append import AppendKernel, append
 from oscar_mm.ops.decode import DecodeKernel, Specialization, decode
-from oscar_mm.ops.decode_cpu import decode_on_cpu
+from oscar_mm.ops.decode_numba import decode_on_cpu
 from oscar_mm.ops.decode_tables import assign
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.pack import PackKernel, pack_jobs
-from oscar_mm.ops.pages_cpu import unpack_on_cpu
+from oscar_mm.ops.pages_numba import unpack_on_cpu
 from oscar_mm.ops.samples import random_pages
 from oscar_mm.ops.store import StoreKernel, store, whole_page_tables
-from oscar_mm.ops.store_cpu import store_on_cpu
+from oscar_mm.ops.store_numba import store_on_cpu
 from oscar_mm.ops.store_torch import StoreArguments, store_layers_one_by_one
 from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
@@ -56,7 +56,7 @@ _WHOLE_PAGE_POLICY = KVPolicy.preset("channel")
 """The policy of ``pack``, which the default policy does not use."""
 _DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
 _PAGES = 1024
-"""131,072 tokens: 537 MB in 16 bit and 94 MB packed, more than a GPU's cache has."""
+"""131,072 tokens: 537 MB in 16-bit precision and 94 MB packed, more than a GPU's cache has."""
 _ROWS = 8
 _WIDTH, _HIDDEN = 4096, 12288
 """Widths of the feed-forward layer through which a row goes."""

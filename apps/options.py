@@ -124,7 +124,7 @@ class SamplingOptions:
         """
         options = {name: value for name, value in asdict(self).items() if value is not None}
         if options:
-            from oscar_mm.generation.sampling import Sampling  # brings torch
+            from oscar_mm.engine.sampling import Sampling  # brings torch
 
             Sampling(**options)
         return options

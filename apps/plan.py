@@ -45,7 +45,7 @@ def plan(
         bool, typer.Option("--json", help="Print one JSON object instead of the tables.")
     ] = False,
 ) -> None:
-    """Tell tokens, KV bytes in 16 bit and packed, and how many such sessions fit a GPU.
+    """Tell tokens, KV bytes in 16-bit precision and packed, and how many such sessions fit a GPU.
 
     The model's configuration and processor are enough; its weights are not read. The shapes of
     released models (qwen3-vl-2b to -32b and -30b-a3b, qwen3-omni-30b-a3b, llava-v1.6-vicuna-7b,

@@ -70,7 +70,7 @@ def print_pieces(pieces: Iterable[str]) -> Iterator[str]:
     Yields:
         each piece after it is printed.
     """
-    from oscar_mm.generation.answer import Reasoning
+    from oscar_mm.engine.answer import Reasoning
 
     reasons = False
     for piece in pieces:

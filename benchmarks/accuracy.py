@@ -38,10 +38,10 @@ from oscar_mm.compare.methods import (
     selected,
 )
 from oscar_mm.compare.teacher_forcing import IGNORE, Scores, answer_logits, as_recorded
+from oscar_mm.engine.decode_runner import decode
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import InputError
-from oscar_mm.generation.decode_batch import decode
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modality import PADDING
 
 PROMPTS, GENERATED = {"cuda": 512, "cpu": 8}, {"cuda": 64, "cpu": 2}

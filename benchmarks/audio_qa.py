@@ -36,14 +36,14 @@ from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, Engine
 from oscar_mm.apps.audio_qa.rows import by_recording, read_rows
 from oscar_mm.apps.server_process import freeze_loaded
-from oscar_mm.generation.warm_up import warm_up
+from oscar_mm.engine.warm_up import warm_up
 
 RECORDINGS, CLIPS, QUESTIONS = 20, 20, 10
 BATCH = 8
 _LIMIT_S = 1800
 VOICES_USED = VOICES[:4]
 _GAP_S = 0.06
-_MOST_S, _LEAST_S = 3.5, 1.0
+_MAX_S, _MIN_S = 3.5, 1.0
 FULL_SIZE, FULL_SECONDS, FULL_TOKENS = "qwen3-omni-30b-a3b", 60, 64
 FULL_RUNS = (("shared", 64, 200), ("shared", 8, 200), ("shared", 1, 50), ("not shared", 64, 50))
 """Each run's kind, its most rows at once, and how many rows it has."""
@@ -84,8 +84,8 @@ def clip(digits: str, voice: tuple[str, int, int]) -> np.ndarray:
     for place in range(0, len(digits), 2):
         words = " ".join(NUMBERS[int(digit)] for digit in digits[place : place + 2])
         parts += [_unit(words, voice), gap]
-    sound = np.concatenate(parts)[: round(_MOST_S * RATE)]
-    return np.pad(sound, (0, max(0, round(_LEAST_S * RATE) - len(sound))))
+    sound = np.concatenate(parts)[: round(_MAX_S * RATE)]
+    return np.pad(sound, (0, max(0, round(_MIN_S * RATE) - len(sound))))
 
 
 def write_wav(path: Path, samples: np.ndarray) -> None:

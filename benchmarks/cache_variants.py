@@ -17,19 +17,19 @@ from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.kv_manager import KVCacheManager
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.compare.methods import BACKENDS, not_installed, stored_bytes
-from oscar_mm.fast_decode.decode_steps import DecodeSteps, record_cuda_graph
+from oscar_mm.fast_decode.graph_runner import GraphRunner, capture_cuda_graph
 from oscar_mm.modality import Modality
 from oscar_mm.policy import Bits
 
-MOST_POSITIONS = 1 << 19
+MAX_POSITIONS = 1 << 19
 _TOWERS = ("visual", "vision", "audio", "projector")
 _PIECE_ELEMENTS = 1 << 26
 """Elements of the random keys of a piece: 128 MB of bfloat16."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits after one more token of each row, with the arguments of a ``DecodeSteps`` call."""
+"""Logits after one more token of each row, with the arguments of a ``GraphRunner`` call."""
 _SEED = 0
 _ROUND = 512
 """Pieces for an OscarCache are multiples of so many tokens; those of one row settle balancing."""
@@ -53,7 +53,7 @@ class Decoder:
     """
 
     def __init__(self, name: str, device: torch.device, *, tiny: bool) -> None:
-        released = RELEASED[name].with_positions(MOST_POSITIONS)
+        released = RELEASED[name].with_positions(MAX_POSITIONS)
         bench = Bench(released.tiny() if tiny else released, TINY if tiny else Sizes(), device)
         bench.warm_up()
         bench.pipe.store.trim()  # frees the pools of the warm-up's chat
@@ -81,7 +81,7 @@ class Decoder:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in 16 bit, in all layers."""
+        """Bytes of a token's keys and values in 16-bit precision, in all layers."""
         config = self.config
         return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
@@ -114,7 +114,7 @@ class FilledCache:
         step: runs one step.
         kv_bytes: gives the bytes that the cache reports.
         captures: one entry for each captured graph.
-        ahead: launches the next step before the host has its tokens, as ``DecodeSteps.ahead`` does;
+        ahead: launches the next step before the host has its tokens, as ``GraphRunner.ahead`` does;
             None if a step waits for the tokens.
     """
 
@@ -255,13 +255,13 @@ class Oscar(CacheVariant):
 
         def record(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
             on_gpu = device.type == "cuda"
-            replay = record_cuda_graph(function, device) if on_gpu else function
+            replay = capture_cuda_graph(function, device) if on_gpu else function
             captures.append("graph" if on_gpu else "the same function again")
             return replay
 
         how = record if self.graph else None
         rows = cache.batch_size
-        steps = DecodeSteps(decoder.model, cache, rows, decoder.axes, decoder.device, how)
+        steps = GraphRunner(decoder.model, cache, rows, decoder.axes, decoder.device, how)
         steps.place([cache.get_seq_length()] * rows)
         return FilledCache(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead)
 
@@ -272,16 +272,19 @@ class Oscar(CacheVariant):
         return config.num_hidden_layers * row
 
     def slots(self, tokens: int, steps: int) -> dict[Bits, int]:
-        """Bits -> slots that a row needs for a prompt and an answer, by a rehearsal on a ledger."""
-        ledger = Ledger(PageStore(self.policy))
+        """Bits -> slots that a row needs for a prompt and an answer, by a rehearsal on a KV cache
+        manager."""
+        kv_manager = KVCacheManager(PageStore(self.policy))
         prompt = text_and_images(tokens).to(torch.int8)[None].numpy()
         starts = range(0, tokens, _ROUND)
         chunks = [prompt[:, start : start + _ROUND] for start in starts]
         chunks += [np.full((1, 1), int(Modality.TEXT), dtype=np.int8)] * steps
-        most = dict.fromkeys(ledger.allocators, 0)
+        most = dict.fromkeys(kv_manager.allocators, 0)
         for chunk in chunks:
-            ledger.advance(chunk)
-            most = {bits: max(most[bits], slots.used) for bits, slots in ledger.allocators.items()}
+            kv_manager.advance(chunk)
+            most = {
+                bits: max(most[bits], slots.used) for bits, slots in kv_manager.allocators.items()
+            }
         return most
 
     def store_prompt(

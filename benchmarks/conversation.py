@@ -22,11 +22,11 @@ from benchmarks.random_model import Released, build
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.chat.chat import Chat
-from oscar_mm.generation import prompt_reader
-from oscar_mm.generation.prefill import read_in_chunks, read_prompt
-from oscar_mm.generation.prompt import Prompt, forward
+from oscar_mm.engine import prefill_runner
+from oscar_mm.engine.prefill import read_in_chunks, read_prompt
+from oscar_mm.engine.prompt import Prompt, forward
 from oscar_mm.media.media import Medium
-from oscar_mm.media.mono import RATE
+from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.moe_switch import IMPLEMENTATION as EXPERTS
 from oscar_mm.ops import append, decode, pack, unpack
@@ -100,7 +100,7 @@ class Bench:
             media["audio"] = [((0.1 * noise).astype(np.float32), RATE)]
             tokens -= 13 * seconds
         picture = self.picture()
-        each = self.pipe.family.least_tokens(Medium(Modality.IMAGE, picture, "")) + 2
+        each = self.pipe.family.min_tokens(Medium(Modality.IMAGE, picture, "")) + 2
         rest = max(0, tokens // each - 1)
         return media | {"images": [picture, *(self.picture() for _ in range(rest))]}
 
@@ -357,7 +357,7 @@ def record_calls(model: Any) -> Iterator[list[Call]]:
                 calls.append(Call(prompt, logits[0].float().cpu()))
             yield logits
 
-    with patch.object(prompt_reader, "read_in_chunks", read_and_record):
+    with patch.object(prefill_runner, "read_in_chunks", read_and_record):
         yield calls
 
 

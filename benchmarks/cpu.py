@@ -14,14 +14,14 @@ import torch
 
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm import KVPolicy
-from oscar_mm.ops.decode_cpu import decode_on_cpu
+from oscar_mm.ops.decode_numba import decode_on_cpu
 from oscar_mm.ops.decode_tables import FIELDS, DecodeArguments
 from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.library import numbers_of, recipe_arguments
-from oscar_mm.ops.pages_cpu import unpack_on_cpu
+from oscar_mm.ops.pages_numba import unpack_on_cpu
 from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.store import whole_page_tables
-from oscar_mm.ops.store_cpu import store_on_cpu
+from oscar_mm.ops.store_numba import store_on_cpu
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, store_by_torch
 from oscar_mm.ops.unpack import UnpackArguments, slots_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat

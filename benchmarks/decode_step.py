@@ -32,8 +32,8 @@ from benchmarks.record import (
     parser,
     show,
 )
-from oscar_mm.generation.sampling import Choices, NextTokens
-from oscar_mm.ranks import Ranks
+from oscar_mm.engine.sampling import SampledTokens, Sampler
+from oscar_mm.tensor_parallel import TPGroup
 
 MODELS = ("qwen3-vl-8b", "llava-1.6-vicuna-7b", "qwen3-vl-30b-a3b", "qwen3-omni-30b-a3b")
 CONTEXTS, TINY_CONTEXTS = (2048, 32768, 131072, 262144), (300,)
@@ -166,7 +166,7 @@ class DecodeLoop:
     """Greedy steps in the order of our decode loop: the next one is launched before the wait."""
 
     def __init__(self, cache: FilledCache, device: torch.device, rows: int) -> None:
-        self._cache, self._choose = cache, Choices([None] * rows, device, Ranks())
+        self._cache, self._choose = cache, Sampler([None] * rows, device, TPGroup())
         # Rows that begin alike would choose the same experts.
         self._tokens = 1 + torch.arange(rows, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool)
@@ -189,16 +189,16 @@ def step_ms(step: Callable[[], None]) -> tuple[float, float]:
     does not wait for tokens."""
     times, host = [], []
     waits: list[float] = []
-    listed = NextTokens.listed
+    listed = SampledTokens.listed
 
-    def timed(tokens: NextTokens) -> list[int]:
+    def timed(tokens: SampledTokens) -> list[int]:
         start = perf_counter()
         try:
             return listed(tokens)
         finally:
             waits.append(perf_counter() - start)
 
-    with patch.object(NextTokens, "listed", timed):
+    with patch.object(SampledTokens, "listed", timed):
         for _ in range(WARM_UP + STEPS):
             waits.clear()
             start = perf_counter()

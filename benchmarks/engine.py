@@ -29,10 +29,10 @@ from benchmarks.profiling import allocated, free_bytes, release
 from benchmarks.record import Row, now, show
 from benchmarks.throughput import until_it_fits
 from oscar_mm import OscarCache
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.message import first_turn
-from oscar_mm.generation.prompt import Prompt, beginning
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prompt import Prompt, beginning
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.media.media import Media
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.tiny import TEXT
@@ -49,7 +49,7 @@ BOUND_CONTEXT, SHARE, READING = 32768, 0.9, 0.5
 """Context of the bounds; least share of the bare loop's tokens per second, and least share of them
 while a prompt is read."""
 _QUESTION = "What is it?"
-_MOST_TOKENS = 4096
+_MAX_TOKENS = 4096
 """Longest answer: more tokens than are chosen while anything is measured."""
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
@@ -102,7 +102,7 @@ def _figures(decoder: Decoder, variant: Oscar, context: int, bandwidth: float, r
     release(decoder.device)  # frees the graph
     kv_bytes = cache.memory().kv_bytes
     split = perf_counter()
-    answers = [_answer(pipe, one, _MOST_TOKENS) for one in _rows_apart(cache)]
+    answers = [_answer(pipe, one, _MAX_TOKENS) for one in _rows_apart(cache)]
     engine = pipe.engine
     joining = perf_counter()
     engine.run_until(lambda: all(answer.tokens or answer.ended for answer in answers))
@@ -146,13 +146,13 @@ def _rows_apart(cache: OscarCache) -> list[OscarCache]:
     return apart
 
 
-def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Generation:
-    """An answer in the engine's queue, to a question that goes on from a cache."""
+def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Request:
+    """An answer in the engine's queue, to a question that continues a cache."""
     family, past = pipe.family, cache.get_seq_length()
     question, place = first_turn(_QUESTION), torch.tensor([past])
     prompt = family.continuation(question, Media(), past, place).to(family.device)
     sampling = Sampling(max_new_tokens=most, temperature=0)
-    answer = Generation(pipe.engine, prompt, cache, sampling, perf_counter())
+    answer = Request(pipe.engine, prompt, cache, sampling, perf_counter())
     pipe.engine.submit(answer)
     return answer
 
@@ -163,7 +163,7 @@ def _text(pipe: Pipeline, tokens: int) -> Prompt:
     return beginning(pipe.prepare(first_turn(TEXT * times), Media()), tokens)
 
 
-def _check(answers: Sequence[Generation]) -> None:
+def _check(answers: Sequence[Request]) -> None:
     """Raise what has ended an answer, or where not all run at once."""
     for answer in answers:
         if answer.error is not None:
@@ -173,16 +173,16 @@ def _check(answers: Sequence[Generation]) -> None:
         raise RuntimeError(f"of {len(answers)} answers {running} run at once")
 
 
-def next_step(answers: Sequence[Generation]) -> None:
+def next_step(answers: Sequence[Request]) -> None:
     """One more token of each answer, and of what the engine begins before."""
     first = answers[0]
     count = len(first.tokens)
     first.engine.run_until(lambda: len(first.tokens) > count or first.ended)
 
 
-def _reading(pipe: Pipeline, answers: Sequence[Generation], prompt: Prompt) -> dict[str, Any]:
+def _reading(pipe: Pipeline, answers: Sequence[Request], prompt: Prompt) -> dict[str, Any]:
     """Figures of running answers while the engine reads a prompt; "error" says why it does not."""
-    reader = Generation(
+    reader = Request(
         pipe.engine, prompt, pipe.new_cache(), Sampling(max_new_tokens=1), perf_counter()
     )
     before, start = sum(len(answer.tokens) for answer in answers), perf_counter()

@@ -103,7 +103,7 @@ def measure(
     """A row for each scenario and policy: means over the seeds, and the KL of each seed."""
     rows = []
     for title, scenario in scenarios.items():
-        runs_of = {name: [] for name in policies}
+        varlen_batches = {name: [] for name in policies}
         for seed in seeds:
             queries, keys, values, ids = scenario.inputs(seed, tokens)
             exact, weights = attention(queries[:, :, -QUERIES:], keys, values)
@@ -115,7 +115,7 @@ def measure(
                 back = roundtrip(keys, values, policy, ids, sigma=sigma)
                 output, log_weights = attention(queries[:, :, -QUERIES:], back.k, back.v)
                 divergence = (weights.exp() * (weights - log_weights)).sum(-1).mean()
-                runs_of[name].append(
+                varlen_batches[name].append(
                     {
                         "bits": back.bits_per_value,
                         "key_error": relative_error(back.k, keys),
@@ -124,7 +124,7 @@ def measure(
                         "kl": float(divergence),
                     }
                 )
-        for name, runs in runs_of.items():
+        for name, runs in varlen_batches.items():
             row = {"scenario": title, "policy": name, "bits_per_value": runs[0]["bits"]}
             row |= {key: mean(run[key] for run in runs) for key in MEASURES}
             rows.append(row | {"kl_by_seed": [run["kl"] for run in runs]})

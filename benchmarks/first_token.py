@@ -44,13 +44,13 @@ from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.admission.admission import Admission
 from oscar_mm.cache import cache as cache_module
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.media import tower_inputs
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.media import encoder_inputs
+from oscar_mm.media.encoder_inputs import ImagesInBytes, VideosInBytes
 from oscar_mm.media.media import MediaReader
-from oscar_mm.media.mono import RATE
-from oscar_mm.media.tower_inputs import ImagesInBytes, VideosInBytes
+from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality
-from oscar_mm.threads import in_threads
+from oscar_mm.threads import parallel_map
 
 NOTES = [
     "Shapes of the released config.json, random weights in bfloat16, the default policy. Pictures "
@@ -180,8 +180,8 @@ def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
         (MediaReader, "_decoded", "decode"),
         *((type(reader), "__call__", "processor") for reader in readers if reader is not None),
         *((kind, "__call__", "processor") for kind in (ImagesInBytes, VideosInBytes)),
-        (tower_inputs, "scaled_inputs", "processor"),
-        (tower_inputs, "with_features", "processor"),
+        (encoder_inputs, "scaled_inputs", "processor"),
+        (encoder_inputs, "with_features", "processor"),
         (family, "prompt", "tokens"),
         (Prompt, "arguments", "copy"),
         *((tower, "forward", "towers") for tower in towers),
@@ -212,7 +212,7 @@ def pictures(folder: Path, case: Case) -> list[Path]:
         Image.fromarray((canvas + 128).clip(0, 255).astype(np.uint8)).save(path, quality=90)
         return path
 
-    return [*in_threads(picture, range(case.count))]
+    return [*parallel_map(picture, range(case.count))]
 
 
 def recordings(folder: Path, case: Case) -> list[Path]:
@@ -226,7 +226,7 @@ def recordings(folder: Path, case: Case) -> list[Path]:
         soundfile.write(path, noise * swell, RATE)
         return path
 
-    return [*in_threads(recording, range(case.count))]
+    return [*parallel_map(recording, range(case.count))]
 
 
 def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[Row]:

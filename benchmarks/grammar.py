@@ -26,9 +26,9 @@ from benchmarks.decode_step import step_ms
 from benchmarks.engine import next_step
 from benchmarks.random_model import RELEASED, random_pipeline
 from benchmarks.record import Record, Row, command, device_name, device_of, finish, parser, show
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.grammar import Grammar, GrammarMask
-from oscar_mm.generation.message import first_turn
+from oscar_mm.engine.grammar import Grammar, GrammarMask
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.request import Request
 from oscar_mm.media.media import Media
 from oscar_mm.pipelines.pipeline import Pipeline
 
@@ -47,13 +47,13 @@ def _objects(text: dict[str, Any]) -> Grammar:
 GRAMMARS = {"plain": _objects({}), "bounded": _objects({"maxLength": 40})}
 """Grammars by name. Near the length limit of a string each token is checked by itself, which takes
 about a millisecond for each answer."""
-MOST_SHARE, BOUND_ROWS = 0.05, 16
+MAX_SHARE, BOUND_ROWS = 0.05, 16
 _TOKENS = 2048
 NOTES = [
     "ms: median of a step of all rows, from token to token on the host, as benchmarks.engine times "
     "it. mask ms: median of the host's time for the masks of a step, which is while the device "
     "works. more: what the grammar adds, as a share of the step without.",
-    f"Target: at most {MOST_SHARE:.0%} at {BOUND_ROWS} rows that all have a grammar.",
+    f"Target: at most {MAX_SHARE:.0%} at {BOUND_ROWS} rows that all have a grammar.",
 ]
 
 
@@ -78,7 +78,7 @@ def measured(pipe: Pipeline, rows: int, grammar: Grammar | None, guided: int) ->
     for row in range(rows):
         options = {"max_new_tokens": _TOKENS, "temperature": 1.0, "seed": row}
         sampling = pipe.sampling(options | {"grammar": grammar if row < guided else None}, [])
-        answer = Generation(pipe.engine, prompt, pipe.new_cache(), sampling, perf_counter())
+        answer = Request(pipe.engine, prompt, pipe.new_cache(), sampling, perf_counter())
         pipe.engine.submit(answer)
         answers.append(answer)
     pipe.engine.run_until(lambda: all(answer.tokens or answer.ended for answer in answers))
@@ -105,8 +105,8 @@ def report(rows: Sequence[Row]) -> None:
     show(f"Steps of {rows[0]['model']} with a grammar", columns, map(line, rows))
     for row in rows:
         if row["rows"] == row["guided"] == BOUND_ROWS:
-            verdict = "met" if row["more"] <= MOST_SHARE else "NOT met"
-            print(f"{row['grammar']}: {row['more']:.1%}, at most {MOST_SHARE:.0%}: {verdict}")
+            verdict = "met" if row["more"] <= MAX_SHARE else "NOT met"
+            print(f"{row['grammar']}: {row['more']:.1%}, at most {MAX_SHARE:.0%}: {verdict}")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,14 +20,14 @@ from benchmarks.profiling import COLD_REPEATS, GRAPH_CALLS, Timer, copy_bandwidt
 from benchmarks.random_model import begin_step, synthetic_cache
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm import KVPolicy
+from oscar_mm.cache.block_table import SequenceTable
 from oscar_mm.cache.layer import OscarLayer, TokenPlaces
-from oscar_mm.cache.pending import attend_stored
-from oscar_mm.cache.slots import Row
-from oscar_mm.cache.step import Step
+from oscar_mm.cache.paged_attention import attend_stored
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.ops.decode import decode_kernel
 
 MEASURES = ("cold", "graph")
-MOST_ERROR = 2e-3
+MAX_ERROR = 2e-3
 """Largest relative error of an output in bfloat16, whose own rounding is 1.7e-3."""
 POLICIES = {
     "standard": KVPolicy.preset("standard"),
@@ -153,7 +153,7 @@ def verdict(met: dict[str, bool | None]) -> str:
     return f"met ({missing[0]} not measured)" if missing else "met"
 
 
-def bytes_read(layer: OscarLayer, step: Step) -> int:
+def bytes_read(layer: OscarLayer, step: StepPlan) -> int:
     """Bytes of the past that a step attends to: pages, and 16-bit tokens outside of them."""
     token = 2 * layer.kv_heads * layer.head_dim * layer.dtype.itemsize
     streams = [stream for sequence in step.past for stream in sequence.streams.values()]
@@ -166,7 +166,7 @@ def bytes_read(layer: OscarLayer, step: Step) -> int:
 
 
 def stored_pair(
-    layer: OscarLayer, sequence: Row, heads: list[int]
+    layer: OscarLayer, sequence: SequenceTable, heads: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of some KV heads, unpacked to (heads, tokens, head_dim) float64.
 
@@ -342,10 +342,10 @@ def _tables(rows: list[dict[str, Any]]) -> None:
     if slow:
         print(f"NOT by the decode kernel, but by PyTorch operations: {', '.join(slow)}")
     for row in rows:
-        if row["error"] > MOST_ERROR:
+        if row["error"] > MAX_ERROR:
             shape = Shape(**row["shape"])
             print(
-                f"error NOT met: {row['name']}, {shape}: {row['error']:.1e}, at most {MOST_ERROR:g}"
+                f"error NOT met: {row['name']}, {shape}: {row['error']:.1e}, at most {MAX_ERROR:g}"
             )
     reasons = {f"{row['name']}: {row['not_captured']}" for row in rows if "not_captured" in row}
     for reason in sorted(reasons):

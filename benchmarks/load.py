@@ -30,9 +30,9 @@ from benchmarks.openai_server import Exchange, Load, Prompt, Server, server_figu
 from benchmarks.random_model import endless_pipeline, words
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.message import first_turn
-from oscar_mm.generation.warm_up import warm_up
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.warm_up import warm_up
 from oscar_mm.pipelines.pipeline import Pipeline
 
 CLIENTS = "1,4,16,64"
@@ -216,12 +216,12 @@ def engine_alone(
     warm_up(pipe.engine, clients)
     numbers, rng = counted(), random.Random(0)
 
-    def request(most: int = new_tokens) -> Generation:
+    def request(most: int = new_tokens) -> Request:
         number = next(numbers)
         sampling = pipe.sampling({"max_new_tokens": most, "temperature": 0}, ())
         asked = first_turn(f"{number} {texts[number % len(texts)]}")
         read = pipe.read_request(asked, most)
-        return pipe.generation(read, sampling, perf_counter())
+        return pipe.new_request(read, sampling, perf_counter())
 
     written = 0
     with ThreadPoolExecutor(1) as reader:

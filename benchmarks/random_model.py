@@ -38,7 +38,7 @@ from transformers import (
 import oscar_mm.pipelines
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.layer import OscarLayer
-from oscar_mm.cache.step import Step
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import Modality
 from oscar_mm.models import RELEASED as SHAPES
 from oscar_mm.models import ReleasedModel
@@ -357,7 +357,7 @@ def text_and_images(tokens: int) -> torch.Tensor:
 
 def begin_step(
     cache: OscarCache, keys: torch.Tensor, values: torch.Tensor
-) -> tuple[OscarLayer, Step]:
+) -> tuple[OscarLayer, StepPlan]:
     """Bring new tokens to layer 0; returns the layer and the step that it has to carry out."""
     cache.attend_packed(None)
     cache.update(keys, values, 0)

@@ -1,4 +1,4 @@
-"""The largest batch that fits on a GPU and its throughput, in 16 bit and with compact.
+"""The largest batch that fits on a GPU and its throughput, in 16-bit precision and with compact.
 
 python -m benchmarks.throughput [--models qwen3-vl-8b,...] [--contexts 32768,131072]
 """
@@ -28,7 +28,7 @@ BOUND_CONTEXT, BATCH, SPEED = 131072, 5.0, 4.5
 """Context of the bounds; least batch and least tokens per second in multiples of 16 bit."""
 TINY_ROOM = 4_000_000
 """Bytes for caches in a rehearsal."""
-MOST_TRIES = 12
+MAX_TRIES = 12
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
     "and images. The first batch is the one that memory has room for by arithmetic. A batch that "
@@ -69,7 +69,7 @@ def largest(
 
 def until_it_fits(rows: int, measure: Callable[[int], Row]) -> Iterator[Row]:
     """What ``measure`` gives for so many rows, then for fewer ones as long as memory runs out."""
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         if not rows:
             return
         row = measure(rows)

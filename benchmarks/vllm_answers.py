@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ranks": {"tensor_parallel_size": 2},
 }
 """Arguments of ``vllm.LLM`` by way."""
-LEAST_EQUAL = 0.95
+MIN_EQUAL = 0.95
 """Target for the share of answers that equal our engine's."""
 NOTES = [
     f"Greedy answers to questions about {_FEWEST} to {_MOST} pictures, half of which ask for the "
@@ -197,9 +197,9 @@ def report(rows: Sequence[Row]) -> None:
     for row in rows:
         if row["way"] in WAYS and "same" in row:
             share = row["same"] / row["questions"]
-            verdict = "met" if share >= LEAST_EQUAL else "NOT met"
+            verdict = "met" if share >= MIN_EQUAL else "NOT met"
             place = f"{row['model']}, {row['policy']}, {row['way']}"
-            print(f"{place}: {share:.3f} the same, at least {LEAST_EQUAL}: {verdict}")
+            print(f"{place}: {share:.3f} the same, at least {MIN_EQUAL}: {verdict}")
 
 
 def main(arguments: Sequence[str]) -> int:

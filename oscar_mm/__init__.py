@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from oscar_mm.cache.cache import OscarCache
     from oscar_mm.cache.memory import MemoryReport
+    from oscar_mm.engine.answer import Answer
+    from oscar_mm.engine.grammar import Grammar
     from oscar_mm.errors import InputError
-    from oscar_mm.generation.answer import Answer
-    from oscar_mm.generation.grammar import Grammar
     from oscar_mm.inspect.quantization_errors import roundtrip
     from oscar_mm.media import MediaLimits
     from oscar_mm.modality import Modality, Span
@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "Answer": "oscar_mm.generation.answer",
-    "Grammar": "oscar_mm.generation.grammar",
+    "Answer": "oscar_mm.engine.answer",
+    "Grammar": "oscar_mm.engine.grammar",
     "InputError": "oscar_mm.errors",
     "KVPolicy": "oscar_mm.policy",
     "MediaLimits": "oscar_mm.media",

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
-_MOST_SHOWN = 80
+_MAX_SHOWN = 80
 """Characters of a value in a message."""
 
 
@@ -15,7 +15,7 @@ class InputError(ValueError):
     """
 
 
-class NoRoom(InputError):
+class RequestTooLarge(InputError):
     """A request is larger than the context or the memory, even if everything else is freed.
 
     Attributes:
@@ -29,7 +29,7 @@ class NoRoom(InputError):
         self.asked, self.fits = asked, fits
 
 
-class Busy(InputError):
+class MemoryBusy(InputError):
     """Other requests occupy the memory that a request needs; it fits once they end."""
 
 
@@ -43,7 +43,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than 4,300 digits.
         text = f"{type(value).__name__} of very many digits"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def suggestion(name: str, choices: Iterable[str] | Mapping[str, str]) -> str:

@@ -22,13 +22,13 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from oscar_mm.ranks import is_dtensor, own_part
+from oscar_mm.tensor_parallel import is_dtensor, local_shard
 
 _HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
 """Where the classes of plain decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
 bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
-_OURS = "oscar_mm."
-_HARMLESS = (_OURS, "transformers.utils.output_capturing")
+_OWN_HOOKS = "oscar_mm."
+_IGNORED_HOOKS = (_OWN_HOOKS, "transformers.utils.output_capturing")
 """Homes of hooks that change nothing: ours, and those that transformers leaves on modules once
 somebody has asked for hidden states or attentions."""
 _FOLDERS = tuple(f"{Path(str(one.__file__)).parent}{os.sep}" for one in (torch, transformers))
@@ -99,17 +99,17 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
         key.append(id(module))
         if not _is_known_class(type(module)):
             key.append(_settings(own))
-        if (forward := _own_forward(module)) is not None and not _is_of(forward, _OURS):
+        if (forward := _own_forward(module)) is not None and not _is_of(forward, _OWN_HOOKS):
             key.append(id(forward))
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
-            key += [id(hook) for hook in hooks.values() if not _is_of(hook, _HARMLESS)]
+            key += [id(hook) for hook in hooks.values() if not _is_of(hook, _IGNORED_HOOKS)]
         if (hook := _offloading(module)) is not None:
             key.append(id(hook.weights_map))  # Its weights come and go.
             continue
         for weight in own["_parameters"].values():
             if weight is not None:
                 version = 0 if weight.is_inference() else weight._version
-                key += (_number(weight), own_part(weight).data_ptr(), version)
+                key += (_number(weight), local_shard(weight).data_ptr(), version)
     return tuple(key)
 
 
@@ -179,7 +179,7 @@ def _is_plain(module: nn.Module) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     weights = [weight for weight in module._parameters.values() if weight is not None]
     return (
-        all(_is_of(hook, _HARMLESS) for hook in hooks)
+        all(_is_of(hook, _IGNORED_HOOKS) for hook in hooks)
         and _has_plain_forward(module, weights)
         and all(x.is_floating_point() and x.itemsize > 1 for x in weights)
     )
@@ -189,7 +189,7 @@ def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bo
     """No forward but the class's, ours, or the class's with what accelerate or transformers puts
     around."""
     forward = _own_forward(module)
-    if forward is None or _is_of(forward, _OURS):
+    if forward is None or _is_of(forward, _OWN_HOOKS):
         return all(type(weight) is nn.Parameter for weight in weights)
     if _is_of(forward, "transformers.distributed.tensor_parallel"):
         return all(type(weight) is nn.Parameter or is_dtensor(weight) for weight in weights)

@@ -15,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 IMPLEMENTATION = "oscar"
 _GROUPED, _BATCHED = "grouped_mm", "batched_mm"
-MOST_BATCHED = 16
+MAX_BATCHED = 16
 """Most tokens of a step that use "batched_mm": up to here it was the quicker one in all
 measurements, with 8 of 128 experts a token
 (benchmarks/results/full_size-nvidia-h200.json)."""
@@ -38,7 +38,7 @@ def forward(
     Returns:
         (tokens, hidden size).
     """
-    few = hidden_states.device.type != "cpu" and len(hidden_states) <= MOST_BATCHED
+    few = hidden_states.device.type != "cpu" and len(hidden_states) <= MAX_BATCHED
     implementation = ALL_EXPERTS_FUNCTIONS[_BATCHED if few else _GROUPED]
     return implementation(experts, hidden_states, top_k_index, top_k_weights)
 

@@ -62,7 +62,7 @@ _ALLOWED: dict[str, tuple] = {
 _WORDS = {"none": None, "true": True, "false": False}
 """Values of fields that a text spells in words."""
 _ALLOWED_BITS = (2, 3, 4)
-_MOST_WIDTHS = 2
+_MAX_WIDTHS = 2
 _MAX_RECENT = 4096
 
 
@@ -90,8 +90,8 @@ class KVPolicy:
             most two different widths below 16.
         key_axis: "token" quantizes each token over a group of channels (QuaRot): a token that has
             left the window takes a slot of a page, and a page begins with as many tokens as take
-            its bytes in 16 bit. "channel" quantizes each key channel over a group of tokens
-            (KIVI, OScaR): whole pages of 128 tokens at a time.
+            its bytes in 16-bit precision. "channel" quantizes each key channel over a group of
+            tokens (KIVI, OScaR): whole pages of 128 tokens at a time.
         key_group: tokens of a key group, or channels with ``key_axis="token"``: 32, 64 or 128.
         value_group: channels of a value group: 32, 64 or 128. A head that the group does not
             divide uses the largest divisor of head_dim below it.
@@ -116,8 +116,8 @@ class KVPolicy:
             page's center, whichever has the smaller error. The center is the mean of the page's
             first keys; where the window is below 4 tokens and a page begins while decoding, of
             keys that the page before stores.
-        window: most recent tokens of a sequence that are always kept in 16 bit.
-        sinks: first tokens of a sequence that are always kept in 16 bit.
+        window: most recent tokens of a sequence that are always kept in 16-bit precision.
+        sinks: first tokens of a sequence that are always kept in 16-bit precision.
 
     Raises:
         InputError: a value is not allowed; the message names the field and the allowed values.
@@ -289,9 +289,9 @@ def _checked_bits(bits: Any) -> ModalityBits:
         given = list(bits) if isinstance(bits, ModalityBits) else [bits] * len(names)
     checked = ModalityBits(*map(_checked_width, names, given))
     packed = sorted({str(width) for width in checked if width.packed})
-    if len(packed) > _MOST_WIDTHS:
+    if len(packed) > _MAX_WIDTHS:
         raise InputError(
-            f"KVPolicy bits: {', '.join(packed)}: must be at most {_MOST_WIDTHS} different widths "
+            f"KVPolicy bits: {', '.join(packed)}: must be at most {_MAX_WIDTHS} different widths "
             "below 16"
         )
     return checked

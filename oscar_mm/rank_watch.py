@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from torch import distributed
 
-from oscar_mm.ranks import Ranks
+from oscar_mm.tensor_parallel import TPGroup
 
 try:
     import fcntl
@@ -33,7 +33,7 @@ _PATIENCE_S = 1.0
 
 
 @cache
-def watch(ranks: Ranks) -> None:
+def watch(ranks: TPGroup) -> None:
     """Watch the other ranks of this machine until this process ends.
 
     Each rank locks a file of its own. The system releases the lock when the process is gone,
@@ -70,7 +70,7 @@ def _end(file: BinaryIO, path: str, watchers: Sequence[Thread]) -> None:
         watcher.join(_PATIENCE_S / len(watchers))
 
 
-def _wait(path: str, rank: int, ranks: Ranks, own: str) -> None:
+def _wait(path: str, rank: int, ranks: TPGroup, own: str) -> None:
     """Wait for the end of another rank, and end this process if that one was lost.
 
     Args:

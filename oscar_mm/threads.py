@@ -18,7 +18,7 @@ import torch
 
 T = TypeVar("T")
 R = TypeVar("R")
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 _this_thread = threading.local()
 _beginning = threading.Lock()
 
@@ -290,19 +290,19 @@ def thread_count() -> int:
     """How many threads work at a time, for all requests of this process: one for each core."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(cores, _MOST_THREADS)
+    return min(cores, _MAX_THREADS)
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
     count, usual = thread_count(), torch.get_num_threads()
-    pool, begun = ThreadPoolExecutor(count, "oscar-media"), threading.Barrier(count)
+    pool, started = ThreadPoolExecutor(count, "oscar-media"), threading.Barrier(count)
 
     def begin() -> None:
         _this_thread.is_of_pool = True
         torch.get_num_threads()  # A thread that has not asked yet takes the default later.
         torch.set_num_threads(1)
-        begun.wait()
+        started.wait()
 
     wait([pool.submit(begin) for _ in range(count)])
     # What a thread sets is its own number of cores, and the default of threads to come.
@@ -326,7 +326,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_anew)  # A forked process has no threads.
 
 
-def in_threads(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def parallel_map(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Results of ``call`` for each item, in the order of the items; threads work ahead.
 
     Not more than twice ``thread_count`` results wait to be taken. The first error in the order of
@@ -352,7 +352,7 @@ def in_threads(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         wait([future for future in ahead if not future.cancel()])
 
 
-def begun(call: Callable[[T], R], items: Iterable[T]) -> list[Future[R]]:
+def submit_all(call: Callable[[T], R], items: Iterable[T]) -> list[Future[R]]:
     """Calls that threads work out meanwhile, one for each item.
 
     Args:

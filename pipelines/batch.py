@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from oscar_mm.engine.answer import Answer
+from oscar_mm.engine.message_lists import conversation_from
+from oscar_mm.engine.request import Request
 from oscar_mm.errors import InputError
-from oscar_mm.generation.answer import Answer
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.message_lists import conversation_from
 from oscar_mm.modality import Modality
 
 if TYPE_CHECKING:
@@ -54,17 +54,17 @@ def batch_results(
 def _results(
     pipe: Pipeline, requests: Iterable[Mapping[str, Any]], batch_size: int, max_tokens: int
 ) -> Iterator[BatchResult]:
-    running: dict[Generation, int] = {}
+    running: dict[Request, int] = {}
     try:
         for index, arguments in enumerate(requests):
             try:
-                answer = _generation(pipe, arguments)
+                answer = _new_request(pipe, arguments)
             except Exception as error:  # Whatever a file makes a library raise is its own.
                 yield BatchResult(index, error=error.with_traceback(None))
                 continue
             while running and (
                 len(running) >= batch_size
-                or sum(one.most_tokens for one in (*running, answer)) > max_tokens
+                or sum(one.max_total_tokens for one in (*running, answer)) > max_tokens
             ):
                 yield from _next_results(pipe, running)
             running[answer] = index
@@ -76,7 +76,7 @@ def _results(
             answer.cancel()
 
 
-def _generation(pipe: Pipeline, arguments: Any) -> Generation:
+def _new_request(pipe: Pipeline, arguments: Any) -> Request:
     """The answer to a request, which is read and checked."""
     start = time.perf_counter()
     if not isinstance(arguments, Mapping):
@@ -98,10 +98,10 @@ def _generation(pipe: Pipeline, arguments: Any) -> Generation:
         open_end=template.takes_any_end,
     )
     prompt = pipe.read_request(asked, sampling.max_new_tokens, template=template)
-    return pipe.generation(prompt, sampling, start)
+    return pipe.new_request(prompt, sampling, start)
 
 
-def _next_results(pipe: Pipeline, running: dict[Generation, int]) -> Iterator[BatchResult]:
+def _next_results(pipe: Pipeline, running: dict[Request, int]) -> Iterator[BatchResult]:
     """Go on until some answers have ended, and take them out of those that run."""
     for answer in pipe.engine.next_ended(running):
         index = running.pop(answer)

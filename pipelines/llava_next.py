@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.image_processing_utils import select_best_resolution
 
-from oscar_mm.generation.family import Encoding, Family
+from oscar_mm.engine.family import Encoding, Family
 from oscar_mm.media.media import Medium
 from oscar_mm.modality import Modality
 
@@ -51,7 +51,7 @@ class LlavaNext(Family):
             input_ids=ids,
             tensors={name: inputs[name] for name in ("pixel_values", "image_sizes") if media},
             positions=torch.arange(ids.shape[1])[None],
-            media_tokens=[self.least_tokens(medium) for medium in media],
+            media_tokens=[self.min_tokens(medium) for medium in media],
         )
 
     def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -77,7 +77,7 @@ class LlavaNext(Family):
                 return size
         return width, height
 
-    def least_tokens(self, medium: Medium) -> int:
+    def min_tokens(self, medium: Medium) -> int:
         """Tokens of an image: its tiles without padding, a line break a row, and the overview."""
         return self._image_tokens(medium.content.width, medium.content.height)
 

@@ -18,13 +18,13 @@ from torch import distributed
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, Qwen3MoeConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError
-from oscar_mm.generation.family import Family
 from oscar_mm.models import check_source, remedy, source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
 from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
 from oscar_mm.rank_watch import watch
-from oscar_mm.ranks import Ranks
+from oscar_mm.tensor_parallel import TPGroup
 
 FAMILIES: dict[str, tuple[type[Family], ...]] = {
     "OscarVLPipeline": (LlavaNext, Qwen3VL),
@@ -127,7 +127,7 @@ def load(
         raise InputError(f"model {source}: {first_line(error)}") from error
     if target is not None:
         loaded = loaded.to(target)
-    watch(Ranks.of(loaded))
+    watch(TPGroup.of(loaded))
     _set_attention(family, loaded, towers)
     return family(loaded.eval(), processor)
 
@@ -146,7 +146,7 @@ def outline(model: str | Path) -> Family:
     family = _family(config.model_type, reader(model))
     processor = _processor(source, {})
     _check_processor(processor)
-    return family(on_meta(family.auto_class, config).eval(), processor)
+    return family(meta_model(family.auto_class, config).eval(), processor)
 
 
 def reader(model: str | Path) -> str:
@@ -230,7 +230,7 @@ def _processor(source: str, options: dict[str, Any]) -> Any:
 
 
 def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
-    """The checkpoint's dtype on a GPU; float32 on a CPU, which is slow in 16 bit.
+    """The checkpoint's dtype on a GPU; float32 on a CPU, which is slow in 16-bit precision.
 
     Raises:
         InputError: an unknown dtype.
@@ -304,7 +304,7 @@ class Placement:
         _check_heads(config, count)
         plan = self.tp_plan
         if isinstance(plan, str):
-            plan = tensor_plan(on_meta(auto_class, config), count)
+            plan = tensor_plan(meta_model(auto_class, config), count)
         return {"distributed_config": DistributedConfig(tp_size=count, tp_plan=dict(plan))}
 
 
@@ -334,7 +334,7 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
     return {name: style for name, style in plan.items() if name in there}
 
 
-def on_meta(auto_class: Any, config: Any) -> PreTrainedModel:
+def meta_model(auto_class: Any, config: Any) -> PreTrainedModel:
     """A model that has shapes but no weights."""
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"):

@@ -13,15 +13,15 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from oscar_mm.cache.cache import OscarCache, as_argument
+from oscar_mm.engine.answer import Answer, AnswerStream, Timings
+from oscar_mm.engine.message_lists import conversation_from
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.request_options import RequestOptions, split_media
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import InputError, shown
-from oscar_mm.generation.answer import Answer, AnswerStream, Timings
-from oscar_mm.generation.message_lists import conversation_from
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.request_options import RequestOptions, split_media
-from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.audio import AudioSource
+from oscar_mm.media.encoder_inputs import scaled_inputs, with_features
 from oscar_mm.media.image import ImageSource
-from oscar_mm.media.tower_inputs import scaled_inputs, with_features
 from oscar_mm.media.video import VideoSource
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -86,11 +86,11 @@ class OscarOmniPipeline(Pipeline):
                 the answer early or edit logits cannot be used.
             speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
             options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
-                for all media: see ``oscar_mm.generation.request_options.RequestOptions``.
+                for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
             InputError: media, text or numbers that cannot be used, or speech of a checkpoint that
-                cannot speak; as ``NoRoom`` a request that is too long for ``max_context``,
+                cannot speak; as ``RequestTooLarge`` a request that is too long for ``max_context``,
                 ``kv_budget`` or the GPU.
         """
         return self.stream(

@@ -19,21 +19,21 @@ from transformers import PreTrainedModel
 from oscar_mm.admission.admission import Admission
 from oscar_mm.admission.capacity import KVBudget
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.chat_file import ModelFingerprint, read_chat
+from oscar_mm.engine.answer import Answer, AnswerStream
+from oscar_mm.engine.engine import Engine
+from oscar_mm.engine.message import Message, media_of
+from oscar_mm.engine.message_lists import conversation_from
+from oscar_mm.engine.prefill_runner import usual_chunk
+from oscar_mm.engine.prefix_cache import PrefixCache
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.request_options import RequestOptions, split_media, split_template
+from oscar_mm.engine.sampling import Sampling
+from oscar_mm.engine.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.errors import InputError
-from oscar_mm.generation.answer import Answer, AnswerStream
-from oscar_mm.generation.engine import Engine
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.message import Message, media_of
-from oscar_mm.generation.message_lists import conversation_from
-from oscar_mm.generation.prefix_cache import PrefixCache
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.prompt_reader import usual_chunk
-from oscar_mm.generation.request_options import RequestOptions, split_media, split_template
-from oscar_mm.generation.sampling import Sampling
-from oscar_mm.generation.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.media import Media, MediaReader
@@ -44,8 +44,8 @@ from oscar_mm.ops.score_errors import warn_of_hard_layers
 from oscar_mm.pipelines.batch import BatchResult, batch_results
 from oscar_mm.pipelines.loading import Placement, load
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.ranks import Ranks
 from oscar_mm.sizes import parse_bytes
+from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -141,7 +141,7 @@ class Pipeline:
             towers=attn_implementation,
             model_kwargs={} if model_kwargs is None else model_kwargs,
         )
-        self.store.ranks = Ranks.of(self.model)
+        self.store.ranks = TPGroup.of(self.model)
         self.store.ranks.check(self.policy)
         # Of this pipeline and those that ``with_policy`` makes of it.
         self._fingerprint = ModelFingerprint(self.model)
@@ -150,7 +150,7 @@ class Pipeline:
         most = min(max_context or longest, longest)
         chunk = usual_chunk(self.family.device) if prefill_chunk == "auto" else chunk
         self.admission = Admission(self.family, self.store, most, chunk, budget)
-        self.media_reader.most_seconds = self.admission.most_seconds
+        self.media_reader.max_seconds = self.admission.max_seconds
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes)
         warn_of_hard_layers(self.model, self.policy)
 
@@ -195,8 +195,8 @@ class Pipeline:
             parallel: whether an answer may hold several calls.
 
         Raises:
-            InputError: names the tool, and what would be right; as ``NoRoom`` tools that are too
-                long.
+            InputError: names the tool, and what would be right; as ``RequestTooLarge`` tools that
+                are too long.
         """
         offer = self.family.offer(tools, tool_choice, parallel=parallel)
         if offer is not None:
@@ -233,7 +233,7 @@ class Pipeline:
                 budget.make_room(saved.bytes)
             return saved.placed(self.store, self.family.layer_devices)
 
-        with self.engine.room_for(place) as cache:
+        with self.engine.wait_for_memory(place) as cache:
             conversation = replace(chat.conversation, kv=cache)
             return Chat(self, chat.system, conversation, tools=chat.tools)
 
@@ -365,7 +365,7 @@ class Pipeline:
         """Refuse what is no text of a user, is empty, or is over the context by itself.
 
         Raises:
-            InputError: names the argument; as ``NoRoom`` a text that is too long.
+            InputError: names the argument; as ``RequestTooLarge`` a text that is too long.
         """
         self.admission.check_text(name, text, may_be_empty=may_be_empty)
 
@@ -410,8 +410,8 @@ class Pipeline:
             cancelled: returns whether the request was cancelled.
 
         Raises:
-            InputError: texts or media that cannot be used; as ``NoRoom`` a request that is too
-                long for ``max_context``, ``kv_budget`` or the GPU, if the headers of its media
+            InputError: texts or media that cannot be used; as ``RequestTooLarge`` a request that is
+                too long for ``max_context``, ``kv_budget`` or the GPU, if the headers of its media
                 say so before they are decoded.
         """
         self.admission.check_messages(messages)
@@ -446,13 +446,13 @@ class Pipeline:
         """Answer a whole conversation, given as a list of messages.
 
         Args:
-            messages: as of ``oscar_mm.generation.message_lists.messages_from``.
+            messages: as of ``oscar_mm.engine.message_lists.messages_from``.
             tools, tool_choice: as of ``chat``.
-            options: see ``oscar_mm.generation.request_options.RequestOptions``.
+            options: see ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
-            InputError: media, text or numbers that cannot be used; as ``NoRoom`` a conversation
-                that is too long.
+            InputError: media, text or numbers that cannot be used; as ``RequestTooLarge`` a
+                conversation that is too long.
         """
         start = time.perf_counter()
         offer = self.offer(tools, tool_choice)
@@ -505,7 +505,7 @@ class Pipeline:
                 f"{', '.join([*arguments, *names])}, or the fields of MediaOptions"
             )
         given = {name: value for name, value in options.items() if value is not None}
-        rules = {} if "temperature" in given else self.family.sampling_rules()
+        rules = {} if "temperature" in given else self.family.default_sampling()
         chosen: dict[str, Any] = {"max_new_tokens": self.longest_answer()} | rules | given
         sampling = Sampling(**chosen)
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
@@ -540,22 +540,22 @@ class Pipeline:
             start: ``time.perf_counter()`` when the request came.
             tools: that the model may call.
         """
-        generation = self.generation(prompt, sampling, start, tools)
-        running = weakref.ref(generation)
+        running_request = self.new_request(prompt, sampling, start, tools)
+        running = weakref.ref(running_request)
 
         def cancel() -> None:
             if (answer := running()) is not None:
                 answer.cancel()
 
-        return AnswerStream(_pieces(generation), cancel)
+        return AnswerStream(_pieces(running_request), cancel)
 
-    def generation(
+    def new_request(
         self,
         prompt: Prompt,
         sampling: Sampling,
         start: float,
         tools: ToolOffer | None = None,
-    ) -> Generation:
+    ) -> Request:
         """An answer to a prompt of a single row, checked, which has not begun.
 
         Args:
@@ -564,14 +564,14 @@ class Pipeline:
             start: ``time.perf_counter()`` when the request came.
             tools: that the model may call.
         """
-        return Generation(self.engine, prompt, self.new_cache(), sampling, start, tools=tools)
+        return Request(self.engine, prompt, self.new_cache(), sampling, start, tools=tools)
 
 
-def _pieces(generation: Generation) -> Generator[Piece | Answer, None, None]:
-    yield from generation
-    answer = generation.answer()
+def _pieces(running_request: Request) -> Generator[Piece | Answer, None, None]:
+    yield from running_request
+    answer = running_request.answer()
     # Frees the pages of a cancelled generation even if the caller keeps the stream.
-    del generation
+    del running_request
     yield answer
 
 
@@ -609,13 +609,13 @@ class OscarVLPipeline(Pipeline):
             videos: one video or a list, of paths, bytes, addresses or frames. LLaVA reads none.
             system: system prompt.
             messages: a whole conversation instead of a prompt, with texts and media in their order,
-                see ``oscar_mm.generation.message_lists.messages_from``.
+                see ``oscar_mm.engine.message_lists.messages_from``.
             options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
-                for all media: see ``oscar_mm.generation.request_options.RequestOptions``.
+                for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
-            InputError: media, text or numbers that cannot be used; as ``NoRoom`` a request that
-                is too long for ``max_context``, ``kv_budget`` or the GPU.
+            InputError: media, text or numbers that cannot be used; as ``RequestTooLarge`` a request
+                that is too long for ``max_context``, ``kv_budget`` or the GPU.
         """
         shown: dict[str, Any] = {"videos": videos, "system": system, "messages": messages}
         return self.stream(images, prompt, **shown, **options).complete()

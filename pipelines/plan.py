@@ -17,8 +17,8 @@ from transformers import (
 
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.admission.request_size import count_tokens
+from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError
-from oscar_mm.generation.family import Family
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.audio import silence
 from oscar_mm.media.image import PictureSize
@@ -27,7 +27,7 @@ from oscar_mm.media.video import sampled
 from oscar_mm.modality import Modality
 from oscar_mm.models import ReleasedModel, released_model, source_of
 from oscar_mm.pipelines.llava_next import LlavaNext
-from oscar_mm.pipelines.loading import on_meta, outline
+from oscar_mm.pipelines.loading import meta_model, outline
 from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -144,11 +144,12 @@ class Plan:
 
     @property
     def bf16_bytes(self) -> int:
-        """Bytes of keys and values in 16 bit."""
+        """Bytes of keys and values in 16-bit precision."""
         return self.shape.kv_bytes(_PLAIN, self.tokens)
 
     def by_modality(self) -> dict[str, tuple[int, int]]:
-        """Bytes in 16 bit and under the policy of each modality with tokens; they sum to all.
+        """Bytes in 16-bit precision and under the policy of each modality with tokens; they sum to
+        all.
 
         Text counts what it takes by itself, window and sinks among it, each other modality what it
         adds to those before it.
@@ -164,7 +165,8 @@ class Plan:
         return sizes
 
     def fits(self, gpu_bytes: float) -> tuple[int, int]:
-        """How many such conversations fit a GPU beside the weights: in 16 bit, under the policy."""
+        """How many such conversations fit a GPU beside the weights: in 16-bit precision, under the
+        policy."""
         how = (_PLAIN, self.policy)
         in_16_bit, packed = (self.shape.conversations(gpu_bytes, one, self.tokens) for one in how)
         return in_16_bit, packed
@@ -217,7 +219,7 @@ def plan(
         name, parameters = network.config.model_type, network.num_parameters()
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
     else:
-        family = outline(model) if released is None else outline_released(released)
+        family = outline(model) if released is None else released_skeleton(released)
         network, tokens = family.model, count_tokens(family, media)
         name = ", ".join(filter(None, (family.name, released and released.part)))
         parameters = family.outer_model.num_parameters()
@@ -231,7 +233,7 @@ def plan(
     )
 
 
-def outline_released(released: ReleasedModel) -> Family:
+def released_skeleton(released: ReleasedModel) -> Family:
     """A family of the released shapes; its model has no weights, its tokenizer is a bundled one.
 
     Media take as many tokens as with the released processor; the chat template's own text is
@@ -265,7 +267,7 @@ def outline_released(released: ReleasedModel) -> Family:
         processor.tokenizer.add_tokens([" seconds"])
         processor.chat_template = _QWEN_TEMPLATE
     config = AutoConfig.for_model(released.family, **fields)
-    return family(on_meta(family.auto_class, config).eval(), processor)
+    return family(meta_model(family.auto_class, config).eval(), processor)
 
 
 def _read_tiles(processor: Any, vision: dict[str, Any]) -> list[list[int]]:

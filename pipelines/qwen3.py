@@ -17,23 +17,23 @@ from torch.nn.functional import pad
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.generation.family import Encoding, Family
+from oscar_mm.engine.family import Encoding, Family
 from oscar_mm.media import Audio, Video
-from oscar_mm.media.media import Medium
-from oscar_mm.media.mono import RATE
-from oscar_mm.media.options import LOW_PIXELS, OF_MODALITY, MediaOptions
-from oscar_mm.media.tower_inputs import (
+from oscar_mm.media.encoder_inputs import (
     SAMPLES,
+    DeferredFeatures,
     SizesKept,
-    UnmadeFeatures,
     as_samples,
+    can_defer,
     in_bytes,
     make_features_in_model,
-    may_wait,
     pixel_bounds,
     resized,
     scale_in_model,
 )
+from oscar_mm.media.media import Medium
+from oscar_mm.media.options import LOW_PIXELS, OF_MODALITY, MediaOptions
+from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality, token_modalities
 
 
@@ -76,7 +76,7 @@ def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, 
 
 
 _OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
-_FEWEST_TOKENS, _MOST_TOKENS = 4, 16384
+_FEWEST_TOKENS, _MAX_TOKENS = 4, 16384
 """Least and most tokens of a picture with a given size, as in qwen-vl-utils. No option may ask for
 more, because the time of a tower grows with the square of the tokens of a picture."""
 _FRAME_TOKENS = 128, 768
@@ -91,10 +91,10 @@ def image_size(
     """See ``Family.image_size``; without options the processor's own bounds apply."""
     factor = image_processor.patch_size * image_processor.merge_size
     if options.resized is not None:
-        bounds = _FEWEST_TOKENS * factor**2, _MOST_TOKENS * factor**2
+        bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
         return _resized(options.resized, factor, *bounds)
     least, most = pixel_bounds(image_processor)
-    largest = max(most, _MOST_TOKENS * factor**2)
+    largest = max(most, _MAX_TOKENS * factor**2)
     if options.max_pixels is not None:
         most = min(options.max_pixels, largest)
     elif options.detail == "low":
@@ -111,13 +111,13 @@ def frame_size(
     """See ``Family.frame_size``; without options the bounds of qwen-vl-utils apply."""
     factor = video_processor.patch_size * video_processor.merge_size
     if options.resized is not None:
-        bounds = _FEWEST_TOKENS * factor**2, _MOST_TOKENS * factor**2
+        bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
         return _resized(options.resized, factor, *bounds)
     low, high = (tokens * factor**2 for tokens in _FRAME_TOKENS)
     least = low if options.min_pixels is None else options.min_pixels
     total = _VIDEO_TOKENS * factor**2 if options.total_pixels is None else options.total_pixels
     share = total / frames * video_processor.temporal_patch_size
-    most = min(max(min(high, share), int(least * 1.05)), _MOST_TOKENS * factor**2)
+    most = min(max(min(high, share), int(least * 1.05)), _MAX_TOKENS * factor**2)
     if options.max_pixels is not None:
         most = min(most, options.max_pixels)
     return _resized((width, height), factor, min(least, most), most)
@@ -160,7 +160,7 @@ class Qwen3Family(Family):
 class Qwen3VL(Qwen3Family):
     """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking.
 
-    Loading teaches the model to take pixels as bytes, see ``oscar_mm.media.tower_inputs``.
+    Loading teaches the model to take pixels as bytes, see ``oscar_mm.media.encoder_inputs``.
     """
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
@@ -213,8 +213,8 @@ class Qwen3VL(Qwen3Family):
             media_tokens=[counts[medium.modality].pop(0) for medium in media],
         )
 
-    def least_tokens(self, medium: Medium) -> int:
-        """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
+    def min_tokens(self, medium: Medium) -> int:
+        """See ``Family.min_tokens``; videos are bounded by ``MediaLimits``."""
         if medium.modality is Modality.IMAGE:
             processor = self.processor.image_processor
             return image_tokens(processor, medium.content, sized=medium.sized)
@@ -251,7 +251,7 @@ class Qwen3Omni(Qwen3Family):
 
     ``model`` is the thinker, which writes the text; ``outer_model`` also has the talker, where the
     checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``, and to take
-    pixels as bytes, and samples (``oscar_mm.media.tower_inputs``).
+    pixels as bytes, and samples (``oscar_mm.media.encoder_inputs``).
 
     A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
     positions whatever comes with it (the processor would pad recordings to the longest and take
@@ -283,9 +283,9 @@ class Qwen3Omni(Qwen3Family):
         """See ``Family.encode``."""
         left, reading = list(media), in_bytes(self.processor, self.model)
         sounds = [one for one in map(_sound, media) if one is not None]
-        waits = may_wait(self.model, self.processor.feature_extractor, sounds)
+        waits = can_defer(self.model, self.processor.feature_extractor, sounds)
         if waits:
-            reading.feature_extractor = UnmadeFeatures(self.processor.feature_extractor)
+            reading.feature_extractor = DeferredFeatures(self.processor.feature_extractor)
         ids, positions, counts = [], [], []
         gathered: dict[str, list[Any]] = {}
         place = torch.zeros(())
@@ -328,8 +328,8 @@ class Qwen3Omni(Qwen3Family):
             return None
         return longer_sides(tokens) if modality is Modality.IMAGE else [tokens]
 
-    def least_tokens(self, medium: Medium) -> int:
-        """See ``Family.least_tokens``; videos are bounded by ``MediaLimits``."""
+    def min_tokens(self, medium: Medium) -> int:
+        """See ``Family.min_tokens``; videos are bounded by ``MediaLimits``."""
         if medium.modality is Modality.IMAGE:
             processor = self.processor.image_processor
             return image_tokens(processor, medium.content, sized=medium.sized)

@@ -16,12 +16,12 @@ import torch
 from oscar_mm.admission.admission import Past
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.engine.message import Message, first_turn
+from oscar_mm.engine.prefill_runner import PrefillRunner
+from oscar_mm.engine.prompt import Prompt, beginning, text_after
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.sampling import NAN, Sampling
 from oscar_mm.errors import InputError
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.message import Message, first_turn
-from oscar_mm.generation.prompt import Prompt, beginning, text_after
-from oscar_mm.generation.prompt_reader import PromptReader
-from oscar_mm.generation.sampling import NAN, Sampling
 from oscar_mm.media.media import Media
 from oscar_mm.torch_modes import eager
 
@@ -33,7 +33,7 @@ _QUESTION = "oscar-question"
 
 
 class SharedMedia:
-    """The beginning of a first turn up to its last medium, in a cache that questions go on from.
+    """The beginning of a first turn up to its last medium, in a cache that questions continue.
 
     The media are processed and read once, and all questions share their pages, one after the other
     or as rows of one batch. A question reads the media from packed pages, so its answer may differ
@@ -85,7 +85,7 @@ class SharedMedia:
         """Have the model read the media, once; after that only their pages are kept.
 
         Raises:
-            NoRoom: they leave no room for an answer.
+            RequestTooLarge: they leave no room for an answer.
             InputError: other weights or adapters have read them.
         """
         if self._prompt is None:
@@ -108,8 +108,8 @@ class SharedMedia:
         self._state, ids = state, self._prompt.inputs["input_ids"]
         self._prompt = replace(self._prompt, inputs={"input_ids": ids})
 
-    def generation(self, question: str, sampling: Sampling) -> Generation:
-        """The answer to a question about the media, which goes on from their pages; reads the media
+    def new_request(self, question: str, sampling: Sampling) -> Request:
+        """The answer to a question about the media, which continues their pages; reads the media
         the first time.
 
         Args:
@@ -117,14 +117,15 @@ class SharedMedia:
             sampling: how to answer.
 
         Raises:
-            InputError: text that cannot be used; as ``NoRoom`` a question that is too long.
+            InputError: text that cannot be used; as ``RequestTooLarge`` a question that is too
+                long.
         """
         start = time.perf_counter()
         prompt, past = self._after_media(question, sampling.max_new_tokens)
         with self.pipe.lock.briefly():
             cache = past.fork()
         history = None if self._prompt is None else self._prompt.inputs["input_ids"]
-        answer = Generation(self.pipe.engine, prompt, cache, sampling, start, history)
+        answer = Request(self.pipe.engine, prompt, cache, sampling, start, history)
         answer.prompt_tokens += past.get_seq_length()
         return answer
 
@@ -134,7 +135,7 @@ class SharedMedia:
 
         Raises:
             InputError: text that cannot be used, or an answer that is empty or holds control
-                tokens; as ``NoRoom`` a question that is too long.
+                tokens; as ``RequestTooLarge`` a question that is too long.
         """
         choices = self._continuations(question, answers)
         prompt, past = self._after_media(question, max(map(len, choices)))
@@ -276,7 +277,7 @@ def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
 @eager
 @torch.inference_mode()
 def log_likelihoods(
-    reader: PromptReader,
+    reader: PrefillRunner,
     prompts: Sequence[Prompt],
     caches: Sequence[OscarCache],
     continuations: Sequence[Sequence[Sequence[int]]],
@@ -296,12 +297,12 @@ def log_likelihoods(
     Raises:
         FloatingPointError: the model's logits are NaN.
     """
-    first = reader.read_together(prompts, caches)
+    first = reader.prefill_batch(prompts, caches)
     texts = [(row, list(ids)) for row, several in enumerate(continuations) for ids in several]
     forks = [caches[row].fork() for row, _ in texts]
     try:
         read = [text_after(prompts[row], torch.tensor([ids])) for row, ids in texts]
-        after = reader.read_together(read, forks, every_token=True)
+        after = reader.prefill_batch(read, forks, every_token=True)
     finally:
         for fork in forks:
             fork.close()

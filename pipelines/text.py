@@ -18,10 +18,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from oscar_mm.admission.capacity import layers_of_states
 from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.engine.prompt import Prompt
 from oscar_mm.errors import InputError
-from oscar_mm.generation.prompt import Prompt
 from oscar_mm.models import check_source, source_of
-from oscar_mm.pipelines.loading import FAMILIES, config_of, device_of, dtype_of, first_line, on_meta
+from oscar_mm.pipelines.loading import (
+    FAMILIES,
+    config_of,
+    device_of,
+    dtype_of,
+    first_line,
+    meta_model,
+)
 
 _CHARACTERS = 16
 """Characters of a token, more than the average of any text."""
@@ -159,7 +166,7 @@ def outline_text_model(model: str | Path) -> PreTrainedModel:
             f"model {source}: keeps keys and values of different sizes (latent attention), which "
             "pages do not hold"
         )
-    return on_meta(AutoModelForCausalLM, config)
+    return meta_model(AutoModelForCausalLM, config)
 
 
 def context_of(config: Any) -> int:

@@ -13,7 +13,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 from oscar_mm import *
 
 import oscar_mm.cli
-import oscar_mm.kernels.loops
+import oscar_mm.kernels.numba_vectors
 import oscar_mm.pipelines.loading
 import transformers.models.auto.modeling_auto
 import transformers.models.auto.processing_auto

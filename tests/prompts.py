@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature
 
-from oscar_mm.generation.message import first_turn
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prompt import Prompt
 from oscar_mm.media import load_video
 from oscar_mm.media.media import Media
 from oscar_mm.modality import token_modalities
@@ -99,7 +99,7 @@ class Reference:
         return [row[: row.index(end)] if end in row else row for row in rows]
 
     def prompt(self, requests: Sequence[Request]) -> Prompt:
-        """A batch for ``oscar_mm.generation.decode_batch.decode``."""
+        """A batch for ``oscar_mm.engine.decode_runner.decode``."""
         inputs = dict(self.inputs(requests))
         types, mask = inputs.pop("mm_token_type_ids"), inputs["attention_mask"]
         ids = inputs["input_ids"]

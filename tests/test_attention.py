@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from oscar_mm import OscarCache
 from oscar_mm.attention import attend
 from oscar_mm.cache import layer as layer_module
-from oscar_mm.cache import pending
-from oscar_mm.cache.pending import attend_stored
-from oscar_mm.cache.step import Step
+from oscar_mm.cache import paged_attention
+from oscar_mm.cache.paged_attention import attend_stored
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import PADDING
 from tests.cache.invariants import (
     POLICIES,
@@ -95,9 +95,9 @@ def test_short_turns_on_a_cpu_read_packed_pages(
 def test_tokens_in_16_bit_are_not_read_one_by_one(changes: str, monkeypatch) -> None:
     """Where they are many, torch's attention takes them in less time."""
     cache, _ = filled(changes, random_ids(1, 300, 300))
-    step, loops = Step(past=cache.ledger.sequences), pending.decode_directly
+    step, loops = StepPlan(past=cache.kv_manager.sequences), paged_attention.decode_directly
     read = []
-    monkeypatch.setattr(pending, "decode_directly", lambda x: (read.append(x), loops(x))[1])
+    monkeypatch.setattr(paged_attention, "decode_directly", lambda x: (read.append(x), loops(x))[1])
     for tokens in (16, 17):
         attend_stored(cache.layers[0], *chunk(1, tokens), 0.125, step)
     assert [arguments.queries.shape[2] for arguments in read] == [16]
@@ -264,7 +264,7 @@ def test_memory_of_a_later_turn_does_not_grow_with_the_past(
         cache, _ = filled(policy, torch.zeros(1, tokens, dtype=torch.int64), kv_heads=1, group=1)
         layer = cache.layers[0]
         pools = [layer.recent.storage, *(pool.storage for pool in layer.pages.values())]
-        step = Step(past=cache.ledger.sequences)
+        step = StepPlan(past=cache.kv_manager.sequences)
         with Largest(*pools) as counted:
             attend_stored(layer, *chunk(1, 150, kv_heads=1, group=1), 0.125, step)
         largest.append(counted.bytes)

@@ -18,9 +18,9 @@ from transformers.activations import GELUActivation
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prompt import Prompt
 from oscar_mm.fast_decode.decoder import supports
-from oscar_mm.generation.message import first_turn
-from oscar_mm.generation.prompt import Prompt
 from oscar_mm.modules import weights_key
 from tests.pipelines.conftest import NEVER
 

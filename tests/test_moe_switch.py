@@ -12,15 +12,15 @@ from transformers.integrations.finegrained_fp8 import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.moe_switch import IMPLEMENTATION, MOST_BATCHED, choose_experts, forward
+from oscar_mm.moe_switch import IMPLEMENTATION, MAX_BATCHED, choose_experts, forward
 
 
 @pytest.mark.parametrize(
     ("tokens", "device", "expected"),
     [
         (1, "meta", "batched_mm"),
-        (MOST_BATCHED, "meta", "batched_mm"),
-        (MOST_BATCHED + 1, "meta", "grouped_mm"),
+        (MAX_BATCHED, "meta", "batched_mm"),
+        (MAX_BATCHED + 1, "meta", "grouped_mm"),
         (1, "cpu", "grouped_mm"),
     ],
 )

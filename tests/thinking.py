@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from oscar_mm.generation.sampling import Choices, NextTokens, TokenSampler
+from oscar_mm.engine.sampling import SampledTokens, Sampler, SamplingState
 from oscar_mm.pipelines.pipeline import Pipeline
 
 
@@ -21,14 +21,14 @@ def saying(pipe: Pipeline, *rows: Sequence[int]) -> Iterator[list[torch.Tensor]]
     gives the model's own logits, step by step."""
     end = next(iter(pipe.family.end_tokens()))
     seen: list[torch.Tensor] = []
-    order: dict[TokenSampler, tuple[Sequence[int], list[int]]] = {}
-    init, choose = Choices.__init__, Choices.__call__
+    order: dict[SamplingState, tuple[Sequence[int], list[int]]] = {}
+    init, choose = Sampler.__init__, Sampler.__call__
 
     def with_samplers(choices: Any, samplers: Any, *rest: Any) -> None:
         init(choices, samplers, *rest)
         choices.samplers = samplers
 
-    def say(choices: Any, logits: torch.Tensor) -> NextTokens:
+    def say(choices: Any, logits: torch.Tensor) -> SampledTokens:
         seen.append(logits.clone())
         said = torch.zeros_like(logits)
         for row, sampler in enumerate(choices.samplers):
@@ -37,5 +37,5 @@ def saying(pipe: Pipeline, *rows: Sequence[int]) -> Iterator[list[torch.Tensor]]
             steps.append(row)
         return choose(choices, said)
 
-    with patch.object(Choices, "__init__", with_samplers), patch.object(Choices, "__call__", say):
+    with patch.object(Sampler, "__init__", with_samplers), patch.object(Sampler, "__call__", say):
         yield seen

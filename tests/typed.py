@@ -6,7 +6,7 @@ from oscar_mm import Answer, KVPolicy, MemoryReport, OscarCache, OscarOmniPipeli
 from oscar_mm.apps.audio_qa import audio_qa
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.conversation import Segment
-from oscar_mm.generation.answer import AnswerStream
+from oscar_mm.engine.answer import AnswerStream
 from oscar_mm.pipelines.batch import BatchResult
 from oscar_mm.policy import ModalityBits
 

@@ -27,7 +27,7 @@ TRIES = 3
 """A group of rows fails after so many of its workers have died."""
 _STORE_BYTES = 256 << 20
 """Object store of a local cluster; only text goes through it."""
-_MOST_BLOCKS = 5000
+_MAX_BLOCKS = 5000
 _CONNECT_S = 5
 _PEAKS = ("kv_peak_bytes", "process_peak_bytes")
 
@@ -180,7 +180,7 @@ def _run(
 
     items = [{"rows": json.dumps([asdict(row) for row in group])} for group in groups]
     results = ray.data.from_items(
-        items, override_num_blocks=min(len(groups), _MOST_BLOCKS)
+        items, override_num_blocks=min(len(groups), _MAX_BLOCKS)
     ).map_batches(
         ClusterWorker,
         fn_constructor_args=(plan, begin),

@@ -21,10 +21,10 @@ from oscar_mm.apps.audio_qa.results import (
 )
 from oscar_mm.apps.audio_qa.rows import Row, is_correct
 from oscar_mm.apps.server_process import freeze_loaded
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import InputError
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.message import first_turn
-from oscar_mm.generation.sampling import Sampling
 from oscar_mm.kernels.address_range import bytes_in_ranges
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media
@@ -117,7 +117,7 @@ class Engine:
         self.pipe, self.settings, self.batch_size = pipe, settings, batch_size
         self.audio_seconds, self.peak_bytes = 0.0, 0
         self._sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
-        self._running: dict[Generation, tuple[Row, SharedMedia]] = {}
+        self._running: dict[Request, tuple[Row, SharedMedia]] = {}
         self._reading: SharedMedia | None = None
         """Media of the group some of whose rows have not begun."""
         self._since = 0.0
@@ -207,7 +207,7 @@ class Engine:
                 else:
                     while len(self._running) >= self.batch_size:
                         yield from self._finished()
-                    answer = reading.generation(text, self._sampling)
+                    answer = reading.new_request(text, self._sampling)
                     self._running[answer] = row, reading
                     self.pipe.engine.submit(answer)
             except Exception as error:

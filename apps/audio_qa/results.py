@@ -15,9 +15,9 @@ from typing import Any
 
 from oscar_mm.apps.audio_qa.rows import Row, is_correct, named_choice
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.engine.answer import Answer
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
-from oscar_mm.generation.answer import Answer
 from oscar_mm.pipelines.shared_media import Choice
 from oscar_mm.sizes import format_bytes
 
@@ -31,7 +31,8 @@ Result = dict[str, Any]
 - finish_reason: "stop", "length" or "choice".
 - tokens: tokens of prompt and answer, media included.
 - kv_bytes: bytes of the pages, blocks and tables of these tokens, also of those that other rows
-  share; kv_ratio: bytes of as many tokens in 16 bit, divided by kv_bytes. 0 and null from a server.
+  share; kv_ratio: bytes of as many tokens in 16-bit precision, divided by kv_bytes. 0 and null from
+  a server.
 - seconds: the row's share of reading the media and of its batch.
 - error: why there is no answer, else null.
 """

@@ -34,13 +34,13 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.headers import opened_image
 from oscar_mm.media.media import MediaReader
-from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.part import media_parts
+from oscar_mm.media.resample import RATE, Audio
 from oscar_mm.media.source import describe, read_bytes
 
 _READERS = 4
 """Threads that decode recordings."""
-_MOST_BYTES = 512 << 20
+_MAX_BYTES = 512 << 20
 """Media in base64 of the requests in progress; those of the next groups are in memory too."""
 _HOST = "127.0.0.1"
 _LONGEST_START_S = 3600.0
@@ -364,7 +364,7 @@ class _Requests:
             for row in rows:
                 self._ready.put(error_result(row, error_line(error)))
             return
-        while self._bytes and self._bytes + len(shown.parts) > _MOST_BYTES:
+        while self._bytes and self._bytes + len(shown.parts) > _MAX_BYTES:
             self._freed.clear()
             await self._freed.wait()
         self._bytes += len(shown.parts)
@@ -411,7 +411,8 @@ class _Requests:
 
 
 def wav(recording: Audio) -> bytes:
-    """Encode a recording as WAV in 16 bit; one read from 16 bit at 16 kHz does not change."""
+    """Encode a recording as WAV in 16-bit precision; one read from 16 bit at 16 kHz does not
+    change."""
     samples = np.rint(recording.samples * 2**15).clip(-(2**15), 2**15 - 1).astype("<i2")
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:

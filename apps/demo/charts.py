@@ -69,8 +69,8 @@ def chart(
     x_label: str,
     show_y: Callable[[float], str],
     ticks: Sequence[float] = (),
-    least_x: float = 0,
-    least_y: float = 0,
+    min_x: float = 0,
+    min_y: float = 0,
     events: Sequence[Note] = (),
     readouts: Sequence[Note] = (),
 ) -> str:
@@ -83,14 +83,14 @@ def chart(
         x_label: label of the horizontal axis.
         show_y: writes a value of the vertical axis for people.
         ticks: values on the horizontal axis; by default its ends and its middle.
-        least_x: shortest horizontal axis.
-        least_y: shortest vertical axis.
+        min_x: shortest horizontal axis.
+        min_y: shortest vertical axis.
         events: when media were shown or forgotten, as vertical lines; screen readers get the texts.
         readouts: values for a pointer that is nearest to their place, x ascending.
     """
     points = [point for line in lines for point in line.points]
-    top = _round_up(max(max((y for _, y in points), default=0), least_y) or 1)
-    right = max(max((x for x, _ in points), default=0), least_x) or 1
+    top = _round_up(max(max((y for _, y in points), default=0), min_y) or 1)
+    right = max(max((x for x, _ in points), default=0), min_x) or 1
     below: Sequence[tuple[float, float]] = ()
     drawn = []
     for line in lines:
@@ -178,7 +178,7 @@ def _over_layers(inspection: Inspection, lines: list[Line], title: str, summary:
         x_label="layer",
         show_y=lambda value: f"{value:g}",
         ticks=sorted({0, layers // 2, *(range(layers) if layers <= 8 else ()), layers - 1}),
-        least_x=max(1, layers - 1),
+        min_x=max(1, layers - 1),
     )
 
 

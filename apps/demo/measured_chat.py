@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.engine.answer import Reasoning, Timings
 from oscar_mm.errors import Cancelled
-from oscar_mm.generation.answer import Reasoning, Timings
 
 if TYPE_CHECKING:
     from oscar_mm.chat.chat import Chat
@@ -21,7 +21,7 @@ PARTS = ("text", "image", "video", "audio", TABLES)
 """The parts of the memory, in the order in which the chart stacks them."""
 UPDATES_PER_S = 10
 """How often a page learns about an answer that the model writes."""
-_MOST_SAMPLES = 1200
+_MAX_SAMPLES = 1200
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MemorySample:
 
     @property
     def gains(self) -> bool:
-        """Whether this is smaller than in 16 bit by more than a twentieth."""
+        """Whether this is smaller than in 16-bit precision by more than a twentieth."""
         return self.ratio >= 1.05
 
     @property
@@ -88,7 +88,7 @@ class MemoryCurve:
 
     def add(self, report: MemoryReport, tokens: int) -> None:
         """Add a measurement; a long curve drops every other old one."""
-        if len(self.samples) >= _MOST_SAMPLES:
+        if len(self.samples) >= _MAX_SAMPLES:
             del self.samples[1:-1:2]
         self.samples.append(MemorySample.of(report, tokens))
 

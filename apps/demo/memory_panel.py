@@ -25,14 +25,14 @@ from oscar_mm.apps.demo.measured_chat import (
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.transcript import KINDS, Exchange
 from oscar_mm.chat.conversation import Segment
-from oscar_mm.generation.answer import Timings
+from oscar_mm.engine.answer import Timings
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import GPUS, format_bytes
 
-_MOST_POINTS = 160
-_MOST_READOUTS, _MOST_EVENTS = 48, 40
-_LEAST_TOKENS, _LEAST_BYTES = 256, 100_000
+_MAX_POINTS = 160
+_MAX_READOUTS, _MAX_EVENTS = 48, 40
+_MIN_TOKENS, _MIN_BYTES = 256, 100_000
 """The shortest axes."""
 FORGET_SCRIPT = """
 const table = document.getElementById('segments');
@@ -65,9 +65,9 @@ _NOT_COMPARED = (
     '<p class="empty">Start comparing, and every question is answered over a plain 16-bit cache '
     "too, with the same sampling. Questions that were asked are asked again.</p>"
 )
-_MOST_WORDS = 2000
+_MAX_WORDS = 2000
 """Words of an answer that are compared."""
-_MOST_PAIRS = 20
+_MAX_PAIRS = 20
 """Latest questions that are compared."""
 _EXAMPLE_MIX = {"text": 1, "image": 7}
 """The mix of modalities in an empty conversation."""
@@ -135,7 +135,7 @@ def _headline(now: MemorySample, *, packs: bool) -> str:
 
 
 def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
-    """Tell why a conversation takes about as much as in 16 bit, or a little more."""
+    """Tell why a conversation takes about as much as in 16-bit precision, or a little more."""
     tables = f"Tables of where each token lies take {format_bytes(now.parts[TABLES])}."
     if not packs:
         return f"This conversation is stored in 16 bit, as its settings say. {tables}"
@@ -156,14 +156,14 @@ def curve_events(chat: MeasuredChat) -> list[Note]:
     events += [
         Note(tokens, f"{name} forgotten at {tokens:,} tokens") for tokens, name in chat.forgotten
     ]
-    return sorted(events, key=lambda event: event.x)[-_MOST_EVENTS:]
+    return sorted(events, key=lambda event: event.x)[-_MAX_EVENTS:]
 
 
 def memory_chart(
     curve: MemoryCurve, baseline: MemoryCurve | None, events: Sequence[Note] = ()
 ) -> str:
     """Draw bytes over tokens, stacked by modality, below what 16 bit would take."""
-    samples = curve.thinned(_MOST_POINTS)
+    samples = curve.thinned(_MAX_POINTS)
     parts = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
     lines, below = [], [0.0] * len(samples)
     for part in parts or PARTS[:1]:
@@ -173,7 +173,7 @@ def memory_chart(
     plain = [(sample.tokens, sample.bf16_bytes) for sample in samples]
     lines.append(Line("the same in 16 bit", "c-plain", plain, dashed=True))
     if baseline is not None:
-        points = [(sample.tokens, sample.used_bytes) for sample in baseline.thinned(_MOST_POINTS)]
+        points = [(sample.tokens, sample.used_bytes) for sample in baseline.thinned(_MAX_POINTS)]
         lines.append(Line("16 bit, measured", "c-other", points))
     now = curve.last
     return chart(
@@ -182,10 +182,10 @@ def memory_chart(
         summary=_readout(now).text,
         x_label="tokens of the conversation",
         show_y=_axis_bytes,
-        least_x=_LEAST_TOKENS,
-        least_y=_LEAST_BYTES,
+        min_x=_MIN_TOKENS,
+        min_y=_MIN_BYTES,
         events=events,
-        readouts=[_readout(sample, events) for sample in curve.thinned(_MOST_READOUTS)],
+        readouts=[_readout(sample, events) for sample in curve.thinned(_MAX_READOUTS)],
     )
 
 
@@ -209,7 +209,7 @@ def comparison_view(session: Session) -> str:
     packed, baseline = session.conversation, session.baseline
     if baseline is None:
         return _NOT_COMPARED
-    pairs = [turn for turn in session.turns if turn.baseline is not None][-_MOST_PAIRS:]
+    pairs = [turn for turn in session.turns if turn.baseline is not None][-_MAX_PAIRS:]
     complete = [turn for turn in pairs if turn is not session.baseline_exchange]
     same = sum(turn.answer == turn.baseline for turn in complete)
     verdict = "The next answer is compared."
@@ -252,7 +252,7 @@ def _pair(turn: Exchange, is_complete: bool) -> str:
 
 def mark_differences(left: str, right: str) -> tuple[str, str]:
     """Return both texts as HTML, with <mark> around what the other text lacks."""
-    words = [re.findall(r"\s+|\w+|[^\w\s]", text)[:_MOST_WORDS] for text in (left, right)]
+    words = [re.findall(r"\s+|\w+|[^\w\s]", text)[:_MAX_WORDS] for text in (left, right)]
     htmls: tuple[list[str], list[str]] = ([], [])
     for kind, *ranges in SequenceMatcher(None, *words, autojunk=False).get_opcodes():
         for html, text, (start, stop) in zip(htmls, words, (ranges[:2], ranges[2:]), strict=True):

@@ -27,7 +27,7 @@ from oscar_mm.policy import KVPolicy
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
-_CLEANUP_INTERVAL_S, _MOST_FILE_AGE_S = 600, 6 * 3600
+_CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S = 600, 6 * 3600
 _CONNECTIONS = 2 * MAX_VISITS + 128
 """Most connections: a page has two that stay, and others while it loads."""
 _HEAD_S = 10.0
@@ -146,7 +146,7 @@ def serve_page(
 
         sessions = Sessions(pipe, settings, (folder, FOLDER), keep)
         page = build(Handlers(sessions, folder / "made"))
-        page.delete_cache = (_CLEANUP_INTERVAL_S, _MOST_FILE_AGE_S)
+        page.delete_cache = (_CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S)
         listen(sockets)
         bounds = ConnectionBounds(_CONNECTIONS, head_s)
         with PageServer(page, sockets, host, folder, bounds):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _PATIENCE_S = 60
-_MOST_REFUSED, _SHOWN_CHARACTERS = 20, 4000
+_MAX_REFUSED, _SHOWN_CHARACTERS = 20, 4000
 """How many refused messages the transcript shows, and how much of their texts."""
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class Session:
     def _show(self, exchange: Exchange) -> None:
         """Add to the transcript, which forgets the oldest of many refused messages."""
         refused = [old for old in self.exchanges if not old.counts]
-        for old in refused[: len(refused) - _MOST_REFUSED]:
+        for old in refused[: len(refused) - _MAX_REFUSED]:
             self.exchanges.remove(old)
         self.exchanges.append(exchange)
 
@@ -327,7 +327,7 @@ class Session:
 
     def inspection(self) -> Inspection:
         """Measure what quantization does to keys and values of this conversation's media."""
-        from oscar_mm.generation.message import first_turn
+        from oscar_mm.engine.message import first_turn
         from oscar_mm.inspect.inspection import inspect_prompt
         from oscar_mm.media.part import media_parts
 

@@ -24,7 +24,7 @@ from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.transcript import PreviewStore
 from oscar_mm.apps.demo.visitor_input import SessionSettings
 from oscar_mm.apps.model_card import ModelCard
-from oscar_mm.errors import Busy, InputError
+from oscar_mm.errors import InputError, MemoryBusy
 from oscar_mm.files import whole_file, writing
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import format_bytes
@@ -49,7 +49,7 @@ MAX_BYTES = 4 * 2**30
 MAX_AGE_S = 7 * 24 * 3600.0
 """How long a conversation stays in a folder."""
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
-_MOST_SAMPLES = 160
+_MAX_SAMPLES = 160
 _PATIENCE_S = 60.0
 """How long ``save`` waits for a running answer."""
 _log = logging.getLogger(__name__)
@@ -339,7 +339,7 @@ class ConversationFolder:
                 self._write(session)
                 session.is_unsaved = False
             except InputError as error:
-                if isinstance(error, Busy):
+                if isinstance(error, MemoryBusy):
                     self._refused.append(session)
                 _log.warning("a conversation is not kept: %s", error)
             except Exception:
@@ -363,7 +363,7 @@ class ConversationFolder:
             "preset": settings.preset,
             "bits": settings.policy.bits._asdict(),
             "window": settings.policy.window,
-            "samples": [asdict(sample) for sample in chat.curve.thinned(_MOST_SAMPLES)],
+            "samples": [asdict(sample) for sample in chat.curve.thinned(_MAX_SAMPLES)],
             "forgotten": chat.forgotten,
             "previews": [store.html(span) for span in media],
         }

@@ -113,7 +113,7 @@ class SessionSettings:
         Args:
             preset: a preset's name.
             bits: one of WIDTHS, or AS_PRESET, by modality.
-            window: latest tokens that stay in 16 bit.
+            window: latest tokens that stay in 16-bit precision.
             system: system prompt; empty for none.
             compare: whether a 16-bit cache answers beside it.
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from oscar_mm.apps.serve.completed import CompletedAnswer
 from oscar_mm.apps.serve.conversations import Conversations
-from oscar_mm.apps.serve.protocol import Request
-from oscar_mm.apps.serve.running_answer import Places, RunningAnswer
-from oscar_mm.generation.logprobs import TokenLogprob
+from oscar_mm.apps.serve.protocol import ApiRequest
+from oscar_mm.apps.serve.running_answer import RequestQueue, RunningAnswer
+from oscar_mm.engine.logprobs import TokenLogprob
 
 _SEEDS = 1 << 63
 
@@ -51,9 +51,9 @@ class AnswerSet:
 
     def __init__(
         self,
-        places: Places,
+        places: RequestQueue,
         conversations: Conversations,
-        requests: Sequence[Request],
+        requests: Sequence[ApiRequest],
         gone: asyncio.Future[None],
         arrival: float,
     ) -> None:
@@ -129,7 +129,7 @@ class AnswerSet:
         return usage | counts | {"total_tokens": read + self.written}
 
 
-def _part(request: Request, index: int) -> Request:
+def _part(request: ApiRequest, index: int) -> ApiRequest:
     """The request for one of several answers."""
     if request.count == 1:
         return request

@@ -14,9 +14,9 @@ from oscar_mm.apps.serve.answer_set import Choice
 from oscar_mm.apps.serve.logprobs import logprobs_body, prompt_logprobs_body
 from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.serve.tools import call_body, delta_body
-from oscar_mm.generation.answer import Reasoning
-from oscar_mm.generation.logprobs import TokenLogprob
-from oscar_mm.generation.sampling import MAX_LOGPROBS
+from oscar_mm.engine.answer import Reasoning
+from oscar_mm.engine.logprobs import TokenLogprob
+from oscar_mm.engine.sampling import MAX_LOGPROBS
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece
 

@@ -120,7 +120,7 @@ def serve(
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs: text, images, videos and audio; streaming.
 
-    A conversation goes on from its cache. GET /metrics is for Prometheus.
+    A conversation continues its cache. GET /metrics is for Prometheus.
     """
     KVPolicy.preset(policy)
     size = parse_bytes("--max-request", max_request)
@@ -168,7 +168,7 @@ def serve(
     terminal.quiet_transformers()
     from oscar_mm.apps.serve.server import Server, create_app  # brings torch
     from oscar_mm.apps.serve.service import ServerLimits
-    from oscar_mm.generation.warm_up import warm_up
+    from oscar_mm.engine.warm_up import warm_up
     from oscar_mm.media.source import AllowedHosts
     from oscar_mm.pipelines import pipeline_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from oscar_mm.generation.answer import Answer
+from oscar_mm.engine.answer import Answer
 from oscar_mm.pages.layout import PAGE_TOKENS
 
 

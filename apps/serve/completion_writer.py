@@ -14,7 +14,7 @@ from oscar_mm.apps.serve.answer_set import Choice
 from oscar_mm.apps.serve.completions_body import CompletionBody, Prompt
 from oscar_mm.apps.serve.logprobs import LegacyLogprobs, prompt_logprobs_body
 from oscar_mm.apps.serve.refusals import Refusal
-from oscar_mm.generation.logprobs import TokenLogprob
+from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.tool_parsers.parser import Piece
 
 _JSON = json.JSONEncoder(ensure_ascii=False)

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from oscar_mm.apps.serve.protocol import (
     MAX_ANSWERS,
+    ApiRequest,
     FieldError,
-    Request,
     SampledBody,
     check_top,
     refuse_unsupported,
@@ -85,7 +85,7 @@ class CompletionBody(SampledBody):
             most: the most answers to all prompts together.
 
         Raises:
-            NoRoom: a prompt is longer than the context.
+            RequestTooLarge: a prompt is longer than the context.
             InputError: the field has no valid prompts, or too many of them.
         """
         given = self.prompt
@@ -112,7 +112,7 @@ class CompletionBody(SampledBody):
                 )
         return prompts
 
-    def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
+    def requests(self, prompts: Sequence[Prompt]) -> list[ApiRequest]:
         """Return one request for each prompt."""
         sampling = self.sampling()
         longest = _USUAL_LENGTH if self.max_tokens is None else self.max_tokens
@@ -123,7 +123,7 @@ class CompletionBody(SampledBody):
                 of_prompt = sampling.get("prompt_logprobs", 0)
                 sampling["prompt_logprobs"] = max(of_prompt, self.logprobs)
         return [
-            Request(
+            ApiRequest(
                 model=self.model,
                 system=None,
                 past=(),
@@ -161,7 +161,7 @@ class Prompt:
             special: put the tokenizer's own tokens at the beginning of a text.
 
         Raises:
-            NoRoom: it is longer than the context.
+            RequestTooLarge: it is longer than the context.
             InputError: it has no tokens, or tokens that the model cannot read.
         """
         tokenizer = pipe.processor.tokenizer

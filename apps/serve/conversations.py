@@ -10,13 +10,13 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.completed import CompletedAnswer
-from oscar_mm.apps.serve.protocol import Request
+from oscar_mm.apps.serve.protocol import ApiRequest
 from oscar_mm.apps.serve.whole_prompts import WholePrompt
 from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.history import PastTurn
-from oscar_mm.errors import Busy, InputError
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.message import Message, Part
+from oscar_mm.engine.message import Message, Part
+from oscar_mm.engine.request import Request
+from oscar_mm.errors import InputError, MemoryBusy
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import MediumSpan
 from oscar_mm.tool_parsers.calls import ToolCall
@@ -48,8 +48,8 @@ class Conversations:
         return len(self._chats)
 
     def answer_steps(
-        self, request: Request
-    ) -> Generator[Chat | WholePrompt | Piece | Generation | CompletedAnswer, None, None]:
+        self, request: ApiRequest
+    ) -> Generator[Chat | WholePrompt | Piece | Request | CompletedAnswer, None, None]:
         """Answer step by step; closing the generator ends the answer there.
 
         Yields:
@@ -58,12 +58,12 @@ class Conversations:
             - the chat or prompt that answers
             - "" after the earlier turns, if the model had to read any, and "" after the question
             - the first piece of the answer
-            - the running ``Generation``, from which the caller may take pieces
+            - the running ``Request``, from which the caller may take pieces
             - all remaining pieces, as of ``AnswerStream.pieces``
             - the complete answer
 
         Raises:
-            Busy: other answers use the memory that the request needs.
+            MemoryBusy: other answers use the memory that the request needs.
             InputError: something cannot be read or has no room.
         """
         if request.is_whole:
@@ -135,11 +135,11 @@ class Conversations:
         for old in dropped:
             old.close()
 
-    def _fork_longest_past(self, request: Request) -> tuple[Chat | None, int]:
+    def _fork_longest_past(self, request: ApiRequest) -> tuple[Chat | None, int]:
         """Fork the chat that has the longest beginning of the past, and count its turns.
 
         Raises:
-            Busy: the chat is on disk, and other answers use the memory that it needs.
+            MemoryBusy: the chat is on disk, and other answers use the memory that it needs.
         """
         keys = _keys(request, request.past)
         for turns, key in reversed([*enumerate(keys, 1)]):
@@ -150,7 +150,7 @@ class Conversations:
                 self._chats.move_to_end(key)
             try:
                 return chat.fork(), turns
-            except Busy:
+            except MemoryBusy:
                 raise
             except (InputError, RuntimeError):
                 # The file is missing, or another thread has closed the chat: the model reads again.
@@ -164,7 +164,7 @@ class Conversations:
         chat.close()
 
 
-def _keys(request: Request, past: tuple[PastTurn, ...]) -> list[str]:
+def _keys(request: ApiRequest, past: tuple[PastTurn, ...]) -> list[str]:
     """Return a key for each beginning of a past; it covers everything up to there, and the salt."""
     system = request.system and request.system.written
     tools = request.tools and request.tools.for_template()

@@ -13,7 +13,7 @@ from oscar_mm.apps.serve.access_log import note_answer, note_refusal
 from oscar_mm.apps.serve.answer_set import AnswerSet, Choice, merged
 from oscar_mm.apps.serve.refusals import ClientGone, Refusal
 from oscar_mm.apps.serve.running_answer import RunningAnswer
-from oscar_mm.generation.logprobs import TokenLogprob
+from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.tool_parsers.parser import Piece
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from oscar_mm.generation.logprobs import TokenLogprob
-from oscar_mm.generation.think_tokens import ThinkTokens
+from oscar_mm.engine.logprobs import TokenLogprob
+from oscar_mm.engine.think_tokens import ThinkTokens
 
 _SPACE = "\u2581"
 """How pieces of SentencePiece write a space, which decoding leaves out at the beginning."""

@@ -42,7 +42,7 @@ _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "a
 _DATA = {"input_audio": "data", "file": "file_data"}
 """Fields that have the data of parts other than addresses."""
 _SOUND = "use_audio_in_video"
-_HARMLESS = {"do_sample_frames": True, "do_resize": True, "truncation": False}
+_IGNORED_HOOKS = {"do_sample_frames": True, "do_resize": True, "truncation": False}
 """Processor arguments that are accepted with these values, which change nothing."""
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,9 @@ class UsualOptions:
         self.sound = given.pop(_SOUND, False)
         if not isinstance(self.sound, bool):
             raise FieldError("must be true or false", f"mm_processor_kwargs.{_SOUND}")
-        given = {k: v for k, v in given.items() if not (k in _HARMLESS and v == _HARMLESS[k])}
+        given = {
+            k: v for k, v in given.items() if not (k in _IGNORED_HOOKS and v == _IGNORED_HOOKS[k])
+        }
         self._of_all = _known_options(given, (*NAMES, *ALIASES), "mm_processor_kwargs")
         self._by_modality = dict[Modality, MediaOptions]()
         for kind, options in (body.media_io_kwargs or {}).items():

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from oscar_mm.apps.serve.answer_set import Choice
 from oscar_mm.apps.serve.messages_body import error_body
 from oscar_mm.apps.serve.refusals import Refusal
-from oscar_mm.generation.answer import Answer, Reasoning
+from oscar_mm.engine.answer import Answer, Reasoning
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece
 

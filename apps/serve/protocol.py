@@ -39,12 +39,12 @@ from oscar_mm.apps.serve.media_parts import (
 from oscar_mm.apps.serve.structured import ResponseFormat, StructuredOutputs, grammar_of
 from oscar_mm.apps.serve.tools import ToolFields
 from oscar_mm.chat.history import PastTurn
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.message import ASKING, Message, Part
+from oscar_mm.engine.request_options import split_media
+from oscar_mm.engine.sampling import MAX_LOGPROBS
+from oscar_mm.engine.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.errors import InputError
-from oscar_mm.generation.family import Family
-from oscar_mm.generation.message import ASKING, Message, Part
-from oscar_mm.generation.request_options import split_media
-from oscar_mm.generation.sampling import MAX_LOGPROBS
-from oscar_mm.generation.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.modality import Modality
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.offer import ToolOffer
@@ -301,7 +301,7 @@ class Body(ToolFields, SampledBody):
 
 
 @dataclass(frozen=True)
-class Request:
+class ApiRequest:
     """A checked request.
 
     Attributes:
@@ -418,7 +418,7 @@ def check_media_options(body: Body, family: Family) -> None:
         )
 
 
-def read_request(body: Body, source: MediaSource, template: TemplateOptions = USUAL) -> Request:
+def read_request(body: Body, source: MediaSource, template: TemplateOptions = USUAL) -> ApiRequest:
     """Decode the media of a request, and split its messages into turns.
 
     Args:
@@ -440,7 +440,7 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling["max_new_tokens"] = longest
     sampling["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    request = Request(
+    request = ApiRequest(
         model=body.model,
         system=None if system is None or system.is_empty else system,
         past=(),

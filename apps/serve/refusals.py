@@ -11,9 +11,9 @@ from dataclasses import fields
 from typing import Any
 
 from oscar_mm.apps.serve.protocol import FieldError
-from oscar_mm.errors import Busy, InputError, NoRoom
-from oscar_mm.generation.sampling import Sampling
-from oscar_mm.generation.template import TemplateFields
+from oscar_mm.engine.sampling import Sampling
+from oscar_mm.engine.template import TemplateFields
+from oscar_mm.errors import InputError, MemoryBusy, RequestTooLarge
 
 RETRY_S = 5
 """Seconds after which a client may try again."""
@@ -86,9 +86,9 @@ def as_refusals() -> Iterator[None]:
 
 
 def _refusal_of(error: Exception) -> Refusal:
-    if isinstance(error, Busy):
+    if isinstance(error, MemoryBusy):
         return busy("other answers hold the memory that this request needs")
-    if isinstance(error, NoRoom):
+    if isinstance(error, RequestTooLarge):
         return Refusal(
             400,
             f"the conversation and its answer need {error.asked:,} tokens, and {error.fits:,} "

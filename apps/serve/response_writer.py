@@ -16,8 +16,8 @@ from oscar_mm.apps.serve.logprobs import logprob_entries, without_reasoning
 from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.serve.responses_body import ResponsesBody
 from oscar_mm.apps.serve.tools import call_body
-from oscar_mm.generation.answer import Answer, Reasoning
-from oscar_mm.generation.logprobs import TokenLogprob
+from oscar_mm.engine.answer import Answer, Reasoning
+from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece
 

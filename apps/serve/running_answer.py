@@ -19,13 +19,13 @@ from anyio.to_thread import run_sync
 from oscar_mm.apps.serve.completed import CompletedAnswer
 from oscar_mm.apps.serve.conversations import Conversations
 from oscar_mm.apps.serve.metrics import AnswerTimes, Metrics
-from oscar_mm.apps.serve.protocol import Request
+from oscar_mm.apps.serve.protocol import ApiRequest
 from oscar_mm.apps.serve.refusals import RETRY_S, ClientGone, Refusal, as_refusals, busy
 from oscar_mm.apps.serve.whole_prompts import WholePrompt
 from oscar_mm.chat.chat import Chat
-from oscar_mm.errors import Busy
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.logprobs import TokenLogprob
+from oscar_mm.engine.logprobs import TokenLogprob
+from oscar_mm.engine.request import Request
+from oscar_mm.errors import MemoryBusy
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
 
@@ -33,7 +33,7 @@ _MEMORY_POLL_S = 1.0
 """Seconds after which to look for memory that something else than an answer has freed."""
 
 
-class Places:
+class RequestQueue:
     """Places of answers that run at once, and the queue for them.
 
     Args:
@@ -52,7 +52,7 @@ class Places:
         self.workers = CapacityLimiter(running + 1)
         self.watchers: set[Callable[[], None]] = set()
         self.closing: set[asyncio.Task[None]] = set()
-        self._free, self._most_waiting = asyncio.Semaphore(running), waiting
+        self._free, self._max_waiting = asyncio.Semaphore(running), waiting
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._memory_freed: asyncio.Future[None] | None = None
@@ -77,7 +77,7 @@ class Places:
         Raises:
             Refusal: the queue is full, the client has left, or the server stops.
         """
-        if self._free.locked() and self._waiting >= self._most_waiting:
+        if self._free.locked() and self._waiting >= self._max_waiting:
             message = "too many requests are waiting: try again"
             raise Refusal(429, message, "rate_limit_error", retry_after=RETRY_S)
         self._waiting += 1
@@ -166,9 +166,9 @@ class RunningAnswer:
 
     def __init__(
         self,
-        places: Places,
+        places: RequestQueue,
         conversations: Conversations,
-        request: Request,
+        request: ApiRequest,
         gone: asyncio.Future[None],
         arrival: float,
     ) -> None:
@@ -181,7 +181,7 @@ class RunningAnswer:
         self._steps = conversations.answer_steps(request)
         self._chat: Chat | WholePrompt | None = None
         """What the thread answers in."""
-        self._generation: Generation | None = None
+        self._running_request: Request | None = None
         """Set while no thread is needed."""
         self._thread: asyncio.Future[None] | None = None
         self._left = False
@@ -216,7 +216,7 @@ class RunningAnswer:
                 self._start_thread()
                 try:
                     return await self._wait()
-                except Busy:
+                except MemoryBusy:
                     self._steps = self.conversations.answer_steps(self.request)
                     left = deadline - perf_counter()
                     if left <= 0 or self._times.count:
@@ -260,14 +260,14 @@ class RunningAnswer:
 
     def look(self) -> None:
         """Take the pieces that have come, and complete an answer that has ended."""
-        generation = self._generation
-        if generation is None or self._left:
+        running_request = self._running_request
+        if running_request is None or self._left:
             return
-        ended = generation.ended
-        for piece in generation.take_pieces():
+        ended = running_request.ended
+        for piece in running_request.take_pieces():
             self._add(piece)
         if ended:
-            self._generation = None
+            self._running_request = None
             self._start_thread()
         if self._pieces and self.request.stream:
             self._wake()
@@ -277,10 +277,10 @@ class RunningAnswer:
         self._thread.add_done_callback(self._wake)
 
     async def _write_in_thread(self) -> None:
-        self._generation = await run_sync(self._write, limiter=self.places.workers)
+        self._running_request = await run_sync(self._write, limiter=self.places.workers)
         self.look()
 
-    def _write(self) -> Generation | None:
+    def _write(self) -> Request | None:
         """Go on with the answer, in a thread, to its first piece or its end, or until it is closed.
 
         Returns:
@@ -292,7 +292,7 @@ class RunningAnswer:
             # After that: who leaves cancels a chat that is there.
             if self._left:
                 break
-            if isinstance(step, Generation):
+            if isinstance(step, Request):
                 return step
             if not isinstance(step, Chat | WholePrompt):
                 self._add(step)
@@ -312,7 +312,7 @@ class RunningAnswer:
             BaseException: of the thread, or a Refusal.
         """
         while not (self._pieces and self.request.stream):
-            if self._thread is not None and self._thread.done() and self._generation is None:
+            if self._thread is not None and self._thread.done() and self._running_request is None:
                 self._thread.result()
                 return
             if self.places.cut.done():

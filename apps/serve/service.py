@@ -32,9 +32,9 @@ from oscar_mm.apps.serve.messages_body import MessagesBody, Place
 from oscar_mm.apps.serve.messages_body import renamed as as_in_messages
 from oscar_mm.apps.serve.metrics import Metrics
 from oscar_mm.apps.serve.protocol import (
+    ApiRequest,
     Body,
     FieldError,
-    Request,
     check_media_options,
     checked,
     parsed,
@@ -53,7 +53,7 @@ from oscar_mm.apps.serve.responses_body import (
     unknown_response,
     with_referenced,
 )
-from oscar_mm.apps.serve.running_answer import Places
+from oscar_mm.apps.serve.running_answer import RequestQueue
 from oscar_mm.apps.serve.tokenizing import (
     DetokenizeBody,
     TokenizeBody,
@@ -68,9 +68,9 @@ from oscar_mm.media.source import AllowedHosts
 if TYPE_CHECKING:
     pass
 
-Asked = Body | list[Request]
+Asked = Body | list[ApiRequest]
 """A parsed request: a conversation, or a list of prompts."""
-_LEAST_TEXT = 1024
+_MIN_TEXT = 1024
 """Answers of clients that give no length may have so many tokens, however many share the memory; a
 model that reasons gets more."""
 _READERS = 2
@@ -146,7 +146,7 @@ class Service:
         self.conversations, self.metrics = conversations, metrics
         self.limits, self.names, self.name = limits, names, names[0]
         self.hurry = asyncio.Event()
-        self.places = Places(limits.running, limits.waiting, metrics)
+        self.places = RequestQueue(limits.running, limits.waiting, metrics)
         self.responses = KeptResponses()
         self.known_media = KnownMedia()
         self._body_bytes = 0
@@ -222,7 +222,7 @@ class Service:
     async def complete_text(self, http: HttpRequest) -> Response:
         """Answer a completions request."""
 
-        def read(data: bytes) -> tuple[list[Request], AnswerFormat]:
+        def read(data: bytes) -> tuple[list[ApiRequest], AnswerFormat]:
             body, pipe = parsed(CompletionBody, data), self.conversations.pipe
             prompts = body.prompts(pipe, self.limits.running)
             name = self.answering(body.model)
@@ -442,7 +442,7 @@ class Service:
 
     async def _requests(
         self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
-    ) -> tuple[list[Request], AnswerFormat]:
+    ) -> tuple[list[ApiRequest], AnswerFormat]:
         """Parse and check a request, which may have several prompts."""
         with as_refusals():
             requests, written = await run_sync(self._parse, data, read, limiter=self._readers)
@@ -451,7 +451,7 @@ class Service:
 
     def _parse(
         self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
-    ) -> tuple[list[Request], AnswerFormat]:
+    ) -> tuple[list[ApiRequest], AnswerFormat]:
         asked, written = read(data)
         requests = asked if isinstance(asked, list) else [self._chat_request(asked)]
         for request in requests:
@@ -462,7 +462,7 @@ class Service:
             self.conversations.pipe.sampling(request.sampling | {"grammar": None}, ())
         return requests, written
 
-    def _chat_request(self, body: Body) -> Request:
+    def _chat_request(self, body: Body) -> ApiRequest:
         """Decode a conversation and check it."""
         pipe = self.conversations.pipe
         check_media_options(body, pipe.family)
@@ -489,7 +489,7 @@ class Service:
     def _usual_answer(self) -> int:
         """Longest answer for clients that give no length: memory is reserved for all of it."""
         pipe = self.conversations.pipe
-        least = pipe.longest_answer(_LEAST_TEXT)
+        least = pipe.longest_answer(_MIN_TEXT)
         return max(least, pipe.admission.fair_answer(self.limits.running))
 
 

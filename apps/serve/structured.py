@@ -6,8 +6,8 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from oscar_mm.engine.grammar import Grammar
 from oscar_mm.errors import InputError
-from oscar_mm.generation.grammar import Grammar
 
 
 class JsonSchema(BaseModel):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from oscar_mm.apps.serve.protocol import FieldError, Request
+from oscar_mm.apps.serve.protocol import ApiRequest, FieldError
 
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
@@ -63,7 +63,7 @@ def text_ids(pipe: Pipeline, asked: TokenizeBody) -> list[int]:
     """Return the token ids of a prompt without a chat template.
 
     Raises:
-        NoRoom: the prompt is longer than the context.
+        RequestTooLarge: the prompt is longer than the context.
     """
     text = asked.prompt or ""
     pipe.admission.check_text_length("prompt", text)
@@ -71,7 +71,7 @@ def text_ids(pipe: Pipeline, asked: TokenizeBody) -> list[int]:
     return pipe.processor.tokenizer(text, add_special_tokens=special)["input_ids"]
 
 
-def conversation_ids(pipe: Pipeline, request: Request) -> list[int]:
+def conversation_ids(pipe: Pipeline, request: ApiRequest) -> list[int]:
     """Return the token ids of a conversation as the model reads it, including those of media.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from oscar_mm.apps.serve.answer_set import Choice
 from oscar_mm.apps.serve.refusals import Refusal
-from oscar_mm.generation.answer import Reasoning
+from oscar_mm.engine.answer import Reasoning
 from oscar_mm.tool_parsers.parser import Piece
 
 _JSON = json.JSONEncoder(ensure_ascii=False)

@@ -22,11 +22,11 @@ from oscar_mm.media import MediaLimits
 from oscar_mm.media.audio import audio_outline
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
-_MOST_PARTS, _MOST_CHARACTERS = 32, 1 << 16
+_MAX_PARTS, _MAX_CHARACTERS = 32, 1 << 16
 """Most parts of a form, and most characters of its prompt."""
 _LISTS = ("timestamp_granularities", "include")
 """Fields that may be repeated, also with ``[]`` after their names."""
-_LEAST_TOKENS, _TOKENS_PER_SECOND = 256, 16
+_MIN_TOKENS, _TOKENS_PER_SECOND = 256, 16
 """Most tokens of a transcription: several times those of speech. Clients cannot set a limit, and a
 model that repeats itself would write until its context is full."""
 _PLACE = re.compile(r"messages\[0\](?:\.content)?(\[0\])?")
@@ -60,7 +60,7 @@ class TranscriptionBody(BaseModel):
     file: bytes
     model: str | None = None
     language: Annotated[str | None, BeforeValidator(_known)] = None
-    prompt: Annotated[str, Field(max_length=_MOST_CHARACTERS)] | None = None
+    prompt: Annotated[str, Field(max_length=_MAX_CHARACTERS)] | None = None
     response_format: Annotated[Literal["json", "text"], BeforeValidator(_timeless)] = "json"
     temperature: float = 0.0
     stream: bool = False
@@ -98,7 +98,7 @@ class TranscriptionBody(BaseModel):
     def _longest_text(self) -> int | None:
         """Tokens of the longest text; None for a recording whose header tells no length."""
         sound = audio_outline(self.file, limits=MediaLimits())
-        return None if sound is None else _LEAST_TOKENS + round(sound.seconds * _TOKENS_PER_SECOND)
+        return None if sound is None else _MIN_TOKENS + round(sound.seconds * _TOKENS_PER_SECOND)
 
     def instruction(self, *, translate: bool) -> str:
         """Return the question to the model."""
@@ -125,8 +125,8 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
     parts = count(1)
 
     def add(part: Any) -> None:
-        if next(parts) > _MOST_PARTS:
-            raise FieldError(f"the form has more than {_MOST_PARTS} parts")
+        if next(parts) > _MAX_PARTS:
+            raise FieldError(f"the form has more than {_MAX_PARTS} parts")
         name = (part.field_name or b"").decode(errors="replace")
         if (file := getattr(part, "file_object", None)) is not None:
             file.seek(0)

@@ -12,10 +12,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from oscar_mm.apps.serve.completed import CompletedAnswer
-from oscar_mm.apps.serve.protocol import FieldError, Request
+from oscar_mm.apps.serve.protocol import ApiRequest, FieldError
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.request import Request
 from oscar_mm.errors import Cancelled
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.prompt import Prompt
 from oscar_mm.tool_parsers.parser import Piece
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class WholePrompt:
         answering: the running generation; None before it begins.
     """
 
-    def __init__(self, pipe: Pipeline, request: Request) -> None:
+    def __init__(self, pipe: Pipeline, request: ApiRequest) -> None:
         self._pipe, self._request = pipe, request
-        self.answering: Generation | None = None
+        self.answering: Request | None = None
         self._cancelled = False
 
     def cancel(self) -> None:
@@ -49,7 +49,7 @@ class WholePrompt:
 
     def answer_steps(
         self,
-    ) -> Generator[WholePrompt | Piece | Generation | CompletedAnswer, None, None]:
+    ) -> Generator[WholePrompt | Piece | Request | CompletedAnswer, None, None]:
         """Answer as ``Conversations.answer_steps`` does, and yield itself in place of the chat."""
         start, pipe, tools = perf_counter(), self._pipe, self._request.tools
         options = pipe.family.with_calls(self._request.sampling, tools)
@@ -60,17 +60,17 @@ class WholePrompt:
             _check_prompt_logprobs(prompt.tokens, sampling.prompt_logprobs)
         most = pipe.admission.longest_answer(prompt, sampling.max_new_tokens)
         sampling = replace(sampling, max_new_tokens=most)
-        self.answering = generation = pipe.generation(prompt, sampling, start, tools)
+        self.answering = running_request = pipe.new_request(prompt, sampling, start, tools)
         if self._cancelled:
-            generation.cancel()
+            running_request.cancel()
         yield ""
-        for count, piece in enumerate(generation):
+        for count, piece in enumerate(running_request):
             yield piece
             if count == 0:
-                yield generation
-        if generation.cancelled and not generation.written.says:
+                yield running_request
+        if running_request.cancelled and not running_request.written.says:
             raise Cancelled("the answer was cancelled before its first word")
-        answer = generation.answer()
+        answer = running_request.answer()
         yield CompletedAnswer(answer, answer.cached_tokens, answer.prompt_tokens)
 
     def _prompt(self) -> Prompt:

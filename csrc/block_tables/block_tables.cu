@@ -244,7 +244,7 @@ __device__ __forceinline__ void write_place(const Params& params, int token) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     block_tables(const __grid_constant__ Params params) {
-  __shared__ int before[MOST_ROWS + 1];
+  __shared__ int before[MAX_ROWS + 1];
   if (blockIdx.x == 0) {
     assign(params, before);
     return;

@@ -62,10 +62,10 @@ __device__ __forceinline__ int continued_ring(const Params& params, int row, con
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     rings(const __grid_constant__ Params params) {
-  __shared__ uint32_t ages[MOST_ROWS];  // first the rows that claim rings
-  __shared__ unsigned short oldest[MOST_ROWS];
-  __shared__ int before[MOST_ROWS + 1];
-  for (int ring = threadIdx.x; ring < MOST_ROWS; ring += THREADS)
+  __shared__ uint32_t ages[MAX_ROWS];  // first the rows that claim rings
+  __shared__ unsigned short oldest[MAX_ROWS];
+  __shared__ int before[MAX_ROWS + 1];
+  for (int ring = threadIdx.x; ring < MAX_ROWS; ring += THREADS)
     ages[ring] = ~0u, oldest[ring] = NO_RING;
   for (int row = threadIdx.x; row < params.rows; row += THREADS) {
     const Row state(params, row);

@@ -3,7 +3,7 @@
 
 #include "common/types.cuh"
 
-constexpr int MOST_ROWS = 4096;
+constexpr int MAX_ROWS = 4096;
 constexpr int PAGE_TOKENS = 128;
 
 __device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; }

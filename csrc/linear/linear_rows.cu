@@ -32,7 +32,7 @@
 constexpr int THREADS = (CONSUMERS + PRODUCERS) * 32, CONSUMING = CONSUMERS * 32;
 constexpr int STRIDE = SPAN * 2 + 16;  // bytes between rows of a stage
 constexpr int RECORD = TILE + 4;       // floats between columns of a tile's sums: no bank conflicts
-constexpr int MOST_DEPTH = 16;
+constexpr int MAX_DEPTH = 16;
 constexpr int ITEMS = (SWEEP / SIDES * COLUMNS + CONSUMING - 1) / CONSUMING;
 static_assert(SWEEP <= PRODUCERS * 32 && COLUMNS <= PRODUCERS * 32, "a producers' lane has a row");
 static_assert(SWEEP % TILE == 0 && SWEEP / TILE <= CONSUMERS, "a consumer has a tile");
@@ -46,7 +46,7 @@ struct Params {
   const int* rows_of;  // (places), rows of x; null: a place's row is that of its own number
   int rows;            // at most COLUMNS; not GROUPED
   int step;            // outputs of a sweep, at most SWEEP / SIDES
-  int depth;           // stages, at most MOST_DEPTH
+  int depth;           // stages, at most MAX_DEPTH
 };
 
 // Rows of W in a stage, of the tiles of `outputs`.
@@ -321,7 +321,7 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear_rows(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ uint64_t full[MOST_DEPTH], empty[MOST_DEPTH];
+  __shared__ uint64_t full[MAX_DEPTH], empty[MAX_DEPTH];
   const int thread = threadIdx.x;
   if (thread < params.depth) {
     barrier_init(&full[thread], 1);

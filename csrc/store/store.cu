@@ -40,7 +40,7 @@ constexpr int STORED_CENTER = 64;       // first of as many tokens of another pa
 constexpr int NOTHING = -2147483647 - 1;  // source of a place that is left alone
 using P = Page<KEY_BITS, VALUE_BITS>;
 
-constexpr int MOST_LAYERS = 96;         // that a launch has room for in its 4 KiB of parameters
+constexpr int MAX_LAYERS = 96;         // that a launch has room for in its 4 KiB of parameters
 
 // What is the same in all layers.
 struct Work {
@@ -68,7 +68,7 @@ struct Params {
 
 struct LayersParams {
   Work work;
-  Layer layers[MOST_LAYERS];
+  Layer layers[MAX_LAYERS];
 };
 static_assert(sizeof(LayersParams) <= 4096, "what every driver takes");
 

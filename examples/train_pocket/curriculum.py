@@ -13,7 +13,7 @@ from examples.train_pocket.studio import Step
 
 HARDER_FROM = 0.6  # exact match at which single media get harder
 MORE_FROM = 0.45  # exact match at which more media come; it is low, as finding is learnt late
-MOST_ROWS, MOST_ASKED = 1280, 12
+MAX_ROWS, MAX_ASKED = 1280, 12
 NEXT_STAGE_FROM = 0.75  # exact match at which finding a medium gets harder
 # Stages of "which medium says this": numbers of media, and most letters of a code. Nothing else
 # teaches finding: models that read every code were at chance after 15,000 steps.
@@ -137,7 +137,7 @@ class Curriculum:
 
     def _rows(self, budget: int, media: int) -> int:
         # A question takes as many tokens as a picture: single pictures make the longest batches.
-        return max(2, round(min(budget / media, MOST_ROWS) * self.scale))
+        return max(2, round(min(budget / media, MAX_ROWS) * self.scale))
 
     def _images(self) -> Step:
         ladder, dice = self.image, self.dice
@@ -200,7 +200,7 @@ class Curriculum:
 
     @staticmethod
     def _asked(number: int) -> int:
-        return min(MOST_ASKED, number)
+        return min(MAX_ASKED, number)
 
     def score(self, results: list[tuple[Step, float]]) -> None:
         """Take in exact matches of the last steps; plain questions on codes and clips count."""

@@ -44,9 +44,7 @@ def tasks(name: str) -> dict[str, Step]:
 
 
 @torch.no_grad()
-def evaluate(
-    pocket: Pocket, atlases: tuple, prompts: int, most_media: int = 1000
-) -> dict[str, Any]:
+def evaluate(pocket: Pocket, atlases: tuple, prompts: int, max_media: int = 1000) -> dict[str, Any]:
     """Exact match of greedy answers on new media of full difficulty.
 
     Args:
@@ -54,7 +52,7 @@ def evaluate(
         atlases: atlases from ``load_atlases``.
         prompts: conversations of a cell, with one question each (the mixed cell: two); a cell with
             more than 60 media in a conversation has a quarter of them.
-        most_media: cells with more images and clips in a conversation are left out.
+        max_media: cells with more images and clips in a conversation are left out.
 
     Returns:
         {"prompts": count, "training fonts and voices": share, "held out": share} by cell.
@@ -66,7 +64,7 @@ def evaluate(
     with torch.random.fork_rng(devices):
         for cell, step in tasks(pocket.name).items():
             plan = step.plan
-            if plan.images + plan.clips > most_media:
+            if plan.images + plan.clips > max_media:
                 continue
             torch.manual_seed(SEED)
             media = plan.images + plan.clips

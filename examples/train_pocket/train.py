@@ -52,7 +52,7 @@ class Options:
         rate: learning rate.
         adam: use AdamW instead of Muon.
         start: exported model to start from where there is no checkpoint.
-        most_media: most media of a prompt in the evaluation; hundreds take a CPU minutes.
+        max_media: most media of a prompt in the evaluation; hundreds take a CPU minutes.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Options:
     rate: float = RATE
     adam: bool = False
     start: Path | None = None
-    most_media: int = 1000
+    max_media: int = 1000
 
 
 class Run:
@@ -212,7 +212,7 @@ class Run:
         """Evaluate, then write the model, its card and its results."""
         options = self.options
         prompts = options.prompts if self.finished else options.prompts // 4
-        results = evaluate(self.pocket, self.atlases, prompts, options.most_media)
+        results = evaluate(self.pocket, self.atlases, prompts, options.max_media)
         facts = {
             "steps": self.earlier["steps"] + self.step,
             "seconds": self.earlier["seconds"] + round(self.trained),
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=Options.prompts)
     parser.add_argument("--rate", type=float, default=Options.rate)
     parser.add_argument("--start", type=Path)
-    parser.add_argument("--most-media", type=int, default=Options.most_media)
+    parser.add_argument("--most-media", type=int, default=Options.max_media)
     parser.add_argument("--adam", action="store_true", help="AdamW only, for a CPU")
     run = Run(Options(**vars(parser.parse_args())))
     run.train()

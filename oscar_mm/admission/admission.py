@@ -19,15 +19,15 @@ from oscar_mm.admission.capacity import (
     free_bytes,
 )
 from oscar_mm.admission.request_size import RequestSize, medium_tokens, text_tokens
+from oscar_mm.cache.block_table import SlotSet, min_page_tokens
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes, slot_growth
-from oscar_mm.cache.slots import SlotSet, least_page_tokens
-from oscar_mm.cache.store import LayerShape, PageStore, unpacked_dtype
-from oscar_mm.errors import Busy, InputError, NoRoom
-from oscar_mm.generation.family import Family
-from oscar_mm.generation.message import Message, text_of
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.template import USUAL, TemplateOptions
+from oscar_mm.cache.page_store import LayerShape, PageStore, unpacked_dtype
+from oscar_mm.cache.placement import SlotForecast, bytes_over_time, pool_bytes, slot_forecast
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.message import Message, text_of
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.template import USUAL, TemplateOptions
+from oscar_mm.errors import InputError, MemoryBusy, RequestTooLarge
 from oscar_mm.media.audio import silence
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
@@ -43,7 +43,7 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class Past:
-    """What a request goes on from.
+    """What a request continues.
 
     Attributes:
         cache: holds it.
@@ -92,13 +92,13 @@ class Admission:
         return self.family.model
 
     @property
-    def most_seconds(self) -> float:
+    def max_seconds(self) -> float:
         """Seconds of sound that fill the context. Sound that the family does not hear is read for
         a minute at most before it is refused."""
         if Modality.AUDIO not in self.family.reads:
             return 60.0
         (hour,) = Media(audio=[silence(3600)], labels=["an hour"])
-        return 3600 * self.max_context / self.family.least_tokens(hour)
+        return 3600 * self.max_context / self.family.min_tokens(hour)
 
     def check_text(
         self, name: str, text: Any, *, may_be_empty: bool = False, calls: bool = False
@@ -114,7 +114,7 @@ class Admission:
             calls: let marks of tool calls pass, as answers may hold them.
 
         Raises:
-            InputError: names the argument; as ``NoRoom`` a text that is too long.
+            InputError: names the argument; as ``RequestTooLarge`` a text that is too long.
         """
         if not isinstance(text, str):
             raise InputError(f"{name} must be text, not {type(text).__name__}")
@@ -136,7 +136,8 @@ class Admission:
             messages: of a turn, or of a whole conversation.
 
         Raises:
-            InputError: names the message or the medium; as ``NoRoom`` texts that are too long.
+            InputError: names the message or the medium; as ``RequestTooLarge`` texts that are too
+                long.
         """
         for message in messages:
             self.check_message(message)
@@ -150,7 +151,8 @@ class Admission:
         """Refuse media that the model does not read, and texts as ``check_text`` does.
 
         Raises:
-            InputError: names the message or the medium; as ``NoRoom`` a text that is too long.
+            InputError: names the message or the medium; as ``RequestTooLarge`` a text that is too
+                long.
         """
         self.family.check_reads(message.media)
         calls = message.role == "assistant"
@@ -163,7 +165,7 @@ class Admission:
         """Refuse a text that is over the context by itself; takes no lock.
 
         Raises:
-            NoRoom: names the argument, its characters and those that fit.
+            RequestTooLarge: names the argument, its characters and those that fit.
         """
         self.check_characters(name, len(text))
         self._check_tokens(name, text)
@@ -172,7 +174,7 @@ class Admission:
         """Refuse more characters than the context has room for, without looking at them.
 
         Raises:
-            NoRoom: as of ``check_text_length``.
+            RequestTooLarge: as of ``check_text_length``.
         """
         longest = self.family.longest_token
         if count > (most := self.max_context * longest):
@@ -194,11 +196,11 @@ class Admission:
             messages: of the turn, checked.
             shown: their media, as ``MediaReader.outline`` gives them.
             max_new_tokens: of the answer.
-            past: what the request goes on from.
+            past: what the request continues.
             template: options of the chat template, for a request without a past.
 
         Raises:
-            NoRoom: the numbers, and what to lower.
+            RequestTooLarge: the numbers, and what to lower.
             InputError: media that the model does not read.
         """
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
@@ -221,7 +223,7 @@ class Admission:
             # other tokens may be in the window, and fewer wait for a page.
             row = [np.full(tokens[kind.label], int(kind), np.int8) for kind in reversed(Modality)]
             policy = self.store.policy
-            waiting = sum(least_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
+            waiting = sum(min_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
             order = policy.window + policy.sinks + waiting
             self._check_bytes(size, np.concatenate(row)[doubt:], past, order)
 
@@ -231,11 +233,11 @@ class Admission:
         Args:
             prompt: of a single row.
             max_new_tokens: of the answer.
-            past: what the prompt goes on from.
+            past: what the prompt continues.
 
         Raises:
-            Busy: other chats hold the memory of a device.
-            NoRoom: the numbers, and what to lower.
+            MemoryBusy: other chats hold the memory of a device.
+            RequestTooLarge: the numbers, and what to lower.
         """
         size = RequestSize.of(prompt, max_new_tokens)
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
@@ -249,17 +251,17 @@ class Admission:
         Args:
             prompt: of a single row.
             most: tokens that are wanted.
-            past: what the prompt goes on from.
+            past: what the prompt continues.
 
         Returns:
             from 1 to ``most``.
 
         Raises:
-            Busy, NoRoom: as of ``check_prompt``, for an answer of one token.
+            MemoryBusy, RequestTooLarge: as of ``check_prompt``, for an answer of one token.
         """
         try:
             self.check_prompt(prompt, most, past)
-        except NoRoom as error:
+        except RequestTooLarge as error:
             if most == 1:
                 raise
             fits = error.fits - (error.asked - most)
@@ -267,7 +269,7 @@ class Admission:
         return most
 
     @cached_property
-    def _longest_growth(self) -> Growth:
+    def _longest_growth(self) -> SlotForecast:
         """Slots of an answer as long as the context; to count them takes tens of milliseconds."""
         return self._growth(np.full(1, Modality.TEXT, np.int8), self.max_context, None)
 
@@ -287,36 +289,38 @@ class Admission:
 
     def growth(
         self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
-    ) -> Growth:
+    ) -> SlotForecast:
         """Slots that a prompt of a single row and its answer will take.
 
         Args:
             prompt: of a single row.
             max_new_tokens: of the answer.
-            cache: what the prompt goes on from.
+            cache: what the prompt continues.
         """
         return self._growth(prompt.modalities[0].numpy(), max_new_tokens, cache)
 
-    def growth_bytes(self, growth: Growth) -> int:
+    def growth_bytes(self, growth: SlotForecast) -> int:
         """Most bytes that it adds at any time."""
         return int(self._bytes_over_time(growth).max())
 
-    def reserve(self, growth: Growth, prompt: Prompt, cache: OscarCache) -> Reservation | None:
+    def reserve(
+        self, growth: SlotForecast, prompt: Prompt, cache: OscarCache
+    ) -> Reservation | None:
         """Make room for an answer in the budget and on its devices, before the model reads.
 
         Args:
             growth: of prompt and answer.
             prompt: of a single row.
-            cache: that the answer goes on from; the chat that has it stays, as it is answering.
+            cache: that the answer continues; the chat that has it stays, as it is answering.
 
         Returns:
             keeps the room in the budget, if there is one, until it is dropped.
 
         Raises:
-            Busy: there is no room just now; nothing has changed.
+            MemoryBusy: there is no room just now; nothing has changed.
         """
         for device, needed, room in self._short_devices(growth, prompt.modalities.numel()):
-            raise Busy(
+            raise MemoryBusy(
                 f"{format_bytes(room)} are free on {device}, and this needs about "
                 f"{format_bytes(needed)}: close() chats, or ask for less at once"
             )
@@ -359,20 +363,20 @@ class Admission:
                 raise self._too_long(name, len(text), fit, tokens + new)
             tokens += max(0, new)
 
-    def _too_long(self, name: str, count: int, fit: int, tokens: int) -> NoRoom:
-        return NoRoom(
+    def _too_long(self, name: str, count: int, fit: int, tokens: int) -> RequestTooLarge:
+        return RequestTooLarge(
             f"{name}: {count:,} characters are over the context of {self.max_context:,} "
             f"tokens, where at most about {fit:,} fit: give a shorter text",
             tokens,
             self.max_context,
         )
 
-    def _growth(self, new: np.ndarray, answer: int, cache: OscarCache | None) -> Growth:
-        rows = [] if cache is None else cache.ledger.sequences
+    def _growth(self, new: np.ndarray, answer: int, cache: OscarCache | None) -> SlotForecast:
+        rows = [] if cache is None else cache.kv_manager.sequences
         # An answer's last token is not stored.
-        return slot_growth(self.store.policy, new, max(0, answer - 1), rows[0] if rows else None)
+        return slot_forecast(self.store.policy, new, max(0, answer - 1), rows[0] if rows else None)
 
-    def _bytes_over_time(self, growth: Growth) -> np.ndarray:
+    def _bytes_over_time(self, growth: SlotForecast) -> np.ndarray:
         """Bytes that are added after 0, 1, 2, ... tokens of the answer."""
         return bytes_over_time(growth.added, self._slot_bytes())
 
@@ -388,12 +392,12 @@ class Admission:
         Args:
             size: of the request.
             new: (tokens,) int8 modalities of the prompt.
-            past: what the request goes on from.
-            doubt: tokens that may be packed where ``new`` has them in 16 bit.
+            past: what the request continues.
+            doubt: tokens that may be packed where ``new`` has them in 16-bit precision.
 
         Raises:
-            Busy: other chats hold the memory of a device.
-            NoRoom: there is no room, whoever gives way.
+            MemoryBusy: other chats hold the memory of a device.
+            RequestTooLarge: there is no room, whoever gives way.
         """
         cache = None if past is None else past.cache
         whole = self._growth(new, size.answer, cache)
@@ -402,7 +406,7 @@ class Admission:
             limit = self.budget.limit
             before = 0 if cache is None else self._cache_bytes(cache)
 
-            def in_budget(growth: Growth, _: int) -> float:
+            def in_budget(growth: SlotForecast, _: int) -> float:
                 return before + max(0, self.growth_bytes(growth) - doubtful)
 
             if (needed := in_budget(whole, 0)) > limit:
@@ -423,24 +427,24 @@ class Admission:
                 "close() chats" if self.prefill_chunk else "set prefill_chunk, close() chats",
             )
             raise (
-                Busy(str(refusal))
+                MemoryBusy(str(refusal))
                 if needed <= room + self._others_bytes(device, cache)
                 else refusal
             )
 
     def _short_devices(
-        self, growth: Growth, tokens: int
+        self, growth: SlotForecast, tokens: int
     ) -> Iterator[tuple[torch.device, int, int]]:
         """GPUs that have too little memory, with the bytes that are needed and free."""
         for device in self._slot_bytes_by_device():
             if (free := free_bytes(device)) is None:
                 continue
             # Ranks must all refuse, or none.
-            room = self.store.ranks.least(free, device) + self._free_bytes(device)
+            room = self.store.ranks.all_min(free, device) + self._free_bytes(device)
             if (needed := self._device_bytes(device, growth, tokens)) > room:
                 yield device, needed, room
 
-    def _device_bytes(self, device: torch.device, growth: Growth, tokens: int) -> int:
+    def _device_bytes(self, device: torch.device, growth: SlotForecast, tokens: int) -> int:
         stored = pool_bytes(growth.added, self._slot_bytes_by_device()[device])
         return stored + self._activation_bytes(tokens)
 
@@ -448,9 +452,9 @@ class Admission:
         self,
         size: RequestSize,
         new: np.ndarray,
-        whole: Growth,
+        whole: SlotForecast,
         cache: OscarCache | None,
-        cost: Callable[[Growth, int], float],
+        cost: Callable[[SlotForecast, int], float],
         room: float,
     ) -> int:
         """How many tokens of the request have room, those of its past included."""
@@ -503,7 +507,7 @@ class Admission:
 
     def _cache_bytes(self, cache: OscarCache) -> int:
         sizes = self._slot_bytes()
-        counts = SlotSet.of(cache.ledger.streams()).counts
+        counts = SlotSet.of(cache.kv_manager.streams()).counts
         return sum(count * sizes[bits] for bits, count in counts.items())
 
     def _free_bytes(self, device: torch.device) -> int:
@@ -515,6 +519,6 @@ class Admission:
         """Bytes of slots on a device that only other caches hold."""
         used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
         if cache is not None:
-            for bits, count in SlotSet.of(cache.ledger.streams()).counts.items():
+            for bits, count in SlotSet.of(cache.kv_manager.streams()).counts.items():
                 used[bits] -= count
         return self.store.bytes_of(used, device)

@@ -18,12 +18,12 @@ from uuid import uuid4
 import numpy as np
 import torch
 
+from oscar_mm.cache.block_table import SlotSet
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.slot_growth import bytes_over_time, slot_growth
-from oscar_mm.cache.slots import SlotSet
-from oscar_mm.cache.store import PageStore
-from oscar_mm.errors import Busy, InputError
-from oscar_mm.generation.prefix_cache import PrefixCache
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.placement import bytes_over_time, slot_forecast
+from oscar_mm.engine.prefix_cache import PrefixCache
+from oscar_mm.errors import InputError, MemoryBusy
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
@@ -84,7 +84,8 @@ class ModelShape:
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
-        """Bytes of a page of one layer by bits; under ``PLAIN``, bytes of a token in 16 bit.
+        """Bytes of a page of one layer by bits; under ``PLAIN``, bytes of a token in 16-bit
+        precision.
 
         Args:
             policy: how keys and values are stored.
@@ -97,11 +98,12 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in 16 bit."""
+        """Bytes of the weights in 16-bit precision."""
         return 2 * self.parameters
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Bytes of the pages and tokens in 16 bit of a conversation whose latest tokens are text.
+        """Bytes of the pages and tokens in 16-bit precision of a conversation whose latest tokens
+        are text.
 
         Tables and free slots are not in it: the first are below 1% of any long conversation, the
         second depend on what else the store holds.
@@ -115,7 +117,7 @@ class ModelShape:
         media = [(one, tokens.get(one.label, 0)) for one in Modality if one is not Modality.TEXT]
         order = [(Modality.TEXT, sinks), *media, (Modality.TEXT, text - sinks)]
         row = np.concatenate([np.full(count, int(one), np.int8) for one, count in order])
-        held = slot_growth(policy, row, 0).held
+        held = slot_forecast(policy, row, 0).held
         return self.layers * int(bytes_over_time(held, self.slot_bytes(policy))[0])
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
@@ -180,10 +182,10 @@ class Reservation:
 class KVBudget:
     """Makes room in stores before and after each turn; used under their lock.
 
-    The budget counts pages and tokens in 16 bit, each once, of all chats, prefixes and requests
-    without a chat. To make room, prefixes go first, then chats that do not answer, the least
-    recently used first, are written to files; they come back with their next use. The bytes of a
-    turn are counted slot by slot (``oscar_mm.cache.slot_growth``), up to its longest answer, and
+    The budget counts pages and tokens in 16-bit precision, each once, of all chats, prefixes and
+    requests without a chat. To make room, prefixes go first, then chats that do not answer, the
+    least recently used first, are written to files; they come back with their next use. The bytes
+    of a turn are counted slot by slot (``oscar_mm.cache.placement``), up to its longest answer, and
     reserved: later requests get what is left.
 
     Args:
@@ -241,7 +243,7 @@ class KVBudget:
         """Reserve the bytes that ``make_room`` has freed for an answer.
 
         Args:
-            cache: that the answer goes on from, before the prompt.
+            cache: that the answer continues, before the prompt.
             prompt: tokens that are read before the answer.
             added: (tokens,) bytes that are added after 0, 1, 2, ... tokens of the answer.
 
@@ -270,12 +272,12 @@ class KVBudget:
             chat: that needs them; it stays, and so do chats that answer just now.
 
         Raises:
-            Busy: all that could go would not be enough; nothing has gone then.
+            MemoryBusy: all that could go would not be enough; nothing has gone then.
         """
         used = self.taken_bytes
         short = used + needed - self.limit
         if short > 0 and short > self._could_go(chat):
-            raise Busy(self._refusal(used, needed))
+            raise MemoryBusy(self._refusal(used, needed))
         self._give_way(needed, chat)
 
     def settle(self, chat: Spillable) -> None:
@@ -308,8 +310,10 @@ class KVBudget:
         """Bytes of slots that only these caches hold."""
         total = 0
         for store in self.stores:
-            ledgers = [cache.ledger for cache in caches if cache.store is store]
-            slots = SlotSet.of(stream for ledger in ledgers for stream in ledger.streams())
+            kv_managers = [cache.kv_manager for cache in caches if cache.store is store]
+            slots = SlotSet.of(
+                stream for kv_manager in kv_managers for stream in kv_manager.streams()
+            )
             total += store.bytes_of(slots.counts - slots.shared(store.allocators))
         return total
 

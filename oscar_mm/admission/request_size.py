@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oscar_mm.errors import NoRoom
-from oscar_mm.generation.family import Family
-from oscar_mm.generation.message import Message, media_of, user_message
-from oscar_mm.generation.template import USUAL, TemplateOptions
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.message import Message, media_of, user_message
+from oscar_mm.engine.template import USUAL, TemplateOptions
+from oscar_mm.errors import RequestTooLarge
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.modality import Modality, token_modalities
 
 if TYPE_CHECKING:
-    from oscar_mm.generation.prompt import Prompt
+    from oscar_mm.engine.prompt import Prompt
 
 _QUESTION = "?"
 """Stands for the question where only media are counted."""
@@ -48,7 +48,7 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     """
     family.check_reads([medium])
     if medium.modality is not Modality.VIDEO:
-        return {medium.modality.label: family.least_tokens(medium)}
+        return {medium.modality.label: family.min_tokens(medium)}
     alone = Media(videos=[replace(medium.content, sound=None)], sized=[medium.sized])
     question = [user_message(_QUESTION, alone.parts)]
     ids = family.encode(family.render(question), list(alone)).input_ids
@@ -57,7 +57,7 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
         "video": int(counts[Modality.VIDEO]),
         # Timestamps between frames.
         "text": int(counts[Modality.TEXT]) - text_tokens(family, question),
-        "audio": family.least_tokens(medium),
+        "audio": family.min_tokens(medium),
     }
 
 
@@ -119,7 +119,7 @@ class RequestSize:
         """Tokens of past, prompt and answer."""
         return self.past + sum(self.tokens.values()) + self.answer
 
-    def refusal(self, fits: int, bound: str, otherwise: str = "") -> NoRoom:
+    def refusal(self, fits: int, bound: str, otherwise: str = "") -> RequestTooLarge:
         """The error for a request that is too long.
 
         Args:
@@ -135,7 +135,7 @@ class RequestSize:
             parts.append(f"max_new_tokens {self.answer:,}")
         remedies = [*self._remedies(self.total - fits), *([otherwise] if otherwise else [])]
         least = "at least " if self.at_least else ""
-        return NoRoom(
+        return RequestTooLarge(
             f"{least}{self.total:,} tokens are asked, over {bound}, where {max(0, fits):,} fit: "
             f"{', '.join(parts)}; {', or '.join(remedies)}",
             self.total,

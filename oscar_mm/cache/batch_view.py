@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from oscar_mm.cache.block_table import SequenceTable
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.layer import OscarLayer, layers_unstorable
-from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.slots import Row
-from oscar_mm.cache.step import Step
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
 
 
@@ -31,22 +31,22 @@ class BatchView(OscarCache):
 
     def __init__(self, store: PageStore) -> None:
         super().__init__(store.policy, store=store)
-        self.ledger = Ledger(store, owns_slots=False)
+        self.kv_manager = KVCacheManager(store, owns_slots=False)
         self._caches: list[OscarCache | None] = []
 
-    def seat(self, caches: Sequence[OscarCache | None]) -> None:
+    def set_rows(self, caches: Sequence[OscarCache | None]) -> None:
         """Make these caches the rows; None for a row that is computed and not looked at.
 
         Args:
             caches: of one row each, or empty; ``can_take`` accepts each.
         """
         self._caches = list(caches)
-        self.ledger.changes += 1
-        self.ledger.sequences[:] = [_row_of(cache) for cache in caches]
+        self.kv_manager.changes += 1
+        self.kv_manager.sequences[:] = [_row_of(cache) for cache in caches]
         source = next((cache for cache in caches if cache is not None and cache.layers), None)
         if source is not None and not self.layers:
             self.layers += [layer.fork(self) for layer in source.layers]
-            self.replayed(Step())
+            self.replayed(StepPlan())
 
     def can_take(self, cache: OscarCache) -> bool:
         """Whether a cache may be a row: of this store, with attention in all layers and the same
@@ -60,27 +60,28 @@ class BatchView(OscarCache):
             if cache is not None and not cache.layers:
                 cache.layers += [layer.fork(cache) for layer in self.layers]
 
-    def vacate(self, place: int) -> None:
+    def clear_row(self, place: int) -> None:
         """Put a row of which nothing is looked at any more in the place of a row that has ended; a
         step that was launched ahead stays good."""
         self._caches[place] = None
-        self.ledger.sequences[place] = Row()
+        self.kv_manager.sequences[place] = SequenceTable()
 
-    def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> Step:
+    def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Begin the next forward pass of the rows, see ``OscarCache.begin``."""
         step = super().begin(modalities)
         for cache in self._caches:
             if cache is not None:
-                cache.ledger.changes += 1
+                cache.kv_manager.changes += 1
                 cache.step = step
         return step
 
-    def note_stored(self, layer: OscarLayer, tokens: int) -> None:
-        """Leave the check to ``take_bad``: what cannot be stored is one row's, not all rows'."""
+    def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
+        """Leave the check to ``pop_overflow``: what cannot be stored is one row's, not all
+        rows'."""
         if layer.device.type == "cpu" or tokens > 1:
             self.unchecked = True
 
-    def take_bad(self) -> bool:
+    def pop_overflow(self) -> bool:
         """Whether some row brought keys or values that cannot be stored since the last call."""
         if not self.unchecked:
             return False
@@ -99,12 +100,12 @@ class BatchView(OscarCache):
         raise InputError("a BatchView is not pickled: pickle the caches that are its rows")
 
 
-def _row_of(cache: OscarCache | None) -> Row:
+def _row_of(cache: OscarCache | None) -> SequenceTable:
     if cache is None:
-        return Row()
-    if not cache.ledger.sequences:
-        cache.ledger.sequences.append(Row())
-    return cache.ledger.sequences[0]
+        return SequenceTable()
+    if not cache.kv_manager.sequences:
+        cache.kv_manager.sequences.append(SequenceTable())
+    return cache.kv_manager.sequences[0]
 
 
 def balanced_alike(one: OscarCache, other: OscarCache) -> bool:

@@ -14,18 +14,18 @@ import torch
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask
 
+from oscar_mm.cache.block_table import SlotSet
+from oscar_mm.cache.kv_manager import KVCacheManager, PendingModalities
 from oscar_mm.cache.layer import LinearLayer, OscarLayer, layers_unstorable, pack_together
-from oscar_mm.cache.ledger import Announcements, Ledger
 from oscar_mm.cache.memory import MemoryReport, measure
-from oscar_mm.cache.pending import Chunk, KeyLength
-from oscar_mm.cache.slots import SlotSet
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.paged_attention import KeyLength, LayerCall
 from oscar_mm.cache.snapshot import Snapshot
-from oscar_mm.cache.step import Step
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
-from oscar_mm.ranks import Ranks
+from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.torch_modes import autocast_dtype, eager
 
 _UNBALANCED = (
@@ -61,7 +61,7 @@ def balancing_of(model: torch.nn.Module, policy: KVPolicy) -> dict[int, torch.Te
     Raises:
         InputError: the policy does not fit a model that is divided among ranks.
     """
-    Ranks.of(model).check(policy)
+    TPGroup.of(model).check(policy)
     return sigmas_of_model(model, centered=policy.centers_keys) if policy.balances else {}
 
 
@@ -96,7 +96,7 @@ class OscarCache(Cache):
 
     layers: list[Any]
     """An OscarLayer for each layer with attention, a LinearLayer for each with linear attention."""
-    step: Step | None
+    step: StepPlan | None
     """What the latest forward pass does; None before the first one."""
     sigmas: Mapping[int, torch.Tensor | None] | None
     """Balancing by layer, for layers that take in their first keys; None where it is not known."""
@@ -114,10 +114,10 @@ class OscarCache(Cache):
             raise InputError(f"the cache is of {self.policy}, but its store of {store.policy}")
         self._own_store, self.closed = store is None, False
         self.store = PageStore(self.policy) if store is None else store
-        self.ledger = Ledger(self.store)
+        self.kv_manager = KVCacheManager(self.store)
         self.step = None
         self.sigmas = None if model is None else balancing_of(model, self.policy)
-        self._expected = Announcements()
+        self._expected = PendingModalities()
         self._warned = False
         # Whether layers on a GPU have taken in a prompt or pages since the last check.
         self.unchecked = False
@@ -149,7 +149,7 @@ class OscarCache(Cache):
         if mask is None:
             self._expected.attention(packed=True)
             return False
-        mask, past = mask.to("cpu", torch.bool), self.ledger.length
+        mask, past = mask.to("cpu", torch.bool), self.kv_manager.length
         self._expected.attention(packed=True, padding=mask[:, past:])
         return past > 0 and bool((self.real_tokens(past) & ~mask[:, :past]).any())
 
@@ -185,7 +185,7 @@ class OscarCache(Cache):
             key_states, value_states = (x.to(layer.dtype) for x in (key_states, value_states))
             # A view, so that no stored tensor leads back to this layer.
             key_states = key_states.view_as(key_states)
-            key_states.oscar_chunk = Chunk(layer, step)  # pyright: ignore[reportAttributeAccessIssue]
+            key_states.oscar_chunk = LayerCall(layer, step)  # pyright: ignore[reportAttributeAccessIssue]
             return key_states, value_states
         keys, values = layer.with_past(step, key_states, value_states)
         layer.append(key_states, value_states, step)
@@ -208,9 +208,9 @@ class OscarCache(Cache):
             warnings.warn(_UNBALANCED, stacklevel=_USER + 1)
         return None
 
-    def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> Step:
+    def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> StepPlan:
         """The step of this forward pass: made by the first layer, carried out by all."""
-        step, rows = self.step, self.ledger.sequences
+        step, rows = self.step, self.kv_manager.sequences
         if step is None or step.is_finished(layer.index):
             batch, _, tokens, _ = key_states.shape
             if rows and len(rows) != batch:
@@ -235,27 +235,27 @@ class OscarCache(Cache):
         """The layers of linear attention, which hold a state instead of keys and values."""
         return [layer for layer in self.layers if isinstance(layer, LinearLayer)]
 
-    def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> Step:
+    def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Begin the next forward pass: decide what every layer is to do with the new tokens.
 
         ``update`` does this by itself; a caller that does it first gives the next forward pass.
 
         Args:
             modalities: (batch, tokens) int8 modality ids, -1 for padding; or a list of (tokens,),
-                as of ``Ledger.advance``.
+                as of ``KVCacheManager.advance``.
 
         Raises:
             RuntimeError, FloatingPointError: as ``check_complete``.
         """
         self.check_complete()
-        step = self.ledger.advance(modalities)
+        step = self.kv_manager.advance(modalities)
         self.store.reserve()
         if self.step is not None:
             step.layers = frozenset(layer.index for layer in self.packed_layers)
         self.step = step
         return step
 
-    def replayed(self, step: Step) -> None:
+    def replayed(self, step: StepPlan) -> None:
         """Count a step as carried out by all layers although their code did not run: a graph did
         it, or the pages come from a file or from other caches."""
         for layer in self.packed_layers:
@@ -281,7 +281,7 @@ class OscarCache(Cache):
     def version(self) -> tuple[int, ...]:
         """The same as long as a captured step holds: it is the same ledger, and pools stay where
         they are."""
-        return self.ledger.number, self.store.version
+        return self.kv_manager.number, self.store.version
 
     @eager
     def end_step(self, indices: Iterable[int] | None = None) -> None:
@@ -291,7 +291,7 @@ class OscarCache(Cache):
             some = self.packed_layers if indices is None else [self.layers[i] for i in indices]
             pack_together(some, self.step)
 
-    def note_stored(self, layer: OscarLayer, tokens: int) -> None:
+    def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
         """Check what a layer has stored of so many new tokens of each row.
 
         Nothing waits for a GPU: there a prompt is checked before the next step.
@@ -323,7 +323,7 @@ class OscarCache(Cache):
 
     def real_tokens(self, count: int) -> torch.Tensor:
         """(batch, count) bool on the CPU: which of the last ``count`` tokens are no padding."""
-        rows = [sequence.real_tokens(count) for sequence in self.ledger.sequences]
+        rows = [sequence.real_tokens(count) for sequence in self.kv_manager.sequences]
         return torch.from_numpy(np.stack(rows))
 
     @eager
@@ -340,21 +340,25 @@ class OscarCache(Cache):
         """
         if self._is_linear(layer_idx):
             raise InputError(f"layer {layer_idx} has linear attention: a state, no keys and values")
-        return self.layers[layer_idx].unpacked(self.ledger.sequences, self.ledger.length, dtype)
+        return self.layers[layer_idx].unpacked(
+            self.kv_manager.sequences, self.kv_manager.length, dtype
+        )
 
     def memory(self) -> MemoryReport:
         """Bytes held, by modality and by kind."""
-        return measure(self.ledger, self.packed_layers, self.linear_layers)
+        return measure(self.kv_manager, self.packed_layers, self.linear_layers)
 
     def shrink(self) -> None:
         """After an answer, between forward passes: give back what was there for its next tokens.
 
         Slots of 16 bit that were asked for in advance are free then. On a CPU free slots go back to
         the device too, while no other cache holds slots of the store: but for its tables, a
-        conversation takes no more than in 16 bit.
+        conversation takes no more than in 16-bit precision.
         """
-        self.ledger.release_spare()
-        if self.store.is_on_cpu and self.ledger.holds_all(SlotSet.of(self.ledger.streams())):
+        self.kv_manager.release_spare()
+        if self.store.is_on_cpu and self.kv_manager.holds_all(
+            SlotSet.of(self.kv_manager.streams())
+        ):
             self.store.trim_after_answer()
 
     def fork(self) -> OscarCache:
@@ -371,13 +375,13 @@ class OscarCache(Cache):
             raise RuntimeError("the cache is closed")
         twin = OscarCache(self.policy, store=self.store)
         twin._own_store, twin.closed, twin.sigmas = self._own_store, self.closed, self.sigmas
-        twin.ledger = self.ledger.fork()
+        twin.kv_manager = self.kv_manager.fork()
         twin.layers += [
             layer.fork(twin) if isinstance(layer, OscarLayer) else layer.fork()
             for layer in self.layers
         ]
         if self.step is not None:
-            twin.replayed(Step())
+            twin.replayed(StepPlan())
         twin._expected, twin.unchecked = copy.copy(self._expected), self.unchecked
         return twin
 
@@ -415,18 +419,18 @@ class OscarCache(Cache):
         if self.linear_layers:
             raise NotImplementedError(f"OscarCache.forget: {_ONE_STATE}")
         self.check_complete()
-        self.ledger.forget(row, start, stop)
+        self.kv_manager.forget(row, start, stop)
 
     @eager
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of a row, padding included."""
-        return self.ledger.length
+        return self.kv_manager.length
 
     @eager
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(length of the keys in the coming forward pass, 0)."""
         self._expected.attention(packed=False)
-        return KeyLength(self.ledger.length + query_length, self), 0
+        return KeyLength(self.kv_manager.length + query_length, self), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: unbounded."""
@@ -435,8 +439,8 @@ class OscarCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row (the sign is transformers').
 
-        Tokens in 16 bit are dropped; a packed page that is cut keeps its codes and counts fewer
-        tokens. Nothing is quantized again.
+        Tokens in 16-bit precision are dropped; a packed page that is cut keeps its codes and counts
+        fewer tokens. Nothing is quantized again.
 
         Raises:
             NotImplementedError: the state of a linear-attention layer has seen them.
@@ -448,7 +452,7 @@ class OscarCache(Cache):
                 f"crop({tokens_to_remove}): give minus the number of tokens to remove, "
                 f"e.g. crop({tokens_to_remove - self.get_seq_length()}) to keep {tokens_to_remove}"
             )
-        self.ledger.crop(-tokens_to_remove)
+        self.kv_manager.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row ``beam_idx[i]`` was; beams share the slots of their history."""
@@ -456,7 +460,7 @@ class OscarCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; the copies share their slots."""
-        rows = range(len(self.ledger.sequences))
+        rows = range(len(self.kv_manager.sequences))
         self._select([row for row in rows for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -466,7 +470,7 @@ class OscarCache(Cache):
         self._select(indices.tolist())
 
     def _select(self, rows: list[int]) -> None:
-        self.ledger.select(rows)
+        self.kv_manager.select(rows)
         for layer in self.linear_layers:
             layer.reorder_cache(cast(torch.LongTensor, torch.tensor(rows)))
 
@@ -521,12 +525,12 @@ class OscarCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, balancing too; pools of a store of its own are given up."""
-        self.ledger.clear()
+        self.kv_manager.clear()
         if self._own_store:
             self.store = PageStore(self.policy)
-        self.ledger, self.step = Ledger(self.store), None
+        self.kv_manager, self.step = KVCacheManager(self.store), None
         self.layers.clear()
-        self._expected, self.unchecked = Announcements(), False
+        self._expected, self.unchecked = PendingModalities(), False
 
     def close(self) -> None:
         """Give up all pages; the cache takes no more tokens. A second time does nothing."""
@@ -536,7 +540,7 @@ class OscarCache(Cache):
     @property
     def batch_size(self) -> int:
         """Rows; -1 before the first tokens."""
-        return len(self.ledger.sequences) or -1
+        return len(self.kv_manager.sequences) or -1
 
     @property
     def is_initialized(self) -> bool:

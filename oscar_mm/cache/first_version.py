@@ -1,8 +1,8 @@
 """Saved caches of version 1, turned into what the present version would save.
 
-They have tokens in 16 bit in blocks of 32, ``layer.<i>.blocks`` (n, 2, KV heads, 32, head_dim), and
-the ids of blocks in ``blocks``; a stream's number of them follows from its number of tokens in 16
-bit. Pages of key_axis "token" are token by token, whatever head_dim is.
+They have tokens in 16-bit precision in blocks of 32, ``layer.<i>.blocks`` (n, 2, KV heads, 32,
+head_dim), and the ids of blocks in ``blocks``; a stream's number of them follows from its number of
+tokens in 16 bit. Pages of key_axis "token" are token by token, whatever head_dim is.
 """
 
 from __future__ import annotations

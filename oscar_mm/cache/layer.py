@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from oscar_mm.cache.slots import Row, Stream
-from oscar_mm.cache.step import Step
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.block_table import ModalityTable, SequenceTable
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
 from oscar_mm.ops.library import numbers_of
@@ -29,7 +29,8 @@ from oscar_mm.policy import Bits, KVPolicy
 from oscar_mm.quant.basis import Basis
 
 _GPU_PAGES = 256
-"""Pages that are unpacked at a time: 32,768 tokens, 134 MB of 8 heads of 128 in 16 bit."""
+"""Pages that are unpacked at a time: 32,768 tokens, 134 MB of 8 heads of 128 in 16-bit
+precision."""
 _CPU_PAGES = 16
 """Pages that a CPU unpacks at a time: parts that stay in its caches are quicker."""
 
@@ -46,7 +47,7 @@ class LayerCache(Protocol):
         """Take a layer's new keys and values, (batch, KV heads, tokens, head_dim) each."""
         ...
 
-    def note_stored(self, layer: OscarLayer, tokens: int) -> None:
+    def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
         """Check what a layer has stored of so many new tokens of each row."""
         ...
 
@@ -81,16 +82,16 @@ class TokenPlaces(NamedTuple):
 
     Attributes:
         pages: bits -> pages.
-        slots: (n,) int64, of the tokens in 16 bit.
+        slots: (n,) int64, of the tokens in 16-bit precision.
     """
 
     pages: dict[Bits, Pages]
     slots: torch.Tensor
 
     @classmethod
-    def of(cls, streams: Iterable[Stream], device: torch.device) -> TokenPlaces:
+    def of(cls, streams: Iterable[ModalityTable], device: torch.device) -> TokenPlaces:
         """The places of all tokens of these streams, for layers on a device."""
-        packed: dict[Bits, list[Stream]] = {}
+        packed: dict[Bits, list[ModalityTable]] = {}
         slots: list[int] = []
         for stream in streams:
             if stream.pages:
@@ -102,7 +103,7 @@ class TokenPlaces(NamedTuple):
         )
 
 
-def _pages(streams: list[Stream], device: torch.device) -> Pages:
+def _pages(streams: list[ModalityTable], device: torch.device) -> Pages:
     slots = [page for stream in streams for page in stream.pages]
     used = [
         tokens for stream in streams for tokens in zip(stream.starts, stream.stops, strict=True)
@@ -114,7 +115,7 @@ def _pages(streams: list[Stream], device: torch.device) -> Pages:
 
 
 class OscarLayer(CacheLayerMixin):
-    """One layer of an ``OscarCache``: its basis, and what a ``Step`` does to its pools."""
+    """One layer of an ``OscarCache``: its basis, and what a ``StepPlan`` does to its pools."""
 
     is_compileable = False
     is_sliding = False
@@ -183,7 +184,7 @@ class OscarLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, step: Step, *, beside: bool = False
+        self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan, *, beside: bool = False
     ) -> None:
         """Store a chunk, (batch, KV heads, tokens, head_dim) each, as the step says.
 
@@ -193,11 +194,12 @@ class OscarLayer(CacheLayerMixin):
             beside: as of ``oscar_mm.ops.append``.
 
         Raises:
-            FloatingPointError: as ``OscarCache.note_stored``.
+            FloatingPointError: as ``OscarCache.check_overflow``.
         """
         page_store = self.cache.store
         page_store.layers[self.index].reserve(page_store.allocators)
-        # In one dtype, so that pages do not depend on whether tokens were in 16 bit before.
+        # In one dtype, so that pages do not depend on whether tokens were in 16-bit precision
+        # before.
         dtype = self.recent.storage.dtype
         keys, values = (
             (x if x.stride(-1) == 1 else x.contiguous()).to(dtype) for x in (keys, values)
@@ -208,18 +210,18 @@ class OscarLayer(CacheLayerMixin):
         writes = step.writes_on(self.device)
         if writes is not None:
             append(keys, values, self.recent.storage, writes, self.bad, beside)
-        self.cache.note_stored(self, keys.shape[2])
+        self.cache.check_overflow(self, keys.shape[2])
         step.finish(self.index)
 
-    def copy_pages(self, step: Step) -> None:
+    def copy_pages(self, step: StepPlan) -> None:
         """Copy the pages that a step is to fill and that others have too."""
         for bits, source, target in step.copies:
             pages = self.pages[bits].storage
             pages[target] = pages[source]
 
-    def pack(self, keys: torch.Tensor, values: torch.Tensor, step: Step) -> None:
-        """Pack what a step says, out of tokens in 16 bit and new ones; keys and values are
-        (batch, KV heads, tokens, head_dim) each, and any where the step packs no new token."""
+    def pack(self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan) -> None:
+        """Pack what a step says, out of tokens in 16-bit precision and new ones; keys and values
+        are (batch, KV heads, tokens, head_dim) each, and any where the step packs no new token."""
         policy, by_token = self.cache.policy, self.cache.policy.by_token
         tables = step.slots_on(self.device) if by_token else step.whole_pages_on(self.device)
         for bits, of_bits in tables.items():
@@ -243,7 +245,7 @@ class OscarLayer(CacheLayerMixin):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values, (KV heads, n, head_dim) each, a part at a time.
 
-        In the model's coordinates; first those in pages, then those in 16 bit.
+        In the model's coordinates; first those in pages, then those in 16-bit precision.
         """
         most = _CPU_PAGES if self.device.type == "cpu" else _GPU_PAGES
         for bits, (slots, used) in places.pages.items():
@@ -260,7 +262,7 @@ class OscarLayer(CacheLayerMixin):
             yield keys, values
 
     def with_past(
-        self, step: Step, keys: torch.Tensor, values: torch.Tensor
+        self, step: StepPlan, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Unpacked past and new tokens of a step, (batch, KV heads, length, head_dim) each."""
         past = self.cache.get_seq_length() - keys.shape[2]
@@ -270,7 +272,7 @@ class OscarLayer(CacheLayerMixin):
         return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 
     def unpacked(
-        self, sequences: list[Row], length: int, dtype: torch.dtype | None = None
+        self, sequences: list[SequenceTable], length: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stored keys and values in sequence order: (batch, KV heads, length, head_dim) each.
 
@@ -328,14 +330,14 @@ class LinearLayer(LinearAttentionLayer):
 
 
 @torch.no_grad()
-def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
+def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
     """Pack the tokens of a step that packs at its end, by one launch for all layers of a kind.
 
     Args:
         layers: that have carried out the rest of the step.
 
     Raises:
-        FloatingPointError: as ``OscarCache.note_stored``.
+        FloatingPointError: as ``OscarCache.check_overflow``.
     """
     kinds = defaultdict[tuple[Any, ...], list[OscarLayer]](list)
     for layer in layers:
@@ -350,7 +352,7 @@ def pack_together(layers: Iterable[OscarLayer], step: Step) -> None:
                 *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
             )
         for layer in alike:
-            layer.cache.note_stored(layer, 1)
+            layer.cache.check_overflow(layer, 1)
 
 
 def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from oscar_mm.cache.block_table import SlotSet
+from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.layer import LinearLayer, OscarLayer
-from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.slots import SlotSet
-from oscar_mm.cache.store import LayerPools
+from oscar_mm.cache.page_store import LayerPools
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN
@@ -138,17 +138,19 @@ class MemoryReport:
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], bits, *notes])
 
 
-def token_bytes(ledger: Ledger, start: int, stop: int, row: int = 0) -> int:
+def token_bytes(kv_manager: KVCacheManager, start: int, stop: int, row: int = 0) -> int:
     """Bytes that tokens ``start`` to ``stop - 1`` of a row take: their part of pages and slots.
 
     Tables and what is not in use of a page are in the whole report only; padding takes nothing.
     """
-    return span_bytes(ledger, [(start, stop)], row)[0]
+    return span_bytes(kv_manager, [(start, stop)], row)[0]
 
 
-def span_bytes(ledger: Ledger, spans: Sequence[tuple[int, int]], row: int = 0) -> list[int]:
+def span_bytes(
+    kv_manager: KVCacheManager, spans: Sequence[tuple[int, int]], row: int = 0
+) -> list[int]:
     """``token_bytes`` of many spans, (start, stop) each, by one look at the tokens."""
-    sequence, ends = ledger.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
+    sequence, ends = kv_manager.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
     total = np.zeros(len(ends))
     for code, stream in sequence.streams.items():
         # Of the stream's tokens those before a span, and those before its end.
@@ -159,12 +161,12 @@ def span_bytes(ledger: Ledger, spans: Sequence[tuple[int, int]], row: int = 0) -
             (stream.bits, packed, PAGE_TOKENS),
             (PLAIN, in_16_bit, 1),
         ):
-            total += ledger.store.bytes_of({bits: 1}) * tokens / whole
+            total += kv_manager.store.bytes_of({bits: 1}) * tokens / whole
     return np.rint(total).astype(np.int64).tolist()
 
 
 def measure(
-    ledger: Ledger, packed: Sequence[OscarLayer], linear: Sequence[LinearLayer]
+    kv_manager: KVCacheManager, packed: Sequence[OscarLayer], linear: Sequence[LinearLayer]
 ) -> MemoryReport:
     """Add up the tensors that a cache holds, layer by layer, and its tables.
 
@@ -173,20 +175,20 @@ def measure(
         packed: its layers that have taken in keys and values.
         linear: its layers of linear attention.
     """
-    ledger.store.collect()
+    kv_manager.store.collect()
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     by_modality = {modality.label: 0 for modality in Modality} | {_SHARED: 0}
     tokens = {modality.label: 0 for modality in Modality}
-    for stream in ledger.streams():
+    for stream in kv_manager.streams():
         tokens[stream.modality.label] += stream.tokens
-    held = SlotSet.of(ledger.streams())
-    shared = held.shared(ledger.allocators)
-    spare, alone = ledger.spare, ledger.holds_all(held)
+    held = SlotSet.of(kv_manager.streams())
+    shared = held.shared(kv_manager.allocators)
+    spare, alone = kv_manager.spare, kv_manager.holds_all(held)
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
     for layer in packed:
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
-        pools = ledger.store.layers[layer.index]
+        pools = kv_manager.store.layers[layer.index]
         before = sum(by_kind.values())
         _add_pools(pools, held, spare, by_kind, by_modality, alone=alone)
         shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
@@ -198,9 +200,9 @@ def measure(
         by_kind["states"] += state.nbytes
         by_modality[_SHARED] += state.nbytes
         by_device[str(state.device)] += state.nbytes
-    by_device["cpu"] += ledger.table_bytes
-    by_kind["tables"] += ledger.table_bytes
-    by_modality[_SHARED] += ledger.table_bytes
+    by_device["cpu"] += kv_manager.table_bytes
+    by_kind["tables"] += kv_manager.table_bytes
+    by_modality[_SHARED] += kv_manager.table_bytes
     return MemoryReport(
         kv_bytes=sum(by_kind.values()),
         bf16_bytes=2 * values + by_kind["states"],
@@ -210,7 +212,7 @@ def measure(
         tokens=tokens,
         shared_bytes=shared_bytes,
         by_device=dict(by_device),
-        ranks=ledger.store.ranks.count,
+        ranks=kv_manager.store.ranks.count,
     )
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from oscar_mm.cache.layer import LinearLayer, OscarLayer
-from oscar_mm.cache.step import Step
-from oscar_mm.cache.store import LayerShape
+from oscar_mm.cache.page_store import LayerShape
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.cache.tables_file import SavedTables, renumbered
 from oscar_mm.policy import PLAIN, Bits
 
@@ -57,7 +57,7 @@ class Snapshot:
             RuntimeError: in the middle of a forward pass, or after one that was interrupted.
         """
         cache.check_complete()
-        tables, slots = renumbered(cache.ledger)
+        tables, slots = renumbered(cache.kv_manager)
         layers: list[PackedLayer | LinearLayer | None] = []
         for layer in cache.layers:
             if isinstance(layer, LinearLayer):
@@ -97,7 +97,7 @@ def fill(
     ids = {
         bits: slots.allocate(tables.counts[bits]) for bits, slots in cache.store.allocators.items()
     }
-    cache.ledger.hold(tables.sequences(ids))
+    cache.kv_manager.hold(tables.sequences(ids))
     for bits, slots in ids.items():
         cache.store.allocators[bits].release(slots)
     cache.store.reserve()
@@ -107,4 +107,4 @@ def fill(
         for bits, saved in slots_of(layer).items():
             pools[bits].storage[ids[bits]] = saved.to(layer.device)
     if layers:
-        cache.replayed(Step())
+        cache.replayed(StepPlan())

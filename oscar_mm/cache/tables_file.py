@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from oscar_mm.cache.block_table import NOWHERE, SINK, ModalityTable, SequenceTable, SlotSet
 from oscar_mm.cache.checked_file import Kind
-from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.slots import NOWHERE, SINK, Row, SlotSet, Stream
+from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
@@ -21,7 +21,7 @@ _MAX_ROWS, _MAX_TOKENS = 4096, 1 << 25
 
 @dataclass
 class SavedTables:
-    """Sequences over slots that are numbered from 0; arrays as ``oscar_mm.cache.persist`` says.
+    """Sequences over slots that are numbered from 0; arrays as ``oscar_mm.cache.saved_cache`` says.
 
     Attributes:
         counts: bits -> slots of that kind.
@@ -80,7 +80,7 @@ class SavedTables:
         tables.counts = tables._checked_counts()
         return tables
 
-    def _parts(self) -> list[tuple[int, Stream]]:
+    def _parts(self) -> list[tuple[int, ModalityTable]]:
         """Row and stream, with its code's modality, of every line of ``streams``."""
         parts, entry, slot = [], 0, 0
         for row, code, entries, count in self.streams.tolist():
@@ -88,7 +88,7 @@ class SavedTables:
             bits = PLAIN if code >= SINK else self.policy.bits_for(modality)
             pages, starts, stops = map(tuple, self.entries[entry : entry + entries].T.tolist())
             slots = self.recent[slot : slot + count].tolist()
-            parts.append((row, Stream(modality, bits, pages, starts, stops, slots)))
+            parts.append((row, ModalityTable(modality, bits, pages, starts, stops, slots)))
             entry, slot = entry + entries, slot + count
         return parts
 
@@ -151,9 +151,9 @@ class SavedTables:
                 used[stream.bits][page, start:stop] = True
         return used
 
-    def sequences(self, slots: dict[Bits, list[int]]) -> list[Row]:
+    def sequences(self, slots: dict[Bits, list[int]]) -> list[SequenceTable]:
         """The sequences over these slots: number i is the i-th of its kind."""
-        made = [Row(bytearray(codes.tobytes())) for codes in self.codes]
+        made = [SequenceTable(bytearray(codes.tobytes())) for codes in self.codes]
         for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
             stream.pages = tuple(slots[stream.bits][page] for page in stream.pages)
             stream.slots = [slots[PLAIN][slot] for slot in stream.slots]
@@ -162,11 +162,12 @@ class SavedTables:
         return made
 
 
-def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[Bits, list[int]]]:
-    """Tables of a ledger with slots numbered from 0, and the slots under these numbers."""
-    rows = ledger.sequences if ledger.length else []
+def renumbered(kv_manager: KVCacheManager) -> tuple[SavedTables, dict[Bits, list[int]]]:
+    """Tables of a KV cache manager with slots numbered from 0, and the slots under these
+    numbers."""
+    rows = kv_manager.sequences if kv_manager.length else []
     held = SlotSet.of(stream for row in rows for stream in row.streams.values())
-    slots = {bits: held.slots(bits) for bits in ledger.allocators}
+    slots = {bits: held.slots(bits) for bits in kv_manager.allocators}
     numbers = {bits: {slot: n for n, slot in enumerate(ids)} for bits, ids in slots.items()}
 
     def number(bits: Bits, ids: Iterable[int]) -> list[int]:
@@ -181,8 +182,8 @@ def renumbered(ledger: Ledger) -> tuple[SavedTables, dict[Bits, list[int]]]:
             recent += number(PLAIN, stream.slots)
     codes = b"".join(bytes(sequence.codes) for sequence in rows)
     tables = SavedTables(
-        ledger.policy,
-        np.frombuffer(bytearray(codes), np.uint8).reshape(len(rows), ledger.length),
+        kv_manager.policy,
+        np.frombuffer(bytearray(codes), np.uint8).reshape(len(rows), kv_manager.length),
         np.array(streams, dtype=np.int64).reshape(-1, 4),
         np.ascontiguousarray(np.concatenate(entries)),
         np.array(recent, dtype=np.int32),

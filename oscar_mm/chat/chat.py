@@ -25,21 +25,21 @@ from oscar_mm.chat.conversation import (
     next_prompt,
     past_of,
 )
-from oscar_mm.chat.history import PastTurn, history_prompt, read_together
-from oscar_mm.errors import Cancelled, InputError
-from oscar_mm.generation.answer import Answer, AnswerStream
-from oscar_mm.generation.generation import Generation, Reading
-from oscar_mm.generation.message import (
+from oscar_mm.chat.history import PastTurn, history_prompt, prefill_groups
+from oscar_mm.engine.answer import Answer, AnswerStream
+from oscar_mm.engine.message import (
     Message,
     media_of,
     user_message,
     with_spans,
     with_system,
 )
-from oscar_mm.generation.message_lists import asked_from
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.request_options import QuestionOptions, split_media
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.engine.message_lists import asked_from
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.request import PrefillRequest, Request
+from oscar_mm.engine.request_options import QuestionOptions, split_media
+from oscar_mm.engine.sampling import Sampling
+from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
 from oscar_mm.tool_parsers.offer import ToolOffer
@@ -69,7 +69,7 @@ class Chat:
     Args:
         pipe: pipeline that answers.
         system: system prompt.
-        conversation: to go on from; by default a new one.
+        conversation: to continue; by default a new one.
         cache_salt: as of ``pipe.chat``.
         tools: that the model may call; the first turn names them.
     """
@@ -112,18 +112,18 @@ class Chat:
             images, videos: what this turn shows, as of the pipeline; earlier media stay in sight.
             audio: recordings, where the model hears (Qwen3-Omni).
             parts: the whole question instead, as texts and media in their order, see
-                ``oscar_mm.generation.message_lists.parts_from``.
+                ``oscar_mm.engine.message_lists.parts_from``.
             messages: all messages since the last answer instead, of which a user's or a tool's is
-                the last, see ``oscar_mm.generation.message_lists.messages_from``.
+                the last, see ``oscar_mm.engine.message_lists.messages_from``.
             use_audio_in_video: hear the sound of video files too.
-            options: see ``oscar_mm.generation.request_options.QuestionOptions``.
+            options: see ``oscar_mm.engine.request_options.QuestionOptions``.
 
         Returns:
             the answer; its memory is the whole chat's, tokens and times are this turn's.
 
         Raises:
-            InputError: media, text or numbers that cannot be used; as ``NoRoom`` a turn that is
-                too long for the context, the budget or the GPU.
+            InputError: media, text or numbers that cannot be used; as ``RequestTooLarge`` a turn
+                that is too long for the context, the budget or the GPU.
         """
         media, sound = (images, videos, audio), use_audio_in_video
         sampling, how = split_media(options, self.pipe.family)
@@ -177,7 +177,8 @@ class Chat:
             images, videos, audio: as of ``ask``.
 
         Raises:
-            InputError: media or text that cannot be used; as ``NoRoom`` a turn that is too long.
+            InputError: media or text that cannot be used; as ``RequestTooLarge`` a turn that is too
+                long.
         """
         media = media_parts(images, videos, audio)
         said = Message("assistant", (answer,), "answer")
@@ -196,7 +197,7 @@ class Chat:
         if len(turns) > 1:  # Of one its texts are told apart.
             characters = sum(turn.characters for turn in turns)
             self.pipe.admission.check_characters("the turns", characters)
-        for run in read_together(turns):
+        for run in prefill_groups(turns):
             self._tell(run)
 
     def _tell(self, turns: Sequence[PastTurn]) -> None:
@@ -225,7 +226,7 @@ class Chat:
         with self._calls:
             with self._next_turn(prepare, 0) as (now, prompt):
                 read = prompt.to(pipe.family.device)
-                reading = Reading(pipe.engine, read, now.cache.fork())
+                reading = PrefillRequest(pipe.engine, read, now.cache.fork())
                 # Within the lock: from here on the chat stays where it is.
                 self._spillable.answering = reading
             self._read(reading)
@@ -234,7 +235,7 @@ class Chat:
                 self._spillable.replace(replace(after, kv=reading.cache))
                 self._spillable.answering = None
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self, reading: PrefillRequest) -> None:
         """Read what was told; others answer meanwhile.
 
         Raises:
@@ -279,7 +280,7 @@ class Chat:
             return running.answer() if running and running.written.token_ids else None
 
     @property
-    def answering(self) -> Generation | None:
+    def answering(self) -> Request | None:
         """The answer that is being written just now; its pieces may be taken as they come.
 
         Who cancels it ends the stream; before the first word that raises ``Cancelled`` there.
@@ -399,7 +400,7 @@ class Chat:
         """Inside, nobody else uses the chat or its store, and no stream is open."""
         with self._calls:
             self._wait_for_left()
-            with self.pipe.engine.room_for(self._load) as now:
+            with self.pipe.engine.wait_for_memory(self._load) as now:
                 yield now
 
     def _load(self) -> Conversation:
@@ -420,7 +421,7 @@ class Chat:
             while True:
                 then = self._spillable.conversation
                 prompt = prepare(then)
-                with pipe.engine.room_for(self._load) as now:
+                with pipe.engine.wait_for_memory(self._load) as now:
                     if now.turns is not then.turns:
                         continue  # A stream that was left has become a turn.
                     pipe.admission.check_prompt(prompt, most, past_of(now))
@@ -507,43 +508,43 @@ class Chat:
         """Pieces of the answer, then the answer; the turn counts from then on."""
 
         def after(finish_reason: str) -> Conversation:
-            written, cache = generation.written, generation.cache
+            written, cache = running_request.written, running_request.cache
             stored = cache.get_seq_length() - before.tokens - prompt.tokens
             said = Message("assistant", (written.text,), "answer", written.tool_calls)
             answer = said, written.token_ids, finish_reason, stored, written.reasoning_span
             return before.with_turn(cache, prompt, asked, *answer)
 
-        with self.pipe.engine.room_for(self._spillable.load) as before:
+        with self.pipe.engine.wait_for_memory(self._spillable.load) as before:
             cache = before.cache.fork()
-            generation = Generation(
+            running_request = Request(
                 *(self.pipe.engine, prompt.to(self.pipe.family.device), cache, sampling, start),
                 history=before.token_ids,
                 keeps_cache=True,
                 tools=tools,
             )
             # Within the lock: from here on the chat stays where it is.
-            self._spillable.answering = generation
+            self._spillable.answering = running_request
         if self._cancelled or self._stopped:
-            generation.cancel()
+            running_request.cancel()
         with ExitStack() as locked:
             try:
-                yield from generation
+                yield from running_request
                 # Once for all that follows: each time waits for a step of the others.
                 locked.enter_context(self.pipe.lock.briefly())
-                if generation.cancelled and not generation.written.says:
+                if running_request.cancelled and not running_request.written.says:
                     raise Cancelled("the answer was cancelled before its first word")
-                answer = generation.answer()
-                reason = "interrupted" if generation.cancelled else answer.finish_reason
+                answer = running_request.answer()
+                reason = "interrupted" if running_request.cancelled else answer.finish_reason
                 self._spillable.conversation = after(reason)
             except GeneratorExit:
                 # This may be the garbage collector, in any thread: nothing here touches the store.
-                if keep_part and generation.written.says:
+                if keep_part and running_request.written.says:
                     self._spillable.conversation = after("interrupted")
                 raise
             except BaseException:
                 # At once: a traceback that is kept would keep the pages.
                 with self.pipe.lock:
-                    generation.cache.close()
+                    running_request.cache.close()
                 raise
             finally:
                 self._spillable.answering = None

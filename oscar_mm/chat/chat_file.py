@@ -1,4 +1,4 @@
-"""Chats in files: the cache as ``oscar_mm.cache.persist`` writes it, and the turns.
+"""Chats in files: the cache as ``oscar_mm.cache.saved_cache`` writes it, and the turns.
 
 A user saves a chat; ``SpillableConversation`` is one whose cache is in the pipeline's store or,
 where others need the room, in a file.
@@ -18,8 +18,8 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Content
-from oscar_mm.cache.persist import SavedCache, cache_content, load_cache, save_cache
-from oscar_mm.cache.store import LayerShape
+from oscar_mm.cache.page_store import LayerShape
+from oscar_mm.cache.saved_cache import SavedCache, cache_content, load_cache, save_cache
 from oscar_mm.cache.tables_file import SavedTables
 from oscar_mm.chat.conversation import ChatEngine, Conversation
 from oscar_mm.chat.saved_turns import check_turns
@@ -32,13 +32,13 @@ from oscar_mm.chat.turn_fields import (
     turn_fields,
     turn_of,
 )
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.request import Request
 from oscar_mm.errors import InputError
-from oscar_mm.generation.family import Family
-from oscar_mm.generation.generation import Generation
 from oscar_mm.modality import Modality
 from oscar_mm.modules import acting_weights, weights_key
 from oscar_mm.policy import KVPolicy
-from oscar_mm.ranks import Ranks, own_part
+from oscar_mm.tensor_parallel import TPGroup, local_shard
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 FORMAT_VERSION = 2
@@ -195,7 +195,7 @@ def model_fingerprint(model: Any) -> str:
     """
     sampled = []
     for label, weight in acting_weights(model):
-        flat = own_part(weight).detach().reshape(-1)
+        flat = local_shard(weight).detach().reshape(-1)
         places = torch.arange(min(_SAMPLES, len(flat)), device=flat.device)
         values = flat[places * len(flat) // max(1, len(places))]
         sampled.append((f"{label}{tuple(weight.shape)}\n", values))
@@ -207,7 +207,7 @@ def model_fingerprint(model: Any) -> str:
     about = json.dumps({name: config.get(name) for name in _CONFIG}, sort_keys=True, default=str)
     digest = hashlib.sha256(about.encode() + b"".join(digests)).hexdigest()
     kind = f"{model.config.model_type} {str(model.dtype).removeprefix('torch.')}"
-    ranks = Ranks.of(model)
+    ranks = TPGroup.of(model)
     return f"{kind} {digest}" if ranks.count == 1 else f"{kind} {ranks} {digest}"
 
 
@@ -244,7 +244,7 @@ class SpillableConversation:
 
     def __init__(self, engine: ChatEngine, conversation: Conversation) -> None:
         self.engine = engine
-        self.answering: Generation | None = None
+        self.answering: Request | None = None
         self._conversation: Conversation | None = conversation
         self._file: _SpillFile | None = None
         if (budget := engine.admission.budget) is not None:

@@ -15,14 +15,14 @@ import torch
 from oscar_mm.admission.admission import Admission, Past
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import span_bytes
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.engine.answer import ReasoningSpan
+from oscar_mm.engine.engine import Engine
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.message import Message
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import InputError
-from oscar_mm.generation.answer import ReasoningSpan
-from oscar_mm.generation.engine import Engine
-from oscar_mm.generation.family import Family
-from oscar_mm.generation.message import Message
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.policy import KVPolicy
@@ -100,7 +100,7 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """Everything that the next turn goes on from; it never changes, a turn makes a new one.
+    """Everything that the next turn continues; it never changes, a turn makes a new one.
 
     Attributes:
         kv: keys and values of all turns, and after them perhaps those of the last reasoning, until
@@ -230,7 +230,9 @@ class Conversation:
         spans = [span for turn in self.turns for span in (turn, *turn.media)]
         sizes = iter([0] * len(spans))
         if self.kv is not None and spans:
-            sizes = iter(span_bytes(self.kv.ledger, [(span.start, span.stop) for span in spans]))
+            sizes = iter(
+                span_bytes(self.kv.kv_manager, [(span.start, span.stop) for span in spans])
+            )
         segments: list[Segment] = []
         for number, turn in enumerate(self.turns):
             turn_bytes = next(sizes)
@@ -315,7 +317,7 @@ class ChatEngine(Protocol):
 
 
 def past_of(conversation: Conversation) -> Past:
-    """What a next turn goes on from, and what would free some of it."""
+    """What a next turn continues, and what would free some of it."""
     return Past(conversation.cache, conversation.stored, partial(_remedies, conversation))
 
 
@@ -367,7 +369,7 @@ def longest_answer(
     ``most``, and at least 1.
 
     Raises:
-        Busy, NoRoom: as of ``Admission.longest_answer``.
+        MemoryBusy, RequestTooLarge: as of ``Admission.longest_answer``.
     """
     config = engine.family.model.config.get_text_config()
     positions = config.max_position_embeddings - int(prompt.next_position)

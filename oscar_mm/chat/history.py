@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.chat.conversation import ChatEngine, Conversation, next_prompt
-from oscar_mm.generation.message import Message, media_of, with_spans, with_system
-from oscar_mm.generation.prompt import Prompt, beginning, text_after
-from oscar_mm.generation.think_tokens import ThinkTokens
+from oscar_mm.engine.message import Message, media_of, with_spans, with_system
+from oscar_mm.engine.prompt import Prompt, beginning, text_after
+from oscar_mm.engine.think_tokens import ThinkTokens
 from oscar_mm.media.media import Media
 from oscar_mm.tool_parsers.offer import ToolOffer
 
@@ -37,7 +37,7 @@ class PastTurn(NamedTuple):
         return sum(len(text) for one in (*self.messages, self.answer) for text in one.texts)
 
 
-def read_together(turns: Iterable[PastTurn]) -> Iterator[list[PastTurn]]:
+def prefill_groups(turns: Iterable[PastTurn]) -> Iterator[list[PastTurn]]:
     """Runs of turns that are read in one pass: short ones without media.
 
     Others need the model meanwhile, and media of a turn are decoded when it is read.
@@ -90,7 +90,7 @@ def history_prompt(
         asked = with_spans(turn.messages, question.media)
         said = asked, turn.answer, ids, "stop", len(ids)
         conversation = conversation.with_turn(conversation.kv, question, *said)
-    return family.in_line(prompts), conversation
+    return family.concatenate(prompts), conversation
 
 
 def without_reasoning(prompt: Prompt, thinks: ThinkTokens | None) -> Prompt:

@@ -11,9 +11,9 @@ import re
 import numpy as np
 import torch
 
-from oscar_mm.cache.slots import NOWHERE, SINK
+from oscar_mm.cache.block_table import NOWHERE, SINK
 from oscar_mm.chat.conversation import Conversation
-from oscar_mm.generation.family import Family
+from oscar_mm.engine.family import Family
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.policy import KVPolicy
 

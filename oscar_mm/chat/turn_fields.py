@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oscar_mm.chat.conversation import Turn
-from oscar_mm.generation.family import Family
-from oscar_mm.generation.message import Message, user_message, with_spans
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.message import Message, user_message, with_spans
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import MediumSpan, Modality
 from oscar_mm.tool_parsers.calls import ToolCall

@@ -25,10 +25,10 @@ from oscar_mm.compare.teacher_forcing import (
     as_recorded,
     ratio,
 )
+from oscar_mm.engine.decode_runner import decode
+from oscar_mm.engine.prompt import Prompt, forward
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import InputError
-from oscar_mm.generation.decode_batch import decode
-from oscar_mm.generation.prompt import Prompt, forward
-from oscar_mm.generation.sampling import Sampling
 from oscar_mm.modules import computing_device
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import KVPolicy
@@ -241,7 +241,8 @@ class _Row:
     quarters: list[Tensor] = field(default_factory=list)
 
     def add(self, forced: Forced, exact: Tensor, logits: Tensor) -> None:
-        """Judge a passage by logits (judged tokens, vocabulary) in 16 bit and of the method."""
+        """Judge a passage by logits (judged tokens, vocabulary) in 16-bit precision and of the
+        method."""
         divergence = self.scores.add(forced, exact, logits)
         self.quarters.append(torch.stack([x.mean() for x in divergence.tensor_split(4)]))
         own, other = (
@@ -288,9 +289,9 @@ def _bits(counts: Sequence[tuple[int, int]]) -> float | None:
 class PassageComparison:
     """Compares methods on real text, passage by passage.
 
-    The model reads a passage once in 16 bit. Each method stores its keys and values; then the model
-    reads the next tokens of the text over those that the method restores (teacher forcing), and the
-    next-token distributions are compared with those over the 16-bit past.
+    The model reads a passage once in 16-bit precision. Each method stores its keys and values; then
+    the model reads the next tokens of the text over those that the method restores (teacher
+    forcing), and the next-token distributions are compared with those over the 16-bit past.
 
     Args:
         model: causal language model with attention "oscar".

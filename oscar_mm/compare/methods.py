@@ -184,7 +184,7 @@ PUBLISHED, FINE = "OScaR, published", "channel, groups 32"
 _STANDARD = KVPolicy.preset(DEFAULT)
 _COMPACT, _CHANNEL = KVPolicy.preset(COMPACT), KVPolicy.preset(CHANNEL)
 _RECENT = {"window": _COMPACT.window, "sinks": _COMPACT.sinks}
-"""All methods keep the same tokens in 16 bit: methods are compared, not windows."""
+"""All methods keep the same tokens in 16-bit precision: methods are compared, not windows."""
 _FINE = {"key_group": 32, "value_group": 32}
 _OTHER_GROUP = next(size for size in (64, 128) if size != _CHANNEL.key_group)
 """Key group, in tokens, of the rows that differ from ``channel`` in it."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.cache.ledger import Ledger
+from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.cache.step import Filling, store_jobs
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.step_plan import PackJob, store_jobs
 from oscar_mm.compare.teacher_forcing import LayerStates, Pair
 from oscar_mm.modality import Modality
 from oscar_mm.ops.library import recipe_arguments
@@ -117,10 +117,10 @@ class Paged:
             (tokens,) int64 numbers of tokens; that of all tokens where it is not restored by then.
         """
         found = np.full(len(ids), len(ids))
-        ledger, streams = Ledger(PageStore(self.policy)), self._streams(ids)[None]
+        kv_manager, streams = KVCacheManager(PageStore(self.policy)), self._streams(ids)[None]
         for start, stop in pairwise([0, *range(prompt, len(ids))]):
-            ledger.advance(streams[:, start:stop])
-            [row] = ledger.sequences
+            kv_manager.advance(streams[:, start:stop])
+            [row] = kv_manager.sequences
             for code, stream in row.streams.items():
                 packed = row.positions(code)[: stream.packed]
                 found[packed] = np.minimum(found[packed], stop)
@@ -130,16 +130,16 @@ class Paged:
         """Tokens of each modality that are in pages, ascending."""
         return {Modality(int(ids[places[0]])): places for places, _ in self._packed(ids)}
 
-    def _packed(self, ids: Tensor) -> list[tuple[Tensor, Filling]]:
+    def _packed(self, ids: Tensor) -> list[tuple[Tensor, PackJob]]:
         """Tokens of a prompt that a cache packs, stream by stream, and their places in pages."""
-        step = Ledger(PageStore(self.policy)).advance(self._streams(ids)[None])
+        step = KVCacheManager(PageStore(self.policy)).advance(self._streams(ids)[None])
         return [(torch.from_numpy(filling.source), filling) for filling in step.fillings]
 
     def _streams(self, ids: Tensor) -> np.ndarray:
         return (torch.zeros_like(ids) if self.mixed else ids).to(torch.int8).numpy()
 
     def _stored(
-        self, sides: list[Tensor], filling: Filling, page_format: PageFormat, basis: Basis
+        self, sides: list[Tensor], filling: PackJob, page_format: PageFormat, basis: Basis
     ) -> Tensor:
         """(rows * pages, page_bytes) uint8: the pages of one filling, for every row."""
         rows, pages, device = len(sides[0]), len(filling.pages), sides[0].device
@@ -256,13 +256,13 @@ class Blocks(Paged):
         """None: it applies to all."""
         return
 
-    def _packed(self, ids: Tensor) -> list[tuple[Tensor, Filling]]:
+    def _packed(self, ids: Tensor) -> list[tuple[Tensor, PackJob]]:
         count, bits = len(ids), self.policy.bits.text
         pages, source = list(range(-(-count // PAGE_TOKENS))), np.arange(count)
-        return [(torch.arange(count), Filling(0, bits, pages, 0, source, {}))]
+        return [(torch.arange(count), PackJob(0, bits, pages, 0, source, {}))]
 
     def _stored(
-        self, sides: list[Tensor], filling: Filling, page_format: PageFormat, basis: Basis
+        self, sides: list[Tensor], filling: PackJob, page_format: PageFormat, basis: Basis
     ) -> Tensor:
         rows, heads, tokens, _ = sides[0].shape
         device, pages = sides[0].device, len(filling.pages)

@@ -17,7 +17,7 @@ from torch.nn.functional import log_softmax, scaled_dot_product_attention
 from transformers import Cache
 
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.cache.pending import KeyLength
+from oscar_mm.cache.paged_attention import KeyLength
 from oscar_mm.quant.balance import sigmas_of_model
 
 IGNORE = -100

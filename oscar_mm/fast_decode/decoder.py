@@ -33,7 +33,7 @@ from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import rope_
 from oscar_mm.modules import devices, modules_of, run_as_written
-from oscar_mm.ranks import Ranks, is_dtensor, own_part
+from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
 
 Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
 """Makes of a function on fixed tensors of a device one that does the same again, maybe without
@@ -62,7 +62,7 @@ def supports(model: Any) -> bool:
     return (
         type(head) is nn.Linear
         and model.config.get_text_config(decoder=True).hidden_act == "silu"
-        and sees_all(model)
+        and has_full_attention(model)
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
         and run_as_written((model, head, *modules_of(decoder)))
         and all(len(devices(layer)) == 1 and _has_known_parts(layer) for layer in layers)
@@ -70,13 +70,13 @@ def supports(model: Any) -> bool:
     )
 
 
-def sees_all(model: Any) -> bool:
+def has_full_attention(model: Any) -> bool:
     """Whether every token attends to all before it, not to a sliding window."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "sliding_window", None) is None
 
 
-def is_divided(module: nn.Module, dimension: int | None = None) -> bool:
+def is_sharded(module: nn.Module, dimension: int | None = None) -> bool:
     """Whether a rank has a part of a module's weights only.
 
     Args:
@@ -97,10 +97,10 @@ def _has_known_parts(layer: Any) -> bool:
 
 def _is_divided_as_known(layer: Any) -> bool:
     """Whole, or with heads and what is between the MLP's products divided."""
-    divided = {module for module in modules_of(layer) if is_divided(module)}
+    divided = {module for module in modules_of(layer) if is_sharded(module)}
     for block in (layer.self_attn, layer.mlp):
         products = {one: name for name, one in block.named_children() if name in _DIVIDED_BY}
-        as_known = {one for one, name in products.items() if is_divided(one, _DIVIDED_BY[name])}
+        as_known = {one for one, name in products.items() if is_sharded(one, _DIVIDED_BY[name])}
         if as_known and as_known != products.keys():
             return False
         divided -= as_known
@@ -120,14 +120,16 @@ class _Product(NamedTuple):
 
     weights: States
     biases: tuple[torch.Tensor | None, ...]
-    ranks: Ranks = Ranks()
+    ranks: TPGroup = TPGroup()
 
     @classmethod
     def of(cls, *modules: Any) -> _Product:
         weights, biases = (
-            tuple(own_part(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
+            tuple(local_shard(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
         )
-        return cls(weights, biases, Ranks.of(modules[0]) if is_divided(modules[0], 1) else Ranks())
+        return cls(
+            weights, biases, TPGroup.of(modules[0]) if is_sharded(modules[0], 1) else TPGroup()
+        )
 
     def __call__(
         self,
@@ -144,7 +146,7 @@ class _Product(NamedTuple):
             found = linear(x, *self[:2], residual=residual)
         else:
             found = linear(x, self.weights)
-        self.ranks.add_up(found)
+        self.ranks.all_reduce(found)
         return found
 
 
@@ -298,7 +300,7 @@ class FastDecoder:
         norm = _norm(decoder.norm)
         self._norm = norm._replace(weight=norm.weight.to(head.weight.device))
         self._head = head
-        self._whole_head = None if is_divided(head) else _Product.of(head)
+        self._whole_head = None if is_sharded(head) else _Product.of(head)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -379,7 +381,7 @@ def _beside(embed: Any, rotary: nn.Module) -> nn.Module:
 
 
 def _norm(module: Any) -> Norm:
-    return Norm(own_part(module.weight), module.variance_epsilon)
+    return Norm(local_shard(module.weight), module.variance_epsilon)
 
 
 def _experts(mlp: Any) -> Experts | None:

@@ -31,7 +31,7 @@ from oscar_mm.fast_decode.experts_torch import (
 from oscar_mm.fast_decode.gate import gate_
 from oscar_mm.fast_decode.linear import (
     AT_ONCE,
-    MOST_ROWS,
+    MAX_ROWS,
     PIECE,
     WARPS,
     Launch,
@@ -50,20 +50,20 @@ from oscar_mm.kernels.launch import (
     Kernel,
     addresses,
     current_stream,
+    exclusive_shared_bytes,
     ints,
     multiprocessors,
     pointers,
     shared_limit,
-    shared_of_one,
     uses_tma,
 )
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
-_MOST_CHOSEN, _MOST_EXPERTS = 32, 512
-MOST_GROUPED = 512
+_MAX_CHOSEN, _MAX_EXPERTS = 32, 512
+MAX_GROUPED = 512
 """Rows that our own products take at most, grouped by expert; more are a prompt's."""
-_MOST_PROMPT_ROWS = 1 << 16
+_MAX_PROMPT_ROWS = 1 << 16
 ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
 _EARLY = 2
 """Pieces of the second kernel that do not wait for the first. With one, steps take 1% longer, with
@@ -140,7 +140,7 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
         self._kernels: list[tuple[Kernel, int]] = []
         for down in (False, True):
             macros = specialization.macros(down, limit, uses_tma(device))
-            shared = max(specialization.shared_bytes(macros), shared_of_one(device))
+            shared = max(specialization.shared_bytes(macros), exclusive_shared_bytes(device))
             kernel = self._load("experts/experts.cu", macros)
             if shared > kernel.shared_limit:
                 raise KernelError(
@@ -274,8 +274,8 @@ class GroupedKernels(
         logits = linear(normed, [router])
         shares = x.new_empty(rows, chosen, dtype=torch.float32)
         places, rows_of = x.new_empty(2, rows * chosen, dtype=torch.int32)
-        most_groups = len(router) + rows * chosen // self.specialization.columns
-        groups = x.new_empty(most_groups + 1, 4, dtype=torch.int32)
+        max_groups = len(router) + rows * chosen // self.specialization.columns
+        groups = x.new_empty(max_groups + 1, 4, dtype=torch.int32)
         count = groups[-1]
         self._route.launch(
             *((1, 1, 1), (ROUTE_THREADS, 1, 1), 4 * rows * chosen),
@@ -396,16 +396,16 @@ def expert_kernels(
         return None
     if width % AT_ONCE or both // 2 % AT_ONCE:
         return None
-    if experts.chosen > _MOST_CHOSEN or count > _MOST_EXPERTS:
+    if experts.chosen > _MAX_CHOSEN or count > _MAX_EXPERTS:
         return None
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
-    if rows > MOST_ROWS:
+    if rows > MAX_ROWS:
         if not uses_tma(x.device):
             return None
-        if rows <= MOST_GROUPED:
+        if rows <= MAX_GROUPED:
             return GroupedKernels.of(GroupedSpecialization.of(rows, experts, x.dtype), x.device)
-        if x.dtype != torch.bfloat16 or rows > _MOST_PROMPT_ROWS:
+        if x.dtype != torch.bfloat16 or rows > _MAX_PROMPT_ROWS:
             return None
         made = PromptSpecialization(count, experts.chosen, experts.normalized)
         return PromptKernels.of(made, x.device)

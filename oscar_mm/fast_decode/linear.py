@@ -28,11 +28,11 @@ from oscar_mm.kernels.launch import (
     ELEMENTS,
     addresses,
     current_stream,
+    exclusive_shared_bytes,
     ints,
     multiprocessors,
     pointers,
     shared_limit,
-    shared_of_one,
     uses_tma,
 )
 from oscar_mm.kernels.self_check import OperationKernel, relative_error
@@ -43,19 +43,19 @@ FEW_ROWS = 2
 WORST_ERROR = 0.02
 """Relative error of a kernel that is right: above the rounding of 16 bit, below that of a wrong
 row."""
-MOST_ROWS = 4
+MAX_ROWS = 4
 """Rows of the kernel for a few."""
 AT_ONCE = 256
 WARPS, PIECE = 16, 1024
 """Warps of a thread block, and elements of a piece."""
-_MOST_PARTS = 3
-_ADDRESSES, _SIZES = ctypes.c_void_p * _MOST_PARTS, ctypes.c_int * _MOST_PARTS
-MOST_COLUMNS = 24
+_MAX_PARTS = 3
+_ADDRESSES, _SIZES = ctypes.c_void_p * _MAX_PARTS, ctypes.c_int * _MAX_PARTS
+MAX_COLUMNS = 24
 """Rows of x that the kernel for more rows takes. With 32, cuBLAS is as fast on an H200; with 16, a
 fifth slower, with 8, a third."""
 _FRAGMENT = 8
 """Columns of a matrix product, and half its rows."""
-MOST_DEPTH = 16
+MAX_DEPTH = 16
 WIDEST_NORM = 16384
 NORM_THREADS = 512
 _FLOAT = 4
@@ -101,9 +101,9 @@ def _kernels(
     rows: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> Iterator[LinearKernel | LinearRowsKernel | None]:
     """The fastest first."""
-    if FEW_ROWS < rows <= MOST_COLUMNS and uses_tma(device):
+    if FEW_ROWS < rows <= MAX_COLUMNS and uses_tma(device):
         yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype), device)
-    if rows <= MOST_ROWS:
+    if rows <= MAX_ROWS:
         yield LinearKernel.of(Specialization(rows, gated, dtype), device)
 
 
@@ -167,14 +167,14 @@ def depth_for(shared_bytes: int) -> int:
 
 
 class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WORST_ERROR):
-    """The kernel for up to ``MOST_ROWS`` rows."""
+    """The kernel for up to ``MAX_ROWS`` rows."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
         self._depth = depth_for(shared_limit(device))
         macros = specialization.macros(self._depth, uses_tma(device))
         self._kernel = self._load("linear/linear.cu", macros)
-        self._blocks, self._least_shared = multiprocessors(device), shared_of_one(device)
+        self._blocks, self._min_shared = multiprocessors(device), exclusive_shared_bytes(device)
 
     def takes(self, width: int, norm: bool) -> bool:
         """Whether rows of so many elements fit its shared memory."""
@@ -182,7 +182,7 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
 
     def _shared_bytes(self, width: int, norm: bool) -> int:
         needed = 2 * (WARPS * self._depth * PIECE + (self.specialization.rows + norm) * width)
-        return max(needed, self._least_shared)
+        return max(needed, self._min_shared)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
         """Launch."""
@@ -315,7 +315,7 @@ class Tiling:
         weight_rows = -(-weight_rows // self.tile) * self.tile
         stage = (weight_rows + specialization.columns) * (self.span * 2 + 16)
         partials = self.consumers * specialization.columns * (self.tile + 4) * _FLOAT
-        depth = min(MOST_DEPTH, (limit - partials) // stage)
+        depth = min(MAX_DEPTH, (limit - partials) // stage)
         return Launch(step, depth, partials + depth * stage)
 
 
@@ -327,7 +327,7 @@ def tiling_for(shared_bytes: int) -> Tiling:
 class LinearRowsKernel(
     OperationKernel[RowsSpecialization], operation="linear_rows", bound=WORST_ERROR
 ):
-    """The kernel for 3 to ``MOST_COLUMNS`` rows, by matrix units, with that of the norm."""
+    """The kernel for 3 to ``MAX_COLUMNS`` rows, by matrix units, with that of the norm."""
 
     def __init__(self, specialization: RowsSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)

@@ -5,7 +5,7 @@ transformers' modules compute in some thirty small operations a layer. Here they
 of ``FastLayer``. The model runs as it is but for its layers: towers, embeddings, masks and what it
 adds between layers stay its own.
 
-Shorter prompts take the host longer than the GPU. RecordedLayers pads them to a few lengths, and
+Shorter prompts take the host longer than the GPU. PrefillGraphs pads them to a few lengths, and
 replays what lies before and after attention as CUDA graphs.
 """
 
@@ -22,18 +22,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oscar_mm.cache.cache import OscarCache, cache_of
-from oscar_mm.fast_decode.decode_steps import recorder
 from oscar_mm.fast_decode.decoder import FastLayer, Record, supports
+from oscar_mm.fast_decode.graph_runner import recorder
 from oscar_mm.modules import devices
-from oscar_mm.ranks import Ranks
+from oscar_mm.tensor_parallel import TPGroup
 
 _LENGTHS = (
     *(8, 16, 24, 32, 64, 96),
     *(*range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)),
 )
 """Tokens of recorded passes: a prompt is padded to the next length."""
-MOST_RECORDED = _LENGTHS[-1]
-_MOST_LENGTHS = 8
+MAX_RECORDED = _LENGTHS[-1]
+_MAX_LENGTHS = 8
 """Lengths whose graphs are kept; of one they take 20 to 70 MB of a GPU (36 layers, H100)."""
 _log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class _States(NamedTuple):
         head_dim, width = layer.attention.head_dim, sum(layer.heads)
         shapes = (hidden.shape[-1:], (width, head_dim), (layer.heads[0] * head_dim,))
         with torch.inference_mode(False):
-            states = [hidden.new_zeros(MOST_RECORDED, *shape) for shape in shapes]
-            angles = [cosine.new_zeros(MOST_RECORDED, head_dim) for _ in range(2)]
+            states = [hidden.new_zeros(MAX_RECORDED, *shape) for shape in shapes]
+            angles = [cosine.new_zeros(MAX_RECORDED, head_dim) for _ in range(2)]
         return cls(*states, *angles)
 
     def first(self, tokens: int) -> _States:
@@ -72,8 +72,8 @@ class _States(NamedTuple):
         return _States(*(x[:tokens] for x in self))
 
 
-class RecordedLayers:
-    """Passes of up to ``MOST_RECORDED`` tokens whose layers are recorded, but for attention.
+class PrefillGraphs:
+    """Passes of up to ``MAX_RECORDED`` tokens whose layers are recorded, but for attention.
 
     The first pass of a length may be the only one, and compiles what is not compiled yet; from the
     second on graphs are replayed, to the same bits. Padding goes through norms, products and
@@ -103,7 +103,7 @@ class RecordedLayers:
         """
         sequences, tokens, _ = hidden.shape
         self._states = None
-        if sequences > 1 or tokens > MOST_RECORDED or self._fails:
+        if sequences > 1 or tokens > MAX_RECORDED or self._fails:
             return
         if self._whole is None:
             try:
@@ -113,7 +113,7 @@ class RecordedLayers:
                 return
         length = _LENGTHS[bisect_left(_LENGTHS, tokens)]
         self._replays[length] = self._replays.pop(length, {})
-        if len(self._replays) > _MOST_LENGTHS:
+        if len(self._replays) > _MAX_LENGTHS:
             self._replays.pop(next(iter(self._replays)))
         self._states = self._whole.first(length)
         # So padding stays 0, whatever the last pass has left.
@@ -175,19 +175,19 @@ class PromptLayers:
 
     Args:
         model: of transformers; one that ``takes`` accepts.
-        most_tokens: that an MLP or a mixture sees at a time.
+        max_total_tokens: that an MLP or a mixture sees at a time.
         record: makes replays of functions; by default CUDA graphs where they can be had.
     """
 
     def __init__(
-        self, model: Any, most_tokens: int, record: Record | Literal["auto"] | None = "auto"
+        self, model: Any, max_total_tokens: int, record: Record | Literal["auto"] | None = "auto"
     ) -> None:
         self._layers = [(layer, FastLayer.of(layer)) for layer in model.get_decoder().layers]
-        self._most_tokens = most_tokens
+        self._max_tokens = max_total_tokens
         fast = [fast for _, fast in self._layers]
         if record == "auto":
             record = recorder(devices(model.get_decoder().layers), small=True)
-        self._recorded = None if record is None else RecordedLayers(fast, record)
+        self._recorded = None if record is None else PrefillGraphs(fast, record)
 
     @staticmethod
     def takes(model: Any) -> bool:
@@ -195,7 +195,7 @@ class PromptLayers:
         layers = model.get_decoder().layers
         return (
             supports(model)
-            and Ranks.of(model).count == 1
+            and TPGroup.of(model).count == 1
             and len(devices(layers)) == 1
             and not any("forward" in vars(layer) for layer in layers)
         )
@@ -230,9 +230,9 @@ class PromptLayers:
                     return recorded(index, hidden_states, cache)
             cosine, sine = (x.expand(batch, tokens, -1).flatten(0, 1) for x in angles)
             rows = fast.attended(hidden_states.flatten(0, 1), batch, cosine, sine, cache, mask)
-            if len(rows) <= self._most_tokens:
+            if len(rows) <= self._max_tokens:
                 return fast.feed_forward(rows).view_as(hidden_states)
-            for part in rows.split(self._most_tokens):
+            for part in rows.split(self._max_tokens):
                 part.copy_(fast.feed_forward(part))
             return rows.view_as(hidden_states)
 

@@ -16,7 +16,7 @@ from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
 HEAD_DIMS = (64, 128, 192, 256)
 _WARPS = 4
-_MOST_ROWS = (1 << 16) - 1
+_MAX_ROWS = (1 << 16) - 1
 """Most rows of a launch."""
 _checker = ArgumentChecker("rope")
 
@@ -78,7 +78,7 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
         """Launch."""
         heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
         count, block = heads.shape[1], (_WARPS * 32, 1, 1)
-        parts = (x.split(_MOST_ROWS) for x in (heads, cosine, sine))
+        parts = (x.split(_MAX_ROWS) for x in (heads, cosine, sine))
         for some, *angles in zip(*parts, strict=True):
             params = Params(
                 *addresses(some, query_norm, key_norm, *angles),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from oscar_mm.compare.teacher_forcing import ForcedCache
+from oscar_mm.engine.prompt import Prompt, forward
 from oscar_mm.errors import InputError
-from oscar_mm.generation.prompt import Prompt, forward
 from oscar_mm.inspect.quantization_errors import ALL, Errors, LayerStates, measure_errors, sampled
 from oscar_mm.modality import Modality
 from oscar_mm.quant.balance import sigma_of_norms, sigmas_of_model

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from oscar_mm.kernels.launch import switched_off
+from oscar_mm.kernels.launch import kernels_disabled
 from oscar_mm.sizes import format_bytes
 
 
@@ -46,7 +46,7 @@ class AddressRange:
     def reserve(cls, device: torch.device) -> AddressRange | None:
         """A range without memory; None where device or driver cannot do it, or kernels are switched
         off."""
-        if device.type != "cuda" or torch.version.cuda is None or switched_off():
+        if device.type != "cuda" or torch.version.cuda is None or kernels_disabled():
             return None
         try:
             return cls(_gpu(torch.cuda.current_device() if device.index is None else device.index))

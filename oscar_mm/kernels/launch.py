@@ -40,7 +40,7 @@ _ARCHITECTURES = {
 }
 
 
-def switched_off() -> bool:
+def kernels_disabled() -> bool:
     """Whether the user wants PyTorch operations instead of kernels."""
     return os.environ.get(SWITCH) == "off"
 
@@ -82,7 +82,7 @@ def shared_limit(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=16)
-def shared_of_one(device: torch.device) -> int:
+def exclusive_shared_bytes(device: torch.device) -> int:
     """Bytes of shared memory of which a GPU's multiprocessor has room for one thread block only.
 
     Where two kernels that read weights share multiprocessors, those of the next come in while this
@@ -106,7 +106,7 @@ OUT_OF_ORDER = (
     "bits for keys and values, with 'token' one key group for the whole head"
 )
 """Why they do not take a page format that is not in fragments."""
-_MOST_CONFIGS = 256
+_MAX_CONFIGS = 256
 """Most configurations of launches that are kept: to make one takes as long as to launch."""
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -114,7 +114,7 @@ _kernels: dict[tuple[object, ...], Kernel] = {}
 _loading = threading.Lock()
 
 
-def tell_once(what: str, reason: str) -> None:
+def warn_once(what: str, reason: str) -> None:
     """Log why an operation is not done by its kernel, once for each reason."""
     message = f"{what} uses PyTorch operations, which are slow: {reason}"
     if message not in _told:
@@ -140,13 +140,13 @@ def refuse_capture(what: str, device: torch.device) -> None:
         raise NotCapturable(f"{what} uses PyTorch operations here, which wait for the GPU")
 
 
-def has_loops(what: str) -> bool:
-    """Whether an operation has loops on a CPU (``oscar_mm.kernels.loops``); if not, the reason is
-    once in the log."""
-    if switched_off():
+def cpu_kernels_available(what: str) -> bool:
+    """Whether an operation has loops on a CPU (``oscar_mm.kernels.numba_vectors``); if not, the
+    reason is once in the log."""
+    if kernels_disabled():
         return False
     if failure := numba_failure():
-        tell_once(what, failure)
+        warn_once(what, failure)
     return not failure
 
 
@@ -315,7 +315,7 @@ class Kernel:
         key = grid, block, shared_bytes, stream
         config = self._early_configs.get(key)
         if config is None:
-            if len(self._early_configs) >= _MOST_CONFIGS:
+            if len(self._early_configs) >= _MAX_CONFIGS:
                 self._early_configs.clear()
             config = self._early_configs[key] = self._early_config(*key)
         self._checked("launching", driver.cuLaunchKernelEx(config, self._function, address, 0))

@@ -26,9 +26,9 @@ from oscar_mm.kernels.launch import (
     SWITCH,
     Kernel,
     architecture,
+    kernels_disabled,
     load_kernel,
-    switched_off,
-    tell_once,
+    warn_once,
 )
 
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class CheckedKernels(Generic[S, K]):
             return self._chosen[key]
         except KeyError:
             pass
-        if switched_off():
+        if kernels_disabled():
             return None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -131,7 +131,7 @@ class CheckedKernels(Generic[S, K]):
             if verdict is None:
                 verdict = self.verdict(specialization, kernel, device)
         except KernelError as error:
-            tell_once(self.operation, str(error))
+            warn_once(self.operation, str(error))
             return None
         if verdict.agrees:
             return kernel

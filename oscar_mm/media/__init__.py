@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from oscar_mm.media.audio import load_audio
     from oscar_mm.media.image import load_image
     from oscar_mm.media.limits import MediaLimits
-    from oscar_mm.media.mono import Audio
+    from oscar_mm.media.resample import Audio
     from oscar_mm.media.video import Video, load_video
 
 __all__ = ["Audio", "MediaLimits", "Video", "load_audio", "load_image", "load_video"]
 
 _HOME = {
-    "Audio": "mono",
+    "Audio": "resample",
     "MediaLimits": "limits",
     "Video": "video",
     "load_audio": "audio",

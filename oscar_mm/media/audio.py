@@ -14,7 +14,7 @@ from av.error import FFmpegError, InvalidDataError
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaCount, MediaLimits
-from oscar_mm.media.mono import RATE, Audio, Mono, MonoPiece
+from oscar_mm.media.resample import RATE, Audio, Mono, MonoPiece
 from oscar_mm.media.source import (
     describe,
     existing_file,
@@ -39,7 +39,7 @@ from oscar_mm.media.truncation import (
     mp3_seconds,
     opened_bytes,
 )
-from oscar_mm.threads import in_threads
+from oscar_mm.threads import parallel_map
 
 # Formats of recordings that FFmpeg may read. Playlists (hls, concat, dash) are left out: they open
 # other files.
@@ -291,7 +291,7 @@ def _in_threads(
 
     mono = Mono(file.samplerate, file.channels, limits, label, whole, of_request)
     try:
-        for piece in in_threads(decoded, range(0, file.frames, count)):
+        for piece in parallel_map(decoded, range(0, file.frames, count)):
             mono.add(piece)
     except (soundfile.LibsndfileError, RuntimeError):
         mono.begin_anew()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from PIL import Image
 
-_MOST_SECONDS = 30
+_MAX_SECONDS = 30
 """Of a core, for one picture."""
 _OWN_BYTES = 1 << 30
 """Address space of the process beside what a picture takes."""
@@ -65,7 +65,7 @@ def decoded_elsewhere(
         process.kill()
         process.wait()
     if process.returncode < 0:
-        raise ValueError(f"it takes more than {_MOST_SECONDS} s or {most:,} bytes")
+        raise ValueError(f"it takes more than {_MAX_SECONDS} s or {most:,} bytes")
     if process.returncode:
         raise ValueError(said.decode(errors="replace").strip().rpartition("\n")[2])
     return Image.frombytes("RGB", size, pixels)
@@ -91,7 +91,7 @@ def main(width: int, height: int, most: int) -> None:
         pass
     else:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
+        resource.setrlimit(resource.RLIMIT_CPU, (_MAX_SECONDS, _MAX_SECONDS))
     from PIL import AvifImagePlugin
 
     from oscar_mm.media.headers import opened_image

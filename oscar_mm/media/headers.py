@@ -23,7 +23,7 @@ _TURNING_TEXTS = b"Raw profile type exif", b"XML:com.adobe.xmp"
 _ARRAYS = {258, 273, 320, 324, 338, 339}
 """Tags of a TIFF that Pillow reads in full: bits, strips, colours, tiles, extra and kinds of
 samples."""
-_MOST_VALUES = 1 << 18
+_MAX_VALUES = 1 << 18
 """Values of such a tag: 50 megapixels have 195,000 tiles of 16 x 16."""
 _STRIP_BYTES = 400
 """Bytes that Pillow takes for each strip or tile, of however many pixels."""
@@ -119,7 +119,7 @@ def _check_arrays(file: BinaryIO, order: str, *, large: bool) -> None:
     size = struct.calcsize(order + entry)
     data = _at(file, at + struct.calcsize(order + entries), size * min(count, 1 << 16))
     for tag, _, values, _ in struct.iter_unpack(order + entry, data[: len(data) // size * size]):
-        if tag in _ARRAYS and values > _MOST_VALUES:
+        if tag in _ARRAYS and values > _MAX_VALUES:
             raise ValueError(f"{values:,} values of tag {tag}")
 
 

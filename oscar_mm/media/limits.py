@@ -177,18 +177,18 @@ class MediaCount:
 
     Args:
         limits: bound the count by ``max_request_pixels``.
-        most_seconds: of sound.
+        max_seconds: of sound.
         cancelled: whether nobody wants the media any more.
     """
 
     def __init__(
         self,
         limits: MediaLimits,
-        most_seconds: float = math.inf,
+        max_seconds: float = math.inf,
         cancelled: Callable[[], bool] = bool,
     ) -> None:
         self.limits, self.pixels, self.seconds = limits, 0, 0.0
-        self._most_seconds, self._cancelled = most_seconds, cancelled
+        self._max_seconds, self._cancelled = max_seconds, cancelled
         self._guard, self._large = threading.Lock(), threading.RLock()
 
     def turn(self, *, large: bool) -> AbstractContextManager[object]:
@@ -211,10 +211,10 @@ class MediaCount:
         self.check_wanted()
         with self._guard:
             self.seconds += seconds
-            if self.seconds > self._most_seconds:
+            if self.seconds > self._max_seconds:
                 raise InputError(
                     f"{label}: the sound of the request is longer than the "
-                    f"{self._most_seconds:,.0f} s that fit into the context; cut it, or send less"
+                    f"{self._max_seconds:,.0f} s that fit into the context; cut it, or send less"
                 )
 
     def check_wanted(self) -> None:

@@ -21,13 +21,13 @@ from oscar_mm.media.audio import audio_outline
 from oscar_mm.media.image import Exactly, Fit, ImageOutline, image_outline
 from oscar_mm.media.limits import LARGE_BYTES, MediaCount
 from oscar_mm.media.memory import decoding_memory
-from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.options import SizeRule
 from oscar_mm.media.part import MediaPart
+from oscar_mm.media.resample import RATE, Audio
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 from oscar_mm.media.video import Video, frame_pixels, video_outline
 from oscar_mm.modality import Modality
-from oscar_mm.threads import in_threads, thread_count
+from oscar_mm.threads import parallel_map, thread_count
 
 _KINDS = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 _BLOCK_BYTES = 1 << 24
@@ -73,7 +73,7 @@ def media_digest(medium: Image.Image | Video | Audio, *, sized: bool = False) ->
 def _sha256(header: str, blocks: Sequence[bytes | memoryview]) -> str:
     digest = hashlib.sha256(header.encode() + b"\n")
     several = len(blocks) > 1
-    for content in in_threads(_block_digest, blocks) if several else blocks:
+    for content in parallel_map(_block_digest, blocks) if several else blocks:
         digest.update(content)
     return digest.hexdigest()
 
@@ -204,7 +204,7 @@ class MediaReader:
         video_fps: frames per second that are sampled from videos.
         fit: how large an image is worth keeping, see ``oscar_mm.media.load_image``.
         sizes: the model's rule for media options; None supports no options.
-        most_seconds: of sound that a request may have.
+        max_seconds: of sound that a request may have.
 
     Raises:
         InputError: ``limits`` or ``video_fps`` that cannot be used.
@@ -214,7 +214,7 @@ class MediaReader:
     allow_remote: bool = False
     video_fps: float = 2.0
     fit: Fit | None = None
-    most_seconds: float = math.inf
+    max_seconds: float = math.inf
     sizes: SizeRule | None = None
 
     def __post_init__(self) -> None:
@@ -272,7 +272,7 @@ class MediaReader:
                 are too much.
             Cancelled: nobody wanted them.
         """
-        count = MediaCount(self.limits, self.most_seconds, cancelled)
+        count = MediaCount(self.limits, self.max_seconds, cancelled)
         self.limits.check_count(len(parts))
         self._check_options(parts)
         parts = self._fetched(parts)
@@ -416,7 +416,7 @@ class MediaReader:
         return taken if sound is None else taken + self._sound_bytes(sound)
 
     def _sound_bytes(self, outline: Audio | None) -> int:
-        most = min(self.limits.max_audio_seconds, self.most_seconds)
+        most = min(self.limits.max_audio_seconds, self.max_seconds)
         seconds = most if outline is None else outline.seconds
         return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, most))
 
@@ -456,7 +456,7 @@ def _reading(parts: Sequence[MediaPart]) -> Callable[..., Iterable[Any]]:
     may wait to be loaded and may be there twice, and copies of large arrays would be in memory
     together."""
     alone = any(isinstance(part.source, Image.Image | np.ndarray) for part in parts)
-    return map if alone else in_threads
+    return map if alone else parallel_map
 
 
 def _file_bytes(source: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from av.stream import Disposition
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.mono import LEAST_SHARE
+from oscar_mm.media.resample import MIN_SHARE
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ MPEG = ("mpegts", "mpeg")
 _JUMP_S = 10.0
 """After a longer pause of such a clock another recording begins. FFmpeg takes the same seconds."""
 
-_MOST_TICKS = 1 << 62
+_MAX_TICKS = 1 << 62
 
 
 def picture_track(container: Any) -> Any | None:
@@ -107,7 +107,7 @@ def _duration(packet: Any, track: Any) -> float:
 def _move(packet: Any, ticks: int) -> None:
     for name in ("pts", "dts"):
         if (own := getattr(packet, name)) is not None:
-            setattr(packet, name, min(max(own + ticks, -_MOST_TICKS), _MOST_TICKS))
+            setattr(packet, name, min(max(own + ticks, -_MAX_TICKS), _MAX_TICKS))
 
 
 def decoded(container: Any, track: Any, decode: Callable[[Any], list[Any]]) -> Iterator[Any]:
@@ -174,7 +174,7 @@ class Timeline:
         promised = header_seconds(container, pictures)
         # Both must fall short, as a last slide may stay for long. AVI counts repeats that FFmpeg
         # leaves out; ``check_whole`` knows the size of its files.
-        short = count < LEAST_SHARE * pictures.frames and end - first < LEAST_SHARE * promised
+        short = count < MIN_SHARE * pictures.frames and end - first < MIN_SHARE * promised
         if short and container.format.name != "avi":
             raise InputError(
                 f"{label}: ends after {end - first:.1f} of {promised:.1f} s; the file is cut off, "

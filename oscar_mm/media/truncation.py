@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from oscar_mm.errors import InputError
-from oscar_mm.media.mono import LEAST_SHARE
+from oscar_mm.media.resample import MIN_SHARE
 
 _OGG_PAGE = 27 + 255 + 255 * 255
 """Most bytes of an Ogg page: its header, its table of segments, its segments."""
@@ -74,7 +74,7 @@ def check_whole(source: Path | bytes, label: str) -> None:
                 )
             return
         promised = _riff_bytes(file, head) or _matroska_bytes(head) or _caf_bytes(file, head, size)
-    if size < max(LEAST_SHARE * promised, (1 - _SLACK_SHARE) * promised - _SLACK_BYTES):
+    if size < max(MIN_SHARE * promised, (1 - _SLACK_SHARE) * promised - _SLACK_BYTES):
         raise InputError(
             f"{label}: has {size:,} of {promised:,} bytes; the file is cut off, copy or download "
             "it again"

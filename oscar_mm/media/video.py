@@ -20,8 +20,8 @@ from oscar_mm.media.audio import LENIENT, clip_sound, container_seconds, silence
 from oscar_mm.media.frame_choice import FrameChoice, chosen_frames
 from oscar_mm.media.image import load_image, scaled
 from oscar_mm.media.limits import MIN_VIDEO_SIDE, MediaCount, MediaLimits
-from oscar_mm.media.mono import RATE, Audio
 from oscar_mm.media.options import NO_OPTIONS, MediaOptions, SizeRule
+from oscar_mm.media.resample import RATE, Audio
 from oscar_mm.media.source import describe, existing_file, none_if_unreadable
 from oscar_mm.media.timeline import (
     ROUNDING_S,

@@ -19,7 +19,7 @@ from oscar_mm.kernels.launch import (
     ints,
     pointers,
     refuse_capture,
-    tell_once,
+    warn_once,
 )
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
@@ -158,7 +158,7 @@ def _append(arguments: AppendArguments) -> None:
     if arguments.keys.is_cuda:
         unit = unit_of(*arguments[:3])
         if unit is None:
-            tell_once("append", f"rows are not aligned to {UNITS[-1]} bytes")
+            warn_once("append", f"rows are not aligned to {UNITS[-1]} bytes")
         else:
             kernel = AppendKernel.of(
                 Specialization(arguments.keys.dtype, unit), arguments.keys.device

@@ -52,7 +52,7 @@ class BlockTables(NamedTuple):
         begins: (``begin_count``, 36), as of ``oscar_mm.ops.store``. A page's center is the mean of
             its first 32 tokens if they are all new; else of the last 32 of the request's new
             tokens; with fewer of them, of keys that the page before stores.
-        recents: (decodes or more, ``shape.most_read`` or more), as of ``oscar_mm.ops.decode``: the
+        recents: (decodes or more, ``shape.max_read`` or more), as of ``oscar_mm.ops.decode``: the
             first tokens of a request, if its ring has had them all, and its most recent ones.
         writes: (tokens, 3), as of ``oscar_mm.ops.append``: places of the new tokens in the rings.
     """
@@ -194,7 +194,7 @@ def checked_tables(
         *((max(decodes, 1), width, 2), (max(decodes, 1), 2), (workers, FIELDS)),
         (job_count(rows, tokens, of_row), HEAD + TILE),
         (begin_count(rows, tokens, of_row), HEAD + CENTER_TOKENS),
-        *((max(decodes, 1), shape.most_read), (tokens, 3)),
+        *((max(decodes, 1), shape.max_read), (tokens, 3)),
     )
     kv_heads, columns = 2, 4 * max(new[:decodes], default=1)
     written = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]

@@ -1,6 +1,6 @@
-"""decode: attention of few new tokens over packed pages, tokens in 16 bit and themselves.
+"""decode: attention of few new tokens over packed pages, tokens in 16-bit precision and themselves.
 
-The operation takes 1 to 16 of them; ``most_tokens`` says up to how many a cache attends so.
+The operation takes 1 to 16 of them; ``max_total_tokens`` says up to how many a cache attends so.
 
 The same bits from run to run. Calls of the kernel may overlap on several streams and be captured in
 several CUDA graphs: what a launch needs besides its arguments is its stream's or its graph's own.
@@ -23,18 +23,18 @@ from oscar_mm.kernels.launch import (
     Strides,
     addresses,
     aligned_rows,
+    cpu_kernels_available,
     current_stream,
-    has_loops,
     ints,
+    kernels_disabled,
     multiprocessors,
     page_macros,
     pointers,
     shared_limit,
     sigma_strides,
     strides,
-    switched_off,
-    tell_once,
     uses_tma,
+    warn_once,
 )
 from oscar_mm.kernels.self_check import OperationKernel, relative_error
 from oscar_mm.ops.decode_tables import COLUMNS, FIELDS, DecodeArguments
@@ -46,7 +46,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
 
 MAX_QUERY_TOKENS = 16
-_MOST_COLUMNS = 128
+_MAX_COLUMNS = 128
 """Queries of a KV head up to which a CPU reads packed pages sooner than it unpacks them and attends
 to the copy. Of float32 states the two take as long with 224, of bfloat16 ones with 165 on a CPU
 with AMX; the number hardly depends on heads, head_dim and past."""
@@ -96,7 +96,8 @@ class Specialization:
         if head_dim not in KERNEL_HEAD_DIMS:
             return f"head_dim is {head_dim}; the kernel takes {KERNEL_HEAD_DIMS}"
         if not formats:
-            # Everything is in 16 bit. The kernel knows of some page that it will never see.
+            # Everything is in 16-bit precision. The kernel knows of some page that it will never
+            # see.
             unseen = PageFormat(Bits(2, 2), 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
             return cls.of((unseen,), head_dim, False, dtype, columns)
         if not all(page_format.in_fragments for page_format in formats):
@@ -277,11 +278,11 @@ def decode_kernel(
         formats: of its pages, at most two.
         columns: queries of a KV head: new tokens times query heads.
     """
-    if device.type != "cuda" or switched_off():
+    if device.type != "cuda" or kernels_disabled():
         return None
     specialization = _specialization(tuple(formats), head_dim, rotate, dtype, columns)
     if isinstance(specialization, str):
-        tell_once("decode", specialization)
+        warn_once("decode", specialization)
         return None
     return DecodeKernel.of(specialization, device)
 
@@ -337,7 +338,7 @@ def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
     return (kernel or decode_by_torch)(arguments)
 
 
-def most_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.device) -> int:
+def max_total_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.device) -> int:
     """Most new tokens of a row that attend by ``decode_directly`` rather than to an unpacked copy.
 
     Args:
@@ -346,20 +347,20 @@ def most_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.devic
         device: of the layer.
     """
     if device.type == "cpu" and formats and _loops(formats) is not None:
-        return max(MAX_QUERY_TOKENS, _MOST_COLUMNS // group)
+        return max(MAX_QUERY_TOKENS, _MAX_COLUMNS // group)
     return MAX_QUERY_TOKENS
 
 
 def _loops(formats: tuple[PageFormat, ...]) -> Callable[[DecodeArguments], torch.Tensor] | None:
     """What is compiled for CPUs; None, with the reason once in the log, for PyTorch operations."""
-    if not has_loops("decode"):
+    if not cpu_kernels_available("decode"):
         return None
     # Not before it is used: it brings a compiler.
-    from oscar_mm.ops.decode_cpu import decode_on_cpu, reads
+    from oscar_mm.ops.decode_numba import decode_on_cpu, reads
 
     if all(map(reads, formats)):
         return decode_on_cpu
-    tell_once("decode", OUT_OF_ORDER)
+    warn_once("decode", OUT_OF_ORDER)
     return None
 
 

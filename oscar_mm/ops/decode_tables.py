@@ -29,7 +29,7 @@ and there are fewer parts; steps take 2% to 3% less (30B-A3B after 32K tokens, H
 SEGMENT_ITEMS = 20
 """Items in the time of which a thread block goes over to its next segment."""
 TILE = 16
-"""Tokens in 16 bit that a warp takes at a time."""
+"""Tokens in 16-bit precision that a warp takes at a time."""
 HALF_PAGE = PAGE_TOKENS // 2
 """Tokens that a warp takes where there are too few whole pages for all warps."""
 START = 1 << 8
@@ -50,8 +50,8 @@ class Tables:
     Attributes:
         items: (batch, longest, 2): for each sequence its pages, {slot, stop + 256 * start + flag of
             the second format}, of which tokens start to stop - 1 are in use.
-        recents: (batch, longest): slots of its tokens in 16 bit.
-        counts: (batch, 2): tokens in 16 bit and pages.
+        recents: (batch, longest): slots of its tokens in 16-bit precision.
+        counts: (batch, 2): tokens in 16-bit precision and pages.
         assignments: (thread blocks, 16).
     """
 
@@ -163,7 +163,7 @@ def assign(
 ) -> np.ndarray:
     """Share the line of items out to thread blocks: (workers, 16) int32, see csrc/decode/decode.cu.
 
-    ``counts`` are of each sequence the tiles of its tokens in 16 bit, and its pages.
+    ``counts`` are of each sequence the tiles of its tokens in 16-bit precision, and its pages.
 
     With no more segments than thread blocks each thread block works on one segment, and segments
     get thread blocks by their length. Otherwise all get equal parts of the line, on which
@@ -237,8 +237,8 @@ class DecodeArguments(NamedTuple):
             over them is causal.
         values: the shape of keys.
         pages: one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two.
-        recent: (slots, 2, KV heads, head_dim): tokens in 16 bit, in the dtype of queries; also in
-            bfloat16 where that is float32.
+        recent: (slots, 2, KV heads, head_dim): tokens in 16-bit precision, in the dtype of queries;
+            also in bfloat16 where that is float32.
         sigma: (KV heads or 1, head_dim) float32: balancing of the pages; or (batch, KV heads or 1,
             head_dim): each row's own; None for none.
         items, recents, counts, assignments: of ``Tables``.

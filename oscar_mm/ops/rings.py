@@ -38,7 +38,7 @@ from oscar_mm.kernels.launch import addresses, current_stream, ints, pointers
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.pages.layout import PAGE_TOKENS
 
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 """Requests of a batch, and rings."""
 RING_FIELDS = 4
 """Numbers of a ring: lease, its tenant's first token in it, the tenant's tokens, clock."""
@@ -69,7 +69,7 @@ class RingShape(NamedTuple):
         return self.sinks + self.size
 
     @property
-    def most_read(self) -> int:
+    def max_read(self) -> int:
         """Most tokens of a request that a step reads."""
         return self.sinks + self.window
 

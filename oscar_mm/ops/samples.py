@@ -68,7 +68,7 @@ def _random_states(
     page_format: PageFormat, tokens: int, slots: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of two rows, (2, 2, heads, tokens, d), of norms over two decades, and
-    (slots, 2, heads, d) tokens in 16 bit."""
+    (slots, 2, heads, d) tokens in 16-bit precision."""
     heads, head_dim = page_format.kv_heads, page_format.head_dim
     # As attention makes them: tokens before heads in memory.
     states = torch.randn(2, 2, tokens, heads, head_dim, generator=generator).transpose(2, 3)
@@ -139,7 +139,7 @@ def random_stores(page_format: PageFormat, dtype: torch.dtype, device: torch.dev
 def random_layer_stores(
     page_format: PageFormat, dtype: torch.dtype, device: torch.device
 ) -> LayerStores:
-    """Tokens in 16 bit of two layers, jobs and begins of store_layers, for five pages: as
+    """Tokens in 16-bit precision of two layers, jobs and begins of store_layers, for five pages: as
     ``random_stores``, but of stored tokens only."""
     _, _, recent, jobs, begins = random_stores(page_format, dtype, device)
     for table in (jobs, begins):
@@ -158,8 +158,8 @@ def random_past(
 ) -> tuple[Past, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Arguments of decode (``oscar_mm.ops.decode``) for two unequal rows and a few new tokens.
 
-    One row has tokens in 16 bit, which fill two tiles and a part of one, and pages of all formats,
-    of some of which a range is in use; the other has one page. What is not in use is NaN.
+    One row has tokens in 16-bit precision, which fill two tiles and a part of one, and pages of all
+    formats, of some of which a range is in use; the other has one page. What is not in use is NaN.
 
     Args:
         formats: one or two.

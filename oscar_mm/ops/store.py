@@ -16,8 +16,8 @@ from oscar_mm.kernels.launch import (
     addresses,
     aligned_rows,
     check_pages,
+    cpu_kernels_available,
     current_stream,
-    has_loops,
     ints,
     pointers,
     recipe_macros,
@@ -49,7 +49,7 @@ from oscar_mm.quant.quantize import Recipe
 _WARPS = 4
 """Warps of a thread block; each has the keys, or the values, of one head of a job."""
 _CHECKED_SLOTS = 5
-_MOST_LAYERS = 96
+_MAX_LAYERS = 96
 """Most layers of a launch, whose parameters have room for no more."""
 _NORMS = ("plain", "unbiased")
 _checker, _layers_checker = ArgumentChecker("store"), ArgumentChecker("store_layers")
@@ -94,7 +94,7 @@ class StoreParams(ctypes.Structure):
 class LayersParams(ctypes.Structure):
     """``LayersParams`` of csrc/store/store.cu, field for field."""
 
-    _fields_ = (("work", Work), ("layers", Layer * _MOST_LAYERS))
+    _fields_ = (("work", Work), ("layers", Layer * _MAX_LAYERS))
 
 
 class Specialization(NamedTuple):
@@ -152,9 +152,9 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
         tables = (*addresses(None, None, jobs, begins), Strides(), Strides())
         work = Work(*tables, len(jobs), len(begins), heads)
         layers = [Layer.of(*layer) for layer in arguments.layers]
-        for start in range(0, len(layers), _MOST_LAYERS):
-            part = layers[start : start + _MOST_LAYERS]
-            params = LayersParams(work, (Layer * _MOST_LAYERS)(*part))
+        for start in range(0, len(layers), _MAX_LAYERS):
+            part = layers[start : start + _MAX_LAYERS]
+            params = LayersParams(work, (Layer * _MAX_LAYERS)(*part))
             _run(self._layers, 2 * len(jobs) * heads, len(part), params, stream)
 
     @staticmethod
@@ -272,9 +272,9 @@ def _store_layers(arguments: StoreLayersArguments) -> None:
 
 def _without_kernel(recipe: Recipe, device: torch.device) -> Callable[[StoreArguments], None]:
     """Loops on a CPU, PyTorch operations where there are none."""
-    if device.type == "cpu" and has_loops("store"):
+    if device.type == "cpu" and cpu_kernels_available("store"):
         # Not before it is used: it brings a compiler.
-        from oscar_mm.ops.store_cpu import rotates, store_on_cpu
+        from oscar_mm.ops.store_numba import rotates, store_on_cpu
 
         if rotates(recipe):
             return store_on_cpu

@@ -13,8 +13,8 @@ from oscar_mm.kernels.launch import (
     ELEMENTS,
     addresses,
     check_pages,
+    cpu_kernels_available,
     current_stream,
-    has_loops,
     ints,
     page_macros,
     pointers,
@@ -157,9 +157,9 @@ def _unpack(arguments: UnpackArguments) -> Sides:
     kernel = UnpackKernel.of(specialization, arguments.pages.device)
     if kernel is not None:
         return kernel(arguments)
-    if arguments.pages.is_cpu and has_loops("unpack"):
+    if arguments.pages.is_cpu and cpu_kernels_available("unpack"):
         # Not before it is used: it brings a compiler.
-        from oscar_mm.ops.pages_cpu import reads, unpack_on_cpu
+        from oscar_mm.ops.pages_numba import reads, unpack_on_cpu
 
         if reads(arguments.page_format):
             return unpack_on_cpu(arguments)

@@ -33,7 +33,7 @@ which a warp's lanes take them (``oscar_mm.pages.fragments``), elsewhere token b
 zeros of values, and of keys by token: group by group). ``csrc/common/page.cuh`` is the only twin of
 this file.
 
-Tokens that are not (yet) packed have a slot each in 16 bit: (2, KV heads, d), keys then
+Tokens that are not (yet) packed have a slot each in 16-bit precision: (2, KV heads, d), keys then
 values, as the attention layer made them.
 """
 

@@ -33,7 +33,7 @@ LSQ_ROUNDS = 2
 """Rounds of the fit. In whole pages the first one looks at some of the values only
 (``first_apart``). Three rounds over all values, at twice the cost, have up to 3% less squared error
 (normal, uniform, heavy-tailed, skewed groups)."""
-LEAST_SCALE = 1e-38
+MIN_SCALE = 1e-38
 """A group with no larger scale has no extent: 1 / scale would be infinite in float32."""
 KEY_RUN, VALUE_RUN = 8, 2
 """Tokens of a key group, and channels of a value group, that the first round takes at a time: the
@@ -137,8 +137,8 @@ def unbiased_scale(
 def assign_codes(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Nearest codes, as float32 whole numbers; 0 for a group without extent (``LEAST_SCALE``)."""
-    inverse = torch.where(scale > LEAST_SCALE, 1 / scale, torch.zeros_like(scale))
+    """Nearest codes, as float32 whole numbers; 0 for a group without extent (``MIN_SCALE``)."""
+    inverse = torch.where(scale > MIN_SCALE, 1 / scale, torch.zeros_like(scale))
     return ((values - zero) * inverse).round().clamp(0, (1 << bits) - 1)
 
 

@@ -39,7 +39,7 @@ class ToolOffer:
             raise InputError(f"tool_choice: no tool is named {self.named!r}{hint}")
 
     @property
-    def most_calls(self) -> int:
+    def max_calls(self) -> int:
         """Calls after which an answer ends."""
         return MAX_CALLS if self.parallel and self.named is None else 1
 
@@ -55,7 +55,7 @@ class ToolOffer:
     def parser(self) -> ToolCallParser:
         """Reads the calls of one answer."""
         schemas = {tool.name: tool.parameters for tool in self.tools}
-        return ToolCallParser(self.tool_format, schemas, self.most_calls)
+        return ToolCallParser(self.tool_format, schemas, self.max_calls)
 
     @property
     def must_call(self) -> bool:
@@ -75,7 +75,7 @@ class ToolOffer:
         if not self.must_call and text is None:
             return None
         tools = [tool for tool in self.tools if self.named in (None, tool.name)]
-        calls = self.tool_format.grammar(tools, self.most_calls > 1, mark_tokens)
+        calls = self.tool_format.grammar(tools, self.max_calls > 1, mark_tokens)
         return calls if self.must_call or text is None else calls_or(text, calls)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KEY = "oscar_mm"
 """Name under which `--additional-config` has the plugin's options."""
-MOST_WINDOW, MOST_SINKS = 128, 64
+MAX_WINDOW, MAX_SINKS = 128, 64
 """Most tokens of each kind that are stored in 16-bit precision."""
 
 
@@ -44,7 +44,7 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
             many of them are to be kept in 16-bit precision.
     """
     found = KVPolicy.of(policy)
-    for name, most in (("window", MOST_WINDOW), ("sinks", MOST_SINKS)):
+    for name, most in (("window", MAX_WINDOW), ("sinks", MAX_SINKS)):
         if (tokens := getattr(found, name)) > most:
             raise InputError(
                 f"policy {policy} has {name}={tokens}: with vLLM {name} must be at most {most}"

@@ -49,7 +49,7 @@ from oscar_mm.vllm_plugin import Settings
 from oscar_mm.vllm_plugin.attention import PagedAttention
 from oscar_mm.vllm_plugin.step import Reading, Rings, Step, StepTables
 
-_LEAST_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 _WITHOUT_DRAFT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that run no layers between two steps of the model."""
 _BALANCING = "oscar_mm_balancing"
@@ -101,7 +101,7 @@ class OscarBackend(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Whether the kernels run on GPUs of this compute capability."""
-        return (capability.major, capability.minor) >= _LEAST_CAPABILITY
+        return (capability.major, capability.minor) >= _MIN_CAPABILITY
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -148,10 +148,10 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._most_tokens = int(self.reorder_batch_threshold or 1)
-        if self._most_tokens > MAX_QUERY_TOKENS:
+        self._max_tokens = int(self.reorder_batch_threshold or 1)
+        if self._max_tokens > MAX_QUERY_TOKENS:
             raise InputError(
-                f"speculative decoding with {self._most_tokens} tokens a step: must be at most "
+                f"speculative decoding with {self._max_tokens} tokens a step: must be at most "
                 f"{MAX_QUERY_TOKENS} with this attention"
             )
         named = vllm_config.compilation_config.static_forward_context
@@ -172,7 +172,7 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         )
         for impl in self._impls:
             impl.make_rings(device, config.dtype)
-            impl.attention.prepare(device, config.dtype, self._most_tokens)
+            impl.attention.prepare(device, config.dtype, self._max_tokens)
 
     def build(
         self,
@@ -183,7 +183,7 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         """Tables of a step, at the same addresses each time."""
         common = common_attn_metadata
         decodes, readings, _, _ = split_decodes_and_prefills(
-            common, decode_threshold=self._most_tokens, require_uniform=True
+            common, decode_threshold=self._max_tokens, require_uniform=True
         )
         host_starts = common.query_start_loc_cpu.numpy()
         # Not max_query_len, which may be that before drafts were rejected.
@@ -258,7 +258,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         flash = partial(flash_attention, version=get_flash_attn_version(head_size=head_size))
         recipe = found.recipe(self.num_kv_heads, head_size)
         self.attention = PagedAttention(recipe, num_heads, self.scale, flash)
-        self._most_past = config.model_config.max_model_len
+        self._max_past = config.model_config.max_model_len
         self._ring_shape = _ring_shape(config, found.policy)
         self._ring_count = config.scheduler_config.max_num_seqs
         self._rings: Rings | None = None
@@ -353,7 +353,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             raise NotImplementedError("outputs in 8 bit or fewer")
         if attn_metadata is None:
             # As much as unpacking the longest past takes is to be left free.
-            tokens = -(-self._most_past // PAGE_TOKENS) * PAGE_TOKENS
+            tokens = -(-self._max_past // PAGE_TOKENS) * PAGE_TOKENS
             key.new_empty(2, tokens, self.num_kv_heads, self.head_size)
             return output.fill_(0)
         self.attention(query, key, value, pages_of(kv_cache), attn_metadata, output)
@@ -378,10 +378,10 @@ def _ring_shape(config: VllmConfig, policy: KVPolicy) -> RingShape:
     if speculation is None:
         return RingShape(policy.sinks, policy.window, 1)
     # Drafters that draft in parallel take twice as many tokens.
-    most_new = min(1 + 2 * (speculation.num_speculative_tokens or 0), MAX_QUERY_TOKENS)
+    max_new = min(1 + 2 * (speculation.num_speculative_tokens or 0), MAX_QUERY_TOKENS)
     if speculation.method not in _WITHOUT_DRAFT_LAYERS:
-        return RingShape(0, 0, most_new)
-    return RingShape(policy.sinks, policy.window, most_new)
+        return RingShape(0, 0, max_new)
+    return RingShape(policy.sinks, policy.window, max_new)
 
 
 def _unsupported(names: Iterable[str]) -> InputError:

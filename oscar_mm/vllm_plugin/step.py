@@ -19,7 +19,7 @@ from oscar_mm.ops.block_tables import (
     row_tiles,
 )
 from oscar_mm.ops.decode_tables import FIELDS, upload
-from oscar_mm.ops.rings import MOST_ROWS, RING_FIELDS, RingArguments, RingShape, find_rings
+from oscar_mm.ops.rings import MAX_ROWS, RING_FIELDS, RingArguments, RingShape, find_rings
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, TILE
 from oscar_mm.pages.layout import PAGE_TOKENS
 
@@ -86,8 +86,8 @@ class Rings:
     def __init__(
         self, count: int, shape: RingShape, blocks: int, device: torch.device, *, keeps: bool = True
     ) -> None:
-        if count > MOST_ROWS:
-            raise ValueError(f"{count} requests at a time: must be at most {MOST_ROWS}")
+        if count > MAX_ROWS:
+            raise ValueError(f"{count} requests at a time: must be at most {MAX_ROWS}")
         self.shape, self.blocks, self._keeps, self._clock = shape, blocks, keeps, 0
         self._owners = torch.full((blocks, 2), -1, dtype=torch.int32, device=device)
         self._rings = torch.zeros(count, RING_FIELDS, dtype=torch.int32, device=device)
@@ -159,7 +159,7 @@ class Step:
     @property
     def has_rings(self) -> bool:
         """Whether layers leave new tokens in rings."""
-        return self.tables.staged or self.tables.shape.most_read > 0
+        return self.tables.staged or self.tables.shape.max_read > 0
 
     @property
     def decode_tokens(self) -> int:
@@ -176,7 +176,7 @@ class StepTables:
         pages: most pages of a request.
         kv_heads: of a layer.
         group: query heads of a KV head.
-        most_unpacked: pages of past tokens that are unpacked at a time; a single request may have
+        max_unpacked: pages of past tokens that are unpacked at a time; a single request may have
             more.
         device: of all of them.
         rings: of the layers.
@@ -196,14 +196,14 @@ class StepTables:
         pages: int,
         kv_heads: int,
         group: int,
-        most_unpacked: int,
+        max_unpacked: int,
         device: torch.device,
         rings: Rings,
         layers: int = 0,
     ) -> None:
-        if rows > MOST_ROWS:
-            raise ValueError(f"max_num_seqs={rows}: must be at most {MOST_ROWS}")
-        self._kv_heads, self._group, self._most_unpacked = kv_heads, group, most_unpacked
+        if rows > MAX_ROWS:
+            raise ValueError(f"max_num_seqs={rows}: must be at most {MAX_ROWS}")
+        self._kv_heads, self._group, self._max_unpacked = kv_heads, group, max_unpacked
         self._device, self._rings, self._layers = device, rings, layers
         self._passed = ForwardPass[Any](layers)
         self._goes_through_all: bool | None = None
@@ -211,7 +211,7 @@ class StepTables:
             *((rows, pages, 2), (rows, 2), (multiprocessors(device), FIELDS)),
             (job_count(rows, tokens, 0), HEAD + TILE),
             (begin_count(rows, tokens, 0), HEAD + CENTER_TOKENS),
-            *((rows, max(rings.shape.most_read, 1)), (max(tokens, rows * rings.shape.spare), 3)),
+            *((rows, max(rings.shape.max_read, 1)), (max(tokens, rows * rings.shape.spare), 3)),
         )
         tables = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
         self._items, self._counts, self._assignments, self._jobs, self._begins, *others = tables
@@ -298,7 +298,7 @@ class StepTables:
             while (
                 stop < rows
                 and has_past[stop] == has_past[first]
-                and (not has_past[first] or pages[first : stop + 1].sum() <= self._most_unpacked)
+                and (not has_past[first] or pages[first : stop + 1].sum() <= self._max_unpacked)
             ):
                 stop += 1
             run = slice(first, stop)

@@ -13,8 +13,8 @@ from oscar_mm.admission import admission
 from oscar_mm.admission.capacity import HIDDEN_STATES
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.cache.slot_growth import Growth, bytes_over_time, pool_bytes
-from oscar_mm.errors import Busy, InputError, NoRoom
+from oscar_mm.cache.placement import SlotForecast, bytes_over_time, pool_bytes
+from oscar_mm.errors import InputError, MemoryBusy, RequestTooLarge
 from oscar_mm.models import BUNDLED
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -57,9 +57,9 @@ def in_use(report: MemoryReport) -> int:
     return report.kv_bytes - report.by_kind["tables"] - report.by_kind["unused"]
 
 
-def is_held(foretold: float, report: MemoryReport, pipe: Pipeline) -> bool:
+def is_held(planned: float, report: MemoryReport, pipe: Pipeline) -> bool:
     """Whether that much is in use, but for what an answer has to spare for its next tokens."""
-    spare, rest = divmod(int(foretold) - in_use(report), pipe.admission._slot_bytes()[PLAIN])
+    spare, rest = divmod(int(planned) - in_use(report), pipe.admission._slot_bytes()[PLAIN])
     return 0 <= spare <= 32 and not rest
 
 
@@ -79,7 +79,7 @@ def test_foreseen_is_what_is_held(
         # Tables are not foreseen, and pools may grow by less.
         assert 0.97 * pools < report.kv_bytes < 1.01 * pools
     # A chat: what it holds, and most that a turn adds to that while it goes on.
-    seen: list[Growth] = []
+    seen: list[SlotForecast] = []
     pipe.admission.reserve = lambda growth, *_: seen.append(growth)
     with pipe.chat() as chat:
         for shown, answer in ((PICTURES[:3], 20), (None, 50), (PICTURES[3:], 3)):
@@ -88,8 +88,8 @@ def test_foreseen_is_what_is_held(
             for _ in stream:
                 most = max(most, pipe.store.memory().used_bytes)
             growth = seen.pop()
-            foretold = bytes_over_time(growth.held, pipe.admission._slot_bytes())
-            assert is_held(foretold[-1], chat.memory, pipe)
+            planned = bytes_over_time(growth.held, pipe.admission._slot_bytes())
+            assert is_held(planned[-1], chat.memory, pipe)
             page = min(pipe.admission._slot_bytes().values())
             assert most - page <= before + pipe.admission.growth_bytes(growth) <= 1.05 * most + 1
 
@@ -131,13 +131,15 @@ def test_headers_decide_before_pixels_are_decoded(
     pipe = like(vl, max_context=200)
     monkeypatch.setattr("oscar_mm.media.media.load_image", None)
     for ask in (pipe, lambda images, prompt, **how: pipe.chat().ask(prompt, images, **how)):
-        with pytest.raises(NoRoom, match="over the context, where 200 fit: image 256") as found:
+        with pytest.raises(
+            RequestTooLarge, match="over the context, where 200 fit: image 256"
+        ) as found:
             ask([damaged] * 4, "What is it?", max_new_tokens=8)
         for said in ("damaged.png: 64", "(at least 2 of these 4 fit)"):
             assert said in str(found.value)
         assert found.value.fits == 200 < found.value.asked
     [result] = pipe.batch([{"images": [damaged] * 4, "prompt": "What?"}])
-    assert isinstance(result.error, NoRoom)
+    assert isinstance(result.error, RequestTooLarge)
     # The numbers are those of the prompt itself.
     monkeypatch.undo()
     whole = prepare(vl, "What is it?", vl.read_media([path] * 4))
@@ -147,22 +149,22 @@ def test_headers_decide_before_pixels_are_decoded(
 def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:  # noqa: F811
     long = write_sound(tmp_path / "long.flac", tone(20.0))
     short = like_omni(omni, max_context=200)
-    with nothing_runs(short), pytest.raises(NoRoom, match=r"audio 26. \(long.flac: 26."):
+    with nothing_runs(short), pytest.raises(RequestTooLarge, match=r"audio 26. \(long.flac: 26."):
         short(prompt="Who?", audio=long, max_new_tokens=4)
     told = short.chat()
-    with nothing_runs(short), pytest.raises(NoRoom, match=r"audio 26. \(long.flac: 26."):
+    with nothing_runs(short), pytest.raises(RequestTooLarge, match=r"audio 26. \(long.flac: 26."):
         told.tell("Who?", "Nobody.", audio=long)
     # A stream without a header: nobody knows how long it is, and it is read as far as it may fit.
     unknown = write_sound(tmp_path / "long.aac", tone(60.0))
     for ask in (short, told.ask):
         with nothing_runs(short), pytest.raises(InputError, match="longer than the 15 s that fit"):
             ask(prompt="Who?", audio=unknown, max_new_tokens=4)
-    with nothing_runs(short), pytest.raises(NoRoom, match="keep fewer frames"):
+    with nothing_runs(short), pytest.raises(RequestTooLarge, match="keep fewer frames"):
         short(prompt="Who?", videos=[clip(300)], max_new_tokens=4)
     # Not wrong by what headers do not tell.
     count = omni(prompt="Who?", audio=long, max_new_tokens=1).prompt_tokens
     assert like_omni(omni, max_context=count + 1)(prompt="Who?", audio=long, max_new_tokens=1)
-    with pytest.raises(NoRoom):
+    with pytest.raises(RequestTooLarge):
         like_omni(omni, max_context=count)(prompt="Who?", audio=long, max_new_tokens=1)
 
 
@@ -176,18 +178,21 @@ def test_refusals_by_the_budget_are_right(vl: OscarVLPipeline) -> None:
     needed = alone.admission.growth_bytes(alone.admission.growth(prompt, 30))
     assert like(vl, kv_budget=needed)(PICTURES, "What?", max_new_tokens=30)
     tight = like(vl, kv_budget=needed - 1)
-    with nothing_runs(tight), pytest.raises(NoRoom, match=r"over kv_budget .*, or raise") as found:
+    with (
+        nothing_runs(tight),
+        pytest.raises(RequestTooLarge, match=r"over kv_budget .*, or raise") as found,
+    ):
         tight(PICTURES, "What?", max_new_tokens=30)
     assert prompt.tokens < found.value.fits < found.value.asked == prompt.tokens + 30
     fits = found.value.fits - prompt.tokens
     assert len(tight(PICTURES, "What?", max_new_tokens=fits).token_ids) == fits
-    with pytest.raises(NoRoom):
+    with pytest.raises(RequestTooLarge):
         tight(PICTURES, "What?", max_new_tokens=fits + 1)
     # Requests of a batch one after the other, where they do not fit together.
     answers = fits, 30, min(fits, 4)
     rows = [{"images": PICTURES, "prompt": "What?", "max_new_tokens": n} for n in answers]
     errors = [result.error for result in tight.batch(rows)]
-    assert errors[0] is None is errors[2] and isinstance(errors[1], NoRoom)
+    assert errors[0] is None is errors[2] and isinstance(errors[1], RequestTooLarge)
     assert tight.budget.used_bytes == 0
 
 
@@ -213,9 +218,12 @@ def test_nothing_is_lost(vl: OscarVLPipeline, tmp_path: Path) -> None:
         {"images": PICTURES * 9},
     ]
     for options in too_much:
-        with nothing_runs(pipe), pytest.raises(NoRoom, match=r"tokens are asked, over .* held"):
+        with (
+            nothing_runs(pipe),
+            pytest.raises(RequestTooLarge, match=r"tokens are asked, over .* held"),
+        ):
             asking.ask("And these?", **options)
-        with nothing_runs(pipe), pytest.raises(NoRoom):
+        with nothing_runs(pipe), pytest.raises(RequestTooLarge):
             asking.stream("And these?", **options)
         assert state() == before
     # Others go to disk only for what then fits.
@@ -234,7 +242,10 @@ def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
     assert pipe(PICTURES, "What?", max_new_tokens=20)
     pipe.store.trim()
     free["cpu"] -= 1
-    with nothing_runs(pipe), pytest.raises(NoRoom, match=r"free memory of cpu .*prefill_chunk"):
+    with (
+        nothing_runs(pipe),
+        pytest.raises(RequestTooLarge, match=r"free memory of cpu .*prefill_chunk"),
+    ):
         pipe(PICTURES, "What?", max_new_tokens=20)
     assert pipe(PICTURES[:3], "What?", max_new_tokens=20)
     assert like(vl, prefill_chunk=64)(PICTURES, "What?", max_new_tokens=20)
@@ -243,13 +254,13 @@ def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
         other.ask("What?", images=PICTURES, max_new_tokens=20)
         other.ask("And?", images=PICTURES, max_new_tokens=20)
         free["cpu"] = read
-        with nothing_runs(pipe), pytest.raises(Busy, match="free memory of cpu"):
+        with nothing_runs(pipe), pytest.raises(MemoryBusy, match="free memory of cpu"):
             chat.ask("What?", images=PICTURES, max_new_tokens=20)
-        with nothing_runs(pipe), pytest.raises(NoRoom, match="free memory of cpu"):
+        with nothing_runs(pipe), pytest.raises(RequestTooLarge, match="free memory of cpu"):
             chat.ask("What?", images=PICTURES * 4, max_new_tokens=20)
     free["cpu"] = stored + read - 1
     # Free when it was asked, and taken by others when its turn comes.
     stream = pipe.stream(PICTURES[:1], "What?", max_new_tokens=4)
     free["cpu"] = 1000
-    with nothing_runs(pipe), pytest.raises(Busy, match=r"1\.00 KB are free on cpu"):
+    with nothing_runs(pipe), pytest.raises(MemoryBusy, match=r"1\.00 KB are free on cpu"):
         list(stream)

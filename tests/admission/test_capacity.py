@@ -13,7 +13,7 @@ from benchmarks.random_model import synthetic_cache
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.admission.capacity import RESERVED, ModelShape, activation_bytes, free_bytes
 from oscar_mm.chat import chat as chat_module
-from oscar_mm.errors import Busy, NoRoom
+from oscar_mm.errors import MemoryBusy, RequestTooLarge
 from oscar_mm.policy import PLAIN, KVPolicy
 from oscar_mm.sizes import parse_bytes
 from tests.cache.invariants import STREAM
@@ -202,7 +202,7 @@ def test_refused(qwen3_vl_folder) -> None:
     pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, spill=False)
     first, second = pipe.chat(), pipe.chat()
     first.ask("What is it?", **SHOWN)
-    with pytest.raises(Busy, match=r"kv_budget is 340,000 bytes: .* close\(\) chats"):
+    with pytest.raises(MemoryBusy, match=r"kv_budget is 340,000 bytes: .* close\(\) chats"):
         second.ask("What is it?", **SHOWN)
     assert second.turns == ()
     assert first.ask(**MORE).token_ids
@@ -210,7 +210,9 @@ def test_refused(qwen3_vl_folder) -> None:
     assert second.ask("What is it?", **SHOWN).token_ids
     alone = pipeline(qwen3_vl_folder, kv_budget=LIMIT).chat()
     alone.ask("What is it?", **SHOWN)
-    with pytest.raises(NoRoom, match=r"over kv_budget \(.* of 340.00 KB\).*raise kv_budget"):
+    with pytest.raises(
+        RequestTooLarge, match=r"over kv_budget \(.* of 340.00 KB\).*raise kv_budget"
+    ):
         alone.ask("And these?", **SHOWN)
     alone.forget(1)
     alone.forget(2)
@@ -274,7 +276,9 @@ def test_a_chat_goes_to_disk_while_its_media_are_looked_at(
 
     with monkeypatch.context() as patch:
         patch.setattr(pipe.media_reader, "outline", other_asks_meanwhile)
-        with pytest.raises(NoRoom, match=r"over the context.*forget\(1\) frees .*undo\(\)"):
+        with pytest.raises(
+            RequestTooLarge, match=r"over the context.*forget\(1\) frees .*undo\(\)"
+        ):
             chat.ask("And?", images=MORE["images"], max_new_tokens=1990)
     assert len(chat.turns) == 1
     assert chat.ask(**MORE).token_ids and len(chat.turns) == 2
@@ -312,7 +316,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
         with pipe.lock:
             pipe.budget.settle(second._spillable)
 
-    class Begun(chat_module.Generation):
+    class Begun(chat_module.Request):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             monkeypatch.setattr(pipe.budget, "limit", 0)
@@ -320,7 +324,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
             monkeypatch.setattr(pipe.budget, "limit", LIMIT)
 
     found = [chat.ask("What is it?", **SHOWN).token_ids]
-    monkeypatch.setattr(chat_module, "Generation", Begun)
+    monkeypatch.setattr(chat_module, "Request", Begun)
     assert [*found, chat.ask(**MORE).token_ids] == expected
     assert not files(tmp_path)
 

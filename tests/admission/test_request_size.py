@@ -3,7 +3,7 @@
 import pytest
 
 from oscar_mm.admission.request_size import RequestSize
-from oscar_mm.errors import InputError, NoRoom
+from oscar_mm.errors import InputError, RequestTooLarge
 from oscar_mm.modality import Modality
 
 IMAGES = [(f"{index}.png", 100 + index) for index in range(5)]
@@ -18,7 +18,7 @@ def asked(**changes) -> RequestSize:
 
 def test_numbers() -> None:
     error = asked(at_least=True, past=7).refusal(400, "kv_budget (9 MB of 8 MB)", "raise kv_budget")
-    assert isinstance(error, NoRoom) and isinstance(error, InputError)
+    assert isinstance(error, RequestTooLarge) and isinstance(error, InputError)
     assert (error.asked, error.fits) == (601, 400)
     assert str(error) == (
         "at least 601 tokens are asked, over kv_budget (9 MB of 8 MB), where 400 fit: 7 held, "

@@ -20,7 +20,7 @@ from oscar_mm.apps.terminal import (
     rows_bar,
     typed_lines,
 )
-from oscar_mm.generation.answer import Reasoning
+from oscar_mm.engine.answer import Reasoning
 from tests.checkpoints import build_decoder
 
 PIECES = [Reasoning("It is "), Reasoning("a \x1b[2Jsign."), "The ", "sign."]

@@ -11,7 +11,7 @@ from benchmarks import decode_step
 from benchmarks.cache_variants import VARIANTS, Decoder, Dynamic, FilledCache
 from benchmarks.decode_step import STEPS, WARM_UP
 from benchmarks.record import Record
-from oscar_mm.generation.sampling import NextTokens
+from oscar_mm.engine.sampling import SampledTokens
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 WAYS = ["dynamic", "bf16-eager", "bf16-graph", "compact-eager", "compact-graph"]
@@ -80,9 +80,9 @@ def test_the_next_step_is_launched_before_its_tokens_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
-    listed = NextTokens.listed
+    listed = SampledTokens.listed
     monkeypatch.setattr(
-        NextTokens, "listed", lambda choice: (log.append("wait"), listed(choice))[1]
+        SampledTokens, "listed", lambda choice: (log.append("wait"), listed(choice))[1]
     )
     fed: list[torch.Tensor] = []
 

@@ -9,9 +9,9 @@ from benchmarks import decode_step, engine
 from benchmarks.cache_variants import Decoder
 from benchmarks.decode_step import STEPS, WARM_UP
 from benchmarks.record import Record
-from oscar_mm.cache.store import PageStore
-from oscar_mm.errors import Busy
-from oscar_mm.generation.sampling import NextTokens
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.engine.sampling import SampledTokens
+from oscar_mm.errors import MemoryBusy
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 COMPACT = engine.WAYS["compact-graph"]
@@ -68,7 +68,7 @@ def without_room(refuses: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
 
     def reserve(self: object, growth: object, prompt: object, *rest: object) -> None:
         if refuses(prompt.tokens):
-            raise Busy("there is none")
+            raise MemoryBusy("there is none")
 
     monkeypatch.setattr("oscar_mm.admission.admission.Admission.reserve", reserve)
 
@@ -89,7 +89,7 @@ def test_an_answer_that_fails_is_in_the_row(
 ) -> None:
     without_room(lambda tokens: True, monkeypatch)
     row = engine.measure_engine(decoder, COMPACT, 400, 1e9, 2)
-    assert row["error"] == "Busy: there is none" and row["out_of_memory"] is False
+    assert row["error"] == "MemoryBusy: there is none" and row["out_of_memory"] is False
 
 
 def test_verdicts() -> None:
@@ -114,12 +114,12 @@ def test_host_time_is_what_waits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(decode_step, "perf_counter", lambda: clock[0])
 
-    def listed(tokens: NextTokens) -> list[int]:
+    def listed(tokens: SampledTokens) -> list[int]:
         clock[0] += 0.003
         return []
 
-    monkeypatch.setattr(NextTokens, "listed", listed)
-    tokens = NextTokens(torch.zeros(0), torch.zeros(0), None)
+    monkeypatch.setattr(SampledTokens, "listed", listed)
+    tokens = SampledTokens(torch.zeros(0), torch.zeros(0), None)
     steps: list[int] = []
 
     def step() -> None:
@@ -128,4 +128,4 @@ def test_host_time_is_what_waits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens.listed()
 
     assert decode_step.step_ms(step) == pytest.approx((5.0, 2.0))
-    assert len(steps) == WARM_UP + STEPS and NextTokens.listed is listed
+    assert len(steps) == WARM_UP + STEPS and SampledTokens.listed is listed

@@ -64,7 +64,7 @@ def test_bytes_read_are_pages_and_tokens_in_16_bit(generator: torch.Generator) -
     channel = kernels.LayerCall(kernels.POLICIES["channel"], SMALL, generator)
     two = Bits(2, 2)
     partial = sum(len(filling.pages) for filling in channel.step.fillings)
-    full = channel.cache.ledger.allocators[two].used - partial
+    full = channel.cache.kv_manager.allocators[two].used - partial
     in_16_bit = 2 * (SMALL.context - 1) - 128 * full
     pages = full * channel.layer.formats[two].page_bytes
     assert full and kernels.bytes_read(channel.layer, channel.step) == pages + in_16_bit * token

@@ -17,7 +17,7 @@ from benchmarks.load import KINDS, answered_kinds, figures, measure, prompts
 from benchmarks.openai_server import Exchange, Load, Server, traffic
 from benchmarks.random_model import make_endless, random_pipeline
 from benchmarks.record import Record
-from oscar_mm.generation.generation import Generation
+from oscar_mm.engine.request import Request
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.apps.serve.conftest import served
 
@@ -207,7 +207,7 @@ def test_the_engine_alone_has_as_many_answers_as_clients(
 ) -> None:
     at_once, next_ended = list[int](), endless.engine.next_ended
 
-    def noted(answers: list[Generation]) -> list[Generation]:
+    def noted(answers: list[Request]) -> list[Request]:
         at_once.append(len(answers))
         return next_ended(answers)
 

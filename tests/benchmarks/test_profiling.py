@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.conversation import Call, tensors_on
 from benchmarks.profiling import allocated, allocated_since, kernel_launches
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.engine.prompt import Prompt
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.attention import attend, mask
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.modality import PADDING
 from oscar_mm.quant.balance import sigma_from_rms
 

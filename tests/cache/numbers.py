@@ -1,4 +1,5 @@
-"""Caches of token numbers: what a ledger says, carried out without tensors, and compared."""
+"""Caches of token numbers: what a KV cache manager says, carried out without tensors, and
+compared."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from collections import Counter
 import numpy as np
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.slots import Row, least_page_tokens
-from oscar_mm.cache.step import Step
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.block_table import SequenceTable, min_page_tokens
+from oscar_mm.cache.kv_manager import KVCacheManager
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import PADDING
 from oscar_mm.ops.store_torch import STORED_CENTER
 from oscar_mm.pages.layout import PAGE_TOKENS
@@ -32,7 +33,7 @@ class Contents:
         assert self.store.allocators[PLAIN].owners(slot) == 1
         self.recent[slot] = number
 
-    def read_ahead(self, step: Step) -> None:
+    def read_ahead(self, step: StepPlan) -> None:
         """What a step writes that is launched ahead: only where nothing is stored."""
         assert not step.copies
         read = step.sources()[PLAIN]
@@ -50,7 +51,7 @@ class Contents:
                 key = filling.bits, filling.pages[number]
                 self.pages.setdefault(key, np.full(PAGE_TOKENS, -1))[place] = -2
 
-    def carry_out(self, step: Step, new: np.ndarray, sequences: list[Row]) -> None:
+    def carry_out(self, step: StepPlan, new: np.ndarray, sequences: list[SequenceTable]) -> None:
         slots = self.store.allocators
         for bits, source, target in step.copies:
             assert slots[bits].owners(target) == 1
@@ -80,11 +81,12 @@ class Contents:
 
 
 class Numbers:
-    """A cache of token numbers: does what the steps of a ledger say, as a real layer would."""
+    """A cache of token numbers: does what the steps of a KV cache manager say, as a real layer
+    would."""
 
     def __init__(self, policy: KVPolicy) -> None:
         self.contents = Contents(policy)
-        self.ledger, self.last = Ledger(self.contents.store), Step()
+        self.kv_manager, self.last = KVCacheManager(self.contents.store), StepPlan()
         self.rows: list[list[int]] = []
         self.ids: list[list[int]] = []
         self.count = itertools.count()
@@ -93,44 +95,44 @@ class Numbers:
         if not self.rows:
             self.rows, self.ids = [[] for _ in ids], [[] for _ in ids]
         new = np.array([next(self.count) for _ in range(ids.size)]).reshape(ids.shape)
-        step = self.last = self.ledger.advance(ids.astype(np.int8))
-        self.contents.carry_out(step, new, self.ledger.sequences)
+        step = self.last = self.kv_manager.advance(ids.astype(np.int8))
+        self.contents.carry_out(step, new, self.kv_manager.sequences)
         for row in range(len(ids)):
             self.rows[row] += new[row].tolist()
             self.ids[row] += ids[row].tolist()
 
-    def foretell(self, ids: np.ndarray) -> Step | None:
+    def plan_ahead(self, ids: np.ndarray) -> StepPlan | None:
         """As a step does that is launched ahead: it writes where it is told that tokens will go."""
-        step = self.ledger.foretold(ids.astype(np.int8))
+        step = self.kv_manager.planned(ids.astype(np.int8))
         if step is not None:
             self.contents.read_ahead(step)
         return step
 
     def crop(self, count: int) -> None:
-        self.ledger.crop(count)
+        self.kv_manager.crop(count)
         for numbers in (*self.rows, *self.ids):
             del numbers[len(numbers) - count :]
 
     def select(self, rows: list[int]) -> None:
-        self.ledger.select(rows)
+        self.kv_manager.select(rows)
         self.rows = [self.rows[row].copy() for row in rows]
         self.ids = [self.ids[row].copy() for row in rows]
 
     def forget(self, row: int, start: int, stop: int) -> None:
-        self.ledger.forget(row, start, stop)
+        self.kv_manager.forget(row, start, stop)
         self.ids[row][start:stop] = [PADDING] * (stop - start)
 
     def fork(self) -> Numbers:
         twin = copy.copy(self)
-        twin.ledger = self.ledger.fork()
+        twin.kv_manager = self.kv_manager.fork()
         twin.rows, twin.ids = copy.deepcopy(self.rows), copy.deepcopy(self.ids)
         return twin
 
     def check(self) -> None:
         """Every row reads back as what went in."""
-        assert len(self.ledger.sequences) == len(self.rows)
+        assert len(self.kv_manager.sequences) == len(self.rows)
         for row, (numbers, ids) in enumerate(zip(self.rows, self.ids, strict=True)):
-            sequence = self.ledger.sequences[row]
+            sequence = self.kv_manager.sequences[row]
             assert sequence.stored == sum(one != PADDING for one in ids)
             found: dict[int, int] = {}
             for code, stream in sequence.streams.items():
@@ -147,9 +149,9 @@ class Numbers:
 
     def check_window_and_sinks(self) -> None:
         """Not after a crop, which cannot bring back what was packed."""
-        policy = self.ledger.policy
+        policy = self.kv_manager.policy
         for row, ids in enumerate(self.ids):
-            sequence = self.ledger.sequences[row]
+            sequence = self.kv_manager.sequences[row]
             real = [at for at, one in enumerate(ids) if one != PADDING]
             recent, first = (
                 set(real[max(0, len(real) - policy.window) :]),
@@ -161,7 +163,7 @@ class Numbers:
                 assert not packed & (recent | first)
                 in_window = len(recent & set(places.tolist()))
                 if stream.bits.packed:
-                    least = least_page_tokens(policy, stream.bits)
+                    least = min_page_tokens(policy, stream.bits)
                     waiting = PAGE_TOKENS
                     if policy.by_token:
                         assert all(stop >= least for stop in stream.stops)
@@ -169,11 +171,13 @@ class Numbers:
                     assert len(stream.slots) < waiting + in_window
 
 
-def check_slots(store: PageStore, ledgers: list[Ledger]) -> None:
+def check_slots(store: PageStore, kv_managers: list[KVCacheManager]) -> None:
     """Every slot has as many owners as there are tables that name it: none leaks."""
     store.collect()
     owners = {bits: Counter() for bits in store.allocators}
-    for sequence in itertools.chain.from_iterable(ledger.sequences for ledger in ledgers):
+    for sequence in itertools.chain.from_iterable(
+        kv_manager.sequences for kv_manager in kv_managers
+    ):
         owners[PLAIN].update(sequence.spare)
         for stream in sequence.streams.values():
             assert stream.bits.packed or not stream.pages

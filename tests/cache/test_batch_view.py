@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from oscar_mm import InputError, OscarCache
-from oscar_mm.cache import in_line, pending
+from oscar_mm.cache import paged_attention, varlen_attention
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
 from tests.checkpoints import build_decoder
 
 LENGTHS = (300, 40, 0, 137)
@@ -38,7 +38,7 @@ def read(model, cache: OscarCache, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def read_in_line(model, view: BatchView, tokens: list[torch.Tensor], pasts) -> torch.Tensor:
+def prefill_varlen(model, view: BatchView, tokens: list[torch.Tensor], pasts) -> torch.Tensor:
     """Logits of the last token of each row."""
     view.begin([np.zeros(row.shape[1], np.int8) for row in tokens])
     places = [
@@ -63,7 +63,13 @@ def caches_of(model, store: PageStore, lengths=LENGTHS) -> list[OscarCache]:
 
 
 def flash_by_sdpa(
-    queries, keys, values, run: in_line.Run, scaling: float, *, upper_left: bool = False
+    queries,
+    keys,
+    values,
+    run: varlen_attention.VarlenBatch,
+    scaling: float,
+    *,
+    upper_left: bool = False,
 ) -> torch.Tensor:
     """What flash attention gives for rows that follow each other, by their ends."""
     found = []
@@ -92,11 +98,11 @@ def test_flash_attention_is_checked_before_it_is_used(
         "right": flash_by_sdpa,
         "upper left": partial(flash_by_sdpa, upper_left=True),
         "as if alike": lambda queries, *_: queries,
-        "missing": in_line.flash_in_line,  # There is none on a CPU.
+        "missing": varlen_attention.flash_varlen,  # There is none on a CPU.
     }
     for way, flash in ways.items():
-        monkeypatch.setattr(in_line, "flash_in_line", flash)
-        found = in_line._agrees.__wrapped__(torch.device("cpu"), dtype, head_dim)
+        monkeypatch.setattr(varlen_attention, "flash_varlen", flash)
+        found = varlen_attention._agrees.__wrapped__(torch.device("cpu"), dtype, head_dim)
         assert found == (way == "right")
     assert len(caplog.records) == 3
 
@@ -105,7 +111,7 @@ def test_flash_attention_is_checked_before_it_is_used(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_flash_attention_agrees(dtype: torch.dtype, head_dim: int) -> None:
-    assert in_line._agrees.__wrapped__(torch.device("cuda", 0), dtype, head_dim)
+    assert varlen_attention._agrees.__wrapped__(torch.device("cuda", 0), dtype, head_dim)
 
 
 @pytest.fixture(params=["row by row", "in one launch", "in two", "with a long row"])
@@ -113,15 +119,17 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """How attention goes over rows in line; whether in launches, as on a GPU."""
     if request.param == "row by row":
         return False
-    monkeypatch.setattr(in_line, "flash_in_line", flash_by_sdpa)
-    by_rows = pending._Chunk.by_rows
+    monkeypatch.setattr(varlen_attention, "flash_varlen", flash_by_sdpa)
+    by_rows = paged_attention._ChunkAttention.by_rows
     monkeypatch.setattr(
-        pending._Chunk,
+        paged_attention._ChunkAttention,
         "by_rows",
-        lambda chunk: chunk.in_line() if chunk.step.lengths is not None else by_rows(chunk),
+        lambda chunk: (
+            chunk.varlen_attention() if chunk.step.lengths is not None else by_rows(chunk)
+        ),
     )
     most = {"in one launch": 600, "in two": 310, "with a long row": 200}[request.param]
-    monkeypatch.setattr(in_line, "_MOST_KEYS", most)
+    monkeypatch.setattr(varlen_attention, "_MAX_KEYS", most)
     return True
 
 
@@ -142,10 +150,10 @@ def test_prompts_in_line_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPatch) 
     alone = [cache.fork() for cache in caches]
     expected = torch.stack([read(made, *one) for one in zip(alone, new, strict=True)])
     for most in (16384, 400, 100):
-        monkeypatch.setattr(in_line, "_MOST_KEYS", most)
+        monkeypatch.setattr(varlen_attention, "_MAX_KEYS", most)
         view, rows = BatchView(store), [cache.fork() for cache in caches]
-        view.seat(rows)
-        found = read_in_line(made, view, new, lengths)
+        view.set_rows(rows)
+        found = prefill_varlen(made, view, new, lengths)
         error = (found - expected).float().norm(dim=1) / expected.float().norm(dim=1)
         assert error.max() < 0.05
 
@@ -156,9 +164,9 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: 
     caches = caches_of(model, store)
     alone = [cache.fork() for cache in caches]
     view = BatchView(store)
-    view.seat(caches)
+    view.set_rows(caches)
     new = [ids(count, 1000 + row) for row, count in enumerate(NEW)]
-    found = read_in_line(model, view, new, LENGTHS)
+    found = prefill_varlen(model, view, new, LENGTHS)
     for row, fork in enumerate(alone):
         expected = read(model, fork, new[row])
         torch.testing.assert_close(found[row], expected, atol=2e-4, rtol=2e-4)
@@ -167,7 +175,7 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: 
     # Steps of a token each, with a row that nobody looks at and another order. Launches are those
     # of prompts: a few steps read what these have stored.
     order = [3, 0, 2, 1]
-    view.seat([caches[row] for row in order] + [None])
+    view.set_rows([caches[row] for row in order] + [None])
     for step in range(10 if launches else 40):
         tokens = torch.cat([ids(1, 77 * step + row) for row in range(5)])
         places = torch.tensor([[lengths[row] + step] for row in order] + [[0]])
@@ -179,7 +187,7 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: 
             expected = read(model, alone[row], tokens[place : place + 1])
             # Rounding to 16 bit makes of the least difference one of 0.4% of a key or value.
             torch.testing.assert_close(logits[place], expected, atol=5e-3, rtol=5e-3)
-    assert not view.take_bad()
+    assert not view.pop_overflow()
     for cache, fork in zip(caches, alone, strict=True):
         cache.check_complete()
         assert cache.memory().tokens == fork.memory().tokens
@@ -195,13 +203,13 @@ def test_what_a_layer_could_not_store_is_told_once(model) -> None:
     store = PageStore("standard")
     [cache] = caches_of(model, store, (50,))
     view = BatchView(store)
-    view.seat([cache])
-    read_in_line(model, view, [ids(3, 1)], [50])
+    view.set_rows([cache])
+    prefill_varlen(model, view, [ids(3, 1)], [50])
     for layers in ((), (1,), (0, 1)):
         for index in layers:
             view.packed_layers[index].bad.fill_(1)
         view.unchecked = True
-        assert [view.take_bad(), view.take_bad()] == [bool(layers), False]
+        assert [view.pop_overflow(), view.pop_overflow()] == [bool(layers), False]
         assert not any(bool(layer.bad) for layer in view.packed_layers)
     cache.check_complete()
     cache.packed_layers[1].bad.fill_(1)
@@ -214,7 +222,7 @@ def test_a_step_that_stops_leaves_all_rows_incomplete(model) -> None:
     store = PageStore("standard")
     caches = caches_of(model, store, (50, 60, 70))
     view = BatchView(store)
-    view.seat(caches[:2])
+    view.set_rows(caches[:2])
     view.begin(np.zeros((2, 1), np.int8))
     for cache in caches[:2]:
         with pytest.raises(RuntimeError, match="did not reach layer 0"):
@@ -231,8 +239,8 @@ def test_a_row_that_leaves_takes_its_slots_along(model, gone: str) -> None:
     caches = caches_of(model, store, (200, 90))
     other = caches_of(model, PageStore("standard"), (90,))[0]
     view = BatchView(store)
-    view.seat(caches)
-    view.vacate(0)
+    view.set_rows(caches)
+    view.clear_row(0)
     if gone == "closed":
         caches[0].close()
     caches[0] = None
@@ -266,6 +274,6 @@ def test_rows_have_one_balancing(model) -> None:
     view = BatchView(store)
     view.sigmas = caches[0].sigmas
     assert all(view.can_take(cache) for cache in caches) and not view.can_take(old)
-    view.seat(caches)
+    view.set_rows(caches)
     assert view.can_take(caches[1].fork()) and not view.can_take(old)
     assert view.can_take(OscarCache("standard", store=store, model=model))

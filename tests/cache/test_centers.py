@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy, OscarCache
-from oscar_mm.cache import slot_growth as slot_growth_module
-from oscar_mm.cache.persist import load_cache, save_cache
-from oscar_mm.cache.slots import least_page_tokens
+from oscar_mm.cache import placement as slot_growth_module
+from oscar_mm.cache.block_table import min_page_tokens
+from oscar_mm.cache.saved_cache import load_cache, save_cache
 from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers
 
@@ -68,7 +68,7 @@ def test_centers_are_of_32_keys() -> None:
     for count in (100, 60, *[1] * 300, 30, 47, 128):
         numbers.advance(np.zeros((1, count), dtype=int))
     numbers.check()
-    stream, centers = numbers.ledger.sequences[0].streams[0], numbers.contents.centers
+    stream, centers = numbers.kv_manager.sequences[0].streams[0], numbers.contents.centers
     begins = [centers[stream.bits, page] for page in stream.pages]
     assert begins[:2] == [[*range(32)], [*range(128, 160)]]
     assert begins[2:4] == [[*range(start, start + 32)] for start in (192, 320)]
@@ -83,8 +83,8 @@ def test_a_page_without_these_keys_is_no_help() -> None:
     for _ in range(40):
         numbers.advance(np.zeros((1, 1), dtype=int))
     numbers.check()
-    stream = numbers.ledger.sequences[0].streams[0]
-    waited = range(128, 128 + least_page_tokens(small_window(), stream.bits))
+    stream = numbers.kv_manager.sequences[0].streams[0]
+    waited = range(128, 128 + min_page_tokens(small_window(), stream.bits))
     assert numbers.contents.centers[stream.bits, stream.pages[-1]] == [*waited]
 
 
@@ -92,7 +92,7 @@ def test_the_first_page_has_the_tokens_that_waited() -> None:
     numbers = Numbers(small_window())
     while not (centers := numbers.contents.centers):
         numbers.advance(np.zeros((1, 1), dtype=int))
-    [stop] = numbers.ledger.sequences[0].streams[0].stops
+    [stop] = numbers.kv_manager.sequences[0].streams[0].stops
     assert list(centers.values()) == [[*range(min(stop, 32))]]
 
 
@@ -118,5 +118,5 @@ def test_copies_go_on_alike(states, tmp_path: Path, copied: str, before: int, wi
     for new in pieces[before:]:
         for one in (cache, twin):
             one.update(*new, 0)
-    assert len(cache.ledger.sequences[0].streams[0].pages) == 2
+    assert len(cache.kv_manager.sequences[0].streams[0].pages) == 2
     assert torch.equal(cache.unpacked(0)[0], twin.unpacked(0)[0])

@@ -1,4 +1,4 @@
-"""Files of version 1: blocks of 32 tokens in 16 bit, pages of tokens in another order."""
+"""Files of version 1: blocks of 32 tokens in 16-bit precision, pages of tokens in another order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.checked_file import write_checked
-from oscar_mm.cache.persist import load_cache, save_cache
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.saved_cache import load_cache, save_cache
 from tests.cache.invariants import POLICIES, attend_oscar, chunk
 from tests.cache.numbers import check_slots
-from tests.cache.test_persist import history, same
+from tests.cache.test_saved_cache import history, same
 
 HEADS, LENGTH, PAGES, BLOCKS = 2, 320, 3, 7
 PADDING, TEXT, IMAGE = 255, 0, 1
@@ -140,7 +140,7 @@ def test_the_same_tokens_come_back(tmp_path: Path, name: str, width: int) -> Non
             rounded = torch.from_numpy(wanted).bfloat16().float().numpy()
             assert (close | (found.numpy() == rounded)).all()
             assert close.mean() > 0.5
-    check_slots(store, [cache.ledger])
+    check_slots(store, [cache.kv_manager])
     # 45 + 67 tokens of the first row, and 18 + 1 of the second that it does not share.
     used = [slots.used for slots in store.allocators.values()]
     assert used == [PAGES, 45 + 67 + (50 - 32) + (65 - 64)]
@@ -159,7 +159,8 @@ def test_the_same_tokens_come_back(tmp_path: Path, name: str, width: int) -> Non
 
 @pytest.mark.parametrize("policy", ["channel", "kivi", "four", "mixed", "bf16"])
 def test_whole_pages_are_as_they_were(tmp_path: Path, policy: str) -> None:
-    """A cache of a long history, its tokens in 16 bit put into blocks: it goes on as before."""
+    """A cache of a long history, its tokens in 16-bit precision put into blocks: it goes on as
+    before."""
     cache, path = history(POLICIES[policy]), tmp_path / "old"
     save_cache(cache, path, fingerprint="f")
     tensors = load_file(path)
@@ -182,7 +183,7 @@ def test_whole_pages_are_as_they_were(tmp_path: Path, policy: str) -> None:
     del text["policy"]["center"]
     write_checked(path, tensors, {"oscar_mm.cache": json.dumps(text)})
     loaded, _ = load_cache(path, fingerprint="f", policy=POLICIES[policy])
-    check_slots(loaded.store, [loaded.ledger])
+    check_slots(loaded.store, [loaded.kv_manager])
     same(loaded, cache)
 
 

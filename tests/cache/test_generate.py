@@ -1,4 +1,4 @@
-"""OscarCache in real decoders: as transformers' own cache in 16 bit, close to it in 2."""
+"""OscarCache in real decoders: as transformers' own cache in 16-bit precision, close to it in 2."""
 
 import copy
 import functools

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.cache.persist import load_cache, save_cache
+from oscar_mm.cache.saved_cache import load_cache, save_cache
 from oscar_mm.quant.balance import sigma_from_rms
 from tests.checkpoints import build_decoder
 

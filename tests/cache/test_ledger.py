@@ -1,4 +1,5 @@
-"""The ledger keeps every token once, in order, whatever comes in; carried out on token numbers."""
+"""The KV cache manager keeps every token once, in order, whatever comes in; carried out on token
+numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm import InputError, KVPolicy
-from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.slots import Row, SlotSet, least_page_tokens
-from oscar_mm.cache.step import Step
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.block_table import SequenceTable, SlotSet, min_page_tokens
+from oscar_mm.cache.kv_manager import KVCacheManager
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
@@ -63,7 +64,7 @@ def test_any_chunks(data: st.DataObject, policy: KVPolicy, batch: int) -> None:
         numbers.advance(data.draw(chunks(batch)))
         numbers.check()
         numbers.check_window_and_sinks()
-        check_slots(numbers.contents.store, [numbers.ledger])
+        check_slots(numbers.contents.store, [numbers.kv_manager])
 
 
 @settings(max_examples=150, deadline=None)
@@ -76,18 +77,18 @@ def test_any_operations_on_caches_of_one_store(data: st.DataObject, policy: KVPo
     operations = ["advance", "advance", "advance", "forget", "forget", "crop", "select", "fork"]
     for _ in range(data.draw(st.integers(1, 10))):
         cache = caches[data.draw(st.integers(0, len(caches) - 1))]
-        batch, length = len(cache.rows), cache.ledger.length
-        operation = data.draw(st.sampled_from([*operations, "foretell", "clear", "drop"]))
+        batch, length = len(cache.rows), cache.kv_manager.length
+        operation = data.draw(st.sampled_from([*operations, "plan_ahead", "clear", "drop"]))
         if operation == "advance":
             cache.advance(data.draw(chunks(batch or 1)))
-        elif operation == "foretell" and batch:
+        elif operation == "plan_ahead" and batch:
             tokens = np.array(data.draw(st.lists(MODALITIES, min_size=batch, max_size=batch)))
-            told = cache.foretell(tokens[:, None])
+            told = cache.plan_ahead(tokens[:, None])
             check_all(store, caches)  # Nobody sees what was written there.
             if data.draw(st.booleans()):
                 ended = data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch))
                 cache.advance(np.where(ended, PADDING, tokens)[:, None])
-                assert any(ended) or cache.last.foretold is told
+                assert any(ended) or cache.last.planned is told
         elif operation == "forget" and batch:
             start = data.draw(st.integers(0, length))
             stop = data.draw(st.integers(start, min(length, start + 300)))
@@ -107,7 +108,7 @@ def test_any_operations_on_caches_of_one_store(data: st.DataObject, policy: KVPo
         check_all(store, caches)
 
 
-def is_same(step: Step, other: Step) -> bool:
+def is_same(step: StepPlan, other: StepPlan) -> bool:
     """Whether two steps do the same: of the same rows, slots and pages."""
     ours, theirs = (
         [
@@ -133,7 +134,7 @@ def is_same(step: Step, other: Step) -> bool:
 def check_all(store: PageStore, caches: list[Numbers]) -> None:
     for cache in caches:
         cache.check()
-    check_slots(store, [cache.ledger for cache in caches])
+    check_slots(store, [cache.kv_manager for cache in caches])
 
 
 @settings(max_examples=40, deadline=None)
@@ -149,13 +150,13 @@ def test_decoding_token_by_token(sizes: list[int], window: int, by_token: bool) 
         numbers.advance(np.zeros((1, size), dtype=int))
     numbers.check()
     numbers.check_window_and_sinks()
-    stream = numbers.ledger.sequences[0].streams[0]
+    stream = numbers.kv_manager.sequences[0].streams[0]
     left = sum(sizes) - 4 - window
-    least = least_page_tokens(policy, TWO) if by_token else PAGE_TOKENS
+    least = min_page_tokens(policy, TWO) if by_token else PAGE_TOKENS
     assert len(stream.pages) == left // PAGE_TOKENS + (left % PAGE_TOKENS >= least)
     # Slots of packed tokens are used again.
     most = window + 4 + least + 3
-    assert numbers.ledger.allocators[PLAIN].capacity <= most + most // 4 + 4
+    assert numbers.kv_manager.allocators[PLAIN].capacity <= most + most // 4 + 4
 
 
 def test_a_decode_step_of_stream_pages_seldom_allocates() -> None:
@@ -163,11 +164,11 @@ def test_a_decode_step_of_stream_pages_seldom_allocates() -> None:
     waits for a page takes another one, and some are asked for at once."""
     numbers = Numbers(KVPolicy(**STREAM))
     numbers.advance(np.zeros((2, 300), dtype=int))
-    before, allocated = numbers.contents.store.promises, []
+    before, allocated = numbers.contents.store.epoch, []
     for _ in range(300):
         numbers.advance(np.zeros((2, 1), dtype=int))
-        allocated.append(numbers.contents.store.promises - before)
-        before = numbers.contents.store.promises
+        allocated.append(numbers.contents.store.epoch - before)
+        before = numbers.contents.store.epoch
     numbers.check()
     # Two rows; the first step has no spare slots yet, and tokens wait for two pages.
     assert allocated[0] >= 2 and sum(map(bool, allocated)) <= 12
@@ -187,7 +188,7 @@ def test_centers_do_not_depend_on_how_tokens_come() -> None:
             numbers.advance(ids[:, start:stop])
             start = stop
         numbers.check()
-        contents, streams = numbers.contents, numbers.ledger.sequences[0].streams
+        contents, streams = numbers.contents, numbers.kv_manager.sequences[0].streams
         found.append(
             {
                 code: [
@@ -207,23 +208,23 @@ def test_copy_on_write_between_forks(how: dict) -> None:
     numbers = Numbers(KVPolicy(window=0, sinks=0, **how))
     numbers.advance(np.zeros((1, 160 if how else 140), dtype=int))
     numbers.select([0, 0, 0])
-    slots = numbers.ledger.allocators
+    slots = numbers.kv_manager.allocators
     before = slots[PLAIN].used, slots[TWO].used
     assert before == ((0, 2) if how else (12, 1))
     numbers.advance(np.zeros((3, 1), dtype=int))
     numbers.check()
-    # Tokens in 16 bit have slots of their own, some of them to spare; of a page that is not full
-    # each row has a copy then.
+    # Tokens in 16-bit precision have slots of their own, some of them to spare; of a page that is
+    # not full each row has a copy then.
     assert (slots[PLAIN].used, slots[TWO].used) == ((0, 4) if how else (12 + 3 * 3, 1))
     [step] = [numbers.last]
     assert len(step.copies) == (2 if how else 0)
 
 
 def test_past_of_a_step_is_the_state_before_it() -> None:
-    ledger = Ledger(PageStore(KVPolicy(window=0, sinks=0, **WHOLE)))
-    ledger.advance(np.zeros((1, 100), dtype=np.int8))
-    step = ledger.advance(np.zeros((1, 60), dtype=np.int8))
-    [past], [now] = step.past, ledger.sequences
+    kv_manager = KVCacheManager(PageStore(KVPolicy(window=0, sinks=0, **WHOLE)))
+    kv_manager.advance(np.zeros((1, 100), dtype=np.int8))
+    step = kv_manager.advance(np.zeros((1, 60), dtype=np.int8))
+    [past], [now] = step.past, kv_manager.sequences
     assert (len(past.streams[0].slots), past.streams[0].pages) == (100, ())
     assert (len(now.streams[0].slots), len(now.streams[0].pages)) == (32, 1)
     assert past.stored == 100 and now.stored == 160
@@ -232,7 +233,7 @@ def test_past_of_a_step_is_the_state_before_it() -> None:
 def test_forget_frees_pages_at_once_and_splits_one() -> None:
     numbers = Numbers(KVPolicy(window=0, sinks=0, **WHOLE))
     numbers.advance(np.repeat([[0, 1, 0, 1]], [100, 700, 100, 300], axis=1))
-    slots, stream = numbers.ledger.allocators, numbers.ledger.sequences[0].streams[1]
+    slots, stream = numbers.kv_manager.allocators, numbers.kv_manager.sequences[0].streams[1]
     assert (slots[TWO].used, len(stream.slots)) == (8, 104)
     numbers.forget(0, 100, 800)
     # Of the 700 tokens five pages and 60 tokens of a sixth.
@@ -244,7 +245,7 @@ def test_forget_frees_pages_at_once_and_splits_one() -> None:
     numbers.check()
     numbers.forget(0, 0, 1200)
     numbers.check()
-    assert slots[TWO].used == slots[PLAIN].used == numbers.ledger.sequences[0].stored == 0
+    assert slots[TWO].used == slots[PLAIN].used == numbers.kv_manager.sequences[0].stored == 0
     numbers.advance(np.ones((1, 300), dtype=int))
     numbers.check()
 
@@ -252,7 +253,7 @@ def test_forget_frees_pages_at_once_and_splits_one() -> None:
 def test_room_of_a_page_is_filled_again_after_a_crop() -> None:
     numbers = Numbers(KVPolicy(window=0, sinks=0, **STREAM))
     numbers.advance(np.zeros((1, 200), dtype=int))
-    streams = numbers.ledger.sequences[0].streams
+    streams = numbers.kv_manager.sequences[0].streams
     stream, pages = streams[0], streams[0].pages
     numbers.crop(150)
     assert (stream.pages, stream.stops) == (pages[:1], (50,))
@@ -269,7 +270,7 @@ def test_forgetting_in_the_middle_of_the_last_page_costs_no_page() -> None:
         numbers.forget(0, 60 * turn + 20, 60 * turn + 40)
         numbers.check()
         assert not numbers.last.copies
-    assert numbers.ledger.allocators[TWO].used == -(-600 // PAGE_TOKENS)
+    assert numbers.kv_manager.allocators[TWO].used == -(-600 // PAGE_TOKENS)
     # Another owner is one more.
     twin = numbers.fork()
     numbers.advance(np.zeros((1, 1), dtype=int))
@@ -283,7 +284,7 @@ def test_forgotten_tokens_in_16_bit_free_their_slots() -> None:
     numbers.advance(np.zeros((1, 1000), dtype=int))
     twin = numbers.fork()
     twin.forget(0, 40, 700)
-    slots = numbers.ledger.allocators[PLAIN]
+    slots = numbers.kv_manager.allocators[PLAIN]
     assert slots.used == 1000
     numbers.forget(0, 40, 700)
     assert slots.used == 340
@@ -300,91 +301,92 @@ def test_decoding_after_a_long_gap_finds_the_window() -> None:
     numbers.advance(np.zeros((1, 30), dtype=int))
     numbers.check()
     # 230 text tokens, of which the last 100 are recent.
-    assert numbers.ledger.sequences[0].streams[0].packed == 128
-    assert numbers.ledger.sequences[0].recent(100) == bytes(100)
+    assert numbers.kv_manager.sequences[0].streams[0].packed == 128
+    assert numbers.kv_manager.sequences[0].recent(100) == bytes(100)
 
 
 def test_clear_gives_back_all_slots() -> None:
     numbers = Numbers(KVPolicy.preset("channel"))
     numbers.advance(np.random.default_rng(0).integers(-1, 4, (3, 900)))
-    numbers.ledger.clear()
-    assert numbers.ledger.length == 0
-    assert all(slots.used == 0 for slots in numbers.ledger.allocators.values())
+    numbers.kv_manager.clear()
+    assert numbers.kv_manager.length == 0
+    assert all(slots.used == 0 for slots in numbers.kv_manager.allocators.values())
 
 
 def test_impossible_requests() -> None:
-    ledger = Ledger(PageStore(KVPolicy.preset("channel")))
-    ledger.advance(np.zeros((2, 5), dtype=np.int8))
+    kv_manager = KVCacheManager(PageStore(KVPolicy.preset("channel")))
+    kv_manager.advance(np.zeros((2, 5), dtype=np.int8))
     for count in (6, -1):
         with pytest.raises(ValueError, match=f"{count} tokens from a cache of 5"):
-            ledger.crop(count)
+            kv_manager.crop(count)
     for rows in ([2], [-1], [0, 5]):
         with pytest.raises(IndexError, match="2 sequences"):
-            ledger.select(rows)
+            kv_manager.select(rows)
     for row, start, stop in ((2, 0, 1), (-1, 0, 1), (0, 3, 2), (0, -1, 2), (0, 0, 6)):
         with pytest.raises(InputError, match=r"forget: (row|tokens) .* of a cache of"):
-            ledger.forget(row, start, stop)
-    assert len(ledger.sequences) == 2
+            kv_manager.forget(row, start, stop)
+    assert len(kv_manager.sequences) == 2
     with pytest.raises(ValueError):
-        ledger.advance(np.zeros((3, 5), dtype=np.int8))
+        kv_manager.advance(np.zeros((3, 5), dtype=np.int8))
 
 
 @pytest.mark.parametrize("window", [0, 1, 32, 100])
 @pytest.mark.parametrize("bits", [2, {"text": 16, "image": 2}])
 @pytest.mark.parametrize("by_token", [False, True])
 def test_a_step_is_as_it_was_foretold(bits, window: int, by_token: bool) -> None:
-    """And as it is of a ledger that foretells nothing: of rows with forks, modalities and padding,
-    some of which end after they were foretold. What is not foretold needs room or a copy."""
+    """And as it is of a KV cache manager that foretells nothing: of rows with forks, modalities and
+    padding, some of which end after they were foretold. What is not foretold needs room or a
+    copy."""
     how = STREAM if by_token else WHOLE
     policy = KVPolicy(bits=bits, window=window, sinks=3, **how)
-    ledger, other = Ledger(PageStore(policy)), Ledger(PageStore(policy))
+    kv_manager, other = KVCacheManager(PageStore(policy)), KVCacheManager(PageStore(policy))
     generator = np.random.default_rng(window)
     prompt = generator.choice([-1, 0, 0, 1], (3, 150)).astype(np.int8)
-    for one in (ledger, other):
+    for one in (kv_manager, other):
         one.advance(prompt)
-    forks, taken = [ledger.fork(), other.fork()], 0
+    forks, taken = [kv_manager.fork(), other.fork()], 0
     for _ in range(300):
         token = generator.choice([-1, 0, 0, 0, 0, 1], (3, 1)).astype(np.int8)
-        capacities = [slots.capacity for slots in ledger.allocators.values()]
-        told = ledger.foretold(token)
+        capacities = [slots.capacity for slots in kv_manager.allocators.values()]
+        told = kv_manager.planned(token)
         ended = generator.random((3, 1)) < 0.1
-        step = ledger.advance(np.where(ended, PADDING, token).astype(np.int8))
+        step = kv_manager.advance(np.where(ended, PADDING, token).astype(np.int8))
         assert is_same(step, other.advance(np.where(ended, PADDING, token).astype(np.int8)))
-        assert ledger.sequences == other.sequences
-        for bits_of, slots in ledger.allocators.items():
+        assert kv_manager.sequences == other.sequences
+        for bits_of, slots in kv_manager.allocators.items():
             assert slots.free == other.allocators[bits_of].free
         if told is None:
-            grown = [slots.capacity for slots in ledger.allocators.values()] != capacities
+            grown = [slots.capacity for slots in kv_manager.allocators.values()] != capacities
             assert grown or step.copies or ended.any() or (token == PADDING).all()
-        taken += step.foretold is not None
-        assert ended.any() or step.foretold is told
+        taken += step.planned is not None
+        assert ended.any() or step.planned is told
     assert taken > 230
     assert forks[0].length == forks[1].length == 150
 
 
-def begun(window: int = 32) -> Ledger:
+def begun(window: int = 32) -> KVCacheManager:
     """Two rows of 200 tokens of text, packed by token, whose next step is foretold in the tests."""
-    ledger = Ledger(PageStore(KVPolicy(bits=2, window=window, sinks=3, **STREAM)))
-    ledger.advance(np.zeros((2, 200), np.int8))
-    ledger.advance(np.zeros((2, 1), np.int8))
-    for slots in ledger.allocators.values():  # There is room for more.
+    kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=window, sinks=3, **STREAM)))
+    kv_manager.advance(np.zeros((2, 200), np.int8))
+    kv_manager.advance(np.zeros((2, 1), np.int8))
+    for slots in kv_manager.allocators.values():  # There is room for more.
         slots.release(slots.allocate(40))
-    return ledger
+    return kv_manager
 
 
 @pytest.mark.parametrize("change", ["nothing", "others", "row ends", "other rows"])
 def test_a_step_comes_as_foretold(change: str) -> None:
-    ledger, tokens = begun(), np.zeros((2, 1), np.int8)
-    told = ledger.foretold(tokens)
+    kv_manager, tokens = begun(), np.zeros((2, 1), np.int8)
+    told = kv_manager.planned(tokens)
     assert told is not None
     if change == "others":
-        ledger.allocators[PLAIN].release(ledger.allocators[PLAIN].allocate(3))
+        kv_manager.allocators[PLAIN].release(kv_manager.allocators[PLAIN].allocate(3))
     elif change == "row ends":
         tokens[0] = PADDING
     elif change == "other rows":  # One that nobody looks at any more.
-        tokens[0], ledger.sequences[0] = PADDING, Row()
-    step = ledger.advance(tokens)
-    assert step.foretold is told
+        tokens[0], kv_manager.sequences[0] = PADDING, SequenceTable()
+    step = kv_manager.advance(tokens)
+    assert step.planned is told
     rows = {filling.row for filling in step.fillings}
     assert rows == set(step.writes[0].tolist()) == set(np.flatnonzero(tokens[:, 0] != PADDING))
 
@@ -393,34 +395,34 @@ def test_a_step_comes_as_foretold(change: str) -> None:
     "change", ["another token", "crop", "forget", "fork", "a fork of a row", "trim", "row's own"]
 )
 def test_a_step_that_comes_otherwise_than_foretold(change: str) -> None:
-    ledger, tokens = begun(), np.zeros((2, 1), np.int8)
-    twin = ledger.fork()  # Shares all pages but those that are written to.
-    ledger.advance(tokens)
-    told = ledger.foretold(tokens)
+    kv_manager, tokens = begun(), np.zeros((2, 1), np.int8)
+    twin = kv_manager.fork()  # Shares all pages but those that are written to.
+    kv_manager.advance(tokens)
+    told = kv_manager.planned(tokens)
     assert told is not None
     forks = []
     if change == "another token":
         tokens[1] = Modality.IMAGE
     elif change == "crop":
-        ledger.crop(1)
+        kv_manager.crop(1)
     elif change == "forget":
-        ledger.forget(0, 3, 7)
+        kv_manager.forget(0, 3, 7)
     elif change == "fork":
-        forks.append(ledger.fork())
+        forks.append(kv_manager.fork())
     elif change == "a fork of a row":
-        forks.append(ledger.fork())
+        forks.append(kv_manager.fork())
         forks[0].select([1])
     elif change == "trim":
         twin.clear()
-        ledger.store.trim()
+        kv_manager.store.trim()
     else:
-        rows, view = ledger.sequences, Ledger(ledger.store, owns_slots=False)
+        rows, view = kv_manager.sequences, KVCacheManager(kv_manager.store, owns_slots=False)
         view.sequences[:] = rows
-        told = view.foretold(tokens)
-        ledger.crop(2)
-        ledger = view
-    step = ledger.advance(tokens)
-    assert step.foretold is None
+        told = view.planned(tokens)
+        kv_manager.crop(2)
+        kv_manager = view
+    step = kv_manager.advance(tokens)
+    assert step.planned is None
     assert bool(step.copies) == bool(forks)
 
 
@@ -429,50 +431,50 @@ def test_a_step_that_comes_otherwise_than_foretold(change: str) -> None:
 def test_a_row_that_others_change_to_the_same_length(change: str, window: int) -> None:
     """A view foretells a step of it, and its own ledger replaces a token, or takes in tokens, for
     which it gives its spare slots back, and drops them."""
-    ledger, tokens = begun(window), np.zeros((2, 1), np.int8)
-    view = Ledger(ledger.store, owns_slots=False)
-    view.sequences[:] = ledger.sequences
-    assert view.foretold(tokens) is not None
+    kv_manager, tokens = begun(window), np.zeros((2, 1), np.int8)
+    view = KVCacheManager(kv_manager.store, owns_slots=False)
+    view.sequences[:] = kv_manager.sequences
+    assert view.planned(tokens) is not None
     if change == "another token":
-        ledger.crop(1)
-        ledger.advance(np.full((2, 1), Modality.IMAGE, np.int8))
+        kv_manager.crop(1)
+        kv_manager.advance(np.full((2, 1), Modality.IMAGE, np.int8))
     else:
-        ledger.advance(np.zeros((2, 2), np.int8))
-        ledger.crop(2)
-    assert view.advance(tokens).foretold is None
-    assert sum(stream.tokens for stream in ledger.streams()) == 2 * (200 + 1 + 1)
-    check_slots(ledger.store, [ledger])
+        kv_manager.advance(np.zeros((2, 2), np.int8))
+        kv_manager.crop(2)
+    assert view.advance(tokens).planned is None
+    assert sum(stream.tokens for stream in kv_manager.streams()) == 2 * (200 + 1 + 1)
+    check_slots(kv_manager.store, [kv_manager])
 
 
-@pytest.mark.parametrize("between", ["nothing", "released", "foretold", "given"])
+@pytest.mark.parametrize("between", ["nothing", "released", "planned", "given"])
 def test_a_page_that_was_foretold(between: str) -> None:
     """It is taken whatever was released since, unless others were told of it or have it."""
     policy = KVPolicy(bits=2, window=32, sinks=3, **STREAM)
-    ledger = Ledger(PageStore(policy))
-    pages = ledger.allocators[TWO]
+    kv_manager = KVCacheManager(PageStore(policy))
+    pages = kv_manager.allocators[TWO]
     others = pages.allocate(4)
     pages.release(others[:2])
-    twin, tokens = Ledger(ledger.store), np.zeros((1, 1), np.int8)
-    for one in (ledger, twin):
-        one.advance(np.zeros((1, 35 + 128 + least_page_tokens(policy, TWO) - 3), np.int8))
+    twin, tokens = KVCacheManager(kv_manager.store), np.zeros((1, 1), np.int8)
+    for one in (kv_manager, twin):
+        one.advance(np.zeros((1, 35 + 128 + min_page_tokens(policy, TWO) - 3), np.int8))
     pages.release(pages.allocate(3))  # There is room for more.
     for _ in range(2):
-        ledger.advance(tokens)
+        kv_manager.advance(tokens)
         twin.advance(tokens)
-    told = ledger.foretold(tokens)
+    told = kv_manager.planned(tokens)
     assert told is not None and told.fillings[0].begins
     if between == "released":
         pages.release(others[2:])
-    elif between == "foretold":
-        other = twin.foretold(tokens)
+    elif between == "planned":
+        other = twin.planned(tokens)
         assert other is not None and other.fillings[0].pages == told.fillings[0].pages
     elif between == "given":
         others += pages.allocate(1)
         assert others[-1:] == told.fillings[0].pages
-    step = ledger.advance(tokens)
-    assert (step.foretold is told) == (between in ("nothing", "released"))
+    step = kv_manager.advance(tokens)
+    assert (step.planned is told) == (between in ("nothing", "released"))
     assert (step.fillings[0].pages == told.fillings[0].pages) == (between != "given")
     assert step.fillings[0].pages != twin.advance(tokens).fillings[0].pages
-    slots = SlotSet.of([*ledger.streams(), *twin.streams()])
+    slots = SlotSet.of([*kv_manager.streams(), *twin.streams()])
     left = 2 - 2 * (between == "released") + (between == "given")
     assert pages.used == slots.counts[TWO] + left

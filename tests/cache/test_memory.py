@@ -49,7 +49,7 @@ def held(cache: OscarCache) -> int:
 
 def check_sums(cache: OscarCache) -> None:
     report = cache.memory()
-    assert report.kv_bytes == held(cache) + cache.ledger.table_bytes
+    assert report.kv_bytes == held(cache) + cache.kv_manager.table_bytes
     assert sum(report.by_kind.values()) == report.kv_bytes
     assert sum(report.by_modality.values()) == report.kv_bytes
     assert min(report.by_kind.values()) >= 0 and min(report.by_modality.values()) >= 0
@@ -109,22 +109,24 @@ def test_bytes_of_tokens(policy: str) -> None:
     report = cache.memory()
     ends = [0, 100, 101, 350, 512, 700, 890]
     parts = [
-        token_bytes(cache.ledger, *ends[at : at + 2], row=row) for row in (0, 1) for at in range(6)
+        token_bytes(cache.kv_manager, *ends[at : at + 2], row=row)
+        for row in (0, 1)
+        for at in range(6)
     ]
     # All but the places of pages that are not in use.
     held = sum(report.by_kind[kind] for kind in ("codes", "scales", "norms", "tails"))
     idle = sum(
         (128 * len(stream.pages) - stream.packed) * cache.layers[0].pages[stream.bits].slot_bytes
-        for stream in cache.ledger.streams()
+        for stream in cache.kv_manager.streams()
         if stream.pages
     )
     assert (idle > 0) == (policy in ("stream", "stream_mixed"))
     assert abs(held - idle / 128 - sum(parts)) <= len(parts)
-    assert token_bytes(cache.ledger, 0, 190, row=1) == 0  # padding
+    assert token_bytes(cache.kv_manager, 0, 190, row=1) == 0  # padding
     cache.forget(200, 700)
-    assert token_bytes(cache.ledger, 190, 710) == token_bytes(cache.ledger, 190, 200) + token_bytes(
-        cache.ledger, 700, 710
-    )
+    assert token_bytes(cache.kv_manager, 190, 710) == token_bytes(
+        cache.kv_manager, 190, 200
+    ) + token_bytes(cache.kv_manager, 700, 710)
 
 
 def test_empty() -> None:
@@ -200,7 +202,7 @@ def test_peak_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         self: OscarLayer, keys: torch.Tensor, values: torch.Tensor, *a: Any, **how: Any
     ) -> None:
         append(self, keys, values, *a, **how)
-        # The model is float32: raw keys and values would take half in 16 bit.
+        # The model is float32: raw keys and values would take half in 16-bit precision.
         report = self.cache.memory()
         raw = (keys.nbytes + values.nbytes) / 2
         peaks.append(report.kv_bytes + raw)

@@ -26,7 +26,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from oscar_mm import InputError, OscarCache
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.cache.persist import save_cache
+from oscar_mm.cache.saved_cache import save_cache
 from tests.checkpoints import build_decoder
 from tests.tiny import randomize
 

@@ -1,4 +1,4 @@
-"""Tokens wait in 16 bit until a page that begins with them takes no more than they do."""
+"""Tokens wait in 16-bit precision until a page that begins with them takes no more than they do."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oscar_mm import KVPolicy
-from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.slot_growth import packed_of
-from oscar_mm.cache.slots import least_page_tokens
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.block_table import min_page_tokens
+from oscar_mm.cache.kv_manager import KVCacheManager
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.placement import packed_count
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import PLAIN
 from tests.cache.invariants import STREAM
@@ -17,7 +17,7 @@ from tests.cache.numbers import Numbers
 from tests.cache.test_ledger import STREAM_PAGES, TWO, chunks
 
 POLICY = KVPolicy(bits=2, window=32, sinks=4, **STREAM)
-LEAST = least_page_tokens(POLICY, TWO)
+LEAST = min_page_tokens(POLICY, TWO)
 
 
 def text(tokens: int) -> np.ndarray:
@@ -25,10 +25,10 @@ def text(tokens: int) -> np.ndarray:
 
 
 def held(numbers: Numbers) -> dict[int, tuple[list, list[int]]]:
-    """Of each stream the tokens and centers of its pages, and its tokens in 16 bit."""
-    contents, policy, found = numbers.contents, numbers.ledger.policy, {}
+    """Of each stream the tokens and centers of its pages, and its tokens in 16-bit precision."""
+    contents, policy, found = numbers.contents, numbers.kv_manager.policy, {}
     has_centers = policy.center and policy.window >= 4  # Below that, they are of keys at hand.
-    for code, stream in numbers.ledger.sequences[0].streams.items():
+    for code, stream in numbers.kv_manager.sequences[0].streams.items():
         pages = [
             (
                 contents.pages[stream.bits, page][start:stop].tolist(),
@@ -53,7 +53,7 @@ def test_it_does_not_matter_how_tokens_come(data: st.DataObject, policy: KVPolic
             for piece in np.split(ids, list(cuts), axis=1):
                 if piece.size:
                     cache.advance(piece)
-        length = caches[0].ledger.length
+        length = caches[0].kv_manager.length
         change = data.draw(st.sampled_from(["", "crop", "forget", "forget"]))
         start = data.draw(st.integers(0, length))
         stop = data.draw(st.integers(start, length))
@@ -77,8 +77,8 @@ def test_the_rule() -> None:
     expected = {0: 0, 1: 1, 5: 5, 5 + LEAST - 1: 5, 5 + LEAST: 5 + LEAST, 132: 132, 133: 133}
     expected |= {133 + LEAST - 1: 133, 133 + LEAST: 133 + LEAST, 133 + 2 * PAGE_TOKENS - 1: 388}
     waiting = np.array(list(expected))
-    assert packed_of(POLICY, TWO, waiting, 5).tolist() == list(expected.values())
-    assert [packed_of(POLICY, TWO, int(count), 5) for count in waiting] == [*expected.values()]
+    assert packed_count(POLICY, TWO, waiting, 5).tolist() == list(expected.values())
+    assert [packed_count(POLICY, TWO, int(count), 5) for count in waiting] == [*expected.values()]
 
 
 @pytest.mark.parametrize("groups", [32, 64, 128])
@@ -90,7 +90,7 @@ def test_a_page_that_begins_takes_no_more_than_its_tokens(bits, head_dim: int, g
         how = STREAM | {"center": center, "key_group": groups, "value_group": groups}
         policy = KVPolicy(bits=bits, **how)
         page = PageFormat.of(policy, policy.bits.text, 2, head_dim).page_bytes
-        least, token = least_page_tokens(policy, policy.bits.text), 2 * 2 * 2 * head_dim
+        least, token = min_page_tokens(policy, policy.bits.text), 2 * 2 * 2 * head_dim
         assert page <= least * token
         assert head_dim > 64 or page > (least - 1) * token
 
@@ -99,11 +99,11 @@ def test_a_page_begins_with_the_tokens_that_waited() -> None:
     """Their slots are free then, and the next token's is one of them."""
     numbers = Numbers(POLICY)
     numbers.advance(text(4 + 32 + PAGE_TOKENS + LEAST - 1))
-    slots = numbers.ledger.allocators
-    stream = numbers.ledger.sequences[0].streams[0]
+    slots = numbers.kv_manager.allocators
+    stream = numbers.kv_manager.sequences[0].streams[0]
     assert (stream.packed, len(stream.slots)) == (PAGE_TOKENS, 32 + LEAST - 1)
     numbers.advance(text(1))
-    stream = numbers.ledger.sequences[0].streams[0]
+    stream = numbers.kv_manager.sequences[0].streams[0]
     assert (stream.stops, len(stream.slots)) == ((PAGE_TOKENS, LEAST), 32)
     assert slots[PLAIN].used == 4 + 32 + 1
     for _ in range(PAGE_TOKENS - LEAST):
@@ -117,7 +117,7 @@ def test_a_fork_while_tokens_wait() -> None:
     """Each of the two packs them for itself; the other's slots stay as they are."""
     numbers = Numbers(POLICY)
     numbers.advance(text(4 + 32 + PAGE_TOKENS + LEAST - 2))
-    twin, slots = numbers.fork(), numbers.ledger.allocators
+    twin, slots = numbers.fork(), numbers.kv_manager.allocators
     for one, pages in ((numbers, 2), (twin, 3)):
         for _ in range(2):
             one.advance(text(1))
@@ -133,18 +133,18 @@ def test_a_crop_among_tokens_that_wait() -> None:
     numbers.advance(text(4 + 32 + PAGE_TOKENS + LEAST - 1))
     numbers.crop(10)
     for count in (10, 1):
-        assert len(numbers.ledger.sequences[0].streams[0].pages) == 1
+        assert len(numbers.kv_manager.sequences[0].streams[0].pages) == 1
         for _ in range(count):
             numbers.advance(text(1))
-    stream = numbers.ledger.sequences[0].streams[0]
+    stream = numbers.kv_manager.sequences[0].streams[0]
     assert stream.stops == (PAGE_TOKENS, LEAST)
     numbers.crop(32 + 5)
-    stream = numbers.ledger.sequences[0].streams[0]
+    stream = numbers.kv_manager.sequences[0].streams[0]
     assert (stream.stops, stream.slots) == ((PAGE_TOKENS, LEAST - 5), [])
     for _ in range(40):
         numbers.advance(text(1))
         numbers.check()
-    assert numbers.ledger.sequences[0].streams[0].stops == (PAGE_TOKENS, LEAST - 5 + 40 - 32)
+    assert numbers.kv_manager.sequences[0].streams[0].stops == (PAGE_TOKENS, LEAST - 5 + 40 - 32)
 
 
 def test_tokens_that_were_forgotten_leave_room_to_those_that_wait() -> None:
@@ -154,7 +154,7 @@ def test_tokens_that_were_forgotten_leave_room_to_those_that_wait() -> None:
         numbers = Numbers(POLICY)
         numbers.advance(text(4 + 32 + PAGE_TOKENS + LEAST - 1))
         numbers.forget(0, 4 + 100, 4 + PAGE_TOKENS + 3)
-        assert numbers.ledger.sequences[0].streams[0].stops == (100,)
+        assert numbers.kv_manager.sequences[0].streams[0].stops == (100,)
         for piece in (30, 5):
             for count in [piece] if together else [1] * piece:
                 numbers.advance(np.full((1, count), 1))
@@ -175,7 +175,9 @@ def test_any_mixture_of_text_and_pictures_saves(tokens: int, least: float) -> No
     for text_tokens in range(0, tokens, tokens // 50):
         for before in (0, text_tokens // 2, text_tokens):
             counts = [before, tokens - text_tokens, text_tokens - before]
-            ledger = Ledger(PageStore(policy))
-            ledger.advance(np.repeat([[0, 1, 0]], counts, axis=1).astype(np.int8))
-            pages, recent = (ledger.allocators[kind].used for kind in (bits, PLAIN))
-            assert tokens * token >= least * (pages * page + recent * token + ledger.table_bytes)
+            kv_manager = KVCacheManager(PageStore(policy))
+            kv_manager.advance(np.repeat([[0, 1, 0]], counts, axis=1).astype(np.int8))
+            pages, recent = (kv_manager.allocators[kind].used for kind in (bits, PLAIN))
+            assert tokens * token >= least * (
+                pages * page + recent * token + kv_manager.table_bytes
+            )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from oscar_mm import InputError, OscarCache
 from oscar_mm.cache.batch_view import BatchView
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
 from tests.cache.test_generate import generate, logits, padded, prompt
 from tests.cache.test_other_decoders import LINEAR
 from tests.checkpoints import build_decoder

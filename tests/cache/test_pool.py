@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from oscar_mm.cache.slots import SlotAllocator
-from oscar_mm.cache.store import Pool
+from oscar_mm.cache.block_table import SlotPool
+from oscar_mm.cache.page_store import Pool
 
 
 class Allocation(RuleBasedStateMachine):
@@ -15,7 +15,7 @@ class Allocation(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = SlotAllocator()
+        self.slots = SlotPool()
         self.owners: list[list[int]] = []
         self.most = 0
 
@@ -59,7 +59,7 @@ TestAllocation.settings = settings(max_examples=40, stateful_step_count=30, dead
 
 
 def test_growth_is_bounded() -> None:
-    slots = SlotAllocator()
+    slots = SlotPool()
     slots.allocate(3200)
     assert slots.capacity == 3200
     slots.allocate(1)

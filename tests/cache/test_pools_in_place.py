@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache
-from oscar_mm.cache import store as store_module
-from oscar_mm.cache.store import PageStore, Pool
-from oscar_mm.fast_decode.decode_steps import StepReplay
+from oscar_mm.cache import page_store as store_module
+from oscar_mm.cache.page_store import PageStore, Pool
+from oscar_mm.fast_decode.graph_runner import GraphInputs
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.policy import PLAIN
 from tests.cache.invariants import POLICIES, attend_oscar, chunk
@@ -110,7 +110,7 @@ def test_holds_what_pools_that_move_hold(device, policy, monkeypatch) -> None:
 def test_a_capture_holds_while_pools_grow_and_shrink(device, policy) -> None:
     cache = OscarCache(POLICIES[policy])
     add(cache, device, 300)
-    replay = StepReplay(cache, 1)
+    replay = GraphInputs(cache, 1)
 
     def take() -> None:
         assert replay.fix(cache.begin(TEXT))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.modality import PADDING
 from tests.cache.invariants import POLICIES, check_chunk, chunk, poison, random_ids
 from tests.cache.numbers import check_slots
@@ -116,7 +116,7 @@ def test_any_operations(policy: str, seed: int) -> None:
         poison(store)
         for other in caches:
             other.check()
-        check_slots(store, [other.cache.ledger for other in caches])
+        check_slots(store, [other.cache.kv_manager for other in caches])
     assert len(done) >= 6
     for one in caches:
         one.cache.close()

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.checked_file import write_checked
-from oscar_mm.cache.persist import SavedCache, load_cache, save_cache
-from oscar_mm.cache.store import LayerShape, PageStore
+from oscar_mm.cache.page_store import LayerShape, PageStore
+from oscar_mm.cache.saved_cache import SavedCache, load_cache, save_cache
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from tests.cache.invariants import POLICIES
-from tests.cache.test_persist import history
+from tests.cache.test_saved_cache import history
 
 
 @pytest.fixture(scope="module")

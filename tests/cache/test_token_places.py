@@ -19,7 +19,7 @@ def test_parts_of_all_streams_are_those_of_each(
     cache, _ = filled(POLICIES[policy], random_ids(3, 60, 400, 50, 300))
     for start, stop in forgotten:
         cache.forget(start, stop)
-    layer, [sequence] = cache.layers[0], cache.ledger.sequences
+    layer, [sequence] = cache.layers[0], cache.kv_manager.sequences
     held = TokenPlaces.of(sequence.streams.values(), layer.device)
     if layer.cache.policy.key_axis == "channel":
         assert all((pages.used is None) == (not forgotten) for pages in held.pages.values())

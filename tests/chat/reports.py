@@ -6,7 +6,7 @@ from collections import Counter
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.chat.chat import Chat
 from oscar_mm.policy import PLAIN, Bits
 
@@ -34,7 +34,7 @@ def check_report(report: MemoryReport, cache: OscarCache, store: PageStore) -> N
         held += whole.free_bytes
     for layer in filter(lambda layer: layer.is_initialized, cache.layers):
         held += layer.bad.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
-    held += cache.ledger.table_bytes
+    held += cache.kv_manager.table_bytes
     assert report.kv_bytes == held
     assert sum(report.by_kind.values()) == sum(report.by_modality.values()) == held
     assert min(*report.by_kind.values(), *report.by_modality.values()) >= 0
@@ -44,9 +44,9 @@ def bytes_of_slots(store: PageStore, *caches: OscarCache) -> int:
     """Of the slots that caches name, each once."""
     named: dict[Bits, set[int]] = {bits: set() for bits in store.allocators}
     for cache in caches:
-        for sequence in cache.ledger.sequences:
+        for sequence in cache.kv_manager.sequences:
             named[PLAIN].update(sequence.spare)
-        for stream in cache.ledger.streams():
+        for stream in cache.kv_manager.streams():
             named[PLAIN].update(stream.slots)
             named[stream.bits].update(stream.pages)
     sizes: Counter[int] = Counter()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oscar_mm.chat.chat import Chat
-from oscar_mm.generation.answer import AnswerStream
-from oscar_mm.generation.generation import Generation
+from oscar_mm.engine.answer import AnswerStream
+from oscar_mm.engine.request import Request
 from tests.chat.plain import Layout, Said, Script
 
 
@@ -16,7 +16,7 @@ class Reader:
 
     stream: AnswerStream
     said: Said
-    generation: Generation | None = None
+    running_request: Request | None = None
 
 
 @dataclass

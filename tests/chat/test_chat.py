@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.generation.message import first_turn
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prompt import Prompt
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.chats import MORE, OTHER, QUESTION, asked, packed_pipeline

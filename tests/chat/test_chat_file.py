@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.memory import token_bytes
-from oscar_mm.cache.persist import SavedCache, save_cache
+from oscar_mm.cache.saved_cache import SavedCache, save_cache
 from oscar_mm.chat import chat as chat_module
 from oscar_mm.chat import turn_fields as saved_module
 from oscar_mm.chat.chat_file import chat_content, model_fingerprint
 from oscar_mm.chat.conversation import Conversation
-from oscar_mm.generation.message import user_message
+from oscar_mm.engine.message import user_message
 from oscar_mm.modality import Modality
 from tests.checkpoints import build
 from tests.pipelines.conftest import NEVER
@@ -256,7 +256,7 @@ def test_segments_of_many_turns_take_one_look(held) -> None:
     """Their bytes are those of each one's tokens; a file may name thousands of turns."""
     turn = held.turns[0]
     parts = [turn, *turn.media]
-    found = [token_bytes(held.cache.ledger, one.start, one.stop) for one in parts]
+    found = [token_bytes(held.cache.kv_manager, one.start, one.stop) for one in parts]
     assert [one.bytes for one in held.segments()] == [found[0] - found[1], found[1]]
     cache = OscarCache("channel")
     cache.begin(np.zeros((1, 200_000), np.int8))

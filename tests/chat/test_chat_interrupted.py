@@ -1,4 +1,4 @@
-"""Chat: whatever ends an answer, the chat goes on from a whole turn."""
+"""Chat: whatever ends an answer, the chat continues a whole turn."""
 
 import gc
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ from PIL import Image
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.chat.chat import Chat
-from oscar_mm.generation.answer import Reasoning
+from oscar_mm.engine.answer import Reasoning
 from tests.prompts import noise
 from tests.thinking import ids_of, saying
 
@@ -90,7 +90,7 @@ def test_turns_are_a_fresh_prefill_of_the_template(pipe) -> None:
         turns.append((images, prompt, THOUGHT + said))
         last = chat.turns[-1]
         assert (last.answer, last.reasoning) == (said, REASONING)
-        # What the next turn goes on from is in the cache, and nothing else.
+        # What the next turn continues is in the cache, and nothing else.
         held = sum(chat.memory.tokens.values())
         assert held == last.stop == sum(one.tokens for one in chat.segments)
     chat.undo()

@@ -9,9 +9,9 @@ import pytest
 from examples.train_pocket.configs import NAMES, build
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.chat.chat import Chat
-from oscar_mm.generation.decode_batch import decode
-from oscar_mm.generation.message import Message, user_message
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.engine.decode_runner import decode
+from oscar_mm.engine.message import Message, user_message
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines.pipeline import Pipeline

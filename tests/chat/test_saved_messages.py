@@ -16,7 +16,7 @@ from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.chat import turn_fields
 from oscar_mm.chat.history import PastTurn
-from oscar_mm.generation.message_lists import messages_from
+from oscar_mm.engine.message_lists import messages_from
 from tests.chat.test_tool_messages import ASKED, CALLS, RESULTS, TOOLS
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, tone

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from oscar_mm.cache import layer as layer_module
-from oscar_mm.cache import pending
-from tests.generation.engine import loaded
+from oscar_mm.cache import paged_attention
+from tests.engine.engine import loaded
 from tests.prompts import noise
 
 
@@ -19,7 +19,7 @@ def test_answers_are_those_over_the_unpacked_past(
     for most in (None, 0):
         with monkeypatch.context() as patched:
             if most is not None:
-                patched.setattr(pending, "most_tokens", lambda *_: 0)
+                patched.setattr(paged_attention, "max_total_tokens", lambda *_: 0)
             with pipe.chat() as chat:
                 chat.tell("What?", "It is far to the station, and no bus goes there. " * 60)
                 if most is None:

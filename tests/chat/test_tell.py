@@ -8,11 +8,11 @@ import pytest
 
 from oscar_mm import InputError
 from oscar_mm.chat.history import PastTurn
-from oscar_mm.errors import NoRoom
-from oscar_mm.generation.message import Message, first_turn, user_message
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.engine.message import Message, first_turn, user_message
+from oscar_mm.engine.sampling import Sampling
+from oscar_mm.errors import RequestTooLarge
 from oscar_mm.media.part import media_parts
-from tests.generation.engine import counted
+from tests.engine.engine import counted
 from tests.pipelines.conftest import llava, omni, qwen  # noqa: F401 - fixtures
 from tests.prompts import noise, tone
 
@@ -95,7 +95,7 @@ def test_too_many_are_refused_before_any_is_looked_at(qwen, monkeypatch) -> None
     monkeypatch.setattr(type(qwen.admission), "check_text", lambda *_, **__: 1 / 0)
     long = "yes " * 12_000
     with qwen.chat() as chat:
-        with pytest.raises(NoRoom, match=r"^the turns: .* are over the context"):
+        with pytest.raises(RequestTooLarge, match=r"^the turns: .* are over the context"):
             chat.tell_all([past(long, long)] * 140)
         assert chat.turns == ()
 

@@ -6,7 +6,7 @@ import pytest
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.chat.history import PastTurn
-from oscar_mm.generation.message_lists import messages_from
+from oscar_mm.engine.message_lists import messages_from
 from oscar_mm.media.media import Media
 from tests.prompts import noise
 from tests.tool_template import TOOL_TEMPLATE

@@ -19,10 +19,10 @@ from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import remove_hook_from_module
 
 from oscar_mm import InputError
-from oscar_mm.generation.decode_batch import DecodeRow
-from oscar_mm.generation.engine import Engine
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.sampling import Choices, TokenSampler
+from oscar_mm.engine.decode_runner import RequestState
+from oscar_mm.engine.engine import Engine
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.sampling import Sampler, SamplingState
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.adapters import OwnAdapters
 from tests.cache.numbers import check_slots
@@ -33,7 +33,7 @@ from tests.chat.talk import Reader, Talk
 from tests.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
-MOST_CHATS, MOST_TURNS = 4, 5
+MAX_CHATS, MAX_TURNS = 4, 5
 STEPS = {
     "ask": 5,
     "stream": 3,
@@ -93,8 +93,8 @@ class Walk:
         self.story: list[str] = []
         self.live = LiveBytes()
         self.talks: list[Talk] = []
-        self.logits = weakref.WeakKeyDictionary[DecodeRow, list[np.ndarray]]()
-        self.submitted: Generation | None = None
+        self.logits = weakref.WeakKeyDictionary[RequestState, list[np.ndarray]]()
+        self.submitted: Request | None = None
         self.names = (f"chat_{number}" for number in range(1000))
         self.offloaded = False
         self.adapters: OwnAdapters | None = None
@@ -121,9 +121,9 @@ class Walk:
         [name] = self.pick.choices(list(STEPS), STEPS.values())
         if name == "read_on" and talk.reader is None:
             name = "stay"
-        if len(talk.script.turns) >= MOST_TURNS and name in ("ask", "stream", "stay"):
+        if len(talk.script.turns) >= MAX_TURNS and name in ("ask", "stream", "stay"):
             name = "undo"
-        if len(self.talks) == MOST_CHATS and name in ("fork", "save_and_load", "begin"):
+        if len(self.talks) == MAX_CHATS and name in ("fork", "save_and_load", "begin"):
             name = "close"
         getattr(self, name)(*(() if name in OF_NOBODY else [talk]))
 
@@ -179,20 +179,20 @@ class Walk:
             with self.budget_allows(), self.live:
                 piece = next(reader.stream, None)
                 talk.reader = reader
-            reader.generation, self.submitted = self.submitted or reader.generation, None
+            reader.running_request, self.submitted = self.submitted or reader.running_request, None
             if talk.reader is None:
                 return
             if piece is None:
                 talk.reader = None
                 ids = reader.stream.result.token_ids
-                return self.complete(talk, reader.said, ids, self.logits[reader.generation])
+                return self.complete(talk, reader.said, ids, self.logits[reader.running_request])
 
     def leave(self, talk: Talk) -> None:
         """The call that follows ends the stream that is read: what was given out counts."""
         reader, so_far = talk.reader, talk.chat.so_far
         talk.reader = None
         if reader is not None and so_far is not None and so_far.text:
-            self.complete(talk, reader.said, so_far.token_ids, self.logits[reader.generation])
+            self.complete(talk, reader.said, so_far.token_ids, self.logits[reader.running_request])
 
     def leave_all(self) -> None:
         """End all streams."""
@@ -424,9 +424,9 @@ class Walk:
     def hearing(self) -> Iterator[None]:
         """Inside, notes by which logits the tokens of each answer are chosen."""
         # Weak: a sampler has the ids of its prompt, which are to go when its answer ends.
-        latest = weakref.WeakKeyDictionary[TokenSampler, np.ndarray]()
-        choose, take, submit = Choices.__call__, DecodeRow.take, Engine.submit
-        init = Choices.__init__
+        latest = weakref.WeakKeyDictionary[SamplingState, np.ndarray]()
+        choose, take, submit = Sampler.__call__, RequestState.take, Engine.submit
+        init = Sampler.__init__
 
         def with_samplers(choices: Any, samplers: Any, *rest: Any) -> None:
             init(choices, samplers, *rest)
@@ -438,18 +438,18 @@ class Walk:
                     latest[sampler] = logits[row].numpy().copy()
             return choose(choices, logits)
 
-        def taken(row: DecodeRow, *rest: Any) -> None:
+        def taken(row: RequestState, *rest: Any) -> None:
             self.logits.setdefault(row, []).append(latest[row.sampler])
             take(row, *rest)
 
-        def submitted(engine: Engine, generation: Generation) -> None:
-            self.submitted = generation
-            submit(engine, generation)
+        def submitted(engine: Engine, running_request: Request) -> None:
+            self.submitted = running_request
+            submit(engine, running_request)
 
         with (
-            patch.object(Choices, "__init__", with_samplers),
-            patch.object(Choices, "__call__", noted),
-            patch.object(DecodeRow, "take", taken),
+            patch.object(Sampler, "__init__", with_samplers),
+            patch.object(Sampler, "__call__", noted),
+            patch.object(RequestState, "take", taken),
             patch.object(Engine, "submit", submitted),
         ):
             yield
@@ -515,7 +515,7 @@ class Walk:
             return
         caches = [cache for talk in self.talks if (cache := cache_of(talk.chat)) is not None]
         caches += [] if self.pipe.prefixes is None else self.pipe.prefixes.caches
-        check_slots(store, [cache.ledger for cache in caches])
+        check_slots(store, [cache.kv_manager for cache in caches])
         assert store.memory().used_bytes == bytes_of_slots(store, *caches)
         assert stored <= self.live.now <= stored + SMALL
 

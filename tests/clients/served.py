@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.apps.serve.access_log import LOGGER
-from oscar_mm.apps.serve.protocol import Request
+from oscar_mm.apps.serve.protocol import ApiRequest
 from oscar_mm.apps.serve.server import create_app
 from oscar_mm.apps.serve.service import ServerLimits
-from oscar_mm.generation.message import ASKING
+from oscar_mm.engine.message import ASKING
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import Modality
 from tests.apps.serve.conftest import started
@@ -38,7 +38,7 @@ class Served:
 
     def __init__(self, pipe: OscarOmniPipeline, address: str) -> None:
         self.pipe, self.address = pipe, address
-        self.requests: list[Request] = []
+        self.requests: list[ApiRequest] = []
         self.lines: list[str] = []
 
     @property

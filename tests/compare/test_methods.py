@@ -1,4 +1,4 @@
-"""Methods are chosen by their names, and keep the same tokens in 16 bit."""
+"""Methods are chosen by their names, and keep the same tokens in 16-bit precision."""
 
 from dataclasses import replace
 

@@ -65,7 +65,7 @@ def test_restored_of_stream_pages_is_what_the_cache_unpacks(name: str, normed: b
     for modality, places in method.packed(IDS).items():
         assert (IDS[places] == int(modality)).all()
         packed[places] = True
-    streams = list(cache.ledger.streams())
+    streams = list(cache.kv_manager.streams())
     assert 0 < int(packed.sum()) == sum(stream.packed for stream in streams)
     assert torch.equal(packed, ~exact)
     pools = cache.store.layers[0].pages

@@ -36,7 +36,7 @@ def test_codes_scales_and_zeros_are_counted(backend: str) -> None:
         kept[packed] = False
         assert torch.equal(back.keys[:, :, kept], layer.keys[:, :, kept])
         assert back.stored_values == 2 * layer.keys[:, :, packed].numel()
-        # Groups of 64 with scale and zero in 16 bit.
+        # Groups of 64 with scale and zero in 16-bit precision.
         assert 8 * back.stored_bytes == (method.bits + 0.5) * back.stored_values
         errors.append(float((back.keys - layer.keys).norm() / layer.keys.norm()))
     assert 0 < errors[1] < errors[0] / 3

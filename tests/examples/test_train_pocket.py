@@ -162,7 +162,7 @@ def test_a_few_steps_learn_and_the_export_loads(name, tmp_path, monkeypatch):
         master.step(1.0)
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0], losses
-    results = evaluate(pocket, atlases(name), prompts=2, most_media=1)
+    results = evaluate(pocket, atlases(name), prompts=2, max_media=1)
     assert all(0 <= row["held out"] <= 1 for row in results.values())
     facts, curriculum = {"steps": 5, "seconds": 1}, Curriculum(RECIPES[name], 0)
     export(pocket, tmp_path / "model", results, facts, curriculum.state())
@@ -183,7 +183,7 @@ def test_a_few_steps_learn_and_the_export_loads(name, tmp_path, monkeypatch):
         assert part.generation_config.eos_token_id == processor.tokenizer.eos_token_id
     out = lm.generate(**inputs, max_new_tokens=3)
     assert out.shape[1] <= inputs.input_ids.shape[1] + 3
-    # Training can go on from it.
+    # Training can continue it.
     monkeypatch.setattr("examples.train_pocket.train.load_atlases", lambda *_: atlases(name))
     options = Options(name, tmp_path / "run", device="cpu", adam=True, start=tmp_path / "model")
     again = Run(options).pocket.model

@@ -14,10 +14,10 @@ from torch import nn
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.fast_decode.decode_steps import DecodeSteps, EarlyStep
-from oscar_mm.generation import decode_batch
-from oscar_mm.generation.decode_batch import decode
-from oscar_mm.generation.sampling import NextTokens, Sampling
+from oscar_mm.engine import decode_runner
+from oscar_mm.engine.decode_runner import decode
+from oscar_mm.engine.sampling import SampledTokens, Sampling
+from oscar_mm.fast_decode.graph_runner import GraphRunner, InflightStep
 from oscar_mm.policy import PLAIN
 from tests.fast_decode.test_decode_steps import BATCH, Repeat
 from tests.prompts import REQUESTS, Reference, Request
@@ -31,23 +31,23 @@ Tokens = list[list[int | None]]
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache says how its steps are recorded, for its forks too."""
 
-    def recorded_as_asked(model: nn.Module, cache: OscarCache, *rest: Any) -> DecodeSteps:
-        return DecodeSteps(model, cache, *rest, record=getattr(cache.store, "record", None))
+    def recorded_as_asked(model: nn.Module, cache: OscarCache, *rest: Any) -> GraphRunner:
+        return GraphRunner(model, cache, *rest, record=getattr(cache.store, "record", None))
 
-    monkeypatch.setattr(decode_batch, "DecodeSteps", recorded_as_asked)
+    monkeypatch.setattr(decode_runner, "GraphRunner", recorded_as_asked)
 
 
 @pytest.fixture
 def guesses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step that was launched ahead, when the next is asked for: whether it was that."""
     found: list[bool] = []
-    is_step = EarlyStep.is_step
+    is_step = InflightStep.is_step
 
     def noted(*arguments) -> bool:
         found.append(is_step(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(EarlyStep, "is_step", noted)
+    monkeypatch.setattr(InflightStep, "is_step", noted)
     return found
 
 
@@ -79,14 +79,14 @@ def compare(
     expected, found = map(play, caches)
     assert found == expected
     assert_alike(ahead, eager)
-    turn = [REQUESTS["text"]] * len(ahead.ledger.sequences)
+    turn = [REQUESTS["text"]] * len(ahead.kv_manager.sequences)
     expected, found = (list(answer(oscar, cache, turn, 8)) for cache in caches)
     assert found == expected
     assert_alike(ahead, eager)
 
 
 def assert_alike(cache: OscarCache, expected: OscarCache) -> None:
-    assert cache.ledger.sequences == expected.ledger.sequences
+    assert cache.kv_manager.sequences == expected.kv_manager.sequences
     assert cache.memory() == expected.memory()
     assert cache.store.memory() == expected.store.memory()
     for layer in range(len(cache.layers)):
@@ -247,8 +247,8 @@ def test_a_step_is_launched_before_the_host_waits_for_its_tokens(oscar, monkeypa
 
             return logged
 
-    listed = NextTokens.listed
-    monkeypatch.setattr(NextTokens, "listed", lambda one: (log.append("wait"), listed(one))[1])
+    listed = SampledTokens.listed
+    monkeypatch.setattr(SampledTokens, "listed", lambda one: (log.append("wait"), listed(one))[1])
     cache = OscarCache("bf16", model=oscar.model)
     cache.store.record = Logged()
     steps = answer(oscar, cache, [REQUESTS["text"]], 24)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from oscar_mm.fast_decode.decode_steps import record_cuda_graph, recorder
+from oscar_mm.fast_decode.graph_runner import capture_cuda_graph, recorder
 
 CUDA = torch.device("cuda", 0)
 
@@ -35,7 +35,7 @@ def test_a_thread_whose_first_product_is_in_the_capture() -> None:
         rows, function = states[index]
         together.wait()
         try:
-            replay = record_cuda_graph(function, CUDA)
+            replay = capture_cuda_graph(function, CUDA)
             rows.fill_(index)
             found.append(float(replay().float().mean()))
         except BaseException as error:
@@ -63,8 +63,8 @@ def test_a_broken_capture_does_not_hinder_the_next() -> None:
 
     for value in range(5):
         with pytest.raises(RuntimeError, match="captur"):
-            record_cuda_graph(waits, CUDA)
-        replay = record_cuda_graph(function, CUDA)
+            capture_cuda_graph(waits, CUDA)
+        replay = capture_cuda_graph(function, CUDA)
         rows.fill_(value)
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         assert set(replay().unique().tolist()) == {value + 1}
@@ -81,7 +81,7 @@ def test_random_numbers_and_memory_after_a_broken_capture() -> None:
         for _ in range(2):
             if breaks:
                 with pytest.raises(RuntimeError, match="captur"):
-                    record_cuda_graph(lambda: x.exponential_().sum().item(), CUDA)
+                    capture_cuda_graph(lambda: x.exponential_().sum().item(), CUDA)
             found = torch.cat([found, torch.empty(3, device=CUDA).exponential_()])
         return found.tolist()
 
@@ -124,7 +124,7 @@ def test_copies_and_events_of_other_threads_break_no_capture() -> None:
         thread.start()
     try:
         for value in range(20):
-            replay = record_cuda_graph(function, CUDA)
+            replay = capture_cuda_graph(function, CUDA)
             rows.fill_(value)
             assert set(replay().unique().tolist()) == {value + 1}
     finally:

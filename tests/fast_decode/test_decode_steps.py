@@ -11,11 +11,11 @@ import torch
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache import layer as layer_module
-from oscar_mm.cache.step import Attention, Filling, FixedTables, Step
-from oscar_mm.fast_decode import decode_steps
-from oscar_mm.generation import decode_batch
-from oscar_mm.generation.decode_batch import decode
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.cache.step_plan import AttentionShape, GraphTables, PackJob, StepPlan
+from oscar_mm.engine import decode_runner
+from oscar_mm.engine.decode_runner import decode
+from oscar_mm.engine.sampling import Sampling
+from oscar_mm.fast_decode import graph_runner
 from oscar_mm.kernels.launch import NotCapturable
 from oscar_mm.ops.store_torch import NOTHING
 from oscar_mm.policy import PLAIN, Bits
@@ -48,7 +48,7 @@ def answer(
 ):
     """Token lists of each row, and the cache."""
     monkeypatch.setattr(
-        decode_batch, "DecodeSteps", partial(decode_steps.DecodeSteps, record=record)
+        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, record=record)
     )
     cache = OscarCache(policy, model=oscar.model) if cache is None else cache
     sampling = Sampling(max_new_tokens=tokens)
@@ -80,7 +80,7 @@ def test_fixed_steps_equal_eager_ones(oscar, monkeypatch, name: str) -> None:
     assert fixed == eager
     assert repeat.replays > 20
     assert cache.memory() == expected.memory()
-    packed = [sum(stream.packed for stream in one.ledger.streams()) for one in (start, cache)]
+    packed = [sum(stream.packed for stream in one.kv_manager.streams()) for one in (start, cache)]
     assert packed == [0, 0] if name == "bf16" else packed[0] < packed[1]
     for layer in range(len(cache.layers)):
         for mine, theirs in zip(cache.unpacked(layer), expected.unpacked(layer), strict=True):
@@ -89,7 +89,7 @@ def test_fixed_steps_equal_eager_ones(oscar, monkeypatch, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "at_once"), [("stream", True), ("stream, no window", False)])
 def test_fixed_steps_pack_all_layers_at_once(oscar, monkeypatch, name: str, at_once: bool) -> None:
-    """But in no window, where the token that is packed is not in 16 bit."""
+    """But in no window, where the token that is packed is not in 16-bit precision."""
     counts = {"store": 0, "store_layers": 0}
 
     def counted(operation: str, run: Callable[..., None], *arguments: Any) -> None:
@@ -203,19 +203,19 @@ def test_what_no_graph_can_hold_is_captured_once_only(oscar, monkeypatch, caplog
 
 def test_tables_stay_where_they_are_until_they_are_too_small(oscar, monkeypatch) -> None:
     _, cache = answer(oscar, monkeypatch, None, policy="bf16", tokens=2, requests=BATCH[:1])
-    fixed = FixedTables(1, KVPolicy.preset("bf16"))
+    fixed = GraphTables(1, KVPolicy.preset("bf16"))
     cpu = torch.device("cpu")
-    arguments = Attention((None, None), 2, 2, 4), cpu
-    fixed.refill(cache.ledger.sequences)
-    fixed.refill_tokens(Step())
-    tables, writes = fixed.tables(cache.ledger.sequences, *arguments), fixed.writes(cpu)
+    arguments = AttentionShape((None, None), 2, 2, 4), cpu
+    fixed.refill(cache.kv_manager.sequences)
+    fixed.refill_tokens(StepPlan())
+    tables, writes = fixed.tables(cache.kv_manager.sequences, *arguments), fixed.writes(cpu)
     assert writes.tolist() == [[-1] * 3]
     place, version = tables.items.data_ptr(), fixed.version
-    fixed.refill(cache.ledger.sequences)
-    fixed.refill_tokens(Step(writes=np.array([[0], [0], [7]])))
+    fixed.refill(cache.kv_manager.sequences)
+    fixed.refill_tokens(StepPlan(writes=np.array([[0], [0], [7]])))
     assert writes.tolist() == [[0, 0, 7]]
     assert fixed.tables([], *arguments).items.data_ptr() == place and fixed.version == version
-    longer = cache.ledger.sequences[0].copy()
+    longer = cache.kv_manager.sequences[0].copy()
     for stream in longer.streams.values():
         stream.slots = stream.slots * 40
     fixed.refill([longer])
@@ -234,15 +234,15 @@ def test_fixed_tables_of_slots_have_two_lines_for_each_row() -> None:
         bits={"text": (3, 2), "image": 2}, key_axis="token", token_scaling=None, center=True
     )
     text, image = Bits(3, 2), Bits(2, 2)
-    fixed, cpu = FixedTables(3, policy), torch.device("cpu")
-    fixed.refill_tokens(Step())
+    fixed, cpu = GraphTables(3, policy), torch.device("cpu")
+    fixed.refill_tokens(StepPlan())
     slots = fixed.slots(cpu)
     assert all((table == -1).all() for one in slots.values() for table in one)
     begins = {4: np.array([~7, 0])}
-    step = Step(
+    step = StepPlan(
         fillings=[
-            Filling(2, text, [4], 0, ~np.arange(7, 32), begins),
-            Filling(0, image, [9], 70, np.array([~3]), {}),
+            PackJob(2, text, [4], 0, ~np.arange(7, 32), begins),
+            PackJob(0, image, [9], 70, np.array([~3]), {}),
         ],
         writes=np.array([[0, 2], [0, 0], [11, 12]]),
     )
@@ -256,17 +256,17 @@ def test_fixed_tables_of_slots_have_two_lines_for_each_row() -> None:
     assert slots[image].jobs[0, :4].tolist() == [9, 4, 0, 0]
     assert slots[image].jobs[0, 4 + 70 % 16] == ~3
     assert (slots[image].begins == -1).all()
-    assert not fixed.takes(Step(fillings=[*step.fillings, step.fillings[0]]))
+    assert not fixed.takes(StepPlan(fillings=[*step.fillings, step.fillings[0]]))
     for pages, first, count in (([4], 15, 17), ([4], 15, 18), ([4, 5], 127, 2)):
-        filling = Filling(1, text, pages, first, ~np.arange(count), {})
-        assert fixed.takes(Step(fillings=[filling])) == (count == 17)
+        filling = PackJob(1, text, pages, first, ~np.arange(count), {})
+        assert fixed.takes(StepPlan(fillings=[filling])) == (count == 17)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "stream"])
 def test_a_capture_is_dropped_exactly_when_the_version_changes(oscar, monkeypatch, policy) -> None:
     repeat, found = Repeat(), []
     monkeypatch.setattr(
-        decode_batch, "DecodeSteps", partial(decode_steps.DecodeSteps, record=repeat)
+        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, record=repeat)
     )
     cache, sampling = OscarCache(POLICIES[policy], model=oscar.model), Sampling(max_new_tokens=90)
     prompt = oscar.prompt(BATCH[:1])

@@ -15,10 +15,10 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.engine.prefill import MAX_TOKENS, in_pieces
 from oscar_mm.fast_decode.decoder import FastDecoder, _Part, supports
+from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
-from oscar_mm.generation.prefill import MOST_TOKENS, in_pieces
 from oscar_mm.modality import Modality
 from oscar_mm.modules import weights_key
 
@@ -74,7 +74,9 @@ def test_logits_are_those_of_the_modules(model, policy: str) -> None:
         ).logits[:, -1]
         found = layers(ids, positions, caches[1])
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-    keys = [cache.layers[-1].unpacked(cache.ledger.sequences, PAST + steps)[0] for cache in caches]
+    keys = [
+        cache.layers[-1].unpacked(cache.kv_manager.sequences, PAST + steps)[0] for cache in caches
+    ]
     assert (keys[0] - keys[1]).abs().max() < 1e-4 * keys[0].abs().max()
 
 
@@ -183,7 +185,7 @@ def test_layers_of_others_are_left_to_their_modules(model, kind: type[nn.Module]
         changed(input_ids=ids, position_ids=positions, **as_argument(cache), use_cache=True)
     step = {"input_ids": ids[:, :1], "position_ids": positions[..., :1] + 12, "use_cache": True}
     expected = changed(**step, **as_argument(caches[0])).logits[:, -1]
-    steps = DecodeSteps(changed, caches[1], 1, axes(changed) and (4,), torch.device("cpu"))
+    steps = GraphRunner(changed, caches[1], 1, axes(changed) and (4,), torch.device("cpu"))
     steps.place([12])
     found = steps(ids[0, :1], torch.tensor([False]))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -240,7 +242,7 @@ def test_our_own_hooks_and_layers_change_no_key(model) -> None:
     before = weights_key(model)
     with (
         PromptLayers(model, 64).reading(OscarCache("bf16", model=model)),
-        in_pieces(model, MOST_TOKENS + 1),
+        in_pieces(model, MAX_TOKENS + 1),
     ):
         assert any("forward" in vars(layer) for layer in model.get_decoder().layers)
         assert weights_key(model) == before

@@ -12,7 +12,7 @@ from oscar_mm import OscarOmniPipeline
 from oscar_mm.fast_decode.decoder import _experts, _norm
 from oscar_mm.fast_decode.experts import (
     COMBINE_THREADS,
-    MOST_GROUPED,
+    MAX_GROUPED,
     PROMPT_THREADS,
     ROUTE_THREADS,
     CombineParams,
@@ -209,7 +209,8 @@ def random_on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
 
 
 def in_float64(arguments: MixtureArguments) -> torch.Tensor:
-    """What the experts add to the residual stream, by the router's logits as they are in 16 bit."""
+    """What the experts add to the residual stream, by the router's logits as they are in 16-bit
+    precision."""
     x, weight, epsilon, router, gate_and_up, down, count, normalized = arguments
     normed = Norm(weight, epsilon).at_once(x)
     logits = linear(normed, [router]).double()
@@ -228,7 +229,7 @@ def in_float64(arguments: MixtureArguments) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [5, 8, 9, 16, 33, 64, 130, 257, MOST_GROUPED, 513, 3000])
+@pytest.mark.parametrize("rows", [5, 8, 9, 16, 33, 64, 130, 257, MAX_GROUPED, 513, 3000])
 @pytest.mark.parametrize("skewed", [False, True])
 @torch.inference_mode()
 def test_many_rows(rows: int, dtype: torch.dtype, skewed: bool) -> None:
@@ -245,10 +246,10 @@ def test_many_rows(rows: int, dtype: torch.dtype, skewed: bool) -> None:
         *(chosen, not skewed),
     )
     kernels = expert_kernels(x, Experts(*arguments[3:]))
-    if rows > MOST_GROUPED and dtype == torch.float16:
+    if rows > MAX_GROUPED and dtype == torch.float16:
         assert kernels is None
         return
-    assert isinstance(kernels, PromptKernels if rows > MOST_GROUPED else GroupedKernels)
+    assert isinstance(kernels, PromptKernels if rows > MAX_GROUPED else GroupedKernels)
     # What is not written is NaN.
     torch.full((256 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)
     found = kernels(arguments).double() - x.double()
@@ -274,7 +275,7 @@ def test_kernels_of_prompts(experts: int, chosen: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [40, MOST_GROUPED + 40])
+@pytest.mark.parametrize("rows", [40, MAX_GROUPED + 40])
 @torch.inference_mode()
 def test_nan_of_many_rows_stays_in_its_row(rows: int) -> None:
     x, width, between = random_on_gpu(rows, 512), 512, 256
@@ -284,7 +285,7 @@ def test_nan_of_many_rows_stays_in_its_row(rows: int) -> None:
     )
     norm = Norm(random_on_gpu(width), 1e-5)
     kernels = expert_kernels(x, experts)
-    assert isinstance(kernels, PromptKernels if rows > MOST_GROUPED else GroupedKernels)
+    assert isinstance(kernels, PromptKernels if rows > MAX_GROUPED else GroupedKernels)
     found = kernels(MixtureArguments(x, *norm, *experts))
     broken = x.clone()
     broken[7, 3] = torch.nan

@@ -10,7 +10,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from oscar_mm.fast_decode import linear as module
-from oscar_mm.fast_decode.decode_steps import record_cuda_graph
+from oscar_mm.fast_decode.graph_runner import capture_cuda_graph
 from oscar_mm.fast_decode.linear import LinearKernel, Params, Specialization, linear
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import csrc_folder
@@ -73,7 +73,7 @@ def test_many_rows(rows: int, captured: bool) -> None:
             run = partial(linear, x, weights, biases, **around)
             if captured:
                 run()
-                run = record_cuda_graph(run, x.device)
+                run = capture_cuda_graph(run, x.device)
                 x.copy_(x.flip(0))
             found, normed = run(), norm.at_once(x).double()
             exact = [weight.double() for weight in weights]
@@ -92,7 +92,7 @@ def test_compiles(arch: str, gated: bool) -> None:
     text = (csrc_folder() / "linear/linear.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
     )
-    for rows, dtype in ((1, torch.bfloat16), (module.MOST_ROWS, torch.float16)):
+    for rows, dtype in ((1, torch.bfloat16), (module.MAX_ROWS, torch.float16)):
         bulk = arch.startswith(("sm_9", "sm_1"))
         macros = Specialization(rows, gated, dtype).macros(ARCHITECTURES[arch], bulk)
         report = compile_once("linear/linear.cu", text, arch, macros)["linear"]
@@ -124,7 +124,7 @@ def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
             continue
         arguments = LinearArguments.of(x, weights, biases, norm, residual, gated)
         found = kernel(arguments).double()
-        # Not by products in 16 bit: PyTorch's may round partial sums, too.
+        # Not by products in 16-bit precision: PyTorch's may round partial sums, too.
         normed, exact = norm(x).double(), [weight.double() for weight in weights]
         around = [None if one is None else one.double() for one in (*biases, residual)]
         expected = linear_by_torch(

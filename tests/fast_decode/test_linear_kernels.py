@@ -88,7 +88,7 @@ def test_compiles(arch: str, gated: bool, columns: int) -> None:
     step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
     text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(RowsParams)});\n"
-        f"static_assert(MOST_DEPTH == {module.MOST_DEPTH});\n"
+        f"static_assert(MAX_DEPTH == {module.MAX_DEPTH});\n"
         f"constexpr int ROWS = GATED ? ({step} + 7) / 8 * 16 : {step};\n"
         "constexpr int STAGE_ROWS = (ROWS + TILE - 1) / TILE * TILE + COLUMNS;\n"
         "static_assert(CONSUMERS * COLUMNS * RECORD * sizeof(float) +"
@@ -114,7 +114,7 @@ def test_norm_compiles(arch: str) -> None:
 
 @pytest.fixture
 def added_in_float32() -> Iterator[None]:
-    """cuBLAS may add in 16 bit otherwise."""
+    """cuBLAS may add in 16-bit precision otherwise."""
     matmul = torch.backends.cuda.matmul
     flags = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
     before = [getattr(matmul, flag) for flag in flags]

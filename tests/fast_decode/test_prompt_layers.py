@@ -15,12 +15,12 @@ from accelerate import dispatch_model
 from oscar_mm import OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import as_argument
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prefill import prefill_varlen, read_prompt
+from oscar_mm.engine.prompt import Prompt
 from oscar_mm.fast_decode import prompt_layers
 from oscar_mm.fast_decode.decoder import FastLayer, supports
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
-from oscar_mm.generation.message import first_turn
-from oscar_mm.generation.prefill import read_in_line, read_prompt
-from oscar_mm.generation.prompt import Prompt
 from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines.pipeline import Pipeline
 
@@ -65,7 +65,7 @@ def test_logits_and_cache_are_those_of_the_modules(pipe, chunk, most: int) -> No
         found = read_prompt(pipe.model, prompt, caches[1], chunk)
     assert_same(found, expected)
     for mine, theirs in zip(held(caches[1]), held(caches[0]), strict=True):
-        assert_same(mine, theirs, 1e-2)  # They are kept in 16 bit.
+        assert_same(mine, theirs, 1e-2)  # They are kept in 16-bit precision.
 
 
 def read_by(
@@ -83,11 +83,13 @@ def test_short_prompts_in_line(pipe) -> None:
     for fast in (False, True):
         caches = [pipe.new_cache() for _ in prompts]
         view = BatchView(caches[0].store)
-        view.seat(caches)
+        view.set_rows(caches)
         how = PromptLayers(pipe.model, 1 << 13).reading(view) if fast else nullcontext()
         lengths = [prompt.tokens for prompt in prompts]
         with pipe.lock, how:
-            found.append(read_in_line(pipe.model, pipe.family.in_line(prompts), lengths, view))
+            found.append(
+                prefill_varlen(pipe.model, pipe.family.concatenate(prompts), lengths, view)
+            )
         for cache in caches:
             cache.close()
     assert_same(found[1], found[0])
@@ -151,7 +153,7 @@ def test_recorded_passes_with_pictures_and_a_past(pipe) -> None:
 
 
 def test_graphs_of_the_lengths_that_were_used_last_are_kept(monkeypatch) -> None:
-    monkeypatch.setattr("oscar_mm.fast_decode.prompt_layers._MOST_LENGTHS", 2)
+    monkeypatch.setattr("oscar_mm.fast_decode.prompt_layers._MAX_LENGTHS", 2)
     pipe = OscarVLPipeline("pocket-vl", device="cpu", dtype="float32")
     record = Recorder()
     layers, each = PromptLayers(pipe.model, 64, record), 2 * len(pipe.model.get_decoder().layers)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy, OscarCache
-from oscar_mm.cache.persist import load_cache, save_cache
-from oscar_mm.fast_decode.decode_steps import StepReplay
+from oscar_mm.cache.saved_cache import load_cache, save_cache
+from oscar_mm.fast_decode.graph_runner import GraphInputs
 from oscar_mm.modality import PADDING
 from oscar_mm.policy import PLAIN
 from tests.cache.invariants import (
@@ -135,11 +135,11 @@ def test_the_version_says_whether_pools_stay(policy: str) -> None:
 def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
     cache = of_two_layers(policy)
     with_room(cache)
-    replay, before = StepReplay(cache, 1), cache.step
+    replay, before = GraphInputs(cache, 1), cache.step
     held = [cache.unpacked(layer) for layer in range(2)]
-    step = replay.foretell(TEXT)
+    step = replay.plan_ahead(TEXT)
     assert step is not None
-    with replay.rehearsal(step):
+    with replay.dry_run(step):
         add(cache)
         cache.end_step()
         assert cache.step is step
@@ -150,7 +150,7 @@ def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
             assert torch.equal(side, found)
     # It was this step: nothing is left to do.
     taken = cache.begin(TEXT)
-    assert taken.foretold is step
+    assert taken.planned is step
     cache.replayed(taken)
     assert cache.fork().get_seq_length() == 332
     expected = of_two_layers(policy)
@@ -163,10 +163,10 @@ def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
 def test_an_interrupted_rehearsal_leaves_the_step_to_do() -> None:
     cache = of_two_layers()
     with_room(cache)
-    replay = StepReplay(cache, 1)
+    replay = GraphInputs(cache, 1)
     step = cache.begin(TEXT)
     assert replay.fix(step)
-    with pytest.raises(KeyboardInterrupt), replay.rehearsal(step):
+    with pytest.raises(KeyboardInterrupt), replay.dry_run(step):
         attend_oscar(cache, chunk(0, 1), layer=0)
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="did not reach layer 0"):
@@ -180,12 +180,12 @@ def test_what_no_graph_does_is_not_foretold() -> None:
     """A pool that grows, a page that others have, a step without tokens, a page as a whole; before
     a step that is replayed the page is copied."""
     cache = of_two_layers()
-    replay = StepReplay(cache, 1)
-    assert replay.foretell(np.full((1, 1), PADDING, np.int8)) is None
+    replay = GraphInputs(cache, 1)
+    assert replay.plan_ahead(np.full((1, 1), PADDING, np.int8)) is None
     with_room(cache)
-    assert replay.foretell(TEXT) is not None
+    assert replay.plan_ahead(TEXT) is not None
     twin = cache.fork()
-    assert replay.foretell(TEXT) is None
+    assert replay.plan_ahead(TEXT) is None
     step = cache.begin(TEXT)
     [(bits, source, target)] = step.copies
     assert replay.fix(step) and not step.copies
@@ -195,9 +195,9 @@ def test_what_no_graph_does_is_not_foretold() -> None:
     twin.close()
     cache = of_two_layers("channel")
     with_room(cache, 400)
-    replay, packed = StepReplay(cache, 1), 0
+    replay, packed = GraphInputs(cache, 1), 0
     for _ in range(140):
-        early, step = replay.foretell(TEXT), cache.begin(TEXT)
+        early, step = replay.plan_ahead(TEXT), cache.begin(TEXT)
         packed += bool(step.fillings)
         assert early is None or not step.fillings
         assert replay.fix(step) and not step.fillings
@@ -208,7 +208,7 @@ def test_what_no_graph_does_is_not_foretold() -> None:
 def test_a_capture_holds_for_a_version() -> None:
     cache = of_two_layers()
     with_room(cache)
-    replay = StepReplay(cache, 1)
+    replay = GraphInputs(cache, 1)
     version = replay.version
     assert not replay.is_ready
 
@@ -249,7 +249,7 @@ def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
         attend_oscar(one, chunk(0, ids.shape[1], batch=rows), ids=ids)
     for bits, slots in cache.store.allocators.items():
         slots.release(slots.allocate(40 if bits.packed else 300))
-    replay, text = StepReplay(cache, rows), np.zeros((rows, 1), np.int8)
+    replay, text = GraphInputs(cache, rows), np.zeros((rows, 1), np.int8)
     pick, begun, early = np.random.default_rng(0), 0, 0
 
     def take(seed: int) -> torch.Tensor:
@@ -259,17 +259,17 @@ def test_all_steps_of_an_answer_are_replayed(name: str, ahead: bool) -> None:
 
     for index in range(1, steps + 1):
         poison(cache.store)
-        told = replay.foretell(text) if ahead and index > 1 else None
+        told = replay.plan_ahead(text) if ahead and index > 1 else None
         stays = pick.random() < 0.8
         output = torch.empty(0)
         if told is not None:
-            with replay.rehearsal(told):
+            with replay.dry_run(told):
                 output = take(index if stays else 10_000 + index)
             if not stays:
                 cache.forget(0, 0)  # A change, of no token.
         step = cache.begin(text)
         begun += sum(filling.first == 0 for filling in step.fillings)
-        if step.foretold is not None and step.foretold is told:
+        if step.planned is not None and step.planned is told:
             early += 1
             cache.replayed(step)
         else:

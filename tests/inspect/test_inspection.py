@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from oscar_mm import InputError, KVPolicy, OscarCache
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.engine.prompt import Prompt
 from oscar_mm.inspect.inspection import (
     Probe,
     Spread,

@@ -167,9 +167,9 @@ def test_threads_decode_what_one_does(
     alone = load_audio(path)
     used = []
     monkeypatch.setattr(audio_module, "_PIECE_S", 1)
-    pieces = audio_module.in_threads
+    pieces = audio_module.parallel_map
     monkeypatch.setattr(
-        audio_module, "in_threads", lambda call, items: used.append(1) or pieces(call, items)
+        audio_module, "parallel_map", lambda call, items: used.append(1) or pieces(call, items)
     )
     for source in (path, path.read_bytes()):
         assert np.array_equal(load_audio(source).samples, alone.samples)

@@ -7,7 +7,7 @@ from PIL import Image
 
 from oscar_mm.media import Audio, load_audio, load_image, load_video, media
 from oscar_mm.media.media import Media, media_digest
-from oscar_mm.threads import in_threads
+from oscar_mm.threads import parallel_map
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_sound
 
@@ -61,7 +61,7 @@ def test_long_media_in_blocks(monkeypatch) -> None:
     monkeypatch.setattr(media, "_BLOCK_BYTES", 1 << 14)
     digest = media_digest(Audio(samples, 16_000, 1))
     assert digest != whole and media_digest(Audio(samples.copy(), 16_000, 1)) == digest
-    assert [*in_threads(media_digest, [Audio(samples, 16_000, 1)] * 2)] == [digest] * 2
+    assert [*parallel_map(media_digest, [Audio(samples, 16_000, 1)] * 2)] == [digest] * 2
     ended, swapped = samples.copy(), samples.copy()
     ended[-1] = np.nextafter(ended[-1], np.float32(1))
     swapped[: 1 << 13] = np.roll(swapped[: 1 << 13], 1 << 12)  # two blocks of floats

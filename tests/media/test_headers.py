@@ -201,7 +201,7 @@ def test_strips_of_a_tiff(order: str, large: bool, monkeypatch: pytest.MonkeyPat
     assert load_image(data).size == (64, 1000)
     outline = image_outline(data, limits=LIMITS)
     assert outline is not None and outline.decoding_bytes > 400 * 1000
-    monkeypatch.setattr("oscar_mm.media.headers._MOST_VALUES", 999)
+    monkeypatch.setattr("oscar_mm.media.headers._MAX_VALUES", 999)
     monkeypatch.setattr("PIL.TiffImagePlugin.TiffImageFile._open", None)
     assert image_size(data, limits=LIMITS) is None
     with pytest.raises(InputError, match="not an image that can be read"):

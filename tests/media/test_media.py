@@ -15,8 +15,8 @@ from oscar_mm.media import MediaLimits, image
 from oscar_mm.media import media as media_module
 from oscar_mm.media.limits import MediaCount
 from oscar_mm.media.media import Media, MediaReader
-from oscar_mm.media.mono import MonoPiece
 from oscar_mm.media.part import media_parts
+from oscar_mm.media.resample import MonoPiece
 from oscar_mm.modality import Modality
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
@@ -157,12 +157,12 @@ def test_arrays_take_turns(monkeypatch) -> None:
 def test_sound_beyond_the_context_is_not_decoded(tmp_path: Path) -> None:
     """Where no header tells its length either."""
     second = write_sound(tmp_path / "a.flac", tone(1.0)).read_bytes()
-    assert len(read(audio=second, most_seconds=1.5).audio) == 1
+    assert len(read(audio=second, max_seconds=1.5).audio) == 1
     with pytest.raises(InputError, match=r"audio\[[0-2]\].* longer than the 2 s .* cut it, or"):
-        read(audio=[second] * 3, most_seconds=2.2)
+        read(audio=[second] * 3, max_seconds=2.2)
     movie = write_movie(tmp_path / "a.mp4", clip(8), tone(2))
     with pytest.raises(InputError, match=r"a.mp4: the sound of the request is longer"):
-        read(None, str(movie), second, sound=True, most_seconds=1.5)
+        read(None, str(movie), second, sound=True, max_seconds=1.5)
 
 
 @pytest.mark.parametrize("kind", ["images", "videos", "audio"])
@@ -198,5 +198,5 @@ def test_a_recording_that_is_read_anew_counts_once(
         return right(piece, *rest)
 
     monkeypatch.setattr(MonoPiece, "of", of)
-    [recording] = read(audio=path, most_seconds=42.0).audio
+    [recording] = read(audio=path, max_seconds=42.0).audio
     assert last and recording.seconds == 41.0

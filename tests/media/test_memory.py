@@ -113,7 +113,7 @@ def test_who_leaves_gives_its_place_to_the_next() -> None:
     assert requests.memory.used == 90
 
 
-def most_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def max_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes taken each time that something is decoded."""
     seen: list[int] = []
     for name in ("load_image", "load_audio", "load_video"):
@@ -129,7 +129,7 @@ def most_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_many_requests_of_several_media_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """None waits for more while it has some, so that none waits for ever."""
-    seen = most_used(monkeypatch)
+    seen = max_used(monkeypatch)
     pictures = [encoded(300, 200, kind) for kind in ("PNG", "WEBP", "JPEG")] * 4
     alone = MediaReader(MediaLimits()).outline(media_parts(pictures)).decoding_bytes
     limits, failed = MediaLimits(max_decoding_bytes=2 * alone), list[Exception]()
@@ -152,7 +152,7 @@ def test_many_requests_of_several_media_end(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("kind", ["images", "videos", "file", "audio"])
 def test_every_kind_of_media_takes_memory(kind: str, monkeypatch, tmp_path) -> None:
-    seen = most_used(monkeypatch)
+    seen = max_used(monkeypatch)
     movie = write_movie(tmp_path / "a.mp4", clip(8), tone(2))
     sources = {
         "images": {"images": encoded(90, 70)},

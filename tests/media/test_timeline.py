@@ -16,7 +16,7 @@ from av.stream import Disposition
 from oscar_mm.errors import InputError
 from oscar_mm.media import Audio, MediaLimits, load_audio, load_video
 from oscar_mm.media.limits import MediaCount
-from oscar_mm.media.mono import RATE
+from oscar_mm.media.resample import RATE
 from oscar_mm.media.timeline import on_show
 from oscar_mm.media.video import video_outline
 from tests.recordings import FAST, levels, write_clip
@@ -281,7 +281,7 @@ def test_claims_take_no_memory(tmp_path: Path, moved: float) -> None:
     load_audio(write_flash(tmp_path / "b.mkv"))
     tracemalloc.start()
     with pytest.raises(InputError, match=r"a\.mkv: .* longer than"):
-        load_audio(path, limits=limits, count=MediaCount(limits, most_seconds=60))
+        load_audio(path, limits=limits, count=MediaCount(limits, max_seconds=60))
     with pytest.raises(InputError, match=r"a\.mkv: .* longer than the limit of 3600 s"):
         load_audio(path, limits=MediaLimits(max_audio_seconds=3600))
     _, peak = tracemalloc.get_traced_memory()

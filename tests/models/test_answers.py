@@ -1,4 +1,4 @@
-"""The bundled models answer questions about the example media, in 16 bit and in 2."""
+"""The bundled models answer questions about the example media, in 16-bit precision and in 2."""
 
 import json
 from collections.abc import Iterator

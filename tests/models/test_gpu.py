@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.fast_decode.decode_steps import DecodeSteps, record_cuda_graph
-from oscar_mm.generation import decode_batch
+from oscar_mm.engine import decode_runner
+from oscar_mm.fast_decode.graph_runner import GraphRunner, capture_cuda_graph
 from oscar_mm.kernels.address_range import AddressRange, bytes_in_ranges
 from tests.models.test_answers import CARDS
 
@@ -36,12 +36,12 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
 
     def record(function, device):
         captures.append(function)
-        return record_cuda_graph(function, device)
+        return capture_cuda_graph(function, device)
 
     answers = {}
     for how in ("eager", "graph"):
         recorder = record if how == "graph" else None
-        monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=recorder))
+        monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=recorder))
         pipe = pipe.with_policy(policy)
         with caplog.at_level(logging.WARNING, "oscar_mm"):
             answers[how] = [
@@ -65,9 +65,9 @@ def test_growth_in_place_spares_captures_and_changes_no_answer(policy, monkeypat
 
     def record(function, device):
         captures[way] += 1
-        return record_cuda_graph(function, device)
+        return capture_cuda_graph(function, device)
 
-    monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=record))
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=record))
     for way in ("in place", "moving"):
         if way == "moving":
             monkeypatch.setattr(AddressRange, "reserve", lambda device: None)
@@ -129,9 +129,9 @@ def test_answers_leave_no_memory_behind(monkeypatch) -> None:
 
     def record(function, device):
         captures.append(function)
-        return record_cuda_graph(function, device)
+        return capture_cuda_graph(function, device)
 
-    monkeypatch.setattr(decode_batch, "DecodeSteps", partial(DecodeSteps, record=record))
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=record))
     for _ in range(4):
         pipe(images=CARDS[:14], prompt="Write all codes.", max_new_tokens=40)
         gc.collect()

@@ -1,4 +1,5 @@
-"""After an answer on a CPU a conversation takes no more than in 16 bit, however short it is."""
+"""After an answer on a CPU a conversation takes no more than in 16-bit precision, however short it
+is."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ CARDS = sorted((Path(__file__).parents[2] / "examples" / "media" / "cards").glob
 LENGTHS = [*range(1, 60, 4), *range(60, 301, 24)]
 """Words of prompts; the template has some 6 to 12 tokens more."""
 PACKS_FROM = 61
-"""Tokens of one modality of which the first page takes less than they do in 16 bit: sinks, window
-and ``least_page_tokens`` of 3 and 2 bits."""
+"""Tokens of one modality of which the first page takes less than they do in 16-bit precision:
+sinks, window and ``min_page_tokens`` of 3 and 2 bits."""
 
 
 @pytest.fixture(scope="module", params=["pocket-vl", "pocket-llava"])

@@ -17,7 +17,7 @@ from oscar_mm.ops.block_tables import (
     row_tiles,
 )
 from oscar_mm.ops.decode_tables import FEWEST_ITEMS, FIELDS, ROUND_ITEMS, SEGMENT_ITEMS, assign
-from oscar_mm.ops.rings import MOST_ROWS
+from oscar_mm.ops.rings import MAX_ROWS
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
 from tests.compiled import architectures, compile_once
 
@@ -121,7 +121,7 @@ def test_the_kernel_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "block_tables/block_tables.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
-        f"static_assert(MOST_ROWS == {MOST_ROWS} && FIELDS == {FIELDS});\n"
+        f"static_assert(MAX_ROWS == {MAX_ROWS} && FIELDS == {FIELDS});\n"
         f"static_assert(HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS} && TILE == {TILE});\n"
         f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS} && ROUND_ITEMS == {ROUND_ITEMS});\n"
         f"static_assert(FEWEST_ITEMS == {FEWEST_ITEMS} && NOTHING == {NOTHING + 1} - 1);\n"

@@ -5,7 +5,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.self_check import relative_error
-from oscar_mm.ops import decode_cpu
+from oscar_mm.ops import decode_numba
 from oscar_mm.ops.decode import decode
 from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
 from oscar_mm.ops.decode_torch import decode_by_torch
@@ -124,7 +124,7 @@ def test_loops_give_the_same_bits_with_any_number_of_threads(
     states, *tables = random_past([page_format], True, torch.float32, CPU, 1)
     found = []
     for count in (1, threads):
-        monkeypatch.setattr(decode_cpu, "threads_for", lambda _, count=count: count)
+        monkeypatch.setattr(decode_numba, "threads_for", lambda _, count=count: count)
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         found.append(decode(*states, *tables, 0.1, numbers_of(page_format), True))
     assert torch.equal(*found)
@@ -132,7 +132,7 @@ def test_loops_give_the_same_bits_with_any_number_of_threads(
 
 @pytest.mark.usefixtures("kernels")
 def test_without_pages() -> None:
-    """All in 16 bit: no formats, no pools."""
+    """All in 16-bit precision: no formats, no pools."""
     formats = [PageFormat.of(POLICIES["channel"], Bits(2, 2), 2, 64)]
     states, items, recents, counts, assignments = random_past(formats, True, torch.float32, CPU, 1)
     queries, keys, values, pages, recent, sigma = states

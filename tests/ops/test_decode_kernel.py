@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy, OscarCache
-from oscar_mm.cache.pending import attend_stored
+from oscar_mm.cache.paged_attention import attend_stored
 from oscar_mm.kernels.launch import SWITCH, multiprocessors
 from oscar_mm.kernels.self_check import CheckedKernels
 from oscar_mm.modality import PADDING
@@ -50,7 +50,7 @@ def attention(
     layer, batch, tokens = cache.layers[0], keys.shape[0], keys.shape[2]
     stored = cache.unpacked(0, torch.float32)
     announce(cache, batch, tokens, None)
-    step = cache.ledger.advance(cache._expected.take(batch, tokens))
+    step = cache.kv_manager.advance(cache._expected.take(batch, tokens))
     output = attend_stored(layer, queries, keys, values, queries.shape[-1] ** -0.5, step)
     everything = (
         torch.cat([past, x], dim=2).cpu() for past, x in zip(stored, new[1:], strict=True)
@@ -154,7 +154,7 @@ def test_unequal_rows_and_padding(policy: KVPolicy) -> None:
 
 
 def test_a_long_row_among_many() -> None:
-    """More rows than thread blocks: these go on from row to row, and many share the long one."""
+    """More rows than thread blocks: these continue row to row, and many share the long one."""
     rows, tokens = 160, 6000
     ids = torch.full((rows, tokens), PADDING)
     ids[:, -20:] = 0
@@ -171,7 +171,7 @@ def test_a_row_that_has_ended_is_zero() -> None:
     cache = filled("channel", torch.zeros(2, 300, dtype=torch.int64), **shape)
     queries, keys, values = on_gpu(1, **shape)
     cache.expect(torch.tensor([[PADDING], [0]]))
-    step = cache.ledger.advance(cache._expected.take(2, 1))
+    step = cache.kv_manager.advance(cache._expected.take(2, 1))
     output = attend_stored(cache.layers[0], queries, keys, values, 0.1, step)
     assert not output[0].any() and output[1].abs().sum() > 0
 
@@ -240,7 +240,7 @@ def test_deterministic_on_any_stream_and_in_a_graph(policy: KVPolicy) -> None:
     shape = {"kv_heads": 4, "group": 4, "head_dim": 128}
     cache = filled(policy, images_and_text(9000), **shape)
     layer, (queries, keys, values) = cache.layers[0], on_gpu(1, **shape)
-    step = cache.ledger.advance(cache._expected.take(1, 1))
+    step = cache.kv_manager.advance(cache._expected.take(1, 1))
 
     def run() -> torch.Tensor:
         return attend_stored(layer, queries, keys, values, 0.1, step)
@@ -310,7 +310,7 @@ def test_who_waits_for_append_waits_for_decode(writes: list[list[int]]) -> None:
     shape = {"kv_heads": 8, "group": 4, "head_dim": 128}
     cache = filled(STREAM, images_and_text(60_000), **shape)
     layer, (queries, keys, values) = cache.layers[0], on_gpu(1, **shape)
-    step = cache.ledger.advance(cache._expected.take(1, 1))
+    step = cache.kv_manager.advance(cache._expected.take(1, 1))
     right = attend_stored(layer, queries, keys, values, 0.1, step)
     recent = torch.zeros(4, 2, 8, 128, device=device, dtype=dtype)
     table = torch.tensor(writes, dtype=torch.int32, device=device)
@@ -365,7 +365,7 @@ def test_later_turn_with_padding() -> None:
     new[1, :30] = PADDING
     stored, (queries, keys, values) = cache.unpacked(0, torch.float32), on_gpu(40, **shape)
     cache.expect(new)
-    step = cache.ledger.advance(cache._expected.take(3, 40))
+    step = cache.kv_manager.advance(cache._expected.take(3, 40))
     output = attend_stored(cache.layers[0], queries, keys, values, 128**-0.5, step)
     whole = (torch.cat([x, y], dim=2).cpu() for x, y in zip(stored, (keys, values), strict=True))
     real = torch.cat([ids, new], dim=1) != PADDING

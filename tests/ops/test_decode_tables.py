@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_mm.cache.ledger import Ledger
-from oscar_mm.cache.store import PageStore
+from oscar_mm.cache.kv_manager import KVCacheManager
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.ops.decode_tables import (
     COLUMNS,
     FEWEST_ITEMS,
@@ -107,18 +107,18 @@ def test_every_token_is_listed_once(fields: dict[str, object], workers: int) -> 
     """Also where there are warps enough for half pages."""
     two, four = Bits(2, 2), Bits(4, 2) if fields else Bits(4, 4)
     policy = KVPolicy(bits={"text": four, "image": two}, window=16, sinks=3, **fields)
-    ledger = Ledger(PageStore(policy))
+    kv_manager = KVCacheManager(PageStore(policy))
     generator = np.random.default_rng(0)
     for tokens in (700, 1, 1, 333):
         ids = np.repeat(generator.integers(0, 2, (2, tokens // 7 + 1)), 7, axis=1)[:, :tokens]
-        ledger.advance(ids.astype(np.int8))
-    ledger.crop(150)
+        kv_manager.advance(ids.astype(np.int8))
+    kv_manager.crop(150)
     for start in (60, 120):
-        ledger.forget(1, start, start + 30)
-    entries = [row.entries((two, four)) for row in ledger.sequences]
+        kv_manager.forget(1, start, start + 30)
+    entries = [row.entries((two, four)) for row in kv_manager.sequences]
     tables = tables_of(entries, 2, 3, workers, torch.device("cpu"))
     lengths, starts_within = [], False
-    for row, sequence in enumerate(ledger.sequences):
+    for row, sequence in enumerate(kv_manager.sequences):
         in_16_bit, pages = tables.counts[row].tolist()
         recents = tables.recents[row, :in_16_bit].tolist()
         streams = sequence.streams.values()

@@ -1,4 +1,4 @@
-"""pack: pages of real keys and values, from new tokens and from those in 16 bit."""
+"""pack: pages of real keys and values, from new tokens and from those in 16-bit precision."""
 
 from dataclasses import replace
 

@@ -237,7 +237,8 @@ def test_what_no_page_can_hold(side: int, wrong: float) -> None:
 def test_jobs_equal_torch(
     name: str, dtype: torch.dtype, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens in 16 bit and new ones, of strided input, a job that does nothing, balancing."""
+    """Tokens in 16-bit precision and new ones, of strided input, a job that does nothing,
+    balancing."""
     policy, place = POLICIES[name], torch.device("cuda", 0)
     page_format = PageFormat.of(policy, policy.bits.text, 5, 128)
     jobs = random_jobs(page_format, dtype, place)

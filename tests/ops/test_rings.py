@@ -124,7 +124,7 @@ class Engine:
             *((max(decodes, 1), width, 2), (max(decodes, 1), 2), (4, FIELDS)),
             (job_count(rows, count, of_row), HEAD + TILE),
             (begin_count(rows, count, of_row), HEAD + CENTER_TOKENS),
-            *((max(decodes, 1), max(self.shape.most_read, 1)), (count, 3)),
+            *((max(decodes, 1), max(self.shape.max_read, 1)), (count, 3)),
         )
         written = [torch.zeros(shape, dtype=INT) for shape in shapes]
         how = (decodes, of_row, 1, max(news[:decodes], default=1), False, self.shape, tails)
@@ -251,7 +251,7 @@ def test_the_kernel_compiles(arch: str) -> None:
     text = (csrc_folder() / "block_tables/rings.cu").read_text() + (
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
         f"static_assert(sizeof(Ring) == {4 * RING_FIELDS});\n"
-        f"static_assert(MOST_ROWS == {module.MOST_ROWS} && THREADS == {module._THREADS});\n"
+        f"static_assert(MAX_ROWS == {module.MAX_ROWS} && THREADS == {module._THREADS});\n"
     )
     report = compile_once("block_tables/rings.cu", text, arch, {})["rings"]
     assert report.spill_stores == report.spill_loads == 0

@@ -7,7 +7,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.ops.library import recipe_arguments
 from oscar_mm.ops.samples import random_pages
 from oscar_mm.ops.store import store
-from oscar_mm.ops.store_cpu import rotates
+from oscar_mm.ops.store_numba import rotates
 from oscar_mm.ops.store_torch import NOTHING, StoreArguments, store_by_torch
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits

@@ -10,7 +10,7 @@ import torch
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.ops.library import numbers_of
-from oscar_mm.ops.pages_cpu import reads
+from oscar_mm.ops.pages_numba import reads
 from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.unpack import Specialization, UnpackKernel, UnpackParams, unpack_slots
 from oscar_mm.pages.layout import PageFormat

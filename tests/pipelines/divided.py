@@ -16,10 +16,10 @@ from torch import distributed
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.fast_decode import decode_steps
-from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.engine import decode_runner
+from oscar_mm.fast_decode import graph_runner
 from oscar_mm.fast_decode.decoder import supports
-from oscar_mm.generation import decode_batch
+from oscar_mm.fast_decode.graph_runner import GraphRunner
 from tests.models.test_answers import CARDS, CLIPS
 from tests.processes import Forked
 
@@ -52,8 +52,8 @@ def captures() -> Iterator[list[torch.device]]:
         found.append(device)
         return replay
 
-    record = decode_steps.record_cuda_graph
-    with patch.object(decode_steps, "record_cuda_graph", noted):
+    record = graph_runner.capture_cuda_graph
+    with patch.object(graph_runner, "capture_cuda_graph", noted):
         yield found
 
 
@@ -108,7 +108,7 @@ def asked(pipe: OscarVLPipeline | OscarOmniPipeline, cards: int) -> dict[str, An
 
 
 def asked_more(pipe: OscarVLPipeline, saved: Path) -> dict[str, Any]:
-    """Token ids of what goes on from a fork and from a file, after a medium was forgotten; of a
+    """Token ids of what continues a fork and from a file, after a medium was forgotten; of a
     batch of unequal length; and of what is sampled without a seed."""
     with pipe.chat() as chat:
         chat.ask("What is the code in picture 2?", images=CARDS[:8], max_new_tokens=6)
@@ -149,7 +149,7 @@ def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None)
 
         return again
 
-    with patch.object(decode_batch, "DecodeSteps", partial(DecodeSteps, record=record)):
+    with patch.object(decode_runner, "GraphRunner", partial(GraphRunner, record=record)):
         turns = asked(pipe.with_policy(pipe.policy), cards)["turns"]
         return {"turns": turns, "replays": len(calls)}
 

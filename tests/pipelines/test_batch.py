@@ -13,9 +13,9 @@ import torch
 
 from oscar_mm import InputError, OscarCache, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.fast_decode import decode_steps
-from oscar_mm.generation import prefill as prefill_module
-from oscar_mm.generation.prompt import Prompt
+from oscar_mm.engine import prefill as prefill_module
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.fast_decode import graph_runner
 from oscar_mm.media.part import MediaPart
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.pipelines.conftest import NEVER, exact
@@ -64,7 +64,7 @@ def passes(pipe: Pipeline) -> Iterator[tuple[list[int], list[int]]]:
     """Notes the tokens of each pass that reads prompts, and the rows of each decode step."""
     prompts: list[int] = []
     rows: list[int] = []
-    prefill, step = prefill_module.prefill, decode_steps.DecodeSteps.__call__
+    prefill, step = prefill_module.prefill, graph_runner.GraphRunner.__call__
 
     def noted(model: Any, prompt: Prompt, *rest: Any, **options: Any) -> torch.Tensor:
         prompts.append(prompt.tokens)
@@ -76,7 +76,7 @@ def passes(pipe: Pipeline) -> Iterator[tuple[list[int], list[int]]]:
 
     with (
         patch.object(prefill_module, "prefill", noted),
-        patch.object(decode_steps.DecodeSteps, "__call__", stepped),
+        patch.object(graph_runner.GraphRunner, "__call__", stepped),
     ):
         yield prompts, rows
 
@@ -101,7 +101,7 @@ def test_logits_of_prompts_in_line(case) -> None:
     single = torch.cat([logits(pipe, prompt) for prompt in prompts])
     with pipe.lock:
         caches = [pipe.new_cache() for _ in prompts]
-        together = torch.cat(pipe.engine.reader.read_together(prompts, caches))
+        together = torch.cat(pipe.engine.reader.prefill_batch(prompts, caches))
     assert (together - single).abs().max() < 1e-4 < single.abs().max()
     assert (single[0] - single[1]).abs().max() > 0.1
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import GenerationConfig
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.prompts import noise
 

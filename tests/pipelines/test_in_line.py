@@ -13,7 +13,7 @@ def prompts(pipe, *shown):
 
 def test_a_single_prompt_stays_as_it_is(qwen) -> None:
     [alone] = prompts(qwen, {"images": noise(64, 64)})
-    joined = qwen.family.in_line([alone])
+    joined = qwen.family.concatenate([alone])
     assert joined.inputs.keys() == alone.inputs.keys()
     for name, tensor in alone.inputs.items():
         assert torch.equal(joined.inputs[name], tensor)
@@ -24,7 +24,7 @@ def test_prompts(qwen) -> None:
     rows = prompts(
         qwen, {"images": noise(64, 64)}, {}, {"videos": clip(4), "images": noise(64, 96)}
     )
-    joined = qwen.family.in_line(rows)
+    joined = qwen.family.concatenate(rows)
     assert joined.positions.shape == (4, 1, joined.tokens)
     assert "attention_mask" not in joined.inputs
     stop = 0
@@ -45,14 +45,14 @@ def test_pictures_of_unequal_tiles(llava) -> None:
     rows = prompts(llava, {"images": noise(56, 56)}, {"images": [noise(40, 200), noise(110, 112)]})
     tiles = [row.inputs["pixel_values"].shape[1] for row in rows]
     assert tiles[0] != tiles[1]
-    joined = llava.family.in_line(rows).inputs
+    joined = llava.family.concatenate(rows).inputs
     assert joined["pixel_values"].shape[:2] == (3, max(tiles))
     assert joined["image_sizes"].tolist() == [[56, 56], [40, 200], [110, 112]]
 
 
 def test_sounds_of_unequal_length(omni) -> None:
     rows = prompts(omni, {"audio": [tone(0.5), tone(1.5)]}, {}, {"audio": tone(3.0)})
-    joined = omni.family.in_line(rows).inputs
+    joined = omni.family.concatenate(rows).inputs
     frames = joined["feature_attention_mask"].sum(-1)
     assert joined["input_features"].shape[0] == 3 and frames[2] > frames[1] > frames[0]
     assert joined["input_features"].shape[2] == joined["feature_attention_mask"].shape[1]

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.errors import NoRoom
+from oscar_mm.errors import RequestTooLarge
 from oscar_mm.media.image import PictureSize
 from oscar_mm.media.media import Medium
 from oscar_mm.pipelines.llava_next import LlavaNext
@@ -76,10 +76,10 @@ def test_tokens_are_those_told_ahead(family: str, request: pytest.FixtureRequest
     assert np.abs(pictures[0] - pictures[1]).mean() < 5
     prompt = prepare(exact, "What is it?", media)
     pipe = OscarVLPipeline(exact.model, processor=exact.processor, max_context=9)
-    with pytest.raises(NoRoom) as found:
+    with pytest.raises(RequestTooLarge) as found:
         pipe([file.getvalue(), photo], "What is it?", max_new_tokens=1)
     assert found.value.asked == prompt.tokens + 1
     # As many as plain transformers makes of the whole picture.
-    assert prompt.media[0].tokens == exact.family.least_tokens(
+    assert prompt.media[0].tokens == exact.family.min_tokens(
         Medium(prompt.media[0].modality, photo, "a photo")
     )

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.models import bundled
 from oscar_mm.pipelines.llava_next import LlavaNext
-from oscar_mm.pipelines.loading import Placement, on_meta, tensor_plan
+from oscar_mm.pipelines.loading import Placement, meta_model, tensor_plan
 from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
 from oscar_mm.policy import DEFAULT
 from tests.checkpoints import build_decoder
@@ -282,7 +282,7 @@ def test_a_loaded_model_stays_as_it_is(qwen3_vl_folder) -> None:
 
 
 def plan_of(family: Any, folder: Path, count: int = 2) -> dict[str, str]:
-    model = on_meta(family.auto_class, AutoConfig.from_pretrained(folder))
+    model = meta_model(family.auto_class, AutoConfig.from_pretrained(folder))
     return tensor_plan(model, count)
 
 

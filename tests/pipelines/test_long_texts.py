@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.errors import NoRoom
-from oscar_mm.generation.message import user_message
+from oscar_mm.engine.message import user_message
+from oscar_mm.errors import RequestTooLarge
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.shared_media import SharedMedia
 
@@ -70,7 +70,7 @@ ENTRIES: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "reading": ("system", lambda pipe, text: SharedMedia(pipe, pipe.read_media(), text)),
     "question": (
         "prompt",
-        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).generation(
+        lambda pipe, text: SharedMedia(pipe, pipe.read_media()).new_request(
             text, pipe.sampling({}, ())
         ),
     ),
@@ -91,7 +91,10 @@ def test_refused_without_the_lock(
     pipe: OscarVLPipeline, entry: str, text: str, tokenized: list[int]
 ) -> None:
     name, ask = ENTRIES[entry]
-    with busy(pipe), pytest.raises(NoRoom, match=rf"^{name}: .*{len(text):,} characters") as found:
+    with (
+        busy(pipe),
+        pytest.raises(RequestTooLarge, match=rf"^{name}: .*{len(text):,} characters") as found,
+    ):
         ask(pipe, text)
     assert len(str(found.value)) < 200
     assert found.value.fits == pipe.max_context < found.value.asked
@@ -103,7 +106,7 @@ def test_rows_of_a_batch(pipe: OscarVLPipeline, tokenized: list[int]) -> None:
     rows = [{"prompt": HUGE}, {"prompt": LONG}, {"prompt": "What?", "system": HUGE}]
     with busy(pipe):
         results = pipe.batch(rows)
-    assert [type(result.error) for result in results] == [NoRoom] * 3
+    assert [type(result.error) for result in results] == [RequestTooLarge] * 3
     assert sum(tokenized) < len(LONG) - 100_000
 
 
@@ -111,7 +114,7 @@ def test_several_texts_that_are_too_long_together(pipe: OscarVLPipeline) -> None
     """As all that was said since the last answer."""
     half = "What is this? " * (pipe.max_context // 6)
     pipe.check_text("prompt", half)
-    with busy(pipe), pytest.raises(NoRoom, match=r"^messages: [\d,]+ characters"):
+    with busy(pipe), pytest.raises(RequestTooLarge, match=r"^messages: [\d,]+ characters"):
         pipe.chat().stream(messages=[user_message(half)] * 4)
 
 
@@ -124,9 +127,11 @@ def test_what_fits_passes(pipe: OscarVLPipeline) -> None:
         tight = OscarVLPipeline(pipe.model, processor=pipe.processor)
         tight.admission.max_context = tokens - 1 + room
         tight.check_text("prompt", text)
-        with pytest.raises(NoRoom, match=r"text [\d,]+, max_new_tokens 1; give a shorter prompt"):
+        with pytest.raises(
+            RequestTooLarge, match=r"text [\d,]+, max_new_tokens 1; give a shorter prompt"
+        ):
             tight(None, text, max_new_tokens=1)
-    with pytest.raises(NoRoom) as found:
+    with pytest.raises(RequestTooLarge) as found:
         pipe.check_text("prompt", LONG)
     fit = int(str(found.value).split(" about ")[1].split()[0].replace(",", ""))
     pipe.check_text("prompt", LONG[: fit - 1000])

@@ -16,8 +16,8 @@ from transformers import AutoProcessor
 from transformers.image_utils import SizeDict
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.generation.message import media_of
-from oscar_mm.generation.message_lists import messages_from
+from oscar_mm.engine.message import media_of
+from oscar_mm.engine.message_lists import messages_from
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import MediaReader
 from oscar_mm.media.options import OF_MODALITY, MediaOptions
@@ -115,7 +115,7 @@ def test_images_have_the_sizes_of_qwen_vl_utils(qwen, processor, options) -> Non
         # The sizes that are told before anything is decoded.
         outline = qwen.media_reader.outline(media_of(messages_from(conversation(part))))
         [medium] = list(outline)
-        assert qwen.family.least_tokens(medium) == int(expected["image_grid_thw"].prod()) // 4
+        assert qwen.family.min_tokens(medium) == int(expected["image_grid_thw"].prod()) // 4
 
 
 @pytest.mark.parametrize("options", [{"max_pixels": 40_000}, {"min_pixels": 200_000}])

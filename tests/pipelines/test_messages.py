@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from oscar_mm import InputError
-from oscar_mm.generation.message import Message, media_of
-from oscar_mm.generation.message_lists import messages_from, parts_from
+from oscar_mm.engine.message import Message, media_of
+from oscar_mm.engine.message_lists import messages_from, parts_from
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.pipeline import Pipeline

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.generation.prefill import read_prompt
-from oscar_mm.generation.prompt import Prompt, forward
+from oscar_mm.engine.prefill import read_prompt
+from oscar_mm.engine.prompt import Prompt, forward
 from oscar_mm.pipelines.shared_media import log_likelihoods
 
 CHOICES = [[[5, 9], [5], [5, 9, 11, 40]], [[33]]]

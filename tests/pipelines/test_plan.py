@@ -12,7 +12,7 @@ from oscar_mm import InputError, KVPolicy, OscarVLPipeline
 from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.media import MediaLimits, load_video
 from oscar_mm.media.media import Media
-from oscar_mm.media.mono import RATE
+from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.pipelines.loading import outline

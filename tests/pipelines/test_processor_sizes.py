@@ -9,10 +9,10 @@ from transformers import AutoProcessor
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.admission.request_size import count_tokens
-from oscar_mm.generation.family import Family
-from oscar_mm.generation.message import first_turn
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.message import first_turn
+from oscar_mm.media.encoder_inputs import scaled_inputs
 from oscar_mm.media.media import Media
-from oscar_mm.media.tower_inputs import scaled_inputs
 from oscar_mm.pipelines.qwen3 import largest_image, video_arguments
 from tests.prompts import clip, noise, prepare
 
@@ -70,7 +70,7 @@ def test_pictures(qwen: OscarVLPipeline, part: str, values: dict[str, Any]) -> N
     for name in ("pixel_values", "image_grid_thw"):
         assert torch.equal(made[name], plain[name])
     grids = plain["image_grid_thw"]
-    assert [pipe.family.least_tokens(one) for one in media] == (grids.prod(-1) // 4).tolist()
+    assert [pipe.family.min_tokens(one) for one in media] == (grids.prod(-1) // 4).tolist()
     used = largest_image(pipe.processor.image_processor, 4000, 3000)
     large = pipe.processor.image_processor([noise(3000, 4000)], return_tensors="pt")
     assert [side // 16 for side in used[::-1]] == large["image_grid_thw"][0, 1:].tolist()

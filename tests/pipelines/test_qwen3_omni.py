@@ -10,11 +10,11 @@ import torch
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.generation.prefill import read_prompt
-from oscar_mm.generation.prompt import Prompt, remaining
+from oscar_mm.engine.prefill import read_prompt
+from oscar_mm.engine.prompt import Prompt, remaining
 from oscar_mm.media import load_video
+from oscar_mm.media.encoder_inputs import scaled_inputs
 from oscar_mm.media.media import Media
-from oscar_mm.media.tower_inputs import scaled_inputs
 from oscar_mm.modality import Modality
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, prepare, tone
@@ -234,7 +234,7 @@ def test_a_short_recording_is_the_same_in_a_batch(omni) -> None:
     single = torch.cat([last_logits(omni, prompt) for prompt in prompts])
     with omni.lock:
         caches = [omni.new_cache() for _ in prompts]
-        together = torch.cat(omni.engine.reader.read_together(prompts, caches))
+        together = torch.cat(omni.engine.reader.prefill_batch(prompts, caches))
     assert (together - single).abs().max() < 1e-5
 
 
@@ -294,7 +294,7 @@ def test_end_tokens(omni, speaking, monkeypatch) -> None:
 
 def test_audio_tokens_are_announced(omni) -> None:
     media = omni.read_media(audio=[tone(0.4), tone(3.9)], images=[noise(64, 64)])
-    least = [omni.family.least_tokens(medium) for medium in media]
+    least = [omni.family.min_tokens(medium) for medium in media]
     spans = prepare(omni, "What?", media).media
     assert least == [span.tokens for span in spans] == [4, 5, 51]
 

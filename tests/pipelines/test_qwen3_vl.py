@@ -10,9 +10,9 @@ from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.admission.request_size import count_tokens
-from oscar_mm.generation.message import first_turn
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.media.tower_inputs import scaled_inputs
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.media.encoder_inputs import scaled_inputs
 from oscar_mm.modality import Modality
 from tests.prompts import REQUESTS, Reference, Request, clip, noise, prepare
 from tests.recordings import write_clip
@@ -126,7 +126,7 @@ def test_media_of_a_prompt(pipe) -> None:
 def test_tokens_of_images_are_known_before(pipe) -> None:
     for size in ((90, 120), (30, 300), (400, 400), (333, 77), (1, 1), (1, 200)):
         media = pipe.read_media([noise(*size)])
-        least = sum(pipe.family.least_tokens(medium) for medium in media)
+        least = sum(pipe.family.min_tokens(medium) for medium in media)
         [span] = prepare(pipe, "What?", media).media
         # The processor blows up what is thinner than half a token beyond what is needed.
         assert least == span.tokens if min(size) > 16 else 1 <= least <= span.tokens

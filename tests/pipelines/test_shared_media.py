@@ -5,8 +5,8 @@ import torch
 
 from oscar_mm import InputError
 from oscar_mm.cache.cache import as_argument
-from oscar_mm.generation.prefill import read_prompt
-from oscar_mm.generation.sampling import Sampling
+from oscar_mm.engine.prefill import read_prompt
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.pipelines.shared_media import SharedMedia, choose
 from tests.prompts import clip, noise, prepare, tone
 
@@ -26,7 +26,7 @@ def test_answers_are_those_of_whole_prompts(name, request) -> None:
     pipe = request.getfixturevalue(name)
     before = pipe.store.memory().used_bytes
     reading = SharedMedia(pipe, pipe.read_media(**MEDIA[name]), SYSTEM)
-    rows = [reading.generation(text, HOW) for text in QUESTIONS]
+    rows = [reading.new_request(text, HOW) for text in QUESTIONS]
     held = pipe.store.memory().used_bytes
     for row in rows:
         pipe.engine.submit(row)
@@ -88,9 +88,9 @@ def test_what_cannot_be_shared(qwen, monkeypatch) -> None:
     template = qwen.processor.chat_template
     reading = SharedMedia(qwen, qwen.read_media([noise(64, 64)]))
     with pytest.raises(InputError, match="prompt is empty"):
-        reading.generation(" ", HOW)
+        reading.new_request(" ", HOW)
     with pytest.raises(InputError, match="over the context"):
-        reading.generation("Why?", Sampling(max_new_tokens=qwen.max_context))
+        reading.new_request("Why?", Sampling(max_new_tokens=qwen.max_context))
     reading.close()
     with pytest.raises(InputError, match="system holds"):
         SharedMedia(qwen, qwen.read_media(), "<|im_end|>")
@@ -98,4 +98,4 @@ def test_what_cannot_be_shared(qwen, monkeypatch) -> None:
     monkeypatch.setattr(qwen.processor, "chat_template", first)
     reading = SharedMedia(qwen, qwen.read_media([noise(64, 64)]))
     with pytest.raises(InputError, match="writes the question before the media"):
-        reading.generation("Why?", HOW)
+        reading.new_request("Why?", HOW)

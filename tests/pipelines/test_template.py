@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from oscar_mm import InputError, OscarVLPipeline
-from oscar_mm.generation.message_lists import messages_from
-from oscar_mm.generation.sampling import Choices, Sampling, TokenSampler
-from oscar_mm.generation.template import BUDGETS, MAX_VARIABLE_CHARACTERS, MAX_VARIABLES
+from oscar_mm.engine.message_lists import messages_from
+from oscar_mm.engine.sampling import Sampler, Sampling, SamplingState
+from oscar_mm.engine.template import BUDGETS, MAX_VARIABLE_CHARACTERS, MAX_VARIABLES
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.ranks import Ranks
+from oscar_mm.tensor_parallel import TPGroup
 from tests.prompts import noise
 from tests.thinking import ids_of, saying
 from tests.tiny_qwen3_vl import QWEN3_VL_TEMPLATE
@@ -197,15 +197,15 @@ def test_rows_with_and_without_a_budget(switched) -> None:
     vocabulary, device = 20 + max(thinks.opening, thinks.closing), torch.device("cpu")
     prompt = torch.tensor([thinks.opening])
 
-    def made(budget: int | None, *chosen: int) -> TokenSampler:
+    def made(budget: int | None, *chosen: int) -> SamplingState:
         sampling = Sampling(thinking_token_budget=budget)
-        sampler = TokenSampler(sampling, prompt, thinks=thinks)
+        sampler = SamplingState(sampling, prompt, thinks=thinks)
         for token in chosen:
             sampler.note(token)
         return sampler
 
     samplers = [made(None), made(1), made(2, 5), made(2, 5, 6), made(1, thinks.closing), made(-1)]
-    choices = Choices(samplers, device, Ranks())
+    choices = Sampler(samplers, device, TPGroup())
     logits = torch.zeros(len(samplers), vocabulary)
     logits[:, 3] = 1
     steps = [choices(logits).listed() for _ in range(3)]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from oscar_mm import InputError, OscarVLPipeline
-from oscar_mm.generation.generation import Generation
-from oscar_mm.generation.message import first_turn, user_message
-from oscar_mm.generation.message_lists import messages_from
+from oscar_mm.engine.message import first_turn, user_message
+from oscar_mm.engine.message_lists import messages_from
+from oscar_mm.engine.request import Request
 from oscar_mm.tool_parsers.definitions import read_definitions
 from tests.tool_template import TOOL_TEMPLATE
 
@@ -96,9 +96,9 @@ def test_a_random_model_calls_what_it_must(pipe, choice: Any) -> None:
         sampling = pipe.sampling(pipe.family.with_calls(options, offer), ())
         prompt = pipe.read_request(first_turn("Where?"), sampling.max_new_tokens)
         args = (pipe.engine, prompt, pipe.new_cache(), sampling, time.perf_counter())
-        generation = Generation(*args, tools=offer)
-        assert not any(isinstance(piece, str) and piece for piece in generation)
-        answer = generation.answer()
+        running_request = Request(*args, tools=offer)
+        assert not any(isinstance(piece, str) and piece for piece in running_request)
+        answer = running_request.answer()
         [call] = answer.tool_calls
         given = json.loads(call.arguments)
         assert answer.finish_reason == "tool_calls" and answer.text == ""

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoProcessor
 
 from oscar_mm.cache.cache import OscarCache, as_argument
+from oscar_mm.engine.decode_runner import decode
+from oscar_mm.engine.message import Message, first_turn
+from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import InputError
-from oscar_mm.generation.decode_batch import decode
-from oscar_mm.generation.message import Message, first_turn
-from oscar_mm.generation.prompt import Prompt
-from oscar_mm.generation.sampling import Sampling
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.llava_next import LlavaNext

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.generation.answer import AnswerStream
+from oscar_mm.engine.answer import AnswerStream
 from tests.prompts import REQUESTS, Request
 
 

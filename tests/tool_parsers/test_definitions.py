@@ -92,8 +92,8 @@ def test_characters_and_texts() -> None:
 
 def test_calls_that_an_offer_allows() -> None:
     tools, hermes = read_definitions([FIND]), FORMATS["hermes"]
-    assert ToolOffer(tools, hermes).most_calls == MAX_CALLS
-    assert ToolOffer(tools, hermes, parallel=False).most_calls == 1
-    assert ToolOffer(tools, hermes, named="find").most_calls == 1
+    assert ToolOffer(tools, hermes).max_calls == MAX_CALLS
+    assert ToolOffer(tools, hermes, parallel=False).max_calls == 1
+    assert ToolOffer(tools, hermes, named="find").max_calls == 1
     with pytest.raises(InputError, match="no tool is named 'fimd'; did you mean find"):
         ToolOffer(tools, hermes, named="fimd")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from oscar_mm.engine.grammar import Grammar
 from oscar_mm.errors import InputError
-from oscar_mm.generation.grammar import Grammar
 from oscar_mm.tool_parsers.definitions import read_definitions
 from oscar_mm.tool_parsers.grammar import json_of
 from oscar_mm.tool_parsers.marks import mark_tokens

@@ -45,7 +45,7 @@ class Layer:
         dtype: torch.dtype = torch.float32,
         pages: int = 64,
         query_tokens: int = 1,
-        most_unpacked: int = 64,
+        max_unpacked: int = 64,
         layers_of_tables: int = 1,
         rings: int = 16,
     ) -> None:
@@ -67,7 +67,7 @@ class Layer:
         """Of further layers, which get the same states."""
         self._other_rings: list[torch.Tensor] = []
         group = HEADS // KV_HEADS
-        sizes = (16, 4096, pages, KV_HEADS, group, most_unpacked)
+        sizes = (16, 4096, pages, KV_HEADS, group, max_unpacked)
         self.rings = Rings(rings, ring_shape, pages, self.device)
         self.tables = StepTables(*sizes, self.device, self.rings, layers_of_tables)
         self._free = list(range(pages - 1, 0, -1))

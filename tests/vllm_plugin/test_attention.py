@@ -182,7 +182,7 @@ def test_centers_follow_the_keys_of_a_long_answer() -> None:
 
 def test_small_workspace() -> None:
     """Requests with a past are read some at a time."""
-    one, few = Layer(), Layer(most_unpacked=3)
+    one, few = Layer(), Layer(max_unpacked=3)
     for layer in (one, few):
         requests = [layer.request(300) for _ in range(3)]
         layer.step([(request, 130) for request in requests])

@@ -240,7 +240,7 @@ def test_hybrid_models_are_refused(configure: Configure, monkeypatch: pytest.Mon
     [("standard", 5.69), ("standard:bits=2", 6.92), ("standard:bits=4/2", 4.83)],
 )
 def test_accounting(policy: str, ratio: float, configure: Configure) -> None:
-    """Blocks that vLLM finds room for, and how many more than in 16 bit."""
+    """Blocks that vLLM finds room for, and how many more than in 16-bit precision."""
     config = configure(policy=policy)
     sizes = (32, 8, 128)
     layers = [Parent(config, number, heads=sizes) for number in range(2)]
@@ -282,7 +282,7 @@ def test_no_ring_is_read_beside_the_layers_of_drafts() -> None:
         speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)
     )
     shape = plugin._ring_shape(config, KVPolicy.of("standard"))  # type: ignore[arg-type]
-    assert shape.most_read == 0 and shape.entries == 7
+    assert shape.max_read == 0 and shape.entries == 7
 
 
 @pytest.mark.parametrize("block_size", [128, 256])

@@ -18,8 +18,8 @@ from oscar_mm import KVPolicy
 from oscar_mm.apps.audio_qa import engine as engine_module
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, Engine, Worker, WorkerSettings
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
-from oscar_mm.errors import Busy
-from oscar_mm.fast_decode.decode_steps import DecodeSteps
+from oscar_mm.errors import MemoryBusy
+from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.media import MediaLimits
 from oscar_mm.modality import Modality
 from tests.apps.audio_qa.conftest import CHOICES, assert_same, questions, write_lines
@@ -41,9 +41,9 @@ def passes(pipe: Any) -> Iterator[tuple[list[int], list[int]]]:
     """Recordings of each pass of the audio tower, and rows of each decode step."""
     media: list[int] = []
     rows: list[int] = []
-    step = DecodeSteps.__call__
+    step = GraphRunner.__call__
 
-    def stepped(steps: DecodeSteps, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
+    def stepped(steps: GraphRunner, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
         rows.append(int((~ended).sum()))
         return step(steps, tokens, ended)
 
@@ -51,7 +51,7 @@ def passes(pipe: Any) -> Iterator[tuple[list[int], list[int]]]:
         modality="audio" if Modality.AUDIO in pipe.family.reads else "image"
     )
     hook = tower.register_forward_pre_hook(lambda *_: media.append(1))
-    with patch.object(DecodeSteps, "__call__", stepped):
+    with patch.object(GraphRunner, "__call__", stepped):
         yield media, rows
     hook.remove()
 
@@ -210,7 +210,7 @@ def test_choices_without_room_for_two(worker, recordings, monkeypatch) -> None:
 
     def reserve(*_: Any) -> Room:
         if any(room() is not None for room in rooms):
-            raise Busy("there is room for one")
+            raise MemoryBusy("there is room for one")
         room = Room()
         rooms.append(weakref.ref(room))
         return room

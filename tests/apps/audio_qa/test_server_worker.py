@@ -29,7 +29,7 @@ from oscar_mm.apps.audio_qa.rows import Row, by_recording, named_choice, read_ro
 from oscar_mm.apps.audio_qa.server_worker import ServerSettings
 from oscar_mm.apps.options import KEY_VARIABLE
 from oscar_mm.cli import run
-from oscar_mm.media.mono import Audio
+from oscar_mm.media.resample import Audio
 from tests.apps.audio_qa.conftest import read_lines, write_lines
 from tests.apps.serve.conftest import served
 from tests.processes import Forked, command
@@ -255,7 +255,7 @@ def test_requests_at_once_are_bounded(tmp_path) -> None:
 
 
 def test_media_in_memory_are_bounded(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(server_worker, "_MOST_BYTES", 1)
+    monkeypatch.setattr(server_worker, "_MAX_BYTES", 1)
 
     def slow(_: dict[str, Any]) -> Reply:
         time.sleep(0.02)

@@ -83,7 +83,7 @@ def take_states(address: str, target: Path) -> None:
 
 
 def compare(browser: Browser) -> None:
-    """Have all questions answered in 16 bit too."""
+    """Have all questions answered in 16-bit precision too."""
     browser.run("document.querySelector('#side input[type=checkbox]').click()")
     last = browser.all("#history .asked")[-1].text.splitlines()[-1]
     browser.wait(lambda: browser.text("#compared .asked") == last, "the last question")

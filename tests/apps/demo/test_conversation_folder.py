@@ -16,7 +16,7 @@ from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.visitor_input import AS_PRESET, SessionSettings
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.chat import chat as chat_module
-from oscar_mm.errors import Busy, InputError
+from oscar_mm.errors import InputError, MemoryBusy
 from oscar_mm.modality import Modality
 from tests.apps.demo.conftest import COMPACT, asked
 
@@ -244,7 +244,7 @@ def test_a_conversation_without_room_is_written_with_the_next(
     sessions = serve()
 
     def refuse(*_) -> None:
-        raise Busy("no room")
+        raise MemoryBusy("no room")
 
     with monkeypatch.context() as patch:
         patch.setattr(chat_module, "write_checked", refuse)

@@ -25,7 +25,7 @@ from oscar_mm.apps.demo.memory_panel import (
 )
 from oscar_mm.apps.demo.visitor_input import AS_PRESET, SessionSettings
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.generation.answer import Timings
+from oscar_mm.engine.answer import Timings
 from oscar_mm.modality import Modality
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import GPUS, format_bytes

@@ -154,15 +154,15 @@ def test_stop_before_the_first_word_ends_the_reading(
 ) -> None:
     asked(session, "What?")
     pipe, chat = session.sessions.pipe, session.conversation.chat
-    turns, room_for = chat.turns, pipe.engine.room_for
+    turns, wait_for_memory = chat.turns, pipe.engine.wait_for_memory
 
     def room_after_stop(begin: Callable[[], Any], **how: bool) -> Any:
         if begin == chat._spillable.load:
             session.stop()
-        return room_for(begin, **how)
+        return wait_for_memory(begin, **how)
 
     if when == "waits for others":
-        monkeypatch.setattr(pipe.engine, "room_for", room_after_stop)
+        monkeypatch.setattr(pipe.engine, "wait_for_memory", room_after_stop)
     layers, passes = pipe.model.get_decoder().layers, []
 
     def stop(*_: object) -> None:

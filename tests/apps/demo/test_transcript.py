@@ -21,8 +21,8 @@ from oscar_mm.apps.demo.transcript import (
 )
 from oscar_mm.apps.demo.visitor_input import LIMITS
 from oscar_mm.chat.conversation import Segment, Turn
+from oscar_mm.engine.message import Message
 from oscar_mm.errors import InputError
-from oscar_mm.generation.message import Message
 from oscar_mm.modality import MediumSpan, Modality
 
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>&amp;'

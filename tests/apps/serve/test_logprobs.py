@@ -3,8 +3,8 @@
 import pytest
 
 from oscar_mm.apps.serve.logprobs import logprobs_body
-from oscar_mm.generation.logprobs import TokenLogprob
-from tests.generation.test_detokenize import BYTE_FALLBACK
+from oscar_mm.engine.logprobs import TokenLogprob
+from tests.engine.test_detokenize import BYTE_FALLBACK
 from tests.tiny import llama_tokenizer, qwen_tokenizer
 
 TEXT = "The sign: 12 \u20ac, \U0001f469\u200d\U0001f467 and \u00e9!"

@@ -16,7 +16,7 @@ from oscar_mm.apps.serve.conversations import _keys
 from oscar_mm.apps.serve.field_error import FieldError
 from oscar_mm.apps.serve.known_media import KnownMedia, KnownMedium
 from oscar_mm.apps.serve.media_parts import NOT_FETCHED, MediaSource
-from oscar_mm.apps.serve.protocol import Body, Request, parsed, read_request
+from oscar_mm.apps.serve.protocol import ApiRequest, Body, parsed, read_request
 from oscar_mm.apps.serve.vllm_server import vllm_arguments, vllm_command
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.options import MediaOptions
@@ -29,7 +29,7 @@ from tests.recordings import write_movie
 LIMITS = MediaLimits()
 
 
-def read(*parts: dict[str, Any], source: MediaSource | None = None, **options: Any) -> Request:
+def read(*parts: dict[str, Any], source: MediaSource | None = None, **options: Any) -> ApiRequest:
     body = json.dumps({"messages": [user(*parts, text("?"))], **options}).encode()
     return read_request(parsed(Body, body), source or MediaSource(LIMITS))
 
@@ -221,7 +221,7 @@ def source(known: KnownMedia | None = None) -> MediaSource:
     return MediaSource(LIMITS, known=known or KnownMedia())
 
 
-def shown(request: Request) -> list[tuple[str, bytes]]:
+def shown(request: ApiRequest) -> list[tuple[str, bytes]]:
     return [(one.modality.label, one.source) for one in request.question[0].media]
 
 
@@ -379,7 +379,7 @@ def no_proxy(monkeypatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
 
 
-def fetched(url: str, *hosts: str, limits: MediaLimits = LIMITS) -> Request:
+def fetched(url: str, *hosts: str, limits: MediaLimits = LIMITS) -> ApiRequest:
     allowed = AllowedHosts(hosts) if hosts else None
     at = {"type": "image_url", "image_url": {"url": url}}
     return read(at, source=MediaSource(limits, 10**6, allowed))

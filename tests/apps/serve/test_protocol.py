@@ -10,14 +10,14 @@ from oscar_mm.apps.serve.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STRUCTURE,
+    ApiRequest,
     Body,
     FieldError,
-    Request,
     parsed,
     read_request,
 )
+from oscar_mm.engine.grammar import Grammar
 from oscar_mm.errors import InputError
-from oscar_mm.generation.grammar import Grammar
 from oscar_mm.media import MediaLimits
 from oscar_mm.modality import Modality
 from tests.apps.serve.conftest import encoded, image, png, sound, text, user, wav
@@ -39,11 +39,11 @@ def system(words: Any) -> dict[str, Any]:
     return {"role": "system", "content": words}
 
 
-def read_bytes(data: bytes, limits: MediaLimits = LIMITS, remote_bytes: int = 0) -> Request:
+def read_bytes(data: bytes, limits: MediaLimits = LIMITS, remote_bytes: int = 0) -> ApiRequest:
     return read_request(parsed(Body, data), MediaSource(limits, remote_bytes))
 
 
-def read(*messages: dict[str, Any], limits: MediaLimits = LIMITS, **options: Any) -> Request:
+def read(*messages: dict[str, Any], limits: MediaLimits = LIMITS, **options: Any) -> ApiRequest:
     return read_bytes(json.dumps({"messages": messages, **options}).encode(), limits)
 
 

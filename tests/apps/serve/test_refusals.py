@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from oscar_mm.apps.serve.refusals import Refusal, as_refusals
-from oscar_mm.errors import Busy, InputError, NoRoom
+from oscar_mm.errors import InputError, MemoryBusy, RequestTooLarge
 
 
 class Medium:
@@ -27,8 +27,8 @@ def refuse(error: Exception, medium: Medium) -> None:
     ("error", "status"),
     [
         (InputError("no"), 400),
-        (NoRoom("no", 2, 1), 400),
-        (Busy("no"), 503),
+        (RequestTooLarge("no", 2, 1), 400),
+        (MemoryBusy("no"), 503),
         (OSError("no"), 500),
     ],
 )

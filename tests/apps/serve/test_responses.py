@@ -13,7 +13,7 @@ from oscar_mm import OscarVLPipeline
 from oscar_mm.apps.serve.kept_responses import KeptResponse, KeptResponses
 from tests.apps.serve.conftest import encoded, image, png, served, text, user
 from tests.apps.serve.test_openai_types import sent
-from tests.generation.engine import counted
+from tests.engine.engine import counted
 from tests.thinking import ids_of, saying
 
 FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": True}

@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from oscar_mm import OscarOmniPipeline, OscarVLPipeline
-from oscar_mm.errors import NoRoom
-from oscar_mm.generation.answer import Reasoning
+from oscar_mm.engine.answer import Reasoning
+from oscar_mm.errors import RequestTooLarge
 from oscar_mm.pages.layout import PAGE_TOKENS
 from tests.apps.serve.conftest import encoded, image, png, served, sound, text, user, wav
-from tests.generation.engine import counted
+from tests.engine.engine import counted
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, tone
 from tests.recordings import write_movie
@@ -300,7 +300,7 @@ def test_answers_end_where_the_budget_does(qwen3_omni_folder, asked: int) -> Non
         # The same length fits when it is asked for, and one more does not.
         with pipe.chat() as chat:
             assert len(chat.ask("Why?", max_new_tokens=written).token_ids) == written
-        with pipe.chat() as chat, pytest.raises(NoRoom):
+        with pipe.chat() as chat, pytest.raises(RequestTooLarge):
             chat.ask("Why?", max_new_tokens=written + 1)
 
 
@@ -310,8 +310,8 @@ def test_clients_that_give_no_length(qwen3_omni_folder, monkeypatch, running: in
     for."""
     from oscar_mm.apps.serve import service as serving
 
-    assert serving._LEAST_TEXT == 1024
-    monkeypatch.setattr(serving, "_LEAST_TEXT", 20)
+    assert serving._MIN_TEXT == 1024
+    monkeypatch.setattr(serving, "_MIN_TEXT", 20)
     pipe = OscarOmniPipeline(
         qwen3_omni_folder, policy="bf16", device="cpu", kv_budget=600_000, max_context=150
     )

@@ -8,7 +8,7 @@ import pytest
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.pages.layout import PAGE_TOKENS
 from tests.apps.serve.conftest import image, openai, png, served, sound, text, user, wav
-from tests.generation.test_prefix_cache import tokens_read
+from tests.engine.test_prefix_cache import tokens_read
 from tests.pipelines.conftest import NEVER
 
 SYSTEM = {"role": "system", "content": "You are the assistant of a bank, brief and polite. " * 7}

@@ -15,7 +15,7 @@ from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta
 from oscar_mm.tool_parsers.offer import ToolOffer, read_offer
 from oscar_mm.tool_parsers.registry import FORMATS
 from tests.apps.serve.test_openai_types import asked
-from tests.generation.engine import counted
+from tests.engine.engine import counted
 from tests.thinking import ids_of, saying
 
 HERMES = FORMATS["hermes"]
@@ -46,7 +46,7 @@ def offered(asked: ToolFields, tool_format: Any) -> ToolOffer | None:
 def test_choices(given: dict[str, Any], required: bool, named: str | None, most: int) -> None:
     offer = offered(fields(tools=[FIND], **given), HERMES)
     assert offer is not None and (offer.required, offer.named) == (required, named)
-    assert offer.most_calls == most and [tool.name for tool in offer.tools] == ["find"]
+    assert offer.max_calls == most and [tool.name for tool in offer.tools] == ["find"]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_answers_with_calls_are_valid_for_openai(tool_pipe, tool_address) -> Non
 
 
 def test_a_loop_of_calls_and_results(tool_pipe, asking) -> None:
-    """The second request goes on from the cache of the first one, as a chat does."""
+    """The second request continues the cache of the first one, as a chat does."""
     with saying(tool_pipe, ids_of(tool_pipe, SAID)):
         answer = asking(messages=QUESTION, tools=[FIND]).choices[0].message
     [call] = answer.tool_calls

@@ -108,7 +108,7 @@ def test_formats(client, open_address) -> None:
 
 def test_reasoning_is_left_out() -> None:
     from oscar_mm.apps.serve.transcription_writer import TranscriptionWriter
-    from oscar_mm.generation.answer import Reasoning
+    from oscar_mm.engine.answer import Reasoning
 
     writer = TranscriptionWriter(plain=False)
     assert list(writer.piece(0, Reasoning("Hm."), None)) == []

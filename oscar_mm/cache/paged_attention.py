@@ -1,0 +1,295 @@
+"""Attention of a layer over its stored tokens and over new ones, before these are stored.
+
+``LayerCall`` and ``KeyLength`` carry a cache through a model's forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from oscar_mm.cache.block_table import SequenceTable
+from oscar_mm.cache.layer import OscarLayer, TokenPlaces
+from oscar_mm.cache.step_plan import AttentionShape, StepPlan
+from oscar_mm.cache.varlen_attention import (
+    VarlenBatch,
+    attend_varlen,
+    can_attend_varlen,
+    varlen_batches,
+)
+from oscar_mm.kernels.launch import multiprocessors
+from oscar_mm.ops.decode import DecodeKernel, decode_directly, decode_kernel, max_total_tokens
+from oscar_mm.ops.decode_tables import DecodeArguments, Tables, tables_of
+from oscar_mm.ops.decode_torch import MergedAttention, has_flash
+from oscar_mm.ops.library import numbers_of
+from oscar_mm.pages.layout import PageFormat
+from oscar_mm.torch_modes import eager
+
+_PLANNED_TOKENS = 8192
+"""Tokens from which on torch may choose cuDNN for a prompt, which plans each new length for 38 ms;
+attention of all 36 layers over 2,000 tokens takes 3 ms (H200)."""
+
+
+def attend_stored(
+    layer: OscarLayer,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    step: StepPlan,
+) -> torch.Tensor:
+    """Attention over the past of a step and, causally, over its chunk; before ``append``.
+
+    A chunk of few tokens attends to the packed pages (``oscar_mm.ops.decode``). For a longer one
+    the past is unpacked, a bounded part at a time.
+
+    Args:
+        layer: of the cache.
+        queries: (batch, query heads, tokens, head_dim).
+        keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
+        scaling: factor of the scores.
+        step: what ``append`` will do with the chunk.
+
+    Returns:
+        (batch, query heads, tokens, head_dim); 0 for queries that are padding.
+    """
+    queries, keys, values = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values)
+    )
+    empty = not any(sequence.stored for sequence in step.past)
+    if empty and step.real is None and step.lengths is None:
+        return _causal(queries, keys, values, scaling)
+    chunk = _ChunkAttention(layer, step, queries, keys, values, scaling)
+    # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
+    if step.lengths is not None:
+        return chunk.in_line() if can_attend_varlen(queries) else chunk.by_rows()
+    new = keys.shape[2]
+    fits = new == 1 or (step.real is None and new <= chunk.max_decoded(step.past))
+    return chunk.decoded() if fits else chunk.by_rows()
+
+
+class _Plan(NamedTuple):
+    """How all layers of a kind attend in a step."""
+
+    formats: tuple[PageFormat, ...]
+    tables: Tables
+    numbers: list[int]
+    """The formats as an argument of ``decode``."""
+    kernel: DecodeKernel | None
+
+
+@dataclass(frozen=True)
+class _ChunkAttention:
+    """New tokens of a layer that are to attend to a past."""
+
+    layer: OscarLayer
+    step: StepPlan
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scaling: float
+
+    def max_decoded(self, rows: Sequence[SequenceTable]) -> int:
+        """Most new tokens of each of some rows that attend to the packed pages."""
+        layer, group = self.layer, self.queries.shape[1] // self.keys.shape[1]
+        in_16_bit = sum(len(stream.slots) for row in rows for stream in row.streams.values())
+        # Those in 16-bit precision gain nothing, so they must be few.
+        packed = 4 * in_16_bit <= sum(row.stored for row in rows)
+        return max_total_tokens(
+            tuple(layer.formats.values()) if packed else (), group, layer.device
+        )
+
+    def decoded(self) -> torch.Tensor:
+        """Attend by the decode kernel, or by the operation ``decode`` where there is none."""
+        layer, output = self.layer, self._decoded(self.queries, self.keys, self.values)
+        in_rows = self.step.real
+        if in_rows is None:
+            return output
+
+        def rows_that_go_on() -> torch.Tensor:
+            present = [len(real) > 0 for real in in_rows]
+            return torch.tensor(present, device=layer.device).view(-1, 1, 1, 1)
+
+        return output * self.step.once(("rows that go on", layer.device), rows_that_go_on)
+
+    def _decoded(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        row: int | None = None,
+    ) -> torch.Tensor:
+        """Attend to the packed pages and tokens in 16-bit precision of all rows, or of one."""
+        layer, plan = self.layer, self._plan(queries, keys, row)
+        pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
+        states = (queries, keys, values, pages, layer.recent.storage, layer.sigma)
+        how = self.scaling, plan.numbers, layer.cache.policy.rotate
+        arguments = DecodeArguments(*states, *plan.tables.of_past, *how)
+        if plan.kernel is None:
+            return decode_directly(arguments)
+        return plan.kernel(arguments, early=self.step.fixed is not None)
+
+    def _plan(self, queries: torch.Tensor, keys: torch.Tensor, row: int | None) -> _Plan:
+        layer, step = self.layer, self.step
+        columns = keys.shape[2] * (queries.shape[1] // keys.shape[1])
+
+        def tables(attention: AttentionShape) -> Tables:
+            if row is None:
+                return step.tables(attention, layer.device)
+            return tables_of(*attention.over([step.past[row]]), layer.device)
+
+        def make() -> _Plan:
+            formats = tuple(layer.formats.values())
+            first, second, *_ = *layer.formats, None, None
+            workers = multiprocessors(layer.device)
+            attention = AttentionShape((first, second), layer.kv_heads, columns, workers)
+            return _Plan(
+                formats,
+                tables(attention),
+                numbers_of(*formats),
+                decode_kernel(
+                    formats, layer.head_dim, layer.basis.rotate, layer.dtype, columns, layer.device
+                ),
+            )
+
+        layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns, row)
+        return step.once(layers_alike, make)
+
+    def in_line(self) -> torch.Tensor:
+        """Attend to rows that follow each other, many of them in a launch."""
+        step, device = self.step, self.layer.device
+        output = torch.empty_like(self.queries)
+        for run in step.once(("runs", device), lambda: list(varlen_batches(step, device))):
+            queries, keys, values = (
+                x[:, :, run.tokens] for x in (self.queries, self.keys, self.values)
+            )
+            if isinstance(run, VarlenBatch):
+                found = attend_varlen(self.layer, run, queries, keys, values, self.scaling)
+            else:
+                found = self._merged(run.row, queries, keys, values)
+            output[:, :, run.tokens] = found
+        return output
+
+    def by_rows(self) -> torch.Tensor:
+        """Attend a row at a time, as the rows' pasts are of unequal length."""
+        output = torch.zeros_like(self.queries)
+        for row, place, tokens in self._tokens_of_rows():
+            queries, keys, values = (
+                x[place : place + 1, :, tokens] for x in (self.queries, self.keys, self.values)
+            )
+            output[place][:, tokens] = self._merged(row, queries, keys, values)[0]
+        return output
+
+    def _merged(
+        self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to a row's past, a part at a time if its new tokens are many, and to these."""
+        if self.step.lengths is not None and not self.step.past[row].stored:
+            return _causal(queries, keys, values, self.scaling)
+        past = self.step.past[row]
+        if queries.is_cpu and past.stored and queries.shape[2] <= self.max_decoded([past]):
+            return self._decoded(queries, keys, values, row)
+        merged = MergedAttention(queries, self.scaling)
+        merged.add(keys, values, causal=True)
+        for keys, values in self._past(row):
+            merged.add(keys[None], values[None])
+        return merged.output()
+
+    def _tokens_of_rows(self) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
+        """Each row that has new tokens, its place in the batch, and its tokens without padding."""
+        if self.step.lengths is not None:
+            stops = accumulate(self.step.lengths)
+            for row, (length, stop) in enumerate(zip(self.step.lengths, stops, strict=True)):
+                yield row, 0, slice(stop - length, stop)
+            return
+        for row in range(len(self.queries)):
+            if self.step.real is None:
+                yield row, row, slice(None)
+            elif len(self.step.real[row]):
+                yield row, row, torch.from_numpy(self.step.real[row]).to(self.layer.device)
+
+    def _past(self, row: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a row's past, (KV heads, n, head_dim) each, a part at a time.
+
+        Streams of all modalities together: the fewer parts, the fewer launches.
+        """
+        layer = self.layer
+        make = partial(TokenPlaces.of, self.step.past[row].streams.values(), layer.device)
+        return layer.parts(self.step.once(("held", row, layer.device), make), layer.dtype)
+
+
+def _causal(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    if queries.shape[2] < _PLANNED_TOKENS and has_flash(queries):
+        # Called by name, as ``sdpa_kernel`` would choose for all threads of the process.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(queries, keys, values, 0.0, True, scale=scaling)[0]
+    return scaled_dot_product_attention(
+        queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+    )
+
+
+class KeyLength(int):
+    """Length of the keys, as ``get_mask_sizes`` returns it, that knows its cache."""
+
+    cache: Any
+
+    def __new__(cls, length: int, cache: Any) -> KeyLength:
+        """An int with the attribute ``cache``: an OscarCache, or what takes its place."""
+        self = super().__new__(cls, length)
+        self.cache = cache
+        return self
+
+
+class LayerCall:
+    """The new tokens of one layer in one forward pass, on their way through attention."""
+
+    def __init__(self, layer: OscarLayer, step: StepPlan) -> None:
+        self._layer, self._step = layer, step
+
+    @eager
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        visible: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.paged_attention``.
+
+        Args:
+            visible: what a query sees of what is stored, (batch, 1 or query heads, new tokens,
+                all tokens) bool, or numbers that are added to the scores; None for causal.
+        """
+        layer, step, asked = self._layer, self._step, query.dtype
+        query = query.to(key.dtype)
+        if visible is None:
+            output = attend_stored(layer, query, key, value, scaling, step)
+        else:
+            keys, values = layer.with_past(step, key, value)
+            output = scaled_dot_product_attention(
+                *(query, keys, values, self._stored(visible)), scale=scaling, enable_gqa=True
+            ).nan_to_num()  # a query that is padding sees nothing
+        # A step that packs at its end writes to no slot that it reads.
+        layer.append(key, value, step, beside=step.packs_at_end)
+        return output.to(asked)
+
+    def _stored(self, visible: torch.Tensor) -> torch.Tensor:
+        """A mask without what is not stored: padding and forgotten tokens."""
+
+        def real() -> torch.Tensor:
+            return self._layer.cache.real_tokens(visible.shape[-1])[:, None, None]
+
+        stored = self._step.once(("stored", visible.device), lambda: real().to(visible.device))
+        if visible.dtype == torch.bool:
+            return visible & stored
+        return visible.masked_fill(~stored, -torch.inf)

@@ -1,0 +1,427 @@
+"""Placement: which slots new tokens take, and the slots that a request will take.
+
+``TokenPlacer`` follows the rules with the tokens of a prompt, and then with those of its answer one
+by one, and tells what every layer is to do with them; ``slot_forecast`` tells the result
+beforehand, by formulas over the length of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from oscar_mm.cache.block_table import (
+    NOWHERE,
+    SINK,
+    DryRunSlots,
+    ModalityTable,
+    SequenceTable,
+    SlotPool,
+    min_page_tokens,
+)
+from oscar_mm.cache.step_plan import PackJob, StepPlan
+from oscar_mm.modality import PADDING, Modality
+from oscar_mm.ops.store_torch import CENTER_TOKENS
+from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+
+Count = TypeVar("Count", int, np.ndarray)
+_MAX_SPARE = 32
+Indices = np.ndarray | list[int]
+_SMALL_WINDOW = 4
+"""A smaller one has too few keys for a page's center."""
+
+
+def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Count:
+    """How many of a stream's tokens that have left the window are packed.
+
+    Of a stream page those for which the last page has room, and whole pages of the others; what is
+    left of these begins a page when it is so much that the page takes no more bytes than it does in
+    16 bit. So it is the same whether tokens come one by one or together.
+
+    Args:
+        waiting: tokens of the stream that are in 16-bit precision and not in the window; of an
+            array each number by itself.
+        room: places that the stream's last page has for them.
+    """
+    if bits == PLAIN:
+        return waiting * 0
+    if not policy.by_token:
+        return waiting // PAGE_TOKENS * PAGE_TOKENS
+    last = (waiting - room) * (waiting > room) % PAGE_TOKENS
+    return waiting - last * (last < min_page_tokens(policy, bits))
+
+
+def max_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, room: int) -> int:
+    """Slots of 16 bit that a sequence may have to spare when a decode step brings it a token.
+
+    One, where a token leaves its slot to the next. Else so many are asked for at once, as nobody
+    else can take them from a step that was launched ahead, and pools grow seldom; few next to the
+    tokens that the sequence has in 16-bit precision.
+
+    Args:
+        bits: of the token's stream.
+        in_16_bit: tokens that the sequence has there.
+        room: places that the stream's last page has.
+    """
+    if room and bits.packed and policy.by_token:
+        return 1
+    return min(max(1, in_16_bit // 4), _MAX_SPARE)
+
+
+def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
+    """For each row the indices of its tokens that are not padding; None if all are real."""
+    real = modalities != PADDING
+    if real.all():
+        return None
+    if real.shape[1] == 1:
+        one, none = np.arange(1), np.arange(0)
+        return [one if there else none for there in real[:, 0].tolist()]
+    return [np.flatnonzero(row) for row in real]
+
+
+class TokenPlacer:
+    """How new tokens change sequences, and what every layer is to do.
+
+    Attributes:
+        freed: slots of 16 bit that each row gives up, once all rows have theirs, so that none
+            depends on what another one packs.
+    """
+
+    def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool | DryRunSlots]) -> None:
+        self._policy, self._allocators, self._recent = policy, allocators, allocators[PLAIN]
+        self._step = StepPlan()
+        # Rows, indices of new tokens, slots.
+        self._writes = list[int](), list[int](), list[int]()
+        self.freed: dict[int, list[int]] = {}
+
+    def of(
+        self, sequences: list[SequenceTable], modalities: np.ndarray | Sequence[np.ndarray]
+    ) -> StepPlan:
+        """Take modality ids into the sequences, as of ``KVCacheManager.advance``."""
+        step = self._step
+        if isinstance(modalities, np.ndarray):
+            step.real = real_tokens(modalities)
+        else:
+            step.lengths = [len(row) for row in modalities]
+        for row, (sequence, ids) in enumerate(zip(sequences, modalities, strict=True)):
+            if len(ids) > 1:
+                self._take_many(row, sequence, ids)
+            else:
+                self._take_one(row, sequence, int(ids[0]))
+        for slots in self.freed.values():
+            self._recent.release(slots)
+        if self._writes[0]:
+            step.writes = np.array(self._writes)
+        if step.lengths is not None:
+            self._line_up(np.cumsum([0, *step.lengths]))
+        return step
+
+    def _line_up(self, starts: np.ndarray) -> None:
+        """Name new tokens as those of a batch of one, where each row begins at its start."""
+
+        def lined_up(source: np.ndarray, row: int) -> np.ndarray:
+            return np.where(source >= 0, source + starts[row], source)
+
+        for filling in self._step.fillings:
+            filling.source = lined_up(filling.source, filling.row)
+            filling.begins = {
+                page: lined_up(source, filling.row) for page, source in filling.begins.items()
+            }
+            filling.row = 0
+        if (writes := self._step.writes) is not None:
+            writes[1] += starts[writes[0]]
+            writes[0] = 0
+
+    def _stream_code(self, sequence: SequenceTable, modality: int, stored: int) -> int:
+        """Stream code of a token that comes after so many stored ones."""
+        sink = stored < self._policy.sinks and self._policy.bits_for(Modality(modality)).packed
+        return modality + SINK if sink else modality
+
+    def _take_one(self, row: int, sequence: SequenceTable, modality: int) -> None:
+        """A token of a decode step. It gets a spare slot, and the token that leaves the window
+        leaves its own: nothing is allocated at most steps."""
+        if modality == PADDING:
+            sequence.codes.append(NOWHERE)
+            return
+        code = self._stream_code(sequence, modality, sequence.stored)
+        sequence.codes.append(code)
+        sequence.stored += 1
+        spare, window = sequence.spare, self._policy.window
+        stream = self._own_stream(sequence, code)
+        new, emptied = [0], list[int]()
+        recent = sequence.recent(window + 1)
+        if len(recent) > window and (leaving := recent[0]) in sequence.streams:
+            in_window = recent.count(leaving, 1)
+            if leaving == code:
+                emptied, new = self._pack(row, sequence, code, new, in_window)
+            else:
+                self._own_stream(sequence, leaving)
+                emptied, _ = self._pack(row, sequence, leaving, [], in_window)
+        before = sequence.in_16_bit + len(emptied)
+        most = max_spare(self._policy, stream.bits, before, stream.room)
+        if new:
+            if not spare:
+                spare += self._recent.allocate(most)
+            self._write(row, stream, new, [spare.pop()])
+        own = [slot for slot in emptied if not self._recent.is_shared(slot)]
+        kept = own[: max(0, most - len(spare))]
+        if freed := [slot for slot in emptied if slot not in kept] + spare[most:]:
+            self.freed[row] = freed
+        spare[most:] = []
+        spare += kept
+
+    def _take_many(self, row: int, sequence: SequenceTable, ids: np.ndarray) -> None:
+        codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
+        real = np.flatnonzero(ids != PADDING)
+        for stored, index in enumerate(real.tolist()[: self._policy.sinks], sequence.stored):
+            codes[index] = self._stream_code(sequence, int(ids[index]), stored)
+        sequence.stored += len(real)
+        before = sequence.recent(self._policy.window)
+        sequence.codes += codes.tobytes()
+        self._recent.release(sequence.spare)
+        sequence.spare = []
+        for code in sorted({*sequence.streams, *np.unique(codes[codes != NOWHERE]).tolist()}):
+            self._own_stream(sequence, code)
+        recent = sequence.recent(self._policy.window)
+        left = []
+        for code, stream in sequence.streams.items():
+            new = np.flatnonzero(codes == code)
+            in_window = recent.count(code)
+            # Of other streams nothing is packed, as nothing would be token by token.
+            if before.count(code) + len(new) > in_window:
+                emptied, new = self._pack(row, sequence, code, new, in_window)
+                self._recent.release(emptied)
+            if len(new):
+                left.append((stream, new))
+        # At once, so that the pool grows to what is needed and no further.
+        slots = self._recent.allocate(sum(len(new) for _, new in left)) if left else []
+        for stream, new in left:
+            self._write(row, stream, new, slots[: len(new)])
+            slots = slots[len(new) :]
+
+    def _own_stream(self, sequence: SequenceTable, code: int) -> ModalityTable:
+        """The stream of a code, which the step may change: the one before it stays as it is. A new
+        one if the sequence has none."""
+        stream = sequence.streams.get(code)
+        if stream is None:
+            modality = Modality(code % SINK)
+            bits = PLAIN if code >= SINK else self._policy.bits_for(modality)
+            stream = ModalityTable(modality, bits)
+        sequence.streams[code] = own = stream.copy()
+        return own
+
+    def _write(self, row: int, stream: ModalityTable, new: Indices, slots: list[int]) -> None:
+        """Put new tokens into slots of 16 bit."""
+        for column, entries in zip(self._writes, ([row] * len(new), new, slots), strict=True):
+            column.extend(entries)
+        stream.slots += slots
+
+    def _pack(
+        self, row: int, sequence: SequenceTable, code: int, new: Indices, in_window: int
+    ) -> tuple[list[int], Indices]:
+        """Pack what is to be packed of a stream, old and new tokens together.
+
+        Returns:
+            slots of 16 bit that are free then, and the new tokens that are left.
+        """
+        stream, policy = sequence.streams[code], self._policy
+        waiting = max(0, len(stream.slots) + len(new) - in_window)
+        room = stream.room if policy.by_token else 0
+        count = packed_count(policy, stream.bits, waiting, room)
+        if not count:
+            return [], new
+        slots = self._allocators[stream.bits]
+        in_last = min(room, count)
+        pages = [self._own_last_page(stream, slots)] if in_last else []
+        begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS))
+        emptied, old = stream.slots[:count], np.array(stream.slots, np.int64)
+        source = np.concatenate([~old, new]) if len(new) else ~old
+        first = PAGE_TOKENS - room if in_last else 0
+        filling = PackJob(row, stream.bits, pages + begun, first, source[:count], {})
+        if policy.center and begun:
+            self._begin(filling, sequence, code, source, in_last, begun)
+        self._step.fillings.append(filling)
+        stream.fill(in_last, begun, count - in_last)
+        stream.slots = stream.slots[count:]
+        return emptied, new[count - len(emptied) :]
+
+    def _own_last_page(self, stream: ModalityTable, slots: SlotPool | DryRunSlots) -> int:
+        """The last page, or its copy if others have it too."""
+        page = stream.pages[-1]
+        # A page out of whose middle tokens were forgotten has two entries, both of this stream.
+        if slots.is_shared(page) and slots.owners(page) > stream.pages.count(page):
+            [own] = slots.allocate(1)
+            self._step.copies.append((stream.bits, page, own))
+            slots.release([page])
+            stream.move_last_page(own)
+        return stream.pages[-1]
+
+    def _begin(
+        self,
+        filling: PackJob,
+        sequence: SequenceTable,
+        code: int,
+        source: np.ndarray,
+        first: int,
+        pages: list[int],
+    ) -> None:
+        """Choose the tokens whose mean is the center of pages that begin.
+
+        They are a page's first one, and those of its stream that are in the window when that one
+        leaves it: the same ones whether tokens come one by one or together. A small window has too
+        few: the tokens are 32 of those that come together, or of the page before.
+
+        Args:
+            source: of the stream's tokens, those in 16-bit precision and new ones.
+            first: of them the first that goes to the first of the pages.
+        """
+        starts = first + PAGE_TOKENS * np.arange(len(pages))
+        stops = np.minimum(starts + CENTER_TOKENS, len(source))
+        if self._policy.window >= _SMALL_WINDOW:
+            places = sequence.stored_positions(code)[-len(source) :]
+            after = np.searchsorted(places, places[starts] + self._policy.window, side="right")
+            stops = np.minimum(stops, after)
+        elif len(source) >= CENTER_TOKENS:
+            starts = np.minimum(starts, stops - CENTER_TOKENS)
+        elif (stream := sequence.streams[code]).stores_center:
+            filling.before, stops = stream.pages[-1], starts
+        filling.begins = {
+            page: source[start:stop]
+            for page, start, stop in zip(pages, starts.tolist(), stops.tolist(), strict=True)
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class SlotForecast:
+    """Slots of a sequence after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``:
+    tokens in 16-bit precision).
+
+    Attributes:
+        held: all slots that the sequence has then.
+        added: slots that it has taken by then. What it had before is not given back meanwhile, as a
+            turn continues a fork.
+    """
+
+    held: dict[Bits, np.ndarray]
+    added: dict[Bits, np.ndarray]
+
+    def until(self, answer: int) -> SlotForecast:
+        """The slots up to so many tokens of the answer; 0 and fewer are the prompt alone."""
+        stop = max(0, answer) + 1
+        return SlotForecast(
+            held={bits: counts[:stop] for bits, counts in self.held.items()},
+            added={bits: counts[:stop] for bits, counts in self.added.items()},
+        )
+
+
+def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> np.ndarray:
+    """Bytes after 0, 1, 2, ... tokens of the answer.
+
+    Args:
+        slots: of a ``SlotForecast``, by bits.
+        slot_bytes: of one slot, by bits.
+    """
+    sizes = [counts.astype(np.int64) * slot_bytes[bits] for bits, counts in slots.items()]
+    return np.sum(sizes, axis=0)
+
+
+def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
+    """Bytes by which pools without free slots grow; unlike slots they do not shrink meanwhile.
+
+    Args:
+        slots: of a ``SlotForecast``, by bits.
+        slot_bytes: of one slot, by bits.
+    """
+    total = 0
+    for bits, counts in slots.items():
+        first, most = int(counts[0]), int(counts.max())
+        # As ``SlotPool`` grows: the prompt takes what it needs, an answer a bit in advance.
+        total += slot_bytes[bits] * (most if most == first else most + most // 32)
+    return total
+
+
+def slot_forecast(
+    policy: KVPolicy, new: np.ndarray, answer: int, past: SequenceTable | None = None
+) -> SlotForecast:
+    """The slots that one sequence will take.
+
+    Args:
+        policy: how keys and values are stored.
+        new: (tokens,) modality ids of a prompt; padding, -1, is left out.
+        answer: tokens of text that are stored after it.
+        past: what the sequence holds before.
+    """
+    past = SequenceTable() if past is None else past
+    codes = new[new != PADDING].astype(np.uint8)
+    sinks = max(0, policy.sinks - past.stored)
+    packs = np.array([policy.bits_for(modality).packed for modality in Modality])
+    codes[:sinks] += (SINK * packs[codes[:sinks]]).astype(np.uint8)
+    # Of the answer, in the 16-bit stream of the sinks and in the usual one.
+    time = np.arange(answer + 1)
+    left = max(0, sinks - len(codes)) if packs[Modality.TEXT] else 0
+    said = {int(Modality.TEXT): np.maximum(time - left, 0)}
+    said[Modality.TEXT + SINK] = np.minimum(time, left)
+    before = past.recent(policy.window)
+    recent = np.concatenate([np.frombuffer(before, np.uint8), codes])
+    recent = recent[len(recent) - min(policy.window, len(recent)) :]
+    held = {bits: np.zeros(answer + 1, np.int64) for bits in (*policy.packed_bits, PLAIN)}
+    added = {bits: np.zeros(answer + 1, np.int64) for bits in held}
+    # All that are packed, and those of them whose slots no past has.
+    all_packed, own_packed = np.zeros_like(time), np.zeros_like(time)
+    rooms: dict[int, np.ndarray] = {}
+    for code in sorted({*past.streams, *np.unique(codes).tolist(), *said}):
+        modality = Modality(code % SINK)
+        bits = PLAIN if code >= SINK else policy.bits_for(modality)
+        stream = past.streams.get(code) or ModalityTable(modality, bits)
+        grown = int((codes == code).sum()) + said.get(code, np.zeros_like(time))
+        total, packed = len(stream.slots) + grown, np.zeros_like(time)
+        if bits.packed:
+            in_window = _in_window(recent, code, time, policy.window)
+            if code == Modality.TEXT:
+                in_window = in_window + np.minimum(said[code], np.minimum(time, policy.window))
+            waiting = np.maximum(total - in_window, 0)
+            room = stream.room if policy.by_token else 0
+            leaves = before.count(code) + grown > in_window
+            packed = packed_count(policy, bits, waiting, room) * leaves
+            begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
+            held[bits] += len(set(stream.pages)) + begun
+            rooms[code] = room + begun * PAGE_TOKENS - packed
+            # The page whose room is filled is copied first.
+            added[bits] += begun + ((packed > 0) & (room > 0))
+        all_packed += packed
+        own_packed += np.maximum(packed - len(stream.slots), 0)
+        held[PLAIN] += total - packed
+        added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
+    in_16_bit = np.concatenate([[past.in_16_bit], held[PLAIN][:-1]])
+    new_packed, new_own = (np.diff(counts, prepend=0) for counts in (all_packed, own_packed))
+    most = (in_16_bit // 4).clip(1, _MAX_SPARE)  # as ``max_spare`` has it
+    said_codes = np.where(time <= left, Modality.TEXT + SINK, int(Modality.TEXT))
+    # Spare slots; a prompt of one token comes as the tokens of the answer do.
+    first = 0 if len(new) == len(codes) == 1 else 1
+    said_codes[:1] = codes[:1] if first == 0 else said_codes[:1]
+    for code in rooms if policy.by_token else ():
+        most[(said_codes == code) & (rooms[code] > 0)] = 1
+    # Without a window the new token is among those that are packed.
+    is_packed = (new_packed > 0) & (policy.window == 0)
+    emptied = np.maximum(new_own - is_packed, 0)
+    spare, found = 0, [0] * first
+    columns = (counts[first:].tolist() for counts in (most, is_packed, emptied))
+    for limit, takes_none, freed in zip(*columns, strict=True):
+        if not takes_none:
+            spare = (spare or limit) - 1
+        spare = min(spare + freed, limit)
+        found.append(spare)
+    for slots in (held[PLAIN], added[PLAIN]):
+        slots += found
+    return SlotForecast(held, added)
+
+
+def _in_window(recent: np.ndarray, code: int, time: np.ndarray, window: int) -> np.ndarray:
+    """How many of the tokens before the answer are of a stream and in the window still."""
+    # By how many of the last ones are looked at, from none to all.
+    counts = np.concatenate([[0], (recent[::-1] == code).cumsum()])
+    return counts[(window - time).clip(0, len(recent))]

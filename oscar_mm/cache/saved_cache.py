@@ -1,0 +1,466 @@
+"""Save a cache to a file and load it again: pages, tails and tables, bit for bit.
+
+Tensors of the file (slots are renumbered from 0; a slot that sequences share is written once):
+
+    codes                (rows, tokens) uint8       stream code of every token
+    streams              (n, 4) int64               row, stream code, entries, tokens in 16-bit
+    precision entries              (entries, 3) int32         page, first token in use, the one
+    after the last recent               (tokens,) int32            slots of 16 bit, stream by stream
+    layer.<i>.pages.<b>  (pages, page_bytes) uint8  see ``oscar_mm.pages.layout``
+    layer.<i>.recent     (slots, 2, KV heads, head_dim)
+    layer.<i>.sigma      (KV heads or 1, head_dim) float32, only with balancing
+    given.<name>         tensors of the caller
+
+and one text, JSON: format version, the model's fingerprint, policy, layers, what the caller gave.
+Files of version 1 (``oscar_mm.cache.first_version``) are read too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from oscar_mm.cache import first_version
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.checked_file import Content, Kind, read_checked, write_checked
+from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.page_store import LayerShape, PageStore, unpacked_dtype
+from oscar_mm.cache.snapshot import fill
+from oscar_mm.cache.tables_file import SavedTables, renumbered
+from oscar_mm.errors import InputError
+from oscar_mm.pages.layout import PageFormat, all_finite
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+
+FORMAT_VERSION = 2
+"""Goes up with any change of this file's tensors or of the bytes of a page."""
+_ADDED: dict[str, Any] = {"value_scale": "plain", "center": False}
+"""Fields of the policy that older files do not name, as their pages were made."""
+_TEXT = "oscar_mm.cache"
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
+_CHECKED_BYTES = 1 << 26
+"""Bytes of pages or tokens that are checked at a time."""
+_MOST = 512.0
+"""Sigma and its inverse are below that (``oscar_mm.quant.balance``)."""
+_SHOWN = 200
+"""Characters of what a file says."""
+
+Device = torch.device | str
+
+
+def save_cache(
+    cache: OscarCache,
+    path: str | Path,
+    *,
+    fingerprint: str,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a cache to one safetensors file, as a whole or not at all.
+
+    Args:
+        path: is replaced if it exists.
+        fingerprint, metadata: as of ``cache_content``.
+
+    Raises:
+        InputError: the file cannot be written, or metadata cannot be saved.
+        RuntimeError, NotImplementedError: as of ``cache_content``.
+    """
+    content = cache_content(cache, path, fingerprint=fingerprint, metadata=metadata)
+    write_checked(path, *content)
+
+
+def cache_content(
+    cache: OscarCache,
+    path: str | Path,
+    *,
+    fingerprint: str,
+    metadata: Mapping[str, Any] | None = None,
+) -> Content:
+    """Copy to the host what a file of a cache holds, for ``write_checked``, which needs no lock.
+
+    Only slots in use are copied; of stream pages (``PageFormat.by_token``) only places in use.
+    What has been forgotten of another page that is still in use is in its codes.
+
+    Args:
+        path: of the file, for messages.
+        fingerprint: of the model; only a model with the same one can continue the file.
+        metadata: the caller's own, by name: tensors, arrays, or what JSON can hold.
+
+    Raises:
+        InputError: metadata cannot be saved.
+        RuntimeError: in the middle of a forward pass, or after one that was interrupted.
+        NotImplementedError: layers hold states of linear attention.
+    """
+    if cache.linear_layers:
+        raise NotImplementedError(f"{path}: states of linear attention cannot be saved")
+    cache.check_complete()
+    tables, slots = renumbered(cache.kv_manager)
+    tensors, plain = dict(tables.tensors()), {}
+    for name, value in (metadata or {}).items():
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value.copy())
+        if isinstance(value, torch.Tensor):
+            tensors[f"given.{name}"] = value.detach().cpu().contiguous().clone()
+        else:
+            plain[name] = value
+    layers, in_use = [], tables.places_in_use()
+    for layer in cache.layers:
+        for bits, pool in layer.pages.items():
+            pages = pool.storage[slots[bits]].cpu()
+            if layer.formats[bits].by_token:
+                # What nobody has was never written, or is forgotten.
+                layer.formats[bits].clear_unused(pages, in_use[bits])
+            tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
+        recent = layer.recent.storage[slots[PLAIN]].cpu()
+        tensors[f"layer.{layer.index}.{_name(PLAIN)}"] = recent
+        if layer.sigma is not None:
+            tensors[f"layer.{layer.index}.sigma"] = layer.sigma.cpu().contiguous().clone()
+        layers.append(
+            {
+                "balanced": True,
+                "page_order": _page_order(layer.formats.values()),
+                "dtype": _DTYPE_NAMES[layer.dtype],
+            }
+        )
+    text = {
+        "version": FORMAT_VERSION,
+        "fingerprint": fingerprint,
+        "policy": {**dataclasses.asdict(cache.policy), "bits": cache.policy.bits._asdict()},
+        "layers": layers,
+        "given": plain,
+    }
+    try:
+        dumped = json.dumps(text, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: metadata cannot be saved as JSON: {error}") from None
+    return tensors, {_TEXT: dumped}
+
+
+@dataclass(frozen=True)
+class SavedCache:
+    """What a file holds, checked: read without any lock, as nothing of a store is touched.
+
+    Attributes:
+        policy: of the cache.
+        tables: its sequences.
+        tensors: of all layers, by name.
+        shapes: of the layers.
+        given: the caller's metadata.
+    """
+
+    policy: KVPolicy
+    tables: SavedTables
+    tensors: dict[str, torch.Tensor]
+    shapes: list[LayerShape]
+    given: dict[str, Any]
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        *,
+        fingerprint: str,
+        policy: str | KVPolicy | None = None,
+        layers: Sequence[LayerShape] | None = None,
+    ) -> SavedCache:
+        """Read a file that anyone may have made: its header's counts and shapes are checked first.
+
+        Args:
+            fingerprint: of the model that is to go on with it.
+            policy: the policy that it must have; any by default.
+            layers: of the model; any by default.
+
+        Raises:
+            InputError: the file is no saved cache, of an unknown version, of another model or
+                policy, truncated or altered, or holds what no cache holds.
+        """
+        wanted = None if policy is None else KVPolicy.of(policy)
+        accepted: list[tuple[dict[str, Any], KVPolicy, list[LayerShape]]] = []
+
+        def accept(texts: dict[str, str], kinds: dict[str, Kind]) -> None:
+            text = _text_of(texts, path)
+            _check_text(text, path, fingerprint, wanted)
+            found = _policy_of(text, path)
+            with _as_damaged(path):
+                if text["version"] == 1:
+                    first_version.check_policy(found)
+                    kinds = first_version.kinds_now(kinds)
+                accepted.append((text, found, _checked_shapes(kinds, text, found, layers)))
+
+        tensors, _ = read_checked(path, accept)
+        [(text, found, shapes)] = accepted
+        with _as_damaged(path):
+            if text["version"] == 1:
+                tensors = first_version.tensors_now(
+                    tensors,
+                    {
+                        f"layer.{index}.{_name(bits)}": PageFormat.of(found, bits, *shape[:2])
+                        for index, shape in enumerate(shapes)
+                        for bits in found.packed_bits
+                    },
+                )
+            # Earlier files have them in the model's dtype, of larger numbers and more bytes.
+            for index, shape in enumerate(shapes):
+                name = f"layer.{index}.{_name(PLAIN)}"
+                tensors[name] = tensors[name].to(unpacked_dtype(found, shape.dtype))
+            tables = SavedTables.of(tensors, found)
+            _check_content(tensors, found, tables, shapes)
+            _check_balancing(tensors, found, tables, text["layers"])
+        return cls(
+            policy=found,
+            tables=tables,
+            tensors={name: x for name, x in tensors.items() if name.startswith("layer.")},
+            shapes=shapes,
+            given=text["given"]
+            | {name[6:]: x.clone() for name, x in tensors.items() if name.startswith("given.")},
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of pages and of tokens in 16-bit precision."""
+        return sum(x.nbytes for name, x in self.tensors.items() if not name.endswith("sigma"))
+
+    def placed(
+        self, store: PageStore | None = None, device: Device | Mapping[int, Device] = "cpu"
+    ) -> OscarCache:
+        """A cache over slots of its own, into which all is copied.
+
+        Args:
+            store: whose slots; by default of a store of its own.
+            device: of the layers that the store does not have yet; by layer index where they
+                differ.
+
+        Raises:
+            InputError: the store is of another model or policy.
+        """
+        cache = OscarCache(self.policy, store=store)
+        try:
+            self._fill(cache, device)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    def _fill(self, cache: OscarCache, device: Device | Mapping[int, Device]) -> None:
+        for index, shape in enumerate(self.shapes):
+            layer = OscarLayer(cache, index)
+            cache.layers.append(layer)
+            there = cache.store.layers.get(index)
+            own = device[index] if isinstance(device, Mapping) else device
+            layer.use_pools(*shape, there.device if there is not None else _exact(own))
+            sigma = self.tensors.get(f"layer.{index}.sigma")
+            layer.sigma = None if sigma is None else sigma.to(layer.device, copy=True)
+        fill(cache, self.tables, self._slots_of)
+
+    def _slots_of(self, layer: OscarLayer) -> dict[Bits, torch.Tensor]:
+        kinds = (*self.policy.packed_bits, PLAIN)
+        return {bits: self.tensors[f"layer.{layer.index}.{_name(bits)}"] for bits in kinds}
+
+
+def load_cache(
+    path: str | Path,
+    *,
+    fingerprint: str,
+    policy: str | KVPolicy | None = None,
+    store: PageStore | None = None,
+    device: Device | Mapping[int, Device] = "cpu",
+) -> tuple[OscarCache, dict[str, Any]]:
+    """A cache as it was saved, with slots of its own, and the caller's metadata.
+
+    Args:
+        fingerprint: of the model that is to go on with it.
+        policy: the policy that it must have; the store's, or any, by default.
+        store: whose slots; by default of a store of its own.
+        device: of the layers that the store does not have yet; by layer index where they differ.
+
+    Raises:
+        InputError: as ``SavedCache.read`` and ``SavedCache.placed`` raise it.
+    """
+    wanted = policy if policy is not None else store and store.policy
+    saved = SavedCache.read(path, fingerprint=fingerprint, policy=wanted)
+    try:
+        return saved.placed(store, device), saved.given
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _name(bits: Bits) -> str:
+    return "recent" if bits == PLAIN else f"pages.{'.'.join(str(bits).split('/'))}"
+
+
+@contextmanager
+def _as_damaged(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: is damaged: {str(error)[:_SHOWN]}") from None
+
+
+def _exact(device: Device) -> torch.device:
+    """The device with an index, as tensors name theirs."""
+    return torch.empty(0, device=device).device
+
+
+def _page_order(formats: Iterable[PageFormat]) -> str:
+    return "fragments" if any(page.in_fragments for page in formats) else "plain"
+
+
+def _text_of(texts: dict[str, str], path: str | Path) -> dict[str, Any]:
+    try:
+        text = json.loads(texts[_TEXT])
+        if isinstance(text["version"], int) and isinstance(text["given"], dict):
+            return text
+    except (LookupError, TypeError, ValueError, RecursionError):
+        pass
+    raise InputError(f"{path}: is a safetensors file, but no saved cache")
+
+
+def _check_text(
+    text: dict[str, Any], path: str | Path, fingerprint: str, policy: KVPolicy | None
+) -> None:
+    if text["version"] not in (1, FORMAT_VERSION):
+        raise InputError(
+            f"{path}: has format version {str(text['version'])[:20]}; this version of oscar_mm "
+            f"reads 1 and {FORMAT_VERSION}"
+        )
+    if text.get("fingerprint") != fingerprint:
+        raise InputError(
+            f"{path}: was saved with another model (fingerprint {text.get('fingerprint')!s:.80}, "
+            f"here {fingerprint!s:.80}); load it with the same one"
+        )
+    found = _policy_of(text, path)
+    if policy is not None and found != policy:
+        if found.name is not None and policy.name is not None:
+            raise InputError(
+                f"{path}: was saved with policy {found.name!r}, and here it is {policy.name!r}: "
+                f"choose policy={found.name!r} to load it"
+            )
+        fields = (field.name for field in dataclasses.fields(KVPolicy))
+        both = [(name, getattr(found, name), getattr(policy, name)) for name in fields]
+        differ = [f"{name}={a!r}, here {b!r}" for name, a, b in both if a != b]
+        raise InputError(f"{path}: was saved with another policy: {'; '.join(differ)}")
+
+
+def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
+    names = {field.name for field in dataclasses.fields(KVPolicy)}
+    policy = text.get("policy")
+    if not isinstance(policy, dict) or set(policy) | _ADDED.keys() != names:
+        raise InputError(f"{path}: is damaged: it names no policy")
+    try:
+        return KVPolicy(**_ADDED | policy | _balance_now(policy))
+    except InputError as error:
+        raise InputError(f"{path}: is damaged: {str(error)[:_SHOWN]}") from None
+
+
+def _balance_now(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The field that earlier files have with the balancing by a prompt; their sigma is stored."""
+    return {"balance": "weights"} if policy.get("balance") in ("auto", "prompt") else {}
+
+
+def _checked_shapes(
+    kinds: dict[str, Kind],
+    text: dict[str, Any],
+    policy: KVPolicy,
+    model: Sequence[LayerShape] | None,
+) -> list[LayerShape]:
+    """The shapes of every layer, by the header.
+
+    Raises:
+        ValueError: a tensor should not be there, or does not fit the others.
+    """
+    layers, rest = text["layers"], dict(kinds)
+    # An empty cache has no layers yet.
+    if len(layers) > _MAX_LAYERS or (model is not None and len(layers) not in (0, len(model))):
+        raise ValueError(f"{len(layers)} layers")
+    for name in [name for name in rest if name.startswith("given.")]:
+        del rest[name]
+    if len(kinds) - len(rest) > _MAX_GIVEN:
+        raise ValueError(f"{len(kinds) - len(rest)} tensors of the caller")
+    SavedTables.check_kinds(rest)
+    slots: dict[Bits, int] = {}
+    shapes = []
+    for index, about in enumerate(layers):
+        recent = rest[f"layer.{index}.{_name(PLAIN)}"]
+        _, _, heads, width = recent.shape
+        # Earlier files have them in the model's dtype, and do not say it.
+        dtype, stored = (_DTYPES.get(x) for x in (about.get("dtype", recent.dtype), recent.dtype))
+        if dtype is None or stored not in (dtype, unpacked_dtype(policy, dtype)):
+            raise ValueError(f"layer {index}: tokens in 16 bit are {recent.dtype}")
+        if not (1 <= heads <= _MAX_HEADS and 1 <= width <= _MAX_HEAD_DIM):
+            raise ValueError(f"layer {index}: {heads} KV heads of {width} channels")
+        shape = LayerShape(heads, width, dtype)
+        if model is not None and shape != model[index]:
+            raise ValueError(f"layer {index}: {shape}, where the model has {model[index]}")
+        wanted: dict[Bits, tuple[tuple[int, ...], str]] = {PLAIN: ((2, heads, width), recent.dtype)}
+        formats = [PageFormat.of(policy, bits, heads, width) for bits in policy.packed_bits]
+        for page in formats:
+            wanted[page.bits] = ((page.page_bytes,), "U8")
+        reordered = text["version"] == 1 and policy.by_token
+        if formats and about["page_order"] != ("plain" if reordered else _page_order(formats)):
+            raise ValueError(f"layer {index}: its pages are in another order")
+        for bits, (slot, kind) in wanted.items():
+            found = rest.pop(f"layer.{index}.{_name(bits)}")
+            count = slots.setdefault(bits, found.shape[0])
+            if found != Kind(kind, (count, *slot)):
+                raise ValueError(f"layer {index}: {_name(bits)} is {found.shape} {found.dtype}")
+        sigma = rest.pop(f"layer.{index}.sigma", None)
+        if sigma is not None and sigma not in (Kind("F32", (n, width)) for n in (1, heads)):
+            raise ValueError(f"layer {index}: sigma is {sigma.shape} {sigma.dtype}")
+        if not isinstance(about["balanced"], bool):
+            raise ValueError(f"layer {index}: balanced is {about['balanced']!r}")
+        shapes.append(shape)
+    if unknown := rest.keys() - SavedTables.KINDS.keys():
+        raise ValueError(f"unknown tensors {sorted(unknown)[:3]}")
+    return shapes
+
+
+def _check_content(
+    tensors: dict[str, torch.Tensor],
+    policy: KVPolicy,
+    tables: SavedTables,
+    shapes: list[LayerShape],
+) -> None:
+    """Raise ValueError if layers have other slots than the tables, or hold what is no number."""
+    if tables.counts[PLAIN] and not shapes:
+        raise ValueError("0 layers")
+    for index, shape in enumerate(shapes):
+        for bits, count in tables.counts.items():
+            slots = tensors[f"layer.{index}.{_name(bits)}"]
+            if len(slots) != count:
+                raise ValueError(f"layer {index}: {_name(bits)} is {tuple(slots.shape)}")
+            page = None if bits == PLAIN else PageFormat.of(policy, bits, *shape[:2])
+            for part in slots.split(max(1, _CHECKED_BYTES * count // max(1, slots.nbytes))):
+                if not (all_finite(part) if page is None else page.all_finite(part.clone())):
+                    raise ValueError(f"layer {index}: {_name(bits)} holds what is no number")
+        sigma = tensors.get(f"layer.{index}.sigma")
+        if sigma is not None and not bool(((sigma > 1 / _MOST) & (sigma < _MOST)).all()):
+            raise ValueError(f"layer {index}: sigma is beyond what balancing gives")
+
+
+def _check_balancing(
+    tensors: dict[str, torch.Tensor],
+    policy: KVPolicy,
+    tables: SavedTables,
+    layers: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ValueError if a layer has pages without the balancing by which they were packed."""
+    has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
+    for index, about in enumerate(layers):
+        if has_pages and not about["balanced"]:
+            raise ValueError(f"layer {index}: has pages, and has chosen no balancing")
+        if policy.balance is None and f"layer.{index}.sigma" in tensors:
+            raise ValueError(f"layer {index}: sigma and the policy's balancing do not fit")

@@ -1,0 +1,424 @@
+"""Step: what one forward pass does to the pools of every layer, and its tables on a device.
+
+The tables are made anew for each step, or written into tensors that stay (``GraphTables``), for a
+graph that is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.block_table import SequenceTable, min_page_tokens
+from oscar_mm.ops.decode_tables import (
+    Entries,
+    Tables,
+    arrays_of,
+    laid_out,
+    lengths_of,
+    tables_of,
+    upload,
+)
+from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
+from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.policy import PLAIN, Bits, KVPolicy
+
+_INCOMPLETE = (
+    "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
+    "start again. (An encoder-decoder takes EncoderDecoderCache(OscarCache(...), DynamicCache()).)"
+)
+
+
+@dataclass(eq=False)
+class PackJob:
+    """Tokens of one stream that are packed.
+
+    Attributes:
+        row: of the batch.
+        bits: of the pages.
+        pages: that they go to, one after the other.
+        first: place of the first token in the first page.
+        source: (n,) int64 of each token, the index of a new one or ~slot of 16 bit.
+        begins: for each page that begins, the sources of the tokens whose mean is its center; none
+            where it is the mean of keys that the page ``before`` stores.
+        before: page of the same stream.
+    """
+
+    row: int
+    bits: Bits
+    pages: list[int]
+    first: int
+    source: np.ndarray
+    begins: dict[int, np.ndarray]
+    before: int = 0
+
+    def after_write(self, slot: int) -> PackJob:
+        """The same filling, of tokens before it, once the only new token is in a slot of 16 bit."""
+        begins = {page: np.where(x >= 0, ~slot, x) for page, x in self.begins.items()}
+        return replace(self, begins=begins)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of pages that it has a part of."""
+        return -(-(self.first + len(self.source)) // TILE) - self.first // TILE
+
+    def whole_pages(self) -> np.ndarray:
+        """(pages, 128) int32 as ``oscar_mm.ops.pack`` takes them."""
+        return self.source.astype(np.int32).reshape(-1, PAGE_TOKENS)
+
+    def beginnings(self) -> np.ndarray:
+        """(pages that begin, 36) int32 as ``oscar_mm.ops.store`` takes them."""
+        begins = np.zeros((len(self.begins), HEAD + CENTER_TOKENS), np.int32)
+        for line, (page, source) in zip(begins, self.begins.items(), strict=True):
+            line[:HEAD] = page, self.row, len(source), 0 if len(source) else self.before
+            line[HEAD : HEAD + len(source)] = source
+        return begins
+
+
+def store_jobs(fillings: Sequence[PackJob]) -> np.ndarray:
+    """(jobs, 20) int32 as ``oscar_mm.ops.store`` takes them, for one filling after the other."""
+    first, counts, rows = np.array([(x.first, len(x.source), x.row) for x in fillings]).T
+    tiles = first // TILE
+    lengths = -(-(first + counts) // TILE) - tiles
+    jobs = np.full((lengths.sum(), HEAD + TILE), NOTHING, np.int32)
+    starts = np.cumsum(lengths) - lengths
+    tile = np.arange(len(jobs)) + np.repeat(tiles - starts, lengths)
+    page_starts = np.cumsum([0, *(len(x.pages) for x in fillings[:-1])])
+    page = np.repeat(page_starts, lengths) + tile * TILE // PAGE_TOKENS
+    jobs[:, 0] = np.array([page for x in fillings for page in x.pages])[page]
+    jobs[:, 1] = tile % (PAGE_TOKENS // TILE)
+    jobs[:, 2] = np.repeat(rows, lengths)
+    jobs[:, 3:HEAD] = 0
+    source = np.concatenate([x.source for x in fillings])
+    places = np.repeat(starts * TILE + first % TILE - (np.cumsum(counts) - counts), counts)
+    job, place = np.divmod(places + np.arange(len(source)), TILE)
+    jobs[job, HEAD + place] = source
+    return jobs
+
+
+class WholePages(NamedTuple):
+    """Pages of one format to pack: ``source``, ``rows``, ``slots`` of ``oscar_mm.ops.pack``."""
+
+    source: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+
+class SlotTables(NamedTuple):
+    """Slots of one format to fill: ``jobs`` and ``begins`` of ``oscar_mm.ops.store``."""
+
+    jobs: torch.Tensor
+    begins: torch.Tensor
+
+
+class AttentionShape(NamedTuple):
+    """What the tables of attention depend on besides the sequences, the same for many layers.
+
+    Attributes:
+        bits: of the first and the second format of pages.
+        kv_heads, columns, workers: as of ``oscar_mm.ops.decode_tables.arrays_of``.
+    """
+
+    bits: tuple[Bits | None, Bits | None]
+    kv_heads: int
+    columns: int
+    workers: int
+
+    def over(self, past: Sequence[SequenceTable]) -> tuple[list[Entries], int, int, int]:
+        """Arguments of ``arrays_of`` and ``tables_of`` for these sequences."""
+        entries = [row.entries(self.bits) for row in past]
+        return entries, self.kv_heads, self.columns, self.workers
+
+
+@dataclass
+class StepPlan:
+    """What one forward pass does to the pools of every layer, in this order, and which layers have
+    done it.
+
+    Attributes:
+        copies: (bits, source, target): a page that others have too is copied before it is filled.
+        fillings: tokens to pack. All are read before anything is written to 16 bit, because a slot
+            that is emptied may be handed out again in the same step (but not in a decode step,
+            which may pack at its end).
+        writes: (3, n) int64: row and index of a new token, slot of 16 bit that it is written to.
+        real: for each row the indices of its tokens that are not padding; None if all are real.
+        lengths: new tokens of each row, where these come one row after the other as a batch of one;
+            None for a row of the batch each.
+        past: the sequences before the step. Their slots stay as they are until a layer carries
+            the step out, so attention over the past and the new tokens comes first.
+        from_pages: whether attention "oscar" runs the forward pass and reads the past from its
+            pages; None until the first layer's keys come in.
+        foretold: a step of before that does the same, or more: what it writes of a row that has
+            ended since lies in slots and places that are free.
+        layers: indices of the layers that are to carry it out; None in the first pass of a cache,
+            whose layers are not known before.
+        fixed: where a graph finds the tables of attention, of fillings and of ``writes``; None
+            makes new ones.
+    """
+
+    copies: list[tuple[Bits, int, int]] = field(default_factory=list)
+    fillings: list[PackJob] = field(default_factory=list)
+    writes: np.ndarray | None = None
+    real: list[np.ndarray] | None = None
+    lengths: list[int] | None = None
+    past: list[SequenceTable] = field(default_factory=list)
+    from_pages: bool | None = None
+    planned: StepPlan | None = None
+    layers: frozenset[int] | None = None
+    fixed: GraphTables | None = None
+    _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
+    # Index of each layer whose keys have come in -> whether it has carried out the step.
+    _progress: dict[int, bool] = field(default_factory=dict)
+
+    def enter(self, layer: int) -> None:
+        """Note that a layer's keys come in.
+
+        Raises:
+            RuntimeError: the layer has missed an earlier step, or has stopped in this one.
+        """
+        if layer in self._progress or (self.layers is not None and layer not in self.layers):
+            raise RuntimeError(_INCOMPLETE.format(layer))
+        self._progress[layer] = False
+
+    def finish(self, layer: int) -> None:
+        """Note that a layer has carried out the step."""
+        self._progress[layer] = True
+
+    def is_finished(self, layer: int) -> bool:
+        """Whether a layer has carried out the step."""
+        return self._progress.get(layer, False)
+
+    def check_finished(self, layers: Iterable[int]) -> None:
+        """Raise RuntimeError if one of these layers has not carried out the step."""
+        for layer in layers:
+            if not self.is_finished(layer):
+                raise RuntimeError(_INCOMPLETE.format(layer))
+
+    def restart(self) -> None:
+        """Forget what layers did of the step, as it had no effect: all are to carry it out."""
+        self._progress.clear()
+
+    def sources(self) -> dict[Bits, set[int]]:
+        """Slots that layers read when they carry it out, some of which nobody owns any more."""
+        tokens = [one.source for one in self.fillings]
+        tokens += [source for one in self.fillings for source in one.begins.values()]
+        found = {PLAIN: {~slot for some in tokens for slot in some.tolist() if slot < 0}}
+        for bits, source, _ in self.copies:
+            found.setdefault(bits, set()).add(source)
+        return found
+
+    @property
+    def packs_at_end(self) -> bool:
+        """Whether its tokens are packed when all layers have written theirs to 16 bit, for all
+        layers at once (``OscarCache.end_step``), not by each layer."""
+        return self.fixed is not None and self.fixed.packs_at_end
+
+    def whole_pages_on(self, device: torch.device) -> dict[Bits, WholePages]:
+        """Bits -> whole pages to pack, moved to a device once for all its layers."""
+
+        def tables(fillings: list[PackJob]) -> WholePages:
+            source = np.concatenate([one.whole_pages() for one in fillings])
+            rows = np.concatenate([np.full(len(one.pages), one.row) for one in fillings])
+            slots = np.concatenate([one.pages for one in fillings])
+            return WholePages(*(upload(x.astype(np.int32), device) for x in (source, rows, slots)))
+
+        return self.once(("whole pages", device), lambda: self._by_bits(tables))
+
+    def tables(self, attention: AttentionShape, device: torch.device) -> Tables:
+        """Tables of attention over ``past``, on a device."""
+        if self.fixed is not None:
+            return self.fixed.tables(self.past, attention, device)
+        return tables_of(*attention.over(self.past), device)
+
+    def slots_on(self, device: torch.device) -> dict[Bits, SlotTables]:
+        """Bits -> slots to fill, moved to a device once for all its layers."""
+        if self.fixed is not None:
+            return self.fixed.slots(device)
+
+        def tables(fillings: list[PackJob]) -> SlotTables:
+            jobs = store_jobs(fillings)
+            begins = np.concatenate([one.beginnings() for one in fillings])
+            return SlotTables(upload(jobs, device), upload(begins, device))
+
+        return self.once(("slots", device), lambda: self._by_bits(tables))
+
+    def _by_bits(self, tables: Callable[[list[PackJob]], Any]) -> dict[Bits, Any]:
+        found = sorted({one.bits for one in self.fillings})
+        return {bits: tables([one for one in self.fillings if one.bits == bits]) for bits in found}
+
+    def filled(self) -> None:
+        """Note that its tokens are packed already: there is nothing left to pack."""
+        self.fillings = []
+        self._made = {key: made for key, made in self._made.items() if key[0] != "whole pages"}
+
+    def writes_on(self, device: torch.device) -> torch.Tensor | None:
+        """``writes`` as ``oscar_mm.ops.append`` takes them, (n, 3) int32, moved to a device once
+        for all its layers."""
+        if self.fixed is not None:
+            return self.fixed.writes(device)
+        writes = self.writes
+        if writes is None:
+            return None
+
+        def make() -> torch.Tensor:
+            return upload(np.ascontiguousarray(writes.T, dtype=np.int32), device)
+
+        return self.once(("writes", device), make)
+
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once for all layers that ask with the same key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+_MIN_ITEMS, _MIN_RECENTS = 64, 128
+"""Least room for pages and for tokens in 16-bit precision: sinks, the window and, in the streams of
+a few modalities, tokens that wait for a page."""
+_WRITES = "writes"
+
+
+class _Room(NamedTuple):
+    """A tensor with the tables of attention, and room for more."""
+
+    longest: tuple[int, int]
+    whole: torch.Tensor
+    tables: Tables
+
+    @classmethod
+    def of(
+        cls, attention: AttentionShape, past: Sequence[SequenceTable], device: torch.device
+    ) -> _Room:
+        """A new tensor with room for twice the items, and twice the tokens in 16-bit precision."""
+        items, recents = lengths_of(arrays_of(*attention.over(past)))
+        longest = max(_MIN_ITEMS, 2 * items), max(_MIN_RECENTS, 2 * recents)
+        arrays = arrays_of(*attention.over(past), longest)
+        whole = torch.from_numpy(laid_out(arrays)).to(device, copy=True)
+        return cls(longest, whole, Tables.within(whole, arrays))
+
+
+class GraphTables:
+    """The tables that ``StepPlan`` would make anew for each step, in tensors that are written over.
+
+    Layers ask for their tables during a forward pass; from then on ``refill`` writes what a later
+    step needs into the same tensors.
+
+    Args:
+        rows: of the batch.
+        policy: of the cache.
+
+    Attributes:
+        version: grows whenever a tensor had to be replaced, after which a graph that was captured
+            before reads stale tables.
+        packs_at_end: whether what is packed is in 16-bit precision at the end of the step, the new
+            token too: in no window it is not.
+    """
+
+    def __init__(self, rows: int, policy: KVPolicy) -> None:
+        self.rows, self.version, self._policy = rows, 0, policy
+        self.packs_at_end = policy.by_token and policy.window > 0
+        # Of the tables of a row: as many as the tokens with which a page begins need tiles.
+        self._lines = {
+            bits: -(-min_page_tokens(policy, bits) // TILE) for bits in policy.packed_bits
+        }
+        self._rooms: dict[tuple[AttentionShape, torch.device], _Room] = {}
+        # Of a step's own tokens, by kind; and by kind and device what layers have asked for.
+        self._tokens: dict[str, np.ndarray] = {}
+        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether layers have asked yet."""
+        return bool(self._rooms)
+
+    def refill(self, past: Sequence[SequenceTable]) -> None:
+        """Write the tables of attention over the sequences before a step."""
+        for (attention, device), room in self._rooms.items():
+            arrays = arrays_of(*attention.over(past), room.longest)
+            if lengths_of(arrays) != room.longest:
+                self._rooms[attention, device] = _Room.of(attention, past, device)
+                self.version += 1
+            else:
+                _write(room.whole, laid_out(arrays))
+
+    def refill_tokens(self, step: StepPlan) -> None:
+        """Write where a step, which ``takes`` accepts, puts its tokens and what it packs.
+
+        Whole pages are not packed by tables. With ``packs_at_end`` a new token is named by its
+        slot.
+        """
+        writes = np.full((self.rows, 3), -1, dtype=np.int32)
+        if step.writes is not None:
+            writes[: step.writes.shape[1]] = step.writes.T
+        self._tokens[_WRITES] = writes
+        written = {row: slot for row, _, slot in writes.tolist()} if self.packs_at_end else {}
+        for bits in self._policy.packed_bits if self._policy.by_token else ():
+            fillings = [filling for filling in step.fillings if filling.bits == bits]
+            of_row = self._lines[bits]
+            lines = self.rows * of_row
+            jobs = np.full((lines, HEAD + TILE), -1, dtype=np.int32)
+            begins = np.full((lines, HEAD + CENTER_TOKENS), -1, dtype=np.int32)
+            if fillings:
+                found = store_jobs(fillings)
+                jobs[found[:, 2] * of_row + found[:, 1] % of_row] = found
+            for filling in fillings:
+                if filling.begins:
+                    if (slot := written.get(filling.row)) is not None:
+                        filling = filling.after_write(slot)
+                    begins[filling.row * of_row] = filling.beginnings()
+            self._tokens[f"{bits} jobs"] = jobs
+            self._tokens[f"{bits} begins"] = begins[: lines * self._policy.center]
+        for (key, _), tensor in self._on_device.items():
+            _write(tensor, self._tokens[key])
+
+    def write(self, step: StepPlan) -> None:
+        """Write all tables of a step that ``takes`` accepts."""
+        self.refill(step.past)
+        self.refill_tokens(step)
+
+    def takes(self, step: StepPlan) -> bool:
+        """Whether there is room for what a step packs: of each row tokens of one stream, in one
+        page and in as many tiles as have those with which a page begins; of a policy that packs
+        whole pages, none of the new tokens."""
+        if not self._policy.by_token:
+            return not any((filling.source >= 0).any() for filling in step.fillings)
+        rows = [filling.row for filling in step.fillings]
+        return len(set(rows)) == len(rows) and all(
+            len(one.pages) == 1 and one.tiles <= self._lines[one.bits] for one in step.fillings
+        )
+
+    def tables(
+        self, past: Sequence[SequenceTable], attention: AttentionShape, device: torch.device
+    ) -> Tables:
+        """``StepPlan.tables`` of the step that ``refill`` has written."""
+        if (attention, device) not in self._rooms:
+            self._rooms[attention, device] = _Room.of(attention, past, device)
+            self.version += 1
+        return self._rooms[attention, device].tables
+
+    def writes(self, device: torch.device) -> torch.Tensor:
+        """(rows, 3) int32 as ``oscar_mm.ops.append`` takes them, slot -1 for rows without."""
+        return self._upload(_WRITES, device)
+
+    def slots(self, device: torch.device) -> dict[Bits, SlotTables]:
+        """``StepPlan.slots_on``, with lines for each row and page -1 in those without."""
+        return {
+            bits: SlotTables(
+                *(self._upload(f"{bits} {kind}", device) for kind in ("jobs", "begins"))
+            )
+            for bits in self._policy.packed_bits
+        }
+
+    def _upload(self, key: str, device: torch.device) -> torch.Tensor:
+        if (key, device) not in self._on_device:
+            self._on_device[key, device] = torch.from_numpy(self._tokens[key]).to(device, copy=True)
+        return self._on_device[key, device]
+
+
+def _write(target: torch.Tensor, table: np.ndarray) -> None:
+    source = torch.from_numpy(table)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

@@ -1,0 +1,271 @@
+"""Attention of prompts in line: new tokens of several rows, one row after the other.
+
+The pasts of many rows are unpacked into one tensor, where each row's new tokens follow them, so
+that a layer takes a dozen launches for all rows instead of some twenty for each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from oscar_mm.cache.block_table import SequenceTable
+from oscar_mm.cache.layer import OscarLayer
+from oscar_mm.cache.step_plan import StepPlan
+from oscar_mm.kernels.self_check import relative_error
+from oscar_mm.ops.decode_tables import upload
+from oscar_mm.ops.decode_torch import has_flash
+from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.policy import Bits
+
+_MAX_KEYS = 16384
+"""Past and new tokens of the rows of a run: 67 MB of 8 heads of 128 in 16-bit precision, as much
+again while they are unpacked."""
+_MAX_ERROR = 0.02
+"""Relative error of flash attention in 16-bit precision: far above its rounding, far below a wrong
+mask's."""
+_log = logging.getLogger(__name__)
+
+
+class LongSequence(NamedTuple):
+    """A row whose past is too long for a run.
+
+    Attributes:
+        row: its number.
+        tokens: its new ones.
+    """
+
+    row: int
+    tokens: slice
+
+
+class VarlenBatch(NamedTuple):
+    """Rows that attend in one launch, and where their keys lie next to each other: those of a row
+    follow each other, new tokens last.
+
+    Attributes:
+        tokens: new ones of all rows.
+        pages: bits -> (pages,) int32, and (pages * 128,) int64 places of their tokens; what is not
+            in use goes to the place after the last key.
+        slots: (n,) int64 of tokens in 16-bit precision, and their places.
+        new_places: (new tokens,) int64.
+        query_ends, key_ends: (rows + 1,) int32, where rows begin and end.
+        longest: most new tokens of a row, and most keys.
+        keys: of all rows.
+    """
+
+    tokens: slice
+    pages: dict[Bits, tuple[torch.Tensor, torch.Tensor]]
+    slots: tuple[torch.Tensor, torch.Tensor]
+    new_places: torch.Tensor
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    longest: tuple[int, int]
+    keys: int
+
+    @classmethod
+    def of(
+        cls,
+        past: list[SequenceTable],
+        lengths: list[int],
+        keys: list[int],
+        tokens: slice,
+        device: torch.device,
+    ) -> VarlenBatch:
+        """The run of some rows, with their new tokens and keys, for layers on a device."""
+        key_ends = np.cumsum([0, *keys])
+        pages: dict[Bits, list[int]] = {}
+        places: dict[Bits, list[np.ndarray]] = {}
+        slots: list[int] = []
+        slot_places: list[np.ndarray] = []
+        for row, start in zip(past, key_ends[:-1].tolist(), strict=True):
+            for stream in row.streams.values():
+                if stream.pages:
+                    pages.setdefault(stream.bits, []).extend(stream.pages)
+                for first, stop in zip(stream.starts, stream.stops, strict=True):
+                    of_page = np.full(PAGE_TOKENS, key_ends[-1])
+                    of_page[first:stop] = np.arange(start, start + stop - first)
+                    places.setdefault(stream.bits, []).append(of_page)
+                    start += stop - first
+                slots += stream.slots
+                slot_places.append(np.arange(start, start + len(stream.slots)))
+                start += len(stream.slots)
+        new_places = [
+            np.arange(end - new, end) for end, new in zip(key_ends[1:], lengths, strict=True)
+        ]
+
+        def on_device(x: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
+            return upload(np.ascontiguousarray(x, dtype), device)
+
+        return cls(
+            tokens,
+            {
+                bits: (
+                    on_device(np.array(found), np.int32),
+                    on_device(np.concatenate(places[bits])),
+                )
+                for bits, found in pages.items()
+            },
+            (on_device(np.array(slots)), on_device(np.concatenate([[], *slot_places]))),
+            on_device(np.concatenate(new_places)),
+            on_device(np.cumsum([0, *lengths]), np.int32),
+            on_device(key_ends, np.int32),
+            (max(lengths), max(keys)),
+            int(key_ends[-1]),
+        )
+
+
+def varlen_batches(step: StepPlan, device: torch.device) -> Iterator[VarlenBatch | LongSequence]:
+    """The rows of a step in runs, for layers on a device.
+
+    Args:
+        step: with ``lengths``.
+        device: of the layers.
+    """
+    past, lengths = step.past, step.lengths or []
+    keys = [row.stored + new for row, new in zip(past, lengths, strict=True)]
+    ends = list(accumulate(lengths, initial=0))
+    begins, filled = [0], 0  # A long row is alone.
+    for row, count in enumerate(keys):
+        if row and filled + count > _MAX_KEYS:
+            begins.append(row)
+            filled = 0
+        filled += count
+    for first, stop in pairwise([*begins, len(keys)]):
+        tokens, rows = slice(ends[first], ends[stop]), slice(first, stop)
+        if keys[first] > _MAX_KEYS:
+            yield LongSequence(first, tokens)
+        else:
+            yield VarlenBatch.of(past[rows], lengths[rows], keys[rows], tokens, device)
+
+
+def can_attend_varlen(queries: torch.Tensor) -> bool:
+    """Whether ``attend_varlen`` takes queries, (batch, query heads, tokens, head_dim)."""
+    return has_flash(queries) and _agrees(queries.device, queries.dtype, queries.shape[3])
+
+
+@cache
+def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's flash attention gives here what ``flash_varlen`` says: the operation is not
+    documented, and other versions of torch may choose another one. Said once in the log if not."""
+    new, whole = (3, 5, 1), (13, 5, 10)
+    generator = torch.Generator(device).manual_seed(0)
+    queries, keys, values = (
+        torch.randn(sum(rows), heads, head_dim, generator=generator, device=device, dtype=dtype)
+        for rows, heads in ((new, 4), (whole, 2), (whole, 2))
+    )
+    nothing = torch.empty(0, device=device)
+    query_ends, key_ends = (
+        torch.tensor([*accumulate(rows, initial=0)], dtype=torch.int32, device=device)
+        for rows in (new, whole)
+    )
+    run = VarlenBatch(
+        tokens=slice(sum(new)),
+        pages={},
+        slots=(nothing, nothing),
+        new_places=nothing,
+        query_ends=query_ends,
+        key_ends=key_ends,
+        longest=(max(new), max(whole)),
+        keys=sum(whole),
+    )
+    rows = zip(queries.split(new), keys.split(whole), values.split(whole), strict=True)
+    expected = torch.cat([_alone(*row, 0.1) for row in rows])
+    try:
+        found = flash_varlen(queries, keys, values, run, 0.1)
+        error = relative_error(found, expected)
+    except (RuntimeError, TypeError) as reason:  # It is missing, or takes other arguments.
+        error = reason
+    if isinstance(error, float) and error < _MAX_ERROR:
+        return True
+    _log.warning(
+        "torch's flash attention of rows in line is not as expected on %s (%s): short prompts "
+        "attend row by row, which is slower",
+        device,
+        error,
+    )
+    return False
+
+
+def _alone(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """``flash_varlen`` of a single row, in float32."""
+    query, key, value = (x.float().transpose(0, 1)[None] for x in (queries, keys, values))
+    seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+    seen = seen.tril(len(keys) - len(queries))
+    found = scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return found[0].transpose(0, 1)
+
+
+def attend_varlen(
+    layer: OscarLayer,
+    run: VarlenBatch,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of the new tokens of a run's rows, each to its row; before ``append``.
+
+    Args:
+        layer: of the cache.
+        run: its rows.
+        queries: (1, query heads, new tokens, head_dim).
+        keys, values: (1, KV heads, new tokens, head_dim).
+        scaling: factor of the scores.
+
+    Returns:
+        (1, query heads, new tokens, head_dim).
+    """
+    kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    sides = keys.new_empty(2, kv_heads, run.keys + 1, head_dim)
+    for bits, (pages, places) in run.pages.items():
+        unpacked = unpack_slots(
+            *(layer.pages[bits].storage, pages, layer.sigma),
+            *(numbers_of(layer.formats[bits]), layer.basis.rotate, keys.dtype),
+        )
+        for side, found in zip(sides, unpacked, strict=True):
+            side.index_copy_(1, places, found.transpose(0, 1).flatten(1, 2))
+    slots, places = run.slots
+    if len(slots):
+        recent = layer.recent.storage[slots].to(keys.dtype).permute(1, 2, 0, 3)
+        sides.index_copy_(2, places, recent)
+    for side, new in zip(sides, (keys, values), strict=True):
+        side.index_copy_(1, run.new_places, new[0])
+    # Without what lies behind the last key.
+    by_token = sides[:, :, : run.keys].transpose(1, 2)
+    found = flash_varlen(queries[0].transpose(0, 1), by_token[0], by_token[1], run, scaling)
+    return found.transpose(0, 1)[None]
+
+
+def flash_varlen(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    run: VarlenBatch,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of rows that follow each other; the last query of a row sees its last key.
+
+    Args:
+        queries: (queries, query heads, head_dim).
+        keys, values: (keys, KV heads, head_dim).
+        run: where rows begin and end.
+        scaling: factor of the scores.
+
+    Returns:
+        (queries, query heads, head_dim).
+    """
+    flash = torch.ops.aten._flash_attention_forward
+    ends = run.query_ends, run.key_ends, *run.longest
+    return flash(queries, keys, values, *ends, 0.0, True, False, scale=scaling)[0]

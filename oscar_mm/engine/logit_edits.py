@@ -1,0 +1,273 @@
+"""Logit edits: biases, penalties, bans and masks, applied to the logits of all rows in one pass.
+
+Each edit is of the rows that ask for it and follows their tokens on the device, so the host never
+waits. The order is that of transformers: bias, repetition penalty, (presence and frequency
+penalties, which it does not have,) bans, masks of grammars, and at last the end of the reasoning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from oscar_mm.engine.grammar import GrammarMask
+
+if TYPE_CHECKING:
+    from oscar_mm.engine.sampling import SamplingState
+
+_ANY = -1
+"""Stands in the beginning of a bad word for a place before the word."""
+_NONE = -2
+"""Stands for a token before the answer's first one."""
+
+
+class LogitEdit(Protocol):
+    """Changes logits of some of a batch's rows."""
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Change (rows, vocabulary) float32 logits in place."""
+        ...
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Count the (rows,) tokens that were chosen."""
+        ...
+
+
+def logit_edits(samplers: Sequence[SamplingState], device: torch.device) -> list[LogitEdit]:
+    """The edits of a batch's rows, in their order; none that no row asks for.
+
+    Args:
+        samplers: of the rows.
+        device: of the logits.
+    """
+    rows = [(row, one, one.sampling) for row, one in enumerate(samplers)]
+    biased = [(row, one) for row, one, x in rows if x.logit_bias]
+    repeating = [(row, one) for row, one, x in rows if x.repetition_penalty != 1.0]
+    counted = [(row, one) for row, one, x in rows if x.presence_penalty or x.frequency_penalty]
+    lasting = [(row, one) for row, one, x in rows if x.min_tokens > len(one.chosen)]
+    banned = [(row, one) for row, one, _ in rows if one.bad_words]
+    guided = [(row, one) for row, one, _ in rows if one.grammar is not None]
+    bounded = [(row, one) for row, one, x in rows if x.bounds_reasoning and one.thinks is not None]
+    edits: list[LogitEdit] = []
+    if biased:
+        edits.append(LogitBias(biased, device))
+    if repeating:
+        edits.append(RepetitionPenalty(repeating, device))
+    if counted:
+        edits.append(CountPenalty(counted, device))
+    if lasting:
+        edits.append(LeastLength(lasting, device))
+    if banned:
+        edits.append(BadWords(banned, device))
+    if guided:
+        edits.append(GrammarMask(guided, device))
+    if bounded:
+        edits.append(ReasoningEnd(bounded, device))
+    return edits
+
+
+Rows = Sequence[tuple[int, "SamplingState"]]
+"""Rows that ask for an edit, by their place in the batch."""
+
+
+class LogitBias:
+    """Adds ``logit_bias``."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        biases = [
+            (row, token, float(bias))
+            for row, one in rows
+            for token, bias in (one.sampling.logit_bias or {}).items()
+        ]
+        places, tokens, values = zip(*biases, strict=True)
+        self._places = _ids(places, device), _ids(tokens, device)
+        self._values = torch.tensor(values, device=device)
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Add the biases."""
+        scores.index_put_(self._places, self._values, accumulate=True)
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Do nothing."""
+
+
+class RepetitionPenalty:
+    """Divides positive logits of tokens of prompt and answer, and multiplies negative ones."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self._rows = _ids([row for row, _ in rows], device)
+        self._penalties = _column([one.sampling.repetition_penalty for _, one in rows], device)
+        self._seen = [
+            torch.cat([one.prompt.to(device), _ids(one.chosen, device)]) for _, one in rows
+        ]
+        self._is_seen: torch.Tensor | None = None
+        """(rows, vocabulary) bool, once the size of the vocabulary is known."""
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Penalize what was seen."""
+        if self._is_seen is None:
+            self._is_seen = _zeros(self._rows, scores, torch.bool)
+            for row, seen in enumerate(self._seen):
+                self._is_seen[row].index_fill_(0, seen, True)
+            self._seen.clear()
+        found = scores[self._rows]
+        lower = torch.where(found < 0, found * self._penalties, found / self._penalties)
+        scores[self._rows] = torch.where(self._is_seen, lower, found)
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Mark the tokens as seen."""
+        if self._is_seen is not None:
+            self._is_seen.scatter_(1, tokens[self._rows, None], True)
+
+
+class CountPenalty:
+    """Subtracts ``presence_penalty`` and ``frequency_penalty`` from tokens of the answer."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self._rows = _ids([row for row, _ in rows], device)
+        self._presence = _column([one.sampling.presence_penalty for _, one in rows], device)
+        self._frequency = _column([one.sampling.frequency_penalty for _, one in rows], device)
+        self._chosen = [_ids(one.chosen, device) for _, one in rows]
+        self._counts: torch.Tensor | None = None
+        """(rows, vocabulary) float32, once the size of the vocabulary is known."""
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Penalize what was chosen."""
+        if self._counts is None:
+            self._counts = _zeros(self._rows, scores, torch.float32)
+            for row, chosen in enumerate(self._chosen):
+                self._counts[row].index_add_(
+                    0, chosen, torch.ones_like(chosen, dtype=torch.float32)
+                )
+            self._chosen.clear()
+        present = self._counts > 0
+        scores[self._rows] -= self._frequency * self._counts + self._presence * present
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Count the tokens."""
+        if self._counts is not None:
+            chosen = tokens[self._rows, None]
+            self._counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+
+
+class LeastLength:
+    """Bans end tokens before ``min_tokens``."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        bans = [
+            (row, token, one.sampling.min_tokens - len(one.chosen))
+            for row, one in rows
+            for token in sorted(one.end_tokens)
+        ]
+        places, tokens, left = zip(*bans, strict=True) if bans else ((), (), ())
+        self._places, self._tokens = _ids(places, device), _ids(tokens, device)
+        self._left = _ids(left, device)
+        self._most, self._steps = max(left, default=0), 0
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Ban the end tokens of answers that are too short to end."""
+        if self._steps < self._most:
+            _ban(scores, self._places, self._tokens, self._left > self._steps)
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Count the step."""
+        self._steps += 1
+
+
+class BadWords:
+    """Bans the last token of a word after all tokens before it."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        words = [(place, word) for place, (_, one) in enumerate(rows) for word in one.bad_words]
+        size = max(len(word) for _, word in words) - 1
+        self._rows = _ids([row for row, _ in rows], device)
+        self._word_rows = _ids([place for place, _ in words], device)
+        self._places = self._rows[self._word_rows]
+        self._ends = _ids([word[-1] for _, word in words], device)
+        beginnings = [[_ANY] * (size + 1 - len(word)) + list(word[:-1]) for _, word in words]
+        self._beginnings = _ids(beginnings, device)
+        latest = [([_NONE] * size + one.chosen)[len(one.chosen) :] for _, one in rows]
+        self._latest = _ids(latest, device)
+        """(rows, tokens before the last one of the longest word)."""
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Ban the ends of words whose beginnings were chosen last."""
+        same = self._latest[self._word_rows] == self._beginnings
+        _ban(scores, self._places, self._ends, (same | (self._beginnings == _ANY)).all(1))
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Remember the tokens."""
+        if self._latest.shape[1]:
+            self._latest = torch.cat([self._latest[:, 1:], tokens[self._rows, None]], dim=1)
+
+
+class ReasoningEnd:
+    """Forces the closing think token once the reasoning has ``thinking_token_budget`` tokens."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        marks = [one.thinks for _, one in rows if one.thinks is not None]
+        openings = [mark.opening for mark in marks]
+        closings = [mark.closing for mark in marks]
+        begun = [
+            one.reasons or one.chosen[:1] == [opening]
+            for (_, one), opening in zip(rows, openings, strict=True)
+        ]
+        open_ = [
+            is_begun and closing not in one.chosen
+            for (_, one), is_begun, closing in zip(rows, begun, closings, strict=True)
+        ]
+        left = [
+            (one.sampling.thinking_token_budget or 0) - len(one.chosen) + (not one.reasons)
+            for _, one in rows
+        ]
+        self._rows = _ids([row for row, _ in rows], device)
+        self._openings, self._closings = _ids(openings, device), _ids(closings, device)
+        self._open, self._left = torch.tensor(open_, device=device), _ids(left, device)
+        first = [not (one.reasons or one.chosen) for _, one in rows]
+        self._first = torch.tensor(first, device=device)
+        """Rows whose next token may open the reasoning; this token does not count."""
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Allow only the closing token in rows whose budget is used up."""
+        over = (self._open & (self._left <= 0))[:, None]
+        found = scores[self._rows].masked_fill(over, -math.inf)
+        closing = self._closings[:, None]
+        found.scatter_(1, closing, found.gather(1, closing).masked_fill(over, 0.0))
+        scores[self._rows] = found
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Count the tokens of the reasoning."""
+        own = tokens[self._rows]
+        begins = self._first & (own == self._openings)
+        # Rows whose answer opens the reasoning started with one more in ``_left``.
+        self._left -= (self._open | self._first).long()
+        self._open = (self._open | begins) & (own != self._closings)
+        self._first = torch.zeros_like(self._first)
+
+
+def _ban(
+    scores: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, banned: torch.Tensor
+) -> None:
+    """Set logits to minus infinity where ``banned`` says so; a place may come several times.
+
+    A tokenizer or a checkpoint's end tokens may have ids that the model does not have.
+    """
+    vocabulary = scores.shape[1]
+    most = torch.where(banned & (tokens < vocabulary), -math.inf, math.inf)
+    flat = rows * vocabulary + tokens.clamp(max=vocabulary - 1)
+    scores.view(-1).scatter_reduce_(0, flat, most, "amin")
+
+
+def _ids(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.long, device=device)
+
+
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+
+def _zeros(rows: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros((len(rows), scores.shape[1]), dtype=dtype, device=scores.device)

@@ -1,0 +1,75 @@
+"""Warm-up: decode steps of each number of rows are captured before the first request comes."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.engine.decode_runner import DecodeRunner
+from oscar_mm.engine.engine import Engine
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.sampling import Sampling
+from oscar_mm.fast_decode.decoder import has_full_attention
+from oscar_mm.media.media import Media
+
+_STEPS = 4
+"""Steps of each number of rows; the first one is eager, and the second one is captured."""
+_log = logging.getLogger("oscar_mm")
+
+
+def warm_up(engine: Engine, rows: int) -> None:
+    """Capture the steps of up to so many rows, where steps are captured; else do nothing.
+
+    Short answers run together, and end until a single one is left. They take room in the cache for
+    about 200 tokens each, and a capture and four steps for each number of rows. An error, which is
+    logged, leaves captures to the first requests.
+
+    Args:
+        engine: that runs nothing else.
+        rows: most answers that will decode together.
+    """
+    answers: list[Request] = []
+    try:
+        _run_down(engine, min(rows, engine.max_rows), answers)
+        if error := next((answer.error for answer in answers if answer.error), None):
+            raise error
+    except Exception as error:
+        _log.warning("decode steps are captured later, the warm-up failed: %s", error)
+    finally:
+        for answer in answers:
+            answer.cancel()
+        with engine.lock:
+            for answer in answers:
+                answer.settle()
+
+
+def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
+    """Run ``rows`` answers, fewer step by step; ``answers`` gets them."""
+    family = engine.family
+    if not has_full_attention(family.model):
+        return  # Each answer decodes by itself.
+    read = family.prompt(first_turn("Hello"), Media())
+    prompt = read.to(family.device)
+    axes, cache = prompt.positions.shape[:-2], OscarCache(engine.store.policy, store=engine.store)
+    sizes = DecodeRunner(family.model, cache, axes, family.device).captured_sizes(rows)
+    # Steps come between the layers of prompts too.
+    sampling = Sampling(max_new_tokens=2 * _STEPS * (len(sizes) + 2))
+    for _ in range(rows if sizes else 0):
+        cache = OscarCache(engine.store.policy, store=engine.store)
+        answers.append(Request(engine, prompt, cache, sampling, perf_counter()))
+        answers[-1].end_tokens = frozenset()
+        answers[-1].has_past = True  # No prefix is looked for or kept.
+        engine.submit(answers[-1])
+    # Where the budget has no room for all, as many rows are enough as it has room for.
+    engine.run_until(
+        lambda: not engine.waiting or (engine.running > 0 and not engine.runnable_count())
+    )
+    for size in sizes:
+        live = [answer for answer in answers if answer.tokens and not answer.ended]
+        for answer in live[size:]:
+            answer.cancel()
+        if live:
+            goal = len(live[0].tokens) + _STEPS
+            engine.run_until(lambda x=live[0], goal=goal: x.ended or len(x.tokens) >= goal)

@@ -1,0 +1,327 @@
+"""Inputs of towers: pixels and samples, of which a model makes features where its towers read.
+
+An image processor of Qwen's spends most of its time on numbers that a GPU works out in no time: it
+scales each byte to a float32, and writes a picture twice, as the pair of frames that towers take.
+Here the processor resizes a picture and cuts it into patches, in bytes; they wait and travel as 3
+bytes a pixel instead of 24. A hook of the model makes of them what the processor would have made.
+
+A feature extractor spends seconds of all cores on a long recording, and a GPU no time. So where the
+tower is on a GPU, samples wait and travel, and a hook of the model has the extractor make features
+on that GPU, one recording after the other. Elsewhere features are made before a prompt waits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import BatchFeature, WhisperFeatureExtractor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from oscar_mm.media.resample import RATE, Audio
+from oscar_mm.threads import parallel_map
+
+_BATCH_PIXELS = 1 << 21
+"""Pixels of the pictures that a thread processes together."""
+
+_ARGUMENTS = {"pixel_values": "image_processor", "pixel_values_videos": "video_processor"}
+"""Arguments of a model's forward, and the part of a processor that makes each."""
+SAMPLES = "audio_samples"
+"""Argument of a model's forward instead of features and their mask: a list of the samples of each
+recording, (n,) float32, which stay on the CPU."""
+_MAX_SAMPLES = 3600 * RATE
+"""Most samples of a recording that a GPU makes features of. An hour takes 2.5 GB at most meanwhile,
+less than the first convolution of Qwen3-Omni's tower after it: 3 GB from 500 seconds on."""
+_EXTRACT = "_torch_extract_fbank_features"
+"""What an extractor calls with (recordings, samples) float32 of equal length and a device. Its
+__call__ copies samples twice before, which takes longer than all else on a GPU. With a version of
+transformers that lacks the method, features are made before a prompt waits."""
+
+
+class PixelScale(NamedTuple):
+    """How a processor makes numbers of bytes: (byte * factor - mean) / std, by channel."""
+
+    factor: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, processor: Any) -> PixelScale | None:
+        """How an image or video processor scales; None if its pixels cannot be scaled later."""
+        by_torch = getattr(processor, "backend", None) == "torchvision"
+        if not (by_torch and processor.do_rescale and processor.do_normalize):
+            return None
+        mean, std = processor.image_mean, processor.image_std
+        by_channel = isinstance(mean, Sequence) and isinstance(std, Sequence)
+        return cls(processor.rescale_factor, tuple(mean), tuple(std)) if by_channel else None
+
+    def scaled(self, processor: Any, patches: torch.Tensor) -> torch.Tensor:
+        """Patches as a processor would have made them, on the device where they are.
+
+        Args:
+            processor: of the kind that cut the patches.
+            patches: (n, channels x frames x side x side) uint8; a single frame stands for all.
+
+        Returns:
+            (n, channels x ``temporal_patch_size`` x side x side) float32.
+        """
+        channels, side = len(self.mean), processor.patch_size
+        planes = patches.view(len(patches), channels, -1, side)
+        scaled = processor.rescale_and_normalize(
+            planes, True, self.factor, True, self.mean, self.std
+        )
+        frames = scaled.view(len(patches), channels, -1, side * side)
+        return frames.expand(-1, -1, processor.temporal_patch_size, -1).flatten(1)
+
+
+def scale_in_model(model: Any, processor: Any) -> None:
+    """Let a model take pixels as bytes, of the first processor that it is given.
+
+    Args:
+        model: its forward takes pixel_values and pixel_values_videos by name.
+        processor: has an image processor and a video processor of Qwen's.
+    """
+    if hasattr(model, "_oscar_pixels"):
+        return
+    parts = {name: getattr(processor, part, None) for name, part in _ARGUMENTS.items()}
+    model._oscar_pixels = {name: (PixelScale.of(part), part) for name, part in parts.items()}
+    model.register_forward_pre_hook(_scale, with_kwargs=True)
+
+
+def _scale(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args, scaled_inputs(model, kwargs)
+
+
+def scaled_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a model's forward, with numbers for pixels that are bytes."""
+    found = dict(inputs)
+    for name, (scale, part) in model._oscar_pixels.items():
+        pixels = inputs.get(name)
+        if scale and isinstance(pixels, torch.Tensor) and pixels.dtype == torch.uint8:
+            found[name] = scale.scaled(part, pixels)
+    return found
+
+
+def in_bytes(processor: Any, model: Any) -> Any:
+    """A copy of a processor that leaves pixels as bytes where the model scales them alike."""
+    twin = copy.copy(processor)
+    for name, part in _ARGUMENTS.items():
+        own = getattr(processor, part, None)
+        scale = PixelScale.of(own)
+        if scale is not None and scale == model._oscar_pixels[name][0]:
+            kind = ImagesInBytes if part == "image_processor" else VideosInBytes
+            setattr(twin, part, kind(own))
+    return twin
+
+
+def pixel_bounds(image_processor: Any) -> tuple[int, int]:
+    """Least and most pixels to which an image processor of Qwen's resizes an image."""
+    size = image_processor.size
+    given = {name: getattr(image_processor, name, None) for name in ("min_pixels", "max_pixels")}
+    if given != dict.fromkeys(given):
+        # Versions of transformers differ in whether one of them alone counts.
+        size = image_processor._standardize_kwargs(size=size, **given)["size"]
+    return size["shortest_edge"], size["longest_edge"]
+
+
+def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
+    """Width and height to which an image processor of Qwen's resizes an image.
+
+    Raises:
+        ValueError: it refuses so long a strip.
+    """
+    if not image_processor.do_resize:
+        return width, height
+    least, most = pixel_bounds(image_processor)
+    factor = image_processor.patch_size * image_processor.merge_size
+    height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
+    return width, height
+
+
+class _Asking:
+    """Base of processors that wrap another one and have its attributes."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+
+class SizesKept(_Asking):
+    """An image or video processor that does not resize some of the media.
+
+    Args:
+        processor: the processor, which resizes the others.
+        sized: for each medium of a call, whether it keeps its size.
+    """
+
+    def __init__(self, processor: Any, sized: Sequence[bool]) -> None:
+        super().__init__(processor)
+        self._sized = sized
+
+    def __call__(self, *given: Any, **options: Any) -> BatchFeature:
+        """Return the processor's output for all media, in their order."""
+        [media] = given or [options.pop(name) for name in ("images", "videos") if name in options]
+        made = []
+        for keeps, run in groupby(range(len(media)), lambda place: self._sized[place]):
+            places = [*run]
+            how = options | ({"do_resize": False} if keeps else {})
+            if "video_metadata" in options:
+                how["video_metadata"] = [options["video_metadata"][place] for place in places]
+            made.append(self._processor([media[place] for place in places], **how))
+        return BatchFeature({name: _joined([part[name] for part in made]) for name in made[0]})
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat([*parts])
+    return [one for part in parts for one in part]
+
+
+class _InBytes(_Asking):
+    """A processor whose pixels stay bytes."""
+
+    options: ClassVar[dict[str, Any]] = {"do_rescale": False, "do_normalize": False}
+
+
+class VideosInBytes(_InBytes):
+    """A video processor that leaves pixels as bytes."""
+
+    def __call__(self, videos: Any, **options: Any) -> BatchFeature:
+        """Patches of videos, (patches, channels x frames x side x side) uint8, and their grids."""
+        return self._processor(videos, **{**options, **self.options})
+
+
+class ImagesInBytes(_InBytes):
+    """An image processor that leaves pixels as bytes, and works in several threads."""
+
+    options: ClassVar[dict[str, Any]] = {**_InBytes.options, "temporal_patch_size": 1}
+
+    def __call__(self, images: Sequence[Image.Image], **options: Any) -> BatchFeature:
+        """Patches of RGB images, (patches, channels x side x side) uint8, and their grids."""
+        batches = list(_batches(images))
+        resizes = options.get("do_resize", self._processor.do_resize)
+        counts = [sum(self._patches(image, resizes) for image in some) for some in batches]
+        channels, side = len(self._processor.image_mean), self._processor.patch_size
+        pixels = torch.empty(sum(counts), channels * side**2, dtype=torch.uint8)
+        parts = pixels.split(counts)
+
+        def process(index: int) -> torch.Tensor:
+            made = self._processor(batches[index], **{**options, **self.options})
+            parts[index].copy_(made["pixel_values"])
+            return made["image_grid_thw"]
+
+        grids = torch.cat([*parallel_map(process, range(len(batches)))])
+        return BatchFeature({"pixel_values": pixels, "image_grid_thw": grids})
+
+    def _patches(self, image: Image.Image, resizes: bool) -> int:
+        side, (width, height) = self._processor.patch_size, image.size
+        if resizes:
+            width, height = resized(self._processor, width, height)
+        return (width // side) * (height // side)
+
+
+def _batches(images: Sequence[Image.Image]) -> Iterator[Sequence[Image.Image]]:
+    """Images in their order, those that follow each other together."""
+    before = accumulate((image.width * image.height for image in images), initial=0)
+    numbers = [pixels // _BATCH_PIXELS for pixels in before][: len(images)]
+    cuts = [place for place, (one, two) in enumerate(pairwise(numbers), 1) if one != two]
+    for start, stop in pairwise([0, *cuts, len(images)]):
+        yield images[start:stop]
+
+
+def tower_device(model: Any) -> torch.device | None:
+    """The GPU of a model's audio tower, where features are made; None if the tower is elsewhere."""
+    device = next(model.get_encoder(modality="audio").parameters()).device
+    return device if device.type == "cuda" else None
+
+
+def make_features_in_model(model: Any, extractor: Any) -> None:
+    """Let a model take samples, with the first feature extractor that it is given.
+
+    Args:
+        model: its forward takes input_features and feature_attention_mask by name.
+        extractor: of its processor.
+    """
+    if hasattr(model, "_oscar_extractor"):
+        return
+    model._oscar_extractor = extractor
+    model.register_forward_pre_hook(_make, with_kwargs=True)
+
+
+def _make(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args, with_features(model, kwargs)
+
+
+def with_features(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a model's forward, with features instead of samples."""
+    found = dict(inputs)
+    if SAMPLES in found:
+        found |= _features(model._oscar_extractor, found.pop(SAMPLES), tower_device(model))
+    return found
+
+
+def _features(
+    extractor: WhisperFeatureExtractor,
+    recordings: Sequence[torch.Tensor],
+    device: torch.device | None,
+) -> dict[str, torch.Tensor]:
+    """Features of each recording as if it were alone, padded to the longest, and their mask.
+
+    Args:
+        extractor: makes them.
+        recordings: (n,) float32 samples of each, on the CPU.
+        device: None for the CPU.
+
+    Returns:
+        (recordings, channels, frames) float32 and (recordings, frames) int32.
+    """
+    frames = [len(recording) // extractor.hop_length for recording in recordings]
+    shape = len(frames), extractor.feature_size, max(frames)
+    features = torch.zeros(shape, device=device)
+    mask = torch.zeros(len(frames), max(frames), dtype=torch.int32, device=device)
+    for index, (recording, count) in enumerate(zip(recordings, frames, strict=True)):
+        made = getattr(extractor, _EXTRACT)(recording[None].numpy(), str(features.device))
+        features[index, :, :count] = torch.from_numpy(made[0])
+        mask[index, :count] = 1
+    return {"input_features": features, "feature_attention_mask": mask}
+
+
+def can_defer(model: Any, extractor: Any, recordings: Iterable[Audio]) -> bool:
+    """Whether a prompt may have samples of these recordings, and the model make the features that
+    this extractor would."""
+    alike = extractor is model._oscar_extractor and isinstance(extractor, WhisperFeatureExtractor)
+    short = all(len(one.samples) <= _MAX_SAMPLES for one in recordings)
+    return alike and hasattr(extractor, _EXTRACT) and short and tower_device(model) is not None
+
+
+class DeferredFeatures:
+    """Stands for a feature extractor: gives samples for features, and the mask of the features."""
+
+    def __init__(self, extractor: WhisperFeatureExtractor) -> None:
+        self._extractor = extractor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._extractor, name)
+
+    def __call__(self, recordings: Sequence[np.ndarray], **options: Any) -> BatchFeature:
+        """(1, samples) float32 and (1, frames) int32 of one recording."""
+        [samples] = recordings
+        mask = np.ones((1, len(samples) // self._extractor.hop_length), np.int32)
+        found = {"input_features": samples[None], "attention_mask": mask}
+        return BatchFeature(found, tensor_type=options.get("return_tensors"))
+
+
+def as_samples(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a processor makes of a medium by ``DeferredFeatures``, as arguments of a model."""
+    found = dict(inputs)
+    if "input_features" in found:
+        del found["feature_attention_mask"]
+        found[SAMPLES] = [*found.pop("input_features")]
+    return found

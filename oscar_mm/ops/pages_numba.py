@@ -1,0 +1,288 @@
+"""Pages as loops for CPUs see them: where codes and numbers are, and unpack by such loops.
+
+A vector has 16 words of a plane of codes, and a place in a word means the same for all of them (see
+``oscar_mm.pages.fragments``). Planes become words of eight codes, of 4 bits each; the number of a
+code's place has three bits, k2 k1 k0. Of keys a lane has two tokens: k1 tells which, k2 and k0 tell
+the channel. Of values k0 tells the channel, k2, k1 and the lane tell the token.
+
+``unpack_on_cpu`` is compiled by numba; its arithmetic is that of ``oscar_mm.quant``, a vector at a
+time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from oscar_mm.kernels.numba_vectors import LANES, compiled, read_floats, rotate_vector, shares
+from oscar_mm.kernels.run_parallel import run_parallel
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+
+if TYPE_CHECKING:
+    from oscar_mm.ops.unpack import Sides, UnpackArguments
+
+TILE = 16
+"""Tokens."""
+TILES = PAGE_TOKENS // TILE
+GROUPS = 8
+"""Groups of words in a tile."""
+
+
+class CodesLayout(NamedTuple):
+    """Where the codes of keys or of values are in a head, in 32-bit words.
+
+    Attributes:
+        start: first word of the plane of low bits.
+        high: first word of the plane of high bits; 0 where there is none.
+        steps: runs of a tile's words; a run has the words of 8 groups.
+        words: words of a group in a run: 8 or 16.
+        parts: words of eight codes that a word becomes: 1, or 2 (its even and its odd codes).
+        mask: places of the low bits in a word of eight codes.
+        channels: of keys (head_dim,): for each run, word, part, k2 and k0 the channel. Of values
+            (sums,): for each run, vector, part, k0 and lane.
+        scales: of values (runs, scales, 16) float32: 1 for the scale of a lane's channels, else 0.
+    """
+
+    start: int
+    high: int
+    steps: int
+    words: int
+    parts: int
+    mask: int
+    channels: np.ndarray
+    scales: np.ndarray
+
+
+class PageLayout(NamedTuple):
+    """A page as the loops see it.
+
+    Attributes:
+        head_words: 32-bit words of a KV head.
+        keys, values: their codes.
+        key_numbers: (KV heads, n) uint32: where the float16 numbers of a head's keys are in a page,
+            in natural order: scales, zeros, center and norms, the last two where there are any.
+        value_numbers: (KV heads, 2 * n) uint32: of values, scales and zeros, each group by group.
+        has_center, has_norms: whether there are.
+        key_group: tokens that share the scales of channels; 0 where each token has its own.
+        value_group: channels of a value's scale.
+    """
+
+    head_words: int
+    keys: CodesLayout
+    values: CodesLayout
+    key_numbers: np.ndarray
+    value_numbers: np.ndarray
+    has_center: bool
+    has_norms: bool
+    key_group: int
+    value_group: int
+
+
+@lru_cache(maxsize=64)
+def page_layout(page_format: PageFormat) -> PageLayout | None:
+    """The layout of pages in the order of fragments; None for others."""
+    if not page_format.in_fragments or page_format.value_group % 32:
+        return None
+    heads = page_format.kv_heads
+    by_group = page_format.number_places("value_scales", "value_zeros")
+    by_group = by_group.reshape(heads, 2, PAGE_TOKENS, -1).transpose(0, 1, 3, 2)
+    return PageLayout(
+        head_words=page_format.head_bytes // 4,
+        keys=_codes_layout(page_format, "key"),
+        values=_codes_layout(page_format, "value"),
+        # Unsigned: numba takes care of negative indices.
+        key_numbers=page_format.number_places("key_scales", "key_zeros", "center", "norms").astype(
+            np.uint32
+        ),
+        value_numbers=by_group.reshape(heads, -1).astype(np.uint32),
+        has_center=page_format.center,
+        has_norms=page_format.token_scaling is not None,
+        key_group=0 if page_format.by_token else page_format.key_group,
+        value_group=page_format.value_group,
+    )
+
+
+@lru_cache(maxsize=64)
+def plain_layout(page_format: PageFormat) -> tuple[Any, ...]:
+    """A layout in tuples without names, which numba takes 20 microseconds faster."""
+    layout = page_layout(page_format)
+    assert layout is not None
+    return layout.head_words, tuple(layout.keys), tuple(layout.values), *layout[3:]
+
+
+def _codes_layout(page_format: PageFormat, side: str) -> CodesLayout:
+    """Codes of keys or of values."""
+    (name, _, bits), *high = page_format.planes(f"{side}_codes")
+    head_dim, group = page_format.head_dim, page_format.value_group
+    parts = 4 // bits
+    of_lane = head_dim * bits // 64  # words
+    steps = -(-of_lane // 4)
+    stored = page_format.orders[name].elements().numpy() % head_dim
+    # run, word, k2, k1, k0, part of the first tile
+    stored = stored.reshape(TILES, steps, -1, 2, 2, 2, parts)[0]
+    words = stored.shape[1] // GROUPS
+    scales = np.zeros((0, 0, LANES), np.float32)
+    if side == "key":
+        channels = stored[:, :words, :, 0].transpose(0, 1, 4, 2, 3)
+    else:
+        by_vector = stored[:, :, 0, 0].reshape(steps, -1, LANES, 2, parts)
+        channels = by_vector.transpose(0, 1, 4, 3, 2)
+        of_lane = by_vector[:, 0, :, 0, 0] // group
+        scales = of_lane[:, None] == np.arange(head_dim // group)[:, None]
+    fields = page_format.fields
+    return CodesLayout(
+        start=fields[name].offset // 4,
+        high=fields[high[0][0]].offset // 4 if high else 0,
+        steps=steps,
+        words=words,
+        parts=parts,
+        mask=0x33333333 if parts == 2 else 0xFFFFFFFF,
+        channels=channels.ravel(),
+        scales=np.ascontiguousarray(scales, np.float32),
+    )
+
+
+class _Side(NamedTuple):
+    """How keys or values are read.
+
+    Attributes:
+        group: channels of a scale.
+        places: (planes, 128, n) int64: which bytes of a head have a token's codes.
+        counts: (planes, 2) int64: of a token's bytes, and of the codes of a byte.
+        codes: (planes, 256, 8) float32: what the codes of a byte add to a token's.
+        elements: (planes, d) int64: which of a token's codes in a plane a channel has.
+        numbers: (KV heads, 2, 128, groups) int64: where scales and zeros are, in units of two
+            bytes.
+        center: (KV heads, d) int64: where the center is, in the same units; empty without one.
+    """
+
+    group: int
+    places: np.ndarray
+    counts: np.ndarray
+    codes: np.ndarray
+    elements: np.ndarray
+    numbers: np.ndarray
+    center: np.ndarray
+
+    @classmethod
+    def of(cls, page_format: PageFormat, name: str) -> _Side:
+        """Where a page has its keys (name "key") or its values ("value")."""
+        planes, head_dim = page_format.planes(f"{name}_codes"), page_format.head_dim
+        places = np.zeros((len(planes), PAGE_TOKENS, head_dim), np.int64)
+        counts = np.zeros((len(planes), 2), np.int64)
+        codes = np.zeros((len(planes), 256, 8), np.float32)
+        elements = np.zeros((len(planes), head_dim), np.int64)
+        for plane, (field, first, width) in enumerate(planes):
+            per_byte, offset = 8 // width, page_format.fields[field].offset
+            of_tokens, channels = (x.numpy() for x in page_format.token_elements(field))
+            if (channels != channels[0]).any():
+                raise ValueError(f"{field}: tokens have their channels in other orders")
+            counts[plane] = head_dim // per_byte, per_byte
+            places[plane, :, : counts[plane, 0]] = offset + of_tokens[:, ::per_byte] * width // 8
+            shifts = width * np.arange(per_byte)
+            found = np.arange(256)[:, None] >> shifts & (1 << width) - 1
+            codes[plane, :, :per_byte] = found << first
+            elements[plane] = np.argsort(channels[0])
+        heads, is_key = page_format.kv_heads, name == "key"
+        numbers = page_format.number_places(f"{name}_scales", f"{name}_zeros")
+        none = np.zeros((heads, 0), np.int64)
+        return cls(
+            group=page_format.key_group if is_key else page_format.value_group,
+            places=places,
+            counts=counts,
+            codes=codes,
+            elements=elements,
+            numbers=numbers.reshape(heads, 2, PAGE_TOKENS, -1),
+            center=page_format.number_places("center") if page_format.center and is_key else none,
+        )
+
+
+@lru_cache(maxsize=64)
+def _sides(page_format: PageFormat) -> tuple[tuple[Any, ...], ...]:
+    """Keys' and values', in tuples without names, which numba takes faster."""
+    return tuple(_Side.of(page_format, "key")), tuple(_Side.of(page_format, "value"))
+
+
+def reads(page_format: PageFormat) -> bool:
+    """Whether there are loops for pages of a format."""
+    return page_format.by_token and page_format.in_fragments
+
+
+@torch.no_grad()
+def unpack_on_cpu(arguments: UnpackArguments) -> Sides:
+    """``unpack``, see ``oscar_mm.ops.unpack.UnpackArguments``; of pages that ``reads`` takes."""
+    page_format, sigma, slots = arguments.page_format, arguments.sigma, arguments.slots.numpy()
+    heads, head_dim = page_format.kv_heads, page_format.head_dim
+    sigma = torch.ones(1, head_dim) if sigma is None else sigma
+    balancing = sigma.expand(heads, -1).contiguous().numpy()
+    results = np.empty((2, heads, len(slots), PAGE_TOKENS, head_dim), np.float32)
+    pages = arguments.pages.numpy()
+    given = pages, pages.view(np.uint16), page_format.head_bytes, balancing, arguments.rotate
+    run_parallel(
+        [
+            (_unpack, results, slots, part, *_sides(page_format), *given)
+            for part in shares(np.arange(2 * heads * len(slots)))
+        ]
+    )
+    keys, values = torch.from_numpy(results).to(arguments.dtype)
+    return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+@compiled
+def _unpack(
+    results,
+    slots,
+    tasks,
+    plain_key_side,
+    plain_value_side,
+    pages,
+    halves,
+    head_bytes,
+    balancing,
+    rotate,
+):
+    """Write (sides, KV heads, n, 128, head_dim) results; arrays as in ``unpack_on_cpu``."""
+    key_side, value_side = _Side(*plain_key_side), _Side(*plain_value_side)
+    heads, head_dim = balancing.shape
+    count = len(slots)
+    center = np.empty(head_dim, np.float32)
+    raw = np.empty((2, head_dim + 8), np.float32)
+    for task in tasks:
+        is_value, head, page = task // (heads * count), task // count % heads, task % count
+        side = value_side if is_value else key_side
+        slot, start = slots[page], head * head_bytes
+        groups, planes = head_dim // side.group, len(side.places)
+        numbers = np.empty((2, groups), np.float32)
+        has_center = side.center.shape[1] > 0
+        read_floats(halves[slot], side.center[head], center[: side.center.shape[1]])
+        for token in range(PAGE_TOKENS):
+            for plane in range(planes):
+                of_plane, width = side.counts[plane]
+                for index in range(of_plane):
+                    byte = pages[slot, start + side.places[plane, token, index]]
+                    # Eight at a time; those that are too many are written over.
+                    for code in range(8):
+                        raw[plane, index * width + code] = side.codes[plane, byte, code]
+            for number in range(2):
+                read_floats(halves[slot], side.numbers[head, number, token], numbers[number])
+            vector = results[is_value, head, page, token]
+            for channel in range(head_dim):
+                vector[channel] = raw[0, side.elements[0, channel]]
+            if planes > 1:
+                for channel in range(head_dim):
+                    vector[channel] += raw[1, side.elements[1, channel]]
+            for group in range(groups):
+                scale, zero = abs(numbers[0, group]), numbers[1, group]
+                for channel in range(group * side.group, (group + 1) * side.group):
+                    vector[channel] = vector[channel] * scale + zero
+            if has_center and halves[slot, side.numbers[head, 0, token, 0]] >> 15:
+                for channel in range(head_dim):
+                    vector[channel] += center[channel]
+            if rotate:
+                rotate_vector(vector)
+            if not is_value:
+                for channel in range(head_dim):
+                    vector[channel] *= balancing[head, channel]

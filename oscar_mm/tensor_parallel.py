@@ -1,0 +1,106 @@
+"""Ranks: the processes among which the heads of a model are divided (tensor parallelism)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
+
+import torch
+from torch import distributed, nn
+
+from oscar_mm.errors import InputError
+from oscar_mm.policy import KVPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor: each rank has a part or a copy of it."""
+    # Not by its class: the import takes a while, and models in one process need not wait for it.
+    return type(tensor) is not nn.Parameter and hasattr(tensor, "to_local")
+
+
+@overload
+def local_shard(tensor: torch.Tensor) -> torch.Tensor: ...
+@overload
+def local_shard(tensor: None) -> None: ...
+def local_shard(tensor: Any) -> torch.Tensor | None:
+    """This rank's part of a DTensor; any other tensor, or None, unchanged."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+@dataclass(frozen=True)
+class TPGroup:
+    """Number of processes, and the rank of this one.
+
+    Each rank holds the keys and values of its own heads. All ranks get the same requests, in the
+    same order.
+
+    Attributes:
+        count: number of ranks, 1 for a model that is not divided.
+        rank: number of this rank, from 0.
+        group: process group of ``torch.distributed``; None for one process.
+    """
+
+    count: int = 1
+    rank: int = 0
+    group: Any = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> TPGroup:
+        """Ranks among which transformers has divided a model, or a part of it."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        for weight in model.parameters():
+            if is_dtensor(weight):
+                mesh = weight.device_mesh
+                return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group())
+        return cls()
+
+    def check(self, policy: KVPolicy) -> None:
+        """Refuse a policy that needs the keys of other ranks' heads.
+
+        Raises:
+            InputError: the policy has one norm for a token's keys of all heads.
+        """
+        if self.count > 1 and policy.token_scaling == "shared":
+            raise InputError(
+                f"policy: token_scaling='shared' is one norm over all heads, which are on "
+                f"{self.count} ranks here: take policy 'channel', or the same policy with "
+                "token_scaling='per_head'"
+            )
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite the tensor of every rank with rank 0's."""
+        if self.count > 1:
+            distributed.broadcast(tensor, group=self.group, group_src=0)
+
+    def all_min(self, number: int, device: torch.device) -> int:
+        """The smallest number of all ranks; one rank alone does not wait for the device."""
+        if self.count == 1:
+            return number
+        tensor = torch.tensor(number, device=device)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MIN, group=self.group)
+        return int(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Write the sum of all ranks' tensors into each, the same to the last bit."""
+        if self.count > 1:
+            distributed.all_reduce(tensor, group=self.group)
+
+    def all(self, holds: bool, device: torch.device) -> bool:
+        """Whether something holds on every rank; ``device`` carries the ranks' messages."""
+        return bool(self.all_min(int(holds), device))
+
+    def path(self, path: str | Path) -> Path:
+        """This rank's own file: for ``chat.safetensors``, ``chat.0-of-2.safetensors``."""
+        path = Path(path)
+        if self.count == 1:
+            return path
+        return path.with_name(f"{path.stem}.{self.rank}-of-{self.count}{path.suffix}")
+
+    def __str__(self) -> str:
+        """Like "rank 0 of 2"."""
+        return f"rank {self.rank} of {self.count}"

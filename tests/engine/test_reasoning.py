@@ -1,0 +1,126 @@
+"""Reasoning and text of a thinking model's answer, told apart as their tokens come."""
+
+import pytest
+import torch
+
+from oscar_mm import OscarCache
+from oscar_mm.engine.answer import (
+    Answer,
+    AnswerStream,
+    OutputProcessor,
+    Reasoning,
+    ReasoningSpan,
+)
+from oscar_mm.engine.sampling import Sampling
+from oscar_mm.engine.think_tokens import ThinkTokens
+from tests.tiny import qwen_tokenizer
+from tests.tiny_qwen3_vl import THINK
+
+OPENED = "<|im_start|>assistant\n<think>\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = qwen_tokenizer(400)
+    made.add_tokens(list(THINK))
+    return made
+
+
+@pytest.fixture(scope="module")
+def thinks(tokenizer) -> ThinkTokens:
+    return ThinkTokens.of(tokenizer)
+
+
+def ids(tokenizer, text: str) -> torch.Tensor:
+    return torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long)
+
+
+def written(tokenizer, said: str, prompt: str = OPENED, **how) -> tuple[OutputProcessor, list[str]]:
+    thinks = ThinkTokens.of(tokenizer)
+    writer = OutputProcessor(tokenizer, Sampling(**how), 0.0, thinks, ids(tokenizer, prompt))
+    pieces = []
+    for token in ids(tokenizer, said)[: how.get("max_new_tokens")].tolist():
+        if not writer.stopped:
+            pieces += writer.push(token)
+    pieces += writer.finish()
+    return writer, pieces
+
+
+def answer(writer: OutputProcessor) -> Answer:
+    return writer.answer(OscarCache("bf16").memory(), 7)
+
+
+def joined(pieces: list[str], kind: type[str]) -> str:
+    return "".join(piece for piece in pieces if piece and type(piece) is kind)
+
+
+def test_think_tokens(tokenizer, thinks) -> None:
+    assert ThinkTokens.of(qwen_tokenizer(400)) is None
+    assert thinks.opened(ids(tokenizer, "Why?<|im_end|>\n" + OPENED)) == 2
+    assert thinks.opened(ids(tokenizer, "<|im_start|>assistant\n")) == 0
+    assert thinks.opened(ids(tokenizer, OPENED + "\n</think>\n\n")) == 0
+    assert thinks.opened(ids(tokenizer, "<think>" + "Say what was on the sign. " * 9)) == 0
+
+
+@pytest.mark.parametrize("prompt", [OPENED, "<|im_start|>assistant\n"])
+def test_reasoning_and_text_are_apart(tokenizer, prompt: str) -> None:
+    """Whether the template opens the reasoning or the model does."""
+    begun = "" if prompt == OPENED else "<think>\n"
+    said = f"{begun}\nIt is a sign.\n\nOr not?\n</think>\n\nThe sign\n says:\n</think>"
+    writer, pieces = written(tokenizer, said, prompt)
+    whole = answer(writer)
+    assert whole.reasoning == "It is a sign.\n\nOr not?" == joined(pieces, Reasoning)
+    assert whole.text == "The sign\n says:\n</think>" == joined(pieces, str) == writer.text
+    assert whole.token_ids == ids(tokenizer, said).tolist()
+    assert whole.finish_reason == "stop"
+    opened = 2 if prompt == OPENED else 0
+    text = len(ids(tokenizer, whole.text))
+    assert writer.reasoning_span == ReasoningSpan(
+        whole.reasoning, opened, len(whole.token_ids) - text
+    )
+
+
+def test_a_stop_text_ends_the_text_only(tokenizer) -> None:
+    said = "A sign.\n\nIt says so.\n</think>\n\nThe sign.\n\nIt is"
+    for stop, text in (("sign", "The "), ("\n\n", "The sign.")):
+        whole = answer(written(tokenizer, said, stop=stop)[0])
+        assert (whole.reasoning, whole.text) == ("A sign.\n\nIt says so.", text)
+        assert whole.finish_reason == "stop"
+
+
+def test_the_least_length_counts_the_reasoning(tokenizer) -> None:
+    said = "A sign.\n</think>\n\nThe sign. The sign"
+    before = len(ids(tokenizer, "A sign.\n</think>\n\nThe sign"))
+    for least, text in ((before - 1, "The "), (before, "The sign. The ")):
+        assert answer(written(tokenizer, said, stop="sign", min_tokens=least)[0]).text == text
+
+
+def test_reasoning_that_was_cut(tokenizer) -> None:
+    said = "It is a sign.\n</think>\n\nThe sign"
+    count = len(ids(tokenizer, "It is a sign."))
+    writer, pieces = written(tokenizer, said, max_new_tokens=count)
+    whole = answer(writer)
+    assert (whole.text, whole.reasoning) == ("", "It is a sign.")
+    assert whole.finish_reason == "length" and joined(pieces, str) == ""
+    whole = answer(written(tokenizer, said, max_new_tokens=count + 3)[0])
+    assert (whole.text, whole.reasoning, whole.finish_reason) == ("", "It is a sign.", "length")
+    silent = answer(written(tokenizer, "It is.\n</think>\n\n")[0])
+    assert (silent.text, silent.reasoning, silent.finish_reason) == ("", "It is.", "stop")
+
+
+def test_others_do_not_reason(tokenizer) -> None:
+    said = "The <think> sign </think> says"
+    writer, pieces = written(tokenizer, said, "<|im_start|>assistant\n")
+    assert writer.reasoning_span is None and answer(writer).reasoning is None
+    assert answer(writer).text == said == joined(pieces, str)
+
+
+def test_a_stream_gives_text_alone_or_all(tokenizer) -> None:
+    writer, pieces = written(tokenizer, "A sign.\n</think>\n\nIt says so.")
+    whole = answer(writer)
+    stream = AnswerStream(iter([*pieces, whole]))
+    assert "".join(stream) == "It says so." and stream.result is whole
+    stream = AnswerStream(iter([*pieces, whole]))
+    all_of_them = list(stream.with_reasoning())
+    assert joined(all_of_them, Reasoning) == "A sign." and "" not in all_of_them
+    assert joined(all_of_them, str) == "It says so." and stream.result is whole

@@ -1,0 +1,65 @@
+"""Warm-up: what is captured before the first request is not captured while others come."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.engine import decode_runner
+from oscar_mm.engine.warm_up import warm_up
+from oscar_mm.fast_decode import graph_runner
+from tests.engine.engine import SHORT, alone, empty, loaded, made, together
+from tests.fast_decode.test_decode_steps import Repeat
+
+ROWS = 14
+"""Of a batch of 16."""
+
+
+@pytest.fixture
+def repeat(monkeypatch) -> Repeat:
+    """Captures steps, in pools that stay where they are, as those of a GPU do."""
+    monkeypatch.setattr(PageStore, "version", 0)
+    repeat = Repeat()
+    steps = partial(graph_runner.GraphRunner, record=repeat)
+    monkeypatch.setattr(decode_runner, "GraphRunner", steps)
+    return repeat
+
+
+@pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
+def test_no_step_is_captured_after_it(qwen3_vl_folder, repeat, policy) -> None:
+    pipe = loaded(qwen3_vl_folder, policy, kv_budget="20MB", prefix_cache="1MB")
+    warm_up(pipe.engine, ROWS)
+    assert empty(pipe) and pipe.prefixes.hits == pipe.prefixes.misses == 0
+    captures = repeat.captures
+    assert captures == len([1, 2, 4, 8, 12, 16])
+    prompts: Sequence[str] = (SHORT * 4)[:ROWS]
+    found = together(pipe, [made(pipe, prompt) for prompt in prompts])
+    for count in range(1, ROWS + 1):
+        together(pipe, [made(pipe, prompt, max_new_tokens=4) for prompt in prompts[:count]])
+    assert repeat.captures == captures
+    assert found == (alone(pipe) * 4)[:ROWS]
+
+
+def test_nothing_runs_where_steps_are_eager(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder)
+    steps = []
+    pipe.model.register_forward_pre_hook(lambda *_: steps.append(1))
+    warm_up(pipe.engine, ROWS)
+    assert not steps
+
+
+def test_a_small_budget_warms_up_what_it_has_room_for(qwen3_vl_folder, repeat) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget="1MB")
+    warm_up(pipe.engine, ROWS)
+    assert repeat.captures and empty(pipe)
+
+
+def test_an_error_is_logged(qwen3_vl_folder, repeat, monkeypatch, caplog) -> None:
+    pipe = loaded(qwen3_vl_folder)
+    with monkeypatch.context() as broken:
+        for name in ("prefill_batch", "read_in_chunks"):
+            broken.setattr(pipe.engine.reader, name, lambda *_, **__: 1 / 0)
+        warm_up(pipe.engine, ROWS)
+    assert "division by zero" in caplog.text
+    assert empty(pipe) and together(pipe, [made(pipe, SHORT[0])])
