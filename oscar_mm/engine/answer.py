@@ -1,4 +1,4 @@
-"""Answer: text, reasoning, tokens, memory and timings, made in pieces from tokens as they come."""
+"""Answer of a request, and the streaming detokenizer and output processor that build it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from oscar_mm.engine.sampling import Sampling
 
 _CONTEXT = 8
-"""Tokens that are decoded once more with every new token, unless they have no text yet."""
+"""Tokens decoded again with every new token; more while the newest tokens have no text yet."""
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Where the time of a request went.
+    """Timings of a request.
 
     Attributes:
         prefill_s: seconds from the request to its first token: media, towers and prompt.
@@ -47,26 +47,26 @@ class Timings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a pipeline returns.
+    """Result of a request.
 
     Attributes:
-        text: the answer; empty where the reasoning was not complete.
-        token_ids: its tokens, those of the reasoning included, without the end token.
-        memory: bytes of the KV cache at the end.
-        timings: seconds of its parts.
-        finish_reason: "stop" (end token or stop text), "tool_calls" (there are some, and the answer
-            is complete) or "length" (max_new_tokens).
-        prompt_tokens: tokens of the prompt, media included.
+        text: the answer; empty if the reasoning is incomplete.
+        token_ids: tokens of reasoning and answer, without the end token.
+        memory: memory report of the KV cache at the end.
+        timings: prefill and decode times in seconds.
+        finish_reason: "stop" (end token or stop string), "tool_calls" (the complete answer contains
+            some) or "length" (max_new_tokens).
+        prompt_tokens: tokens of the prompt, including media.
         speech: (samples,) float32, mono, the spoken answer; None without ``speak``.
         sample_rate: samples per second of ``speech``.
-        tool_calls: calls of tools that were offered, which are not in ``text``.
-        reasoning: what a thinking model wrote before the answer; None where it did not think.
-        reasoning_tokens: of ``token_ids``, those before the text.
-        cached_tokens: tokens of the prompt that the prefix cache held.
-        logprobs: of each of ``token_ids``; None without ``logprobs``.
+        tool_calls: calls of the offered tools, which are not in ``text``.
+        reasoning: text a thinking model wrote before the answer; None if it did not think.
+        reasoning_tokens: number of ``token_ids`` before the text.
+        cached_tokens: prompt tokens taken from the prefix cache.
+        logprobs: log-probabilities of ``token_ids``; None unless requested.
         prompt_logprobs: log-probabilities of the prompt's tokens except the first; None if they
             were not requested.
-        stop_text: the stop text that ended the answer; None if something else did.
+        stop_text: stop string that ended the answer; None if something else did.
     """
 
     text: str
@@ -86,20 +86,20 @@ class Answer:
     stop_text: str | None = None
 
     def __str__(self) -> str:
-        """The text."""
+        """Return the text."""
         return self.text
 
 
 class AnswerStream:
-    """Iterator over the pieces of an answer; ``result`` is the answer when they are exhausted.
+    """Iterator over the text pieces of an answer; ``result`` is the answer once it is exhausted.
 
-    A thinking model's reasoning is passed over; ``with_reasoning`` gives its pieces too, and
-    ``pieces`` those of tool calls besides. ``async for`` yields the same pieces in a coroutine, see
+    It skips the reasoning of a thinking model. ``with_reasoning`` includes it, and ``pieces`` also
+    includes tool calls. ``async for`` yields the same pieces in a coroutine, see
     ``oscar_mm.engine.async_pieces.AsyncPieces``.
 
     Args:
-        pieces: a generator of the pieces and then the complete answer.
-        cancel: ends the answer from any thread; without it the answer ends at its next piece.
+        pieces: generator of the pieces, followed by the complete answer.
+        cancel: ends the answer, from any thread; without it the answer ends at its next piece.
         taken: called with the thread that reads the pieces for a coroutine.
     """
 
@@ -115,11 +115,11 @@ class AnswerStream:
         self._result: Answer | None = None
 
     def __iter__(self) -> AnswerStream:
-        """Itself."""
+        """Return the iterator itself."""
         return self
 
     def __next__(self) -> str:
-        """The next piece of text, not empty."""
+        """Return the next non-empty piece of text."""
         for piece in self.with_reasoning():
             if not isinstance(piece, Reasoning):
                 return piece
@@ -134,13 +134,13 @@ class AnswerStream:
         return AsyncPieces(self.pieces(), self._cancel, self._taken)
 
     def with_reasoning(self) -> Iterator[str]:
-        """The pieces of text that are left, none empty; of the reasoning they are ``Reasoning``."""
+        """Yield the remaining non-empty pieces of text, the reasoning as ``Reasoning``."""
         for piece in self.pieces():
             if isinstance(piece, str):
                 yield piece
 
     def pieces(self) -> Iterator[Piece]:
-        """All pieces that are left, none empty; those of tool calls are ``ToolCallDelta``."""
+        """Yield all remaining non-empty pieces, tool calls as ``ToolCallDelta``."""
         for piece in self._pieces:
             if isinstance(piece, Answer):
                 self._result = piece
@@ -151,13 +151,13 @@ class AnswerStream:
                 yield piece
 
     def complete(self) -> Answer:
-        """The answer, after the pieces that are left have been passed over."""
+        """Consume the remaining pieces and return the answer."""
         for _ in self.with_reasoning():
             pass
         return self.result
 
     def close(self) -> None:
-        """End the answer here; does nothing where it has ended."""
+        """End the answer now; no effect if it has ended."""
         self._pieces.close()
 
     def _end_soon(self) -> None:
@@ -165,23 +165,23 @@ class AnswerStream:
 
     @property
     def result(self) -> Answer:
-        """The answer, once the pieces are exhausted."""
+        """The complete answer; raises RuntimeError before the pieces are exhausted."""
         if self._result is None:
             raise RuntimeError("the answer is not complete: iterate over the stream first")
         return self._result
 
 
 class OutputProcessor:
-    """Makes an ``Answer`` from tokens as they come, and from their times.
+    """Builds an ``Answer`` from tokens as they arrive: detokenizer, stop strings and parsers.
 
     Args:
-        tokenizer: of the model.
-        sampling: says what ends the answer; ``stop`` is looked for in the text alone.
-        start: ``time.perf_counter()`` when the request came.
-        thinks: the tokens between which the model reasons; None if it has none.
-        prompt: (tokens,) ids of the prompt, which may begin the reasoning.
-        tools: that are offered; the text after the reasoning may hold calls of them.
-        continues: whether the text continues that of the prompt.
+        tokenizer: tokenizer of the model.
+        sampling: sampling options; ``stop`` applies to the text only, not to the reasoning.
+        start: ``time.perf_counter()`` at the arrival of the request.
+        thinks: tokens that enclose reasoning; None if the model has none.
+        prompt: (tokens,) ids of the prompt, which may open the reasoning.
+        tools: offered tools; their calls are parsed out of the text after the reasoning.
+        continues: whether the text continues the last text of the prompt.
 
     Attributes:
         token_ids: the tokens so far.
@@ -208,7 +208,7 @@ class OutputProcessor:
         self._text = self._detokenizer(before=before)
         self._reasoning: Detokenizer | None = None
         self._reasons: Detokenizer | None = None
-        """Set as long as the model reasons."""
+        """Set while the model is reasoning."""
         self._opened = 0 if thinks is None or prompt is None else thinks.opened(prompt)
         if self._opened:
             self._begin_reasoning()
@@ -218,7 +218,7 @@ class OutputProcessor:
 
     @property
     def text(self) -> str:
-        """The text that was given out so far."""
+        """The text returned so far."""
         return self._text.text if self._calls is None else self._calls.text
 
     @property
@@ -228,13 +228,12 @@ class OutputProcessor:
 
     @property
     def says(self) -> bool:
-        """Whether there is text or a tool call so far."""
+        """Whether there is any text or tool call so far."""
         return bool(self.text or self.tool_calls)
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text or the last of the tool calls has occurred, after which nothing more
-        is to be pushed."""
+        """Whether a stop string or the last allowed tool call has occurred; push no more tokens."""
         return self._text.stopped or (self._calls is not None and self._calls.complete)
 
     @property
@@ -246,17 +245,19 @@ class OutputProcessor:
         return ReasoningSpan(self._reasoning.text.rstrip("\n"), self._opened, tokens)
 
     def push(self, token: int) -> list[Piece]:
-        """Take a token; at least one piece of what is now certain, perhaps empty, the reasoning's
-        as ``Reasoning``."""
+        """Add a token and return at least one piece, perhaps empty, of text that is now final.
+
+        Pieces of reasoning are ``Reasoning``.
+        """
         return self._with_calls(self._push(token)) or [""]
 
     def finish(self) -> list[Piece]:
-        """The end of the text, which waited for more tokens."""
+        """Return the end of the text, which was withheld until now."""
         pieces = self._with_calls(self._finish())
         return pieces if self._calls is None else pieces + self._calls.finish()
 
     def _with_calls(self, text: str) -> list[Piece]:
-        """A piece of text as text and tool calls."""
+        """Split a piece of text into text and tool calls."""
         if self._calls is None or isinstance(text, Reasoning):
             return [text]
         return self._calls.feed(text)
@@ -281,7 +282,7 @@ class OutputProcessor:
         return self._text.finish()
 
     def answer(self, memory: MemoryReport, prompt_tokens: int, cached_tokens: int = 0) -> Answer:
-        """The answer, after ``finish``."""
+        """Return the answer; call ``finish`` first."""
         count = len(self.token_ids)
         first = self._first or time.perf_counter()
         decode_s = (self._last or first) - first
@@ -315,7 +316,7 @@ class OutputProcessor:
         self._text = self._detokenizer(lead="\n")
 
     def _detokenizer(self, lead: str = "", before: Sequence[int] = ()) -> Detokenizer:
-        """Makes the text of the answer."""
+        """Create the detokenizer of the answer's text."""
         keeps_stop = self._sampling.include_stop_str_in_output
         return Detokenizer(self._tokenizer, self._stop, lead, before, keeps_stop=keeps_stop)
 
@@ -326,7 +327,7 @@ class OutputProcessor:
         return self._without_last_breaks(reasoning.finish())
 
     def _without_last_breaks(self, text: str) -> Reasoning:
-        """A piece of reasoning; line breaks at its end wait for what comes after them."""
+        """Return a piece of reasoning, withholding trailing line breaks until text follows."""
         whole = self._breaks + text
         piece = whole.rstrip("\n")
         self._breaks = whole[len(piece) :]
@@ -334,19 +335,19 @@ class OutputProcessor:
 
 
 class Detokenizer:
-    """Text of one answer as its tokens come.
+    """Streaming detokenizer of one text.
 
     Args:
-        tokenizer: of the model.
-        stop: text that ends it.
-        lead: characters that are left out at its beginning.
-        before: ids of the tokens that come before it, whose text it continues.
-        keeps_stop: leave the stop text at its end.
+        tokenizer: tokenizer of the model.
+        stop: stop strings.
+        lead: characters stripped from the beginning of the text.
+        before: ids of preceding tokens, whose text this one continues.
+        keeps_stop: include the stop string in the text.
 
     Attributes:
         token_ids: all tokens so far.
-        text: the text given out so far.
-        stop_text: the stop text that occurred; None if none has so far.
+        text: the text returned so far.
+        stop_text: the stop string that occurred; None if none has so far.
     """
 
     def __init__(
@@ -361,9 +362,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop, self._lead, self._keeps_stop = stop, lead, keeps_stop
         self._pending = ""
-        # Text of tokens [0, _decoded) is known. Those from _context on, whose text is _known, are
-        # decoded once more with every new token, because the first token of a text may lose its
-        # leading space.
+        # The text of tokens [0, _decoded) is final. Tokens from _context on, whose text is _known,
+        # are decoded again with every new token, because a tokenizer may strip the leading space of
+        # the first token that it decodes.
         self._context = self._decoded = 0
         self._before = list(before)
         self._known = self._decode(self._before)
@@ -373,15 +374,15 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text has occurred."""
+        """Whether a stop string has occurred."""
         return self.stop_text is not None
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Take a token; the text that is now certain, perhaps empty.
+        """Add a token and return the text that is now final, perhaps empty.
 
         Args:
-            token: the next one.
-            may_stop: look for stop texts; else none is found in the text up to here later either.
+            token: id of the next token.
+            may_stop: search for stop strings; if False, the text so far is never searched.
         """
         self.token_ids.append(token)
         self._take(self._new_text(whole_characters=True))
@@ -393,7 +394,7 @@ class Detokenizer:
         return self._give(len(self._pending) - self._possible_stop())
 
     def finish(self) -> str:
-        """The end of the answer: text that waited, and characters that stay incomplete."""
+        """Return the withheld text, including incomplete characters."""
         if self.stopped:
             return ""
         self._take(self._new_text(whole_characters=False))
@@ -401,7 +402,7 @@ class Detokenizer:
         return self._give(len(self._pending)) if last is None else last
 
     def _up_to_stop(self) -> str | None:
-        """The last text where a stop text ends the answer; None if there is none."""
+        """Return the final text up to the first stop string; None if there is none."""
         found = [
             (place, place + len(stop) * self._keeps_stop, stop)
             for stop in self._stop
@@ -418,11 +419,15 @@ class Detokenizer:
             self._pending = self._pending.lstrip(self._lead)
 
     def _new_text(self, whole_characters: bool) -> str:
-        """Text of the tokens since the last text; none if it may end within a character."""
+        """Return the text of the tokens added since the last call; empty while it may be partial.
+
+        Args:
+            whole_characters: withhold text that ends with an incomplete character.
+        """
         text = self._decode(self._before + self.token_ids[self._context :])
         known = self._known
-        # Not DecodeStream of tokenizers: it raises where bytes that are no UTF-8 change how those
-        # before them are read, as with the byte fallback of Llama and Mistral.
+        # tokenizers.DecodeStream is no option: it raises if invalid UTF-8 changes the decoding of
+        # the bytes before it, as with the byte fallback of Llama and Mistral.
         if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
             return ""
         self._known = text
@@ -436,10 +441,10 @@ class Detokenizer:
         text = self._tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return cast(str, text)  # of one row
+        return cast(str, text)  # A list only for batches.
 
     def _possible_stop(self) -> int:
-        """Characters at the end that may be the beginning of a stop text."""
+        """Return the number of trailing characters that may begin a stop string."""
         return max(
             (
                 size
@@ -464,12 +469,12 @@ class Reasoning(str):
 
 @dataclass(frozen=True)
 class ReasoningSpan:
-    """The reasoning at the beginning of an answer.
+    """Reasoning at the beginning of an answer.
 
     Attributes:
-        text: the reasoning, without line breaks around it.
-        opened: tokens at the end of the prompt that begin it.
-        tokens: of the answer that it takes, with the tokens between reasoning and text.
+        text: the reasoning, without surrounding line breaks.
+        opened: number of tokens at the end of the prompt that open the reasoning.
+        tokens: number of the answer's tokens before the text.
     """
 
     text: str

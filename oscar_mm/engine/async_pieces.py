@@ -33,7 +33,7 @@ class _Taker(Generic[T]):
     def _take(self) -> None:
         error: BaseException | None = None
         try:
-            # After ``leave`` the answer ends soon; read on, so that it is completed as it is.
+            # After ``leave`` the answer ends soon; read to the end, so that it is completed.
             for piece in self._pieces:
                 self._give(piece)
         except BaseException as raised:  # Raised again in the coroutine.

@@ -1,4 +1,4 @@
-"""DecodeRunner: rows that decode together, one more token of each at every step."""
+"""DecodeRunner: decode steps of a batch, one token per row and step."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from oscar_mm.modality import PADDING
 from oscar_mm.tensor_parallel import TPGroup
 
 _CAPTURED = (1, 2, 4, *range(8, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
-"""Numbers of rows of which a step is captured; above the last one its multiples."""
+"""Batch sizes with a captured step; above the last one, its multiples."""
 
 
 class RequestState:
-    """One answer while its tokens are chosen.
+    """Sampling state and output tokens of one request.
 
     Args:
-        sampling: how they are chosen.
-        seen: (tokens,) ids that the row has read, without padding.
-        position: RoPE position of the answer's first token.
-        end_tokens: ids that end the row, if ``sampling`` does not say otherwise.
-        bad_words, thinks: as of ``SamplingState``.
+        sampling: sampling options.
+        seen: (tokens,) ids before the first sampled token, without padding.
+        position: RoPE position of the first sampled token.
+        end_tokens: ids that end the row, unless ``sampling`` says otherwise.
+        bad_words, thinks: see ``SamplingState``.
 
     Attributes:
-        tokens: that were chosen, without the one that ends the row.
-        logprobs: of the tokens, where ``sampling`` asks for them.
-        next_logprob: of the token that is taken next.
-        ended: whether no more are chosen; the last token is not stored then.
-        error: why the row ended; None if nothing went wrong.
+        tokens: sampled tokens, without the end token.
+        logprobs: log-probabilities of the tokens, if ``sampling`` requests them.
+        next_logprob: log-probability of the token taken next.
+        ended: whether the row is finished; its last token is not stored then.
+        error: reason for the failure; None if the row has not failed.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class RequestState:
 
     @property
     def position(self) -> int:
-        """RoPE position of the last token, which the model has not read yet."""
+        """RoPE position of the last token, which is the next model input."""
         return self._first + len(self.tokens) - 1
 
     @property
     def last_comes(self) -> bool:
-        """Whether the next token is the last of ``max_new_tokens``."""
+        """Whether the next token reaches ``max_new_tokens``."""
         return len(self.tokens) + 1 >= self._most
 
     def take(self, token: int) -> None:
-        """Take the token that was chosen next; ``BROKEN`` ends the row with an error."""
+        """Append the token sampled next; ``BROKEN`` ends the row with an error."""
         if token == BROKEN:
             self.fail(FloatingPointError(NAN))
         elif token in self.end_tokens and not self.sampler.sampling.includes(token):
@@ -88,7 +88,7 @@ class RequestState:
                 self.ended = True
 
     def write(self, token: int) -> None:
-        """Called with each token, before the row ends with it."""
+        """Receive each token, before the row ends with it; a hook for subclasses."""
 
     def fail(self, error: BaseException) -> None:
         """End the row with an error."""
@@ -96,16 +96,16 @@ class RequestState:
 
 
 class DecodeRunner:
-    """Rows of a cache that decode together.
+    """Decode steps of a batch, with one sampler and one graph runner per batch size.
 
     Args:
-        model: a model of transformers that generates, with attention "oscar" in its decoder.
-        cache: of the rows.
-        axes: leading axes of position ids, as of ``GraphRunner``.
-        device: of the model's inputs.
+        model: transformers model for generation, with attention "oscar" in its decoder.
+        cache: cache of the rows.
+        axes: leading axes of the position ids, see ``GraphRunner``.
+        device: device of the model's inputs.
 
     Attributes:
-        rows: as they are seated; None for a row that nobody looks at.
+        rows: rows of the batch; None marks padding.
     """
 
     def __init__(
@@ -124,43 +124,45 @@ class DecodeRunner:
 
     @property
     def records(self) -> bool:
-        """Whether steps are captured."""
+        """Whether steps are captured as CUDA graphs."""
         return (next(iter(self._by_size.values()), None) or self._steps(1)).records
 
     def captured_sizes(self, rows: int) -> list[int]:
-        """Numbers of rows, from the largest, of which steps of up to so many answers are captured;
-        none where steps are eager."""
+        """Return the captured batch sizes up to that of ``rows`` requests, largest first.
+
+        Empty if steps run eagerly.
+        """
         most = self.size_for(rows) if self.records else 0
         return [size for size in reversed(_CAPTURED) if size <= most]
 
     def size_for(self, rows: int) -> int:
-        """Rows of the batch that so many answers take: more, where that spares a capture."""
+        """Return the batch size for so many requests, rounded up to a captured size."""
         if not self.records:
             return rows
         fitting = [size for size in _CAPTURED if size >= rows]
         return fitting[0] if fitting else -(-rows // _CAPTURED[-1]) * _CAPTURED[-1]
 
     def set_rows(self, rows: Sequence[RequestState | None]) -> None:
-        """Decode these rows from now on, which are the rows of the cache in this order."""
+        """Set the rows to decode, in the order of the cache's rows."""
         self.rows = list(rows)
         samplers = [None if row is None else row.sampler for row in rows]
         self._choices, self._chosen = Sampler(samplers, self._device, self._ranks), None
 
     def choose(self, logits: torch.Tensor) -> None:
-        """Give each row the first token, from (batch, vocabulary) logits of what it has read."""
+        """Sample the first token of each row from the (batch, vocabulary) logits of its prompt."""
         self._give(self._choices(logits))
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step has been launched."""
+        """Whether the next step is already in flight."""
         steps = self._by_size.get(len(self.rows))
         return self._chosen is not None and steps is not None and steps.is_ahead
 
     def step(self, *, ahead: bool = True) -> None:
-        """Read the last token of each row, and give each the next one.
+        """Decode one token per row.
 
         Args:
-            ahead: launch the step after it too, where that can be foretold.
+            ahead: also launch the following step, if it can be predicted.
         """
         steps, chosen = self._steps(len(self.rows)), self._chosen
         ended = torch.tensor([row is None or row.ended for row in self.rows])
@@ -172,7 +174,7 @@ class DecodeRunner:
         else:
             tokens = chosen.tokens
         chosen = self._choices(steps(tokens, ended))
-        # The device goes on, where it can, while the host waits for the tokens.
+        # Keeps the device busy while the host waits for the tokens.
         if ahead:
             last_comes = torch.tensor([row is None or row.last_comes for row in self.rows])
             steps.ahead(chosen.tokens, ended | last_comes)
@@ -205,23 +207,22 @@ def decode(
     end_tokens: frozenset[int],
     ended: torch.Tensor | None = None,
 ) -> Iterator[list[int | None]]:
-    """Answer a prompt; an iterator of one token per row and step, None for rows that have ended.
+    """Decode a prompt and yield one token per row at each step, None for ended rows.
 
-    The token that ends a row is left out. The cache ends up with prompt and answer, without the
-    last token where max_new_tokens or the caller ends the answer. Answers of a pipeline come from
-    its ``Engine`` instead, whose rows come and go.
+    End tokens are left out. At the end the cache contains prompt and output, without the last token
+    of a row that ``max_new_tokens`` or the caller ended. Pipelines use ``Engine`` instead, whose
+    batch changes between steps.
 
     Args:
-        model: a model of transformers that generates, with attention "oscar" in its decoder.
-        prompt: of one row or several, with padding on the left.
-        cache: holds the past, such as earlier turns.
-        sampling: for all rows, or for each row one.
+        model: transformers model for generation, with attention "oscar" in its decoder.
+        prompt: prompt of one or several rows, padded on the left.
+        cache: may contain a past, such as earlier turns.
+        sampling: options of all rows, or a sequence with the options of each.
         end_tokens: ids that end a row.
-        ended: (batch,) bool on the CPU, which rows have ended. The caller may set it for a row
-            between two steps.
+        ended: (batch,) bool on the CPU; the caller may set it between two steps to end rows.
 
     Raises:
-        FloatingPointError: the model's logits are NaN.
+        FloatingPointError: if the model's logits are NaN.
     """
     logits = read_prompt(model, prompt, cache)
     count = len(prompt.modalities)

@@ -1,4 +1,4 @@
-"""Engine: reads prompts and decodes all answers of a pipeline, which come and go between steps."""
+"""Engine: schedules the requests of a pipeline, with continuous batching."""
 
 from __future__ import annotations
 
@@ -28,61 +28,62 @@ from oscar_mm.threads import FairLock, LeaderFollowers
 from oscar_mm.torch_modes import eager
 
 MAX_ROWS = 256
-"""Most answers that decode together."""
+"""Maximum number of requests that decode together."""
 _OVERTAKES = 8
-"""How many smaller requests may begin while the first of the queue has no room."""
+"""Maximum number of requests admitted out of order while the head of the queue lacks memory."""
 _IDLE_S = 1.0
-"""Seconds after which a thread without work looks for it."""
+"""Seconds after which the idle step thread checks for work."""
 Result = TypeVar("Result")
 
 
 class Reservations(Protocol):
-    """Keeps room for answers; ``oscar_mm.admission.admission.Admission`` does."""
+    """Reserves memory for requests; implemented by ``oscar_mm.admission.admission.Admission``."""
 
     @property
     def prefill_chunk(self) -> int | None:
-        """Tokens of a prompt that are read at a time; None for all at once."""
+        """Tokens per chunk of a long prompt; None if prompts are not split."""
         ...
 
     def growth(
         self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
     ) -> SlotForecast:
-        """Slots that a prompt of a single row and its answer will take."""
+        """Forecast the slots of a single-row prompt and its output."""
         ...
 
     def reserve(self, growth: SlotForecast, prompt: Prompt, cache: OscarCache) -> object:
-        """Make room for an answer; the room is kept until what is returned is dropped.
+        """Reserve memory for a request, until the returned object is dropped.
 
         Raises:
-            MemoryBusy: there is no room while others have theirs.
+            MemoryBusy: if the memory is reserved by other requests at present.
         """
         ...
 
 
 class Engine:
-    """Reads prompts and decodes all answers of a pipeline together.
+    """Scheduler of a pipeline: prefills prompts and decodes all running requests as one batch.
 
-    A step reads the last token of every running answer in one forward pass; answers join and leave
-    between two steps. While a prompt is read, steps come between its layers, so that both have
-    half of the time, or reading more of it where more requests wait than run; reading ends there
-    once nobody waits for the prompt. Prompts of several chunks take turns, and between two chunks
-    all shorter prompts begin. Whoever waits for a piece of an answer makes the next step,
-    for all, but where ``stepping_thread`` makes it.
+    A decode step runs the last token of every running request through the model in one forward
+    pass; requests join and leave between two steps. During prefill, decode steps run between the
+    layers of the prompt: prefill and decode each get half of the time, and prefill gets more if
+    more requests wait than run. Prefill stops between two layers once its requests are cancelled.
+    Long prompts are prefilled in chunks, round robin, and all shorter prompts start between two
+    chunks. Any thread waiting for output runs the next step for the whole batch, unless
+    ``stepping_thread`` runs a dedicated step thread.
 
-    First come, first served: a request without room in the budget waits as long as others run, and
-    is overtaken by a few smaller ones at most.
+    Scheduling is first come, first served: a request that does not fit into the budget waits while
+    others run, and only a few smaller requests may overtake it.
 
     Args:
-        family: the model, its processor and what is special about them.
-        store: of the caches of all answers.
-        admission: gives answers their room.
-        prefixes: beginnings of prompts that were read before; None if they are not kept.
-        twin: an engine of the same lock and budget: a request without room waits for the answers
-            of both.
+        family: the model, its processor and their special cases.
+        store: page store of all requests' caches.
+        admission: reserves the memory of requests.
+        prefixes: prefix cache; None turns it off.
+        twin: engine with the same lock and budget; a request without memory waits for the requests
+            of both engines.
 
     Attributes:
-        reader: reads prompts; steps of running answers come between its layers.
-        max_rows: most answers that decode together.
+        reader: runs prefill, with decode steps between the layers.
+        max_rows: maximum number of requests that decode together.
     """
 
     def __init__(
@@ -98,31 +99,31 @@ class Engine:
         self._threads = LeaderFollowers(store.lock)
         self._queue: deque[Request] = deque()
         self._reading: deque[Request] = deque()
-        """Those that have room and whose prompts are read chunk by chunk, in turn."""
+        """Requests whose memory is reserved and whose prompts are prefilled in chunks."""
         self._groups = RunningBatches(family, store, self._threads.wake, self.runnable_count)
         self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._groups)
         self._advancing = self._left = False
         self._work = threading.Event()
-        """Set where answers were submitted or a thread waits for room, for the stepping thread."""
-        # A finalizer may take it within itself.
+        """Wakes the step thread: requests were submitted, or a thread waits for memory."""
+        # Reentrant: a finalizer may run while this thread holds it.
         self._queue_guard = threading.RLock()
         self._blocked = False
-        """Whether the queue waits for room."""
+        """Whether the queue waits for memory."""
         self._skipped_head, self._memory_waiters = 0, list[Callable[[], object]]()
-        """How many requests have overtaken, and who waits for room without being in the queue."""
+        """Requests admitted out of order so far; callers outside the queue that wait for memory."""
         self._twins = weakref.WeakSet[Engine]() if twin is None else twin._twins
-        """The engines that share the budget, this one too."""
+        """Engines that share the budget, including this one."""
         with self.lock:
             self._twins.add(self)
 
     @property
     def lock(self) -> FairLock:
-        """Held for each step of the model and each change of the store."""
+        """Lock of the store, which every model step and every change of the store needs."""
         return self.store.lock
 
     @property
     def running(self) -> int:
-        """How many answers decode, or have a prompt of which a part has been read."""
+        """Number of requests that decode or are partly prefilled."""
         return len(self._begun)
 
     @property
@@ -131,17 +132,19 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for their turn."""
+        """Number of requests in the queue."""
         return len(self._queue)
 
     def runnable_count(self) -> int:
-        """How many requests wait for more than room, which only answers that end give."""
+        """Count the waiting requests that could run now: none of the queue while it is blocked."""
         others = max(len(self._reading) - 1, 0)
         return others if self._blocked else others + len(self._queue)
 
     def release_graphs(self) -> None:
-        """Drop what was captured of decode steps, of engines of the same lock too; the next answer
-        captures its steps anew, and running answers keep theirs."""
+        """Drop the CUDA graphs of decode steps, for all engines of the same lock.
+
+        Running requests keep theirs; the next request captures its steps again.
+        """
         with self.lock:
             for twin in list(self._twins):
                 twin._groups.forget_batch()
@@ -149,17 +152,17 @@ class Engine:
         gc.collect()
 
     def submit(self, request: Request) -> None:
-        """Put an answer into the queue; from any thread."""
+        """Put a request into the queue. Safe to call from any thread."""
         with self._queue_guard:
             self._queue.append(request)
         self._work.set()
 
     @contextmanager
     def stepping_thread(self, after_step: Callable[[], None]) -> Iterator[None]:
-        """Inside, a thread makes all steps, whether anybody waits for the answers or not.
+        """Run all steps in a dedicated thread within the block, even if no caller waits for output.
 
         Args:
-            after_step: called after each step, by the thread that makes it.
+            after_step: called after each step, in the thread that ran it.
         """
         stop = threading.Event()
         threading.Thread(target=self._make_steps, args=[stop.is_set], daemon=True).start()
@@ -176,29 +179,28 @@ class Engine:
             while not stopped():
                 self._work.clear()
                 try:
-                    # Who waits aside may wait for answers of a twin, which nobody else may ask for.
+                    # Memory waiters may depend on requests of a twin that no other thread drives.
                     self.run_until(
                         lambda: (
                             stopped() or not (self.running or self._queue or self._memory_waiters)
                         )
                     )
-                except BaseException as error:  # It is that of the answers: steps go on.
+                except BaseException as error:  # Fails the requests; the step thread survives.
                     with self.lock:
                         for answer in (*self._queue, *self._begun):
                             answer.fail(error)
                     self.drop_ended()
                     self._threads.wake()
-                # Somebody may wait for an answer that was cancelled before a step.
+                # A thread may wait for a request that was cancelled before any step.
                 self._threads.wake()
-                # Another such thread may have cleared it.
+                # With a timeout: another step thread may have cleared the event.
                 self._work.wait(_IDLE_S)
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Return when ``done``; until then make steps for all answers, or wait while another
-        thread does.
+        """Run steps for all requests until ``done``, or wait while another thread runs them.
 
         Raises:
-            BaseException: what interrupts a step, such as KeyboardInterrupt.
+            BaseException: if a step is interrupted, such as by KeyboardInterrupt.
         """
         try:
             while not done():
@@ -208,7 +210,7 @@ class Engine:
             self._threads.promote()
 
     def _lead(self, done: Callable[[], bool]) -> None:
-        """Make a step for all answers, unless ``done``."""
+        """Run a step for all requests, unless ``done``."""
         try:
             with self.lock:
                 if not done():
@@ -222,18 +224,20 @@ class Engine:
                 self.drop_ended()
 
     def next_ended(self, answers: Collection[Request]) -> list[Request]:
-        """Wait until some of these answers have ended, and return them."""
+        """Wait until some of the given requests have ended, and return these."""
         self.run_until(lambda: any(answer.ended for answer in answers))
         return [answer for answer in answers if answer.ended]
 
     @contextmanager
     def wait_for_memory(self, begin: Callable[[], Result]) -> Iterator[Result]:
-        """Inside, under the lock, for a moment: what ``begin`` returns, which waits for room as
-        requests do. No model runs inside.
+        """Yield the result of ``begin`` under the lock, once there is memory.
+
+        ``begin`` waits for memory as requests do. The lock is taken briefly: run no model within
+        the block.
 
         Args:
-            begin: takes room, and changes nothing where it raises ``MemoryBusy``; it is tried again
-                when an answer has ended, as long as answers run.
+            begin: takes memory; changes nothing if it raises ``MemoryBusy``. It is tried again each
+                time a request ends, as long as requests run.
         """
         with ExitStack() as waiting:
             while True:
@@ -256,17 +260,17 @@ class Engine:
 
     def _stop_waiting(self, begin: Callable[[], object]) -> None:
         self._memory_waiters.remove(begin)
-        self._groups.freed = True  # Others may have waited for this one only.
+        self._groups.freed = True  # This waiter alone may have blocked the queue.
 
     def _wait_for_end(self) -> None:
-        """Go on until one of the answers that run has ended."""
+        """Run steps until one of the running requests has ended."""
         with self.lock:
             running = [answer for twin in self._twins for answer in twin._begun]
         self.run_until(lambda: not running or any(answer.ended for answer in running))
 
     def drop_ended(self) -> None:
-        """Let go of answers that have ended: now or, if a step is being made, after it."""
-        # A finalizer may come here in any thread between any two lines, of this method too.
+        """Drop ended requests: now, or after the step that is running."""
+        # A finalizer may call this in any thread at any point, even within this method.
         with self._queue_guard:
             for answer in list(self._queue):
                 if answer.ended:
@@ -282,13 +286,13 @@ class Engine:
                     self._groups.freed = True
                     self._reading.remove(answer)
                 for answer in (*self._groups.drop_ended(), *reading):
-                    # Slots stay: others may be at theirs.
+                    # Slots are kept: another thread may be using its own.
                     answer.room = answer.chunks = None
             finally:
                 self.lock.release()
 
     def _drop_left(self) -> None:
-        """Let go of answers that ended while another thread had the lock, of twins too."""
+        """Drop requests that ended while another thread had the lock, including those of twins."""
         for twin in list(self._twins):
             if twin._left:
                 twin.drop_ended()
@@ -296,7 +300,7 @@ class Engine:
     @eager
     @torch.inference_mode()
     def _advance(self) -> None:
-        """Read the prompts that have room, then make a step."""
+        """Prefill the prompts that have memory, then run a decode step."""
         self._advancing = True
         try:
             self._groups.settle_ended()
@@ -306,7 +310,7 @@ class Engine:
                     twin._groups.freed = twin._blocked = False
             if not self.running:
                 self._prepare()
-            # Steps came between the layers of what was read, for as long as it took.
+            # Decode steps already ran between the layers of the prefill.
             if self._admit() and not self._read_on():
                 self._groups.step()
             self._groups.settle_ended()
@@ -314,7 +318,7 @@ class Engine:
             self._advancing = False
 
     def _advance_twins(self) -> None:
-        """Make a step for the answers of other engines, which have the room that this one needs."""
+        """Run a step for the requests of twin engines, which occupy the memory needed here."""
         for twin in list(self._twins):
             if twin is self or not twin.running:
                 continue
@@ -324,8 +328,7 @@ class Engine:
                 twin.drop_ended()
 
     def _prepare(self) -> None:
-        """Before the first of some answers: memory that their prompts do not take goes back, and
-        what is known of other weights is forgotten."""
+        """On leaving idle: return surplus pool memory, and drop graphs if the weights changed."""
         prompts = [(x.prompt, x.cache) for x in list(self._queue) if not x.ended]
         growths = [self.admission.growth(prompt, 1, cache) for prompt, cache in prompts]
         added = [{bits: int(slots[0]) for bits, slots in x.added.items()} for x in growths]
@@ -334,14 +337,13 @@ class Engine:
             self._groups.forget_batch()
 
     def _admit(self) -> bool:
-        """Begin with the requests that have room, and read short prompts of several together.
+        """Admit requests that have memory, and prefill short prompts together.
 
         Returns:
-            False if requests are left because others wait for the lock, to submit requests or to
-            end answers.
+            False if requests remain because other threads want the lock, to submit or end requests.
         """
         while self._queue and not self._blocked and self.running < self.max_rows:
-            self._groups.settle_ended()  # Steps came between the layers of the last prompt.
+            self._groups.settle_ended()  # Requests may have ended during the last prefill.
             with self._beginning() as answers:
                 self._take_first(answers)
                 if not answers:
@@ -361,10 +363,10 @@ class Engine:
         return True
 
     def _read_on(self) -> bool:
-        """Read a chunk of the prompt that has waited longest for its next one.
+        """Prefill a chunk of the prompt that has waited longest for its next one.
 
         Returns:
-            whether answers get their steps between the layers of the next one.
+            Whether decode steps will run between the layers of the next chunk.
         """
         if not self._reading:
             return False
@@ -381,8 +383,7 @@ class Engine:
 
     @contextmanager
     def _beginning(self) -> Iterator[list[Request]]:
-        """Inside, the answers in the list begin: an error is theirs, and those that end give their
-        room back."""
+        """Fail the requests in the yielded list if the block raises, and settle those that end."""
         answers: list[Request] = []
         try:
             yield answers
@@ -398,7 +399,7 @@ class Engine:
                     self._groups.freed = True
 
     def _take_first(self, taken: list[Request]) -> None:
-        """Take the first request that has room, or fails, out of the queue."""
+        """Dequeue the first request that gets memory or fails."""
         for place, answer in enumerate(list(self._queue)):
             overtakes = place > 0 or bool(self._memory_waiters)
             if overtakes and self._skipped_head >= _OVERTAKES:
@@ -408,7 +409,7 @@ class Engine:
                 return
 
     def _fill_batch(self, taken: list[Request]) -> None:
-        """Take the next requests too that have room and can be read in one pass with the first."""
+        """Dequeue the following requests that get memory and fit into the same prefill pass."""
         tokens = taken[0].unread.tokens
         while self._is_short(taken[0]) and self.running + len(taken) < self.max_rows:
             following = next(iter(list(self._queue)), None)
@@ -422,12 +423,12 @@ class Engine:
             tokens += following.unread.tokens
 
     def _take(self, answer: Request, taken: list[Request]) -> bool:
-        """Make room for a request, and take it out of the queue; whether it need not wait."""
+        """Reserve memory for a request and dequeue it; return False if it has to wait."""
         try:
             if not answer.ended:
                 self._reserve(answer)
         except MemoryBusy as error:
-            # An answer that has just ended may not have given its pages up yet.
+            # A request that has just ended may not have released its pages yet.
             if taken or self._groups.freed or any(twin.running for twin in self._twins):
                 return False
             answer.fail(error)
@@ -439,8 +440,7 @@ class Engine:
         return True
 
     def _is_short(self, answer: Request) -> bool:
-        """Whether a prompt is read in one pass with others: not where later ones may have its media
-        in common."""
+        """Whether a prompt can share its prefill pass, which excludes it from the prefix cache."""
         shares = self.prefixes is not None and answer.prompt.media
         return (
             answer.prompt.tokens <= self.reader.max_varlen_tokens
@@ -450,15 +450,15 @@ class Engine:
         )
 
     def _reserve(self, answer: Request) -> None:
-        """Find what is known of a prompt, and make room for the rest and for the answer.
+        """Match the prefix cache and reserve memory for the remaining prompt and the output.
 
         Raises:
-            MemoryBusy: there is no room while others have theirs; nothing has changed.
+            MemoryBusy: if the memory is reserved by other requests; nothing has changed then.
         """
         prompt, cache, prefix = answer.prompt, answer.cache, None
         if self.prefixes is not None and not answer.has_past:
             answer.reader_state = self._reader_state()
-            if answer.prompt_logprobs is None:  # Else the model must read every token.
+            if answer.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
                 prefix = self.prefixes.find(prompt, answer.reader_state)
         if prefix is not None:
             prompt, cache = remaining(prompt, prefix.get_seq_length()), prefix
@@ -471,8 +471,8 @@ class Engine:
         answer.unread, answer.cache = prompt, cache
 
     def _reader_state(self) -> tuple[object, ...]:
-        """What keys and values depend on beside a prompt: settings of the processor, and weights
-        and adapters of the model."""
+        """Return what keys and values depend on apart from the prompt: processor settings, weights
+        and adapters."""
         return processor_settings(self.family.processor), self.reader.state
 
     def _room(self, answer: Request, prompt: Prompt, cache: OscarCache) -> object:
@@ -480,7 +480,7 @@ class Engine:
         return self.admission.reserve(growth, prompt, cache)
 
     def _begin(self, answers: list[Request]) -> None:
-        """Read prompts, or a chunk of one, and choose the first token of each that was read."""
+        """Prefill prompts, or a chunk of one, and sample the first token of each complete one."""
         live = [answer for answer in answers if not answer.ended]
         read = self._read_beginnings(live) if live else []
         if not read:
@@ -491,19 +491,23 @@ class Engine:
         tokens = chosen.listed()
         logprobs = chosen.logprobs(tokens)
         for place, ((answer, _), token) in enumerate(zip(read, tokens, strict=True)):
-            if not answer.ended:  # It may have been cancelled meanwhile.
+            if not answer.ended:  # The request may have been cancelled during prefill.
                 answer.next_logprob = logprobs.get(place)
                 answer.take(token)
             if self.prefixes is not None and not answer.has_past and answer.error is None:
                 state = self._reader_state()
-                if state == answer.reader_state:  # Nobody has changed it meanwhile.
+                if state == answer.reader_state:  # Weights and settings are unchanged.
                     self.prefixes.keep(answer.prompt, state, answer.cache)
             if not answer.ended:
                 self._groups.join(answer)
 
     def _read_beginnings(self, answers: list[Request]) -> list[tuple[Request, torch.Tensor]]:
-        """Read prompts, together or, if that fails, one by one, or a chunk of a single one: those
-        that have been read, with (1, vocabulary) logits; none once all answers have ended."""
+        """Prefill prompts together, or one by one if that fails, or a chunk of a single prompt.
+
+        Returns:
+            The requests whose prompts are complete, with (1, vocabulary) logits; empty once all
+            requests have ended.
+        """
         several = len(answers) > 1
         pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in answers]
         try:
@@ -514,7 +518,7 @@ class Engine:
             return [(x, row) for x, row in zip(answers, found, strict=True) if row is not None]
         except Cancelled as error:
             for answer, past in zip(answers, pasts, strict=True):
-                if not answer.ended:  # A hook of others raised it.
+                if not answer.ended:  # Raised by a foreign hook, not by our own check.
                     answer.fail(error)
                 answer.cache.reset()
                 if past is not None:
@@ -524,7 +528,7 @@ class Engine:
             if not several:
                 answers[0].fail(error)
                 return []
-        # After the handler, as the error's frames hold the activations.
+        # Outside the handler, whose error keeps activations alive through its frames.
         for answer, past in zip(answers, pasts, strict=True):
             if past is None:
                 answer.cache.reset()
@@ -541,8 +545,11 @@ class Engine:
         return [one for answer in live for one in self._read_beginnings([answer])]
 
     def _read_next(self, answers: list[Request]) -> Sequence[torch.Tensor | None]:
-        """Read the prompts of several answers, or the next chunk of a single one's; None for a
-        prompt of which chunks are left."""
+        """Prefill the prompts of several requests, or the next chunk of a single one.
+
+        Returns:
+            Logits of each prompt; None for a prompt with chunks left.
+        """
         if len(answers) > 1:
             prompts, caches = [x.unread for x in answers], [x.cache for x in answers]
             return self.reader.prefill_batch(

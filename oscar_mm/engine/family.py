@@ -1,4 +1,4 @@
-"""Family: the differences between families of models: prompt, processor call and positions."""
+"""Family: model-specific parts of the chat template, the processor call and the positions."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from oscar_mm.tool_parsers.registry import format_of
 
 _MARKUP = re.compile(r"<.+>|\[.+\]")
 _QUESTION, _ANSWER = "oscar-question", "oscar-answer"
-"""Stand for a former turn where only what the template writes after its answer is wanted."""
+"""Stand-ins for an earlier turn, to render only what the template writes after its answer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """A rendered text with its media as the processor encodes them; tensors on the CPU.
+    """Rendered text and its media, encoded by the processor; tensors on the CPU.
 
     Attributes:
         input_ids: (1, tokens).
         tensors: further arguments of the model's forward: pixel values, grids, features or a list
             of samples, ...
         positions: (1, tokens), or (3, 1, tokens) of time, height and width, from 0.
-        media_tokens: for each medium, in the order of the text, its tokens other than text.
+        media_tokens: number of non-text tokens of each medium, in the order of the text.
     """
 
     input_ids: torch.Tensor
@@ -60,34 +60,34 @@ class Encoding:
 
 
 class Family(ABC):
-    """One family of models; makes the ``Prompt`` that decoding needs, and knows no cache.
+    """Model family: builds ``Prompt`` objects, independent of any cache.
 
     Args:
-        model: a loaded model of the family.
-        processor: its processor.
+        model: loaded model of the family.
+        processor: processor of the model.
 
     Attributes:
-        outer_model: the checkpoint's model, of which ``model`` writes the text.
+        outer_model: the whole model of the checkpoint; ``model`` is its part that writes text.
 
     Raises:
-        InputError: the processor has no chat template.
+        InputError: if the processor has no chat template.
     """
 
     model_types: ClassVar[tuple[str, ...]]
-    """``config.model_type`` of the checkpoints that the family reads."""
+    """Values of ``config.model_type`` that the family supports."""
 
     name: ClassVar[str]
-    """What people call the family."""
+    """Common name of the family."""
 
     reads: ClassVar[frozenset[Modality]]
-    """Modalities of media that it takes."""
+    """Supported modalities of media."""
 
     media_options: ClassVar[frozenset[str]] = frozenset({"detail"})
     """Names of the supported ``MediaOptions``; every family accepts ``detail``, which OpenAI's
     clients send to any model."""
 
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
-    """Loads its checkpoints."""
+    """Class that loads the checkpoints."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model, processor
@@ -98,39 +98,39 @@ class Family(ABC):
                 "taught to converse: pass processor=... with its chat_template set"
             )
         choose_experts(model)
-        # The first call switches off the padding and truncation of a saved tokenizer. Later calls
-        # change nothing, so that several threads may count tokens at once.
+        # The first call turns off the padding and truncation of a saved tokenizer. Later calls
+        # change nothing, so several threads may count tokens concurrently.
         self.tokenize(_QUESTION)
 
     @classmethod
     def set_attention(cls, model: Any, towers: str | None) -> None:
-        """Set attention "oscar" in the decoder, and ``towers`` in the towers if it is given."""
+        """Set attention "oscar" in the decoder, and ``towers``, if given, in the towers."""
         vision = {"vision_config": towers} if towers else {}
         model.set_attn_implementation({"text_config": IMPLEMENTATION} | vision)
 
     @property
     def device(self) -> torch.device:
-        """The device that the prompt goes to."""
+        """Device of the prompt's tensors."""
         return computing_device(self.model.get_input_embeddings())
 
     @property
     def layer_devices(self) -> dict[int, torch.device]:
-        """The device of each layer's keys and values."""
+        """Device of each layer's keys and values."""
         return dict(enumerate(map(computing_device, self.model.get_decoder().layers)))
 
     @property
     def placeholders(self) -> dict[str, Modality]:
-        """Text by which the chat template marks a medium's place."""
+        """Placeholder texts by which the chat template marks media."""
         tokens = {
             modality: getattr(self.processor, f"{modality.label}_token") for modality in self.reads
         }
         return {token: modality for modality, token in tokens.items()}
 
     def check_reads(self, media: Iterable[MediaPart | Medium]) -> None:
-        """Refuse media of a kind that the family does not read.
+        """Refuse media of a modality that the family does not support.
 
         Raises:
-            InputError: names the medium, and the kinds that it reads.
+            InputError: if a medium is not supported; names it and the supported modalities.
         """
         for medium in media:
             if medium.modality not in self.reads:
@@ -147,27 +147,27 @@ class Family(ABC):
         tools: ToolOffer | None = None,
         template: TemplateOptions = USUAL,
     ) -> Prompt:
-        """A conversation from its beginning: template, processor, positions.
+        """Build the prompt of a conversation from its beginning: template, processor, positions.
 
         Args:
-            messages: of one or several turns.
-            media: those of all messages, each kind in the order of the conversation.
-            tools: that the model may call.
-            template: options of the chat template, as ``template`` makes them.
+            messages: messages of one or several turns.
+            media: media of all messages, each modality in the order of the conversation.
+            tools: tools that the model may call.
+            template: chat-template options from ``template``.
 
         Returns:
-            All on the CPU. Positions are (1, tokens), for multimodal RoPE (4, 1, tokens): text,
-            time, height, width.
+            A prompt on the CPU. Positions are (1, tokens), or with multimodal RoPE (4, 1, tokens):
+            text, time, height, width.
 
         Raises:
-            InputError: a medium that the family does not read.
+            InputError: if the family does not support the modality of a medium.
         """
         text = self.render(messages, tools=tools, template=template)
         prompt = self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
         return replace(prompt, continues=template.continues)
 
     def text_prompt(self, ids: Sequence[int]) -> Prompt:
-        """Make a prompt of token ids without a chat template, on the CPU.
+        """Build a prompt of token ids without a chat template, on the CPU.
 
         Args:
             ids: at least one token id, checked by ``check_ids``.
@@ -187,7 +187,7 @@ class Family(ABC):
             ids: at least one token id.
 
         Raises:
-            InputError: one of the ids is refused; the message names the argument.
+            InputError: if an id is refused; names the argument.
         """
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         if unknown := [token for token in ids if not 0 <= token < vocabulary]:
@@ -203,14 +203,14 @@ class Family(ABC):
             )
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
-        """By how many positions a run of tokens of one modality may move what follows.
+        """Return by how many positions a run of tokens may advance the tokens after it.
 
         Args:
-            modality: of the tokens.
-            tokens: of the run.
+            modality: modality of the run.
+            tokens: number of tokens in the run.
 
         Returns:
-            each possible number, in rising order; None where it does not follow from the tokens.
+            All possible advances in ascending order; None if the tokens do not determine them.
         """
         return [tokens]
 
@@ -223,37 +223,37 @@ class Family(ABC):
         pending: Sequence[int] = (),
         earlier: Iterable[Modality] = (),
     ) -> Prompt:
-        """A later turn on a kept cache: what is new only, at its place after the past.
+        """Build the prompt of a later turn: only the new tokens, positioned after the past.
 
-        The first tokens are ``pending``, then whatever the chat template writes between an answer
-        and the next turn (its end token, a line break, ...), then the turn.
+        First come ``pending``, then what the chat template writes between an answer and the next
+        turn (its end token, a line break, ...), then the turn.
 
         Args:
-            messages: of the new turn.
-            media: of the new turn.
-            past_tokens: tokens that the cache holds.
+            messages: messages of the new turn.
+            media: media of the new turn.
+            past_tokens: number of tokens in the cache.
             next_position: (1,) RoPE position of the first new token: ``next_position`` of the last
-                prompt plus the tokens of its answer that are in the cache.
-            pending: ids of the former answer that are not in the cache: its last token, where
-                max_new_tokens or the reader ended it.
+                prompt plus the number of its answer's tokens in the cache.
+            pending: ids of the last answer that are not in the cache: its last token, if
+                max_new_tokens or the caller ended it.
             earlier: modalities of the media of earlier turns.
 
         Returns:
-            A prompt as of ``prompt``. Its ``media`` count from the first new token: in the cache
-            they are ``past_tokens`` further on.
+            A prompt, see ``prompt``. Its ``media`` spans count from the first new token; in the
+            cache they lie ``past_tokens`` later.
         """
-        # The answer's stand-in stays in front while tokens are made, as a tokenizer may treat the
-        # beginning of a text in a way of its own, and is cut off after.
+        # The stand-in of the answer is cut off only after tokenization, as a tokenizer may treat
+        # the beginning of a text differently.
         text = self._after_answer(self._listed(messages, earlier))
         lead = self.tokenize(_ANSWER).shape[1]
         return self._prompt(text, media, lead, list(pending), past_tokens, next_position)
 
     def join_media(self, name: str, parts: Sequence[Any]) -> Any:
-        """One argument of the model's forward from those of several prompts, media by media."""
+        """Join one forward argument of several prompts along the media."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def concatenate(self, prompts: Sequence[Prompt]) -> Prompt:
-        """Prompts of one row each as one row, one after the other; positions stay their own."""
+        """Concatenate single-row prompts into one row, without changing their positions."""
         gathered: dict[str, list[Any]] = {}
         media: list[MediumSpan] = []
         tokens = 0
@@ -274,18 +274,21 @@ class Family(ABC):
 
     @abstractmethod
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
-        """Run the processor on a rendered text; ``media`` are in the order of the text."""
+        """Run the processor on a rendered text and its media, given in the order of the text."""
 
     @abstractmethod
     def min_tokens(self, medium: Medium) -> int:
-        """Fewest tokens that a medium takes, before anything is processed."""
+        """Return the minimum number of tokens of a medium, without processing it."""
 
     @abstractmethod
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height to which an upright image of this size may be scaled down.
+        """Return the size to which an upright image of this size may be scaled down.
 
-        The processor gives the same features for the scaled image, up to rounding, in as many
+        The processor computes the same features for the scaled image, up to rounding, in as many
         tokens.
+
+        Returns:
+            Width and height in pixels.
         """
 
     def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
@@ -299,15 +302,14 @@ class Family(ABC):
         return width, height
 
     def tokenize(self, text: str) -> torch.Tensor:
-        """(1, tokens) ids of rendered text without media; needs no lock."""
+        """Tokenize rendered text without media to (1, tokens) ids; needs no lock."""
         options = self.text_options(text)
         return self.processor.tokenizer([text], return_tensors="pt", **options)["input_ids"]
 
     def tokenize_media(self, text: str, modality: Modality, counts: Sequence[int]) -> torch.Tensor:
-        """``tokenize`` with each placeholder of a modality as often as its medium has tokens.
+        """Tokenize, with each placeholder of a modality repeated for the tokens of its medium.
 
-        A tokenizer takes a special token for what it is, whatever is around it; so none needs to
-        look at thousands in a row.
+        Repeating ids after tokenization is safe, as special tokens do not depend on their context.
         """
         ids = self.tokenize(text)
         [token] = (name for name, kind in self.placeholders.items() if kind is modality)
@@ -318,31 +320,31 @@ class Family(ABC):
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token stands for."""
+        """Maximum number of characters in a token."""
         return max(map(len, self.processor.tokenizer.get_vocab()))
 
     def text_options(self, text: str) -> dict[str, Any]:
-        """Options of the tokenizer: a text that begins with the first token gets no second one."""
+        """Return tokenizer options that prevent a second BOS token."""
         begin = self.processor.tokenizer.bos_token
         return {"add_special_tokens": False} if begin and text.startswith(begin) else {}
 
     @cached_property
     def think_tokens(self) -> ThinkTokens | None:
-        """The tokens between which the model reasons before it answers; None if it has none."""
+        """Tokens that enclose the model's reasoning; None if it has none."""
         return ThinkTokens.of(self.processor.tokenizer)
 
     @cached_property
     def tool_format(self) -> type[ToolFormat] | None:
-        """The format in which the chat template has the model call tools; None if it has none."""
+        """Tool-call format of the chat template; None if it has none."""
         return format_of(self._templates)
 
     def offer(
         self, tools: Sequence[Any] | None, choice: Any = None, *, parallel: bool = True
     ) -> ToolOffer | None:
-        """Check the tools of a request; arguments as of ``read_offer``.
+        """Check the tools of a request; see ``read_offer`` for the arguments.
 
         Raises:
-            InputError: a tool or the choice is wrong, or holds a control token.
+            InputError: if a tool or the choice is invalid or contains a control token.
         """
         offer = read_offer(tools, choice, parallel, self.tool_format)
         for place, tool in enumerate(() if offer is None else offer.tools):
@@ -351,15 +353,15 @@ class Family(ABC):
         return offer
 
     def with_calls(self, options: Mapping[str, Any], offer: ToolOffer | None) -> Any:
-        """Options of the sampling, with a grammar where the answer must call tools.
+        """Add a grammar for tool calls to sampling options.
 
         A requested JSON format applies to the text of an answer: an answer that must call tools has
         no text, and any other answer is either JSON or calls. All other grammars apply to the whole
         answer.
 
         Raises:
-            InputError: the answer must match another grammar, or the format of calls cannot write
-                the parameters of a tool.
+            InputError: if the answer must call tools and match another grammar, or the call format
+                cannot express the parameters of a tool.
         """
         if offer is None:
             return options
@@ -379,18 +381,18 @@ class Family(ABC):
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether answers begin with reasoning by the chat template."""
+        """Whether the chat template makes answers begin with reasoning."""
         if self.think_tokens is None:
             return False
         question = self.render([user_message(_QUESTION)])
         return self.think_tokens.opened(self.tokenize(question)[0]) > 0
 
     def generation_setting(self, name: str) -> Any:
-        """A setting of the checkpoint's generation_config; None if it has none."""
+        """Return a setting of the checkpoint's generation_config; None if it is not set."""
         return getattr(self.model.generation_config, name)
 
     def default_sampling(self) -> dict[str, Any]:
-        """The checkpoint's own sampling: fields of ``Sampling``."""
+        """Return the checkpoint's recommended sampling, as fields of ``Sampling``."""
         rules = {"repetition_penalty": self.generation_setting("repetition_penalty")}
         if self.generation_setting("do_sample"):
             temperature = self.generation_setting("temperature")
@@ -399,7 +401,7 @@ class Family(ABC):
         return {name: value for name, value in rules.items() if value is not None}
 
     def end_tokens(self) -> frozenset[int]:
-        """Token ids that end an answer."""
+        """Return the token ids that end an answer."""
         ids = self.generation_setting("eos_token_id")
         if ids is None:
             ids = self.processor.tokenizer.eos_token_id
@@ -407,10 +409,10 @@ class Family(ABC):
 
     @cached_property
     def control_tokens(self) -> tuple[str, ...]:
-        """Special tokens, and added ones that the chat template gives a meaning: <think>, ..."""
+        """Special tokens, and added tokens used by the chat template such as <think>."""
         tokenizer, template = self.processor.tokenizer, str(self.processor.chat_template)
         added = tokenizer.added_tokens_decoder.values()
-        # Some tokenizers add runs of spaces and line breaks, which control nothing.
+        # Some tokenizers add runs of spaces and line breaks, which are not control tokens.
         meant = [
             one.content
             for one in added
@@ -419,12 +421,15 @@ class Family(ABC):
         return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *meant]))
 
     def refuse_control_tokens(self, name: str, text: str, *, calls: bool = False) -> None:
-        """Refuse text by which a user would end a turn or thoughts, or claim to be an image.
+        """Refuse user text with control tokens, which could forge turns, reasoning or media.
 
         Args:
-            name: of the text, for the error.
-            text: of a user.
-            calls: whether it may hold the marks of tool calls, as answers may.
+            name: name of the text, for the error.
+            text: text from a user.
+            calls: allow the marks of tool calls, as in answers.
+
+        Raises:
+            InputError: if the text contains a control token.
         """
         allowed = self.tool_format.marks() if calls and self.tool_format else ()
         for token in self.control_tokens:
@@ -434,10 +439,10 @@ class Family(ABC):
                 )
 
     def answer_text(self, answer: Message) -> str:
-        """An assistant's message as the model writes it, its calls as the chat template has them.
+        """Return an assistant message as the model writes it, with calls in the template's format.
 
         Raises:
-            InputError: the template leaves calls out.
+            InputError: if the template does not write tool calls.
         """
         if not answer.tool_calls:
             return answer.written
@@ -460,9 +465,9 @@ class Family(ABC):
         return written
 
     def _after_answer(self, messages: Sequence[dict[str, Any]]) -> str:
-        """What the template writes for ``messages`` after an answer, from that answer on."""
+        """Render ``messages`` after a stand-in answer, and return the text from that answer on."""
         question = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
-        # Templates take an answer as a list of parts, as a text, or as either.
+        # Some templates require an answer to be a list of parts, others a text.
         for content in ([{"type": "text", "text": _ANSWER}], _ANSWER):
             former = [question, {"role": "assistant", "content": content}]
             try:
@@ -479,7 +484,7 @@ class Family(ABC):
         """Check options of the chat template, and drop variables that it does not use.
 
         Raises:
-            InputError: see ``TemplateOptions.of``; or a variable contains a control token.
+            InputError: see ``TemplateOptions.of``; also if a variable contains a control token.
         """
         options = TemplateOptions.of(given)
         options = replace(options, variables=options.known_to(self._templates))
@@ -505,16 +510,16 @@ class Family(ABC):
         tools: ToolOffer | None = None,
         template: TemplateOptions = USUAL,
     ) -> str:
-        """The conversation as the chat template writes it, up to where an answer begins.
+        """Render a conversation with the chat template, up to where an answer begins.
 
         Args:
-            messages: texts and media in their order.
-            tools: that the model may call.
-            template: options of the chat template, as ``template`` makes them.
+            messages: messages with texts and media in order.
+            tools: tools that the model may call.
+            template: chat-template options from ``template``.
 
         Raises:
-            InputError: a medium that the family does not read, a conversation that the template
-                refuses, or a last message that cannot be continued.
+            InputError: if the family does not support the modality of a medium, the template
+                refuses the conversation, or the last message cannot be continued.
         """
         if template.continues:
             _check_continued(messages[-1])
@@ -525,7 +530,7 @@ class Family(ABC):
         options = {"tokenize": False, "add_generation_prompt": True} | options
         try:
             return self.processor.apply_chat_template(list(messages), **options)
-        # Templates process values from clients: schemas, arguments of calls, variables.
+        # Templates process values from clients: schemas, call arguments, variables.
         except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise InputError(
                 f"the chat template of this checkpoint refuses the conversation: {error}"
@@ -534,10 +539,10 @@ class Family(ABC):
     def _listed(
         self, messages: Sequence[Message], earlier: Iterable[Modality] = ()
     ) -> list[dict[str, Any]]:
-        """Messages as chat templates take them.
+        """Convert messages to the dicts that chat templates expect.
 
-        A medium's "label" is its number among all of its kind in the conversation, from 1; the
-        templates of most checkpoints do not print it.
+        A medium's "label" is its number within its modality in the conversation, from 1; most
+        templates do not print it.
         """
         shown = Counter(earlier)
         listed = []
@@ -568,9 +573,9 @@ class Family(ABC):
         past_tokens: int,
         next_position: torch.Tensor,
     ) -> Prompt:
-        """Encode, cut the first ``cut`` tokens (text), put ``pending`` in front, and place it."""
+        """Encode text and media, and place the tokens; see ``_placed``."""
         ordered = self._in_order(text, media)
-        # Of long media each takes all threads by itself, once the processor is done.
+        # Long media are hashed later, one at a time with all threads, after the processor.
         short = [medium for medium in ordered if not medium.in_blocks]
         digests = submit_all(lambda medium: medium.digest, short)
         encoded = self.encode(text, ordered)
@@ -586,7 +591,7 @@ class Family(ABC):
         past_tokens: int,
         next_position: torch.Tensor,
     ) -> Prompt:
-        """Cut the first ``cut`` tokens (text), put ``pending`` in front, and place the rest."""
+        """Drop the first ``cut`` tokens (text), prepend ``pending`` and set the positions."""
         before = torch.tensor([pending], dtype=torch.long)
         ids = torch.cat([before, encoded.input_ids[:, cut:]], dim=1)
         begin = torch.arange(len(pending)).expand(*encoded.positions.shape[:-1], -1)
@@ -606,7 +611,7 @@ class Family(ABC):
         )
 
     def _in_order(self, text: str, media: Media) -> list[Medium]:
-        """The media in the order in which the rendered text calls for them."""
+        """Sort the media by their placeholders in the rendered text."""
         placeholders = self.placeholders
         pattern = "|".join(re.escape(token) for token in placeholders)
         left = {modality: [m for m in media if m.modality is modality] for modality in Modality}

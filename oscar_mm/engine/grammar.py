@@ -1,8 +1,8 @@
-"""Grammar: what the text of an answer must match; masks of the tokens that go on with it.
+"""Grammar: constraint on the text of an answer, enforced by token masks.
 
-llguidance compiles a grammar and keeps track of it on the host. The mask of a token is known as
-soon as the token before it is, which is while the device computes the logits: steps that are
-launched early stay as they are.
+llguidance compiles a grammar and tracks its state on the host. The mask of a token depends only on
+the tokens before it, so the host computes it while the device computes the logits, and steps can
+still be launched early.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
     from oscar_mm.engine.sampling import SamplingState
 
 MAX_CHARACTERS, _MAX_CALLS = 1 << 16, 1 << 20
-"""Longest schema, expression or grammar."""
+"""Maximum characters of a schema, expression or grammar."""
 MAX_CHOICES = 1024
 _MAX_ROWS = {"json": 2000, "regex": 2000, "grammar": 200, "calls": 2000}
-"""Most readings of a text that are followed at once, by kind. The time of a step grows with their
-square where a grammar is ambiguous; a schema needs four for each property that may be left out."""
+"""Maximum number of parser items in parallel, by kind. For ambiguous grammars the time of a step
+grows with its square; a schema needs four items per optional property."""
 _WHITESPACE = r"[ \n\r\t]{1,40}"
-"""Between parts of a JSON text: without a bound weak models write nothing else."""
+"""Whitespace between parts of a JSON text; bounded, since weak models would write nothing else."""
 _MESSAGE = 300
-"""Characters of the compiler's message that are told."""
+"""Maximum characters of a compiler message quoted in an error."""
 _BANNED = -1e30
-"""Logit of a token that something else bans and the grammar allows: if all are, one is taken."""
+"""Logit of a token that the grammar allows and another rule bans; chosen only if all are banned."""
 _WORD = 32
-"""Tokens of a word of a mask."""
+"""Tokens per word of a mask."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an answer must match; see the class methods.
+    """Constraint on the text of an answer; create it with a class method.
 
     Attributes:
         kind: "json" (a schema), "regex", "grammar" (Lark, GBNF) or "calls" (Lark of our own).
         text: the schema, expression or grammar.
-        name: what messages call it.
+        name: name of the argument, for errors.
 
     Raises:
-        InputError: it is too long.
+        InputError: if the text is too long.
     """
 
     kind: Literal["json", "regex", "grammar", "calls"]
     text: str
     name: str = "grammar"
     prototype: LLMatcher | None = field(default=None, compare=False, repr=False)
-    """Copied for each answer, once compiled."""
+    """Compiled grammar, copied for each answer; None before ``compiled``."""
 
     def __post_init__(self) -> None:
         if self.kind not in _MAX_ROWS or not isinstance(self.text, str):
@@ -73,14 +73,14 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, name: str = "grammar") -> Grammar:
-        """A JSON text that is valid for a schema; its objects have the order of its properties.
+        """Create a grammar of JSON texts that are valid for a schema, with properties in its order.
 
         Args:
-            schema: the schema, or its JSON text.
-            name: what messages call it.
+            schema: JSON schema, as a mapping or JSON text.
+            name: name of the argument, for errors.
 
         Raises:
-            InputError: it is no schema, or too long.
+            InputError: if it is not a schema, or too long.
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
@@ -93,23 +93,25 @@ class Grammar:
 
     @classmethod
     def json_object(cls, name: str = "grammar") -> Grammar:
-        """Any JSON object."""
+        """Create a grammar that matches any JSON object."""
         return cls.json_schema({"type": "object"}, name)
 
     @classmethod
     def regex(cls, expression: str, name: str = "grammar") -> Grammar:
-        """A text that matches a regular expression as a whole; without look-around and references
-        back."""
+        """Create a grammar from a regular expression that the whole text must match.
+
+        Look-around and backreferences are not supported.
+        """
         if not isinstance(expression, str) or not expression:
             raise InputError(f"{name}: must be a regular expression, and not empty")
         return cls("regex", expression, name)
 
     @classmethod
     def choice(cls, choices: Sequence[str], name: str = "grammar") -> Grammar:
-        """One of some texts.
+        """Create a grammar that matches one of the given texts.
 
         Raises:
-            InputError: there are none or too many, or one is no text or empty.
+            InputError: if there are no or too many choices, or one is not a text or empty.
         """
         are_texts = isinstance(choices, list | tuple) and all(
             isinstance(choice, str) and choice for choice in choices
@@ -121,28 +123,28 @@ class Grammar:
 
     @classmethod
     def cfg(cls, grammar: str, name: str = "grammar") -> Grammar:
-        """A text of a context-free grammar in llguidance's variant of Lark's notation, or in GBNF,
-        that of llama.cpp."""
+        """Create a context-free grammar from llguidance's variant of Lark, or from the GBNF of
+        llama.cpp."""
         if not isinstance(grammar, str) or not grammar.strip():
             raise InputError(f"{name}: must be a grammar, and not empty")
         return cls("grammar", grammar, name)
 
     @classmethod
     def calls(cls, grammar: str, name: str = "tool_choice") -> Grammar:
-        """Calls of tools, as ``ToolOffer.grammar`` writes them: a grammar of our own may be longer
-        than a client's."""
+        """Create a grammar of tool calls from ``ToolOffer.grammar``, which may be longer than a
+        client's."""
         return cls("calls", grammar, name)
 
     def compiled(self, tokenizer: Any, vocabulary: int, end_tokens: frozenset[int]) -> Grammar:
-        """The grammar for answers of a model; takes up to seconds, during which others work.
+        """Compile the grammar for a model; may take seconds, without blocking other threads.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             vocabulary: number of logits.
             end_tokens: ids that end an answer.
 
         Raises:
-            InputError: it cannot be served; the message says why.
+            InputError: if the grammar cannot be compiled; gives the reason.
         """
         ends = tuple(sorted(token for token in end_tokens if token < vocabulary))
         tokens = _tokens_of(tokenizer, vocabulary, ends, self.name)
@@ -150,12 +152,12 @@ class Grammar:
 
 
 class GrammarState:
-    """How far the answer of one row is in its grammar.
+    """Grammar state of one answer.
 
     Args:
-        grammar: compiled.
-        after: id of the token that ends the reasoning, before which everything is allowed; None
-            where the answer begins with the text.
+        grammar: a compiled grammar.
+        after: id of the token that ends the reasoning, which is not constrained; None if the
+            answer begins with its text.
     """
 
     def __init__(self, grammar: Grammar, after: int | None = None) -> None:
@@ -166,16 +168,16 @@ class GrammarState:
 
     @property
     def is_active(self) -> bool:
-        """Whether the next token must go on with it."""
+        """Whether the next token is constrained."""
         return self._after is None and not self.matcher.is_error()
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text matches and nothing can be added to it."""
+        """Whether the text matches and cannot be extended."""
         return self._after is None and self.matcher.is_stopped() and self.matcher.is_accepting()
 
     def note(self, token: int) -> None:
-        """Go on with the next token of the answer."""
+        """Advance by the next token of the answer."""
         if self._after is None:
             self.matcher.consume_token(token)
         elif token == self._after:
@@ -183,7 +185,7 @@ class GrammarState:
 
     @property
     def error(self) -> InputError | None:
-        """Why the answer cannot go on."""
+        """Error of the parser during the answer, if any."""
         if self._after is not None or not self.matcher.is_error():
             return None
         reason = _in_one_line(self.matcher.get_error())
@@ -191,17 +193,17 @@ class GrammarState:
 
 
 class GrammarMask:
-    """Leaves rows with a grammar the tokens that go on with it."""
+    """Logit mask that leaves rows with a grammar only the allowed tokens."""
 
     def __init__(self, rows: Sequence[tuple[int, SamplingState]], device: torch.device) -> None:
         self._rows = torch.tensor([row for row, _ in rows], dtype=torch.long, device=device)
         self._states = [one.grammar for _, one in rows]
         self._bits = 1 << torch.arange(_WORD, dtype=torch.int32, device=device)
         self._mask = torch.zeros((0, 0), dtype=torch.int32)
-        """(rows, words): a bit for each token, 1 where it is allowed."""
+        """(rows, words) bit mask, 1 for each allowed token."""
 
     def apply_(self, scores: torch.Tensor) -> None:
-        """Set the logits of all other tokens to minus infinity."""
+        """Set the logits of all disallowed tokens to minus infinity."""
         if not any(state is not None and state.is_active for state in self._states):
             return
         self._fill(scores)
@@ -211,16 +213,16 @@ class GrammarMask:
         scores[self._rows] = torch.where(allowed, found, -math.inf)
 
     def note(self, tokens: torch.Tensor) -> None:
-        """Do nothing: the host goes on with the tokens when it has them."""
+        """Do nothing: the host advances the states when it has the tokens."""
 
     def _fill(self, scores: torch.Tensor) -> None:
-        """Write the masks of all rows; of those without a grammar by now all tokens are allowed."""
+        """Compute the masks of all rows; rows whose grammar is inactive allow all tokens."""
         words = -(-scores.shape[1] // _WORD)
         if not self._mask.numel():
             self._mask = torch.empty(
                 (len(self._states), words), dtype=torch.int32, pin_memory=scores.is_cuda
             )
-        # The step before has sent its masks long ago: the host has had its tokens.
+        # Overwriting is safe: the previous step's copy is done, as the host has read its tokens.
         active: list[tuple[LLMatcher, int]] = []
         for place, state in enumerate(self._states):
             if state is not None and state.is_active:
@@ -235,7 +237,7 @@ class GrammarMask:
         )
         for matcher, place in active:
             if matcher.is_error():
-                self._mask[place] = -1  # Its row ends with the next token.
+                self._mask[place] = -1  # The error ends the row at the next token.
 
 
 @cache
@@ -247,10 +249,10 @@ def _executor() -> LLExecutor:
 
 @lru_cache(maxsize=64)
 def _compiled(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
-    """The beginning of a grammar, whose first mask is known.
+    """Return the initial matcher of a grammar, with its first mask computed.
 
     Raises:
-        InputError: it cannot be served.
+        InputError: if the grammar cannot be compiled.
     """
     from llguidance import LLMatcher
 
@@ -266,7 +268,7 @@ def _compiled(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
 
 
 def _source(grammar: Grammar) -> str:
-    """A grammar as llguidance takes it."""
+    """Convert a grammar to llguidance's format."""
     from llguidance import LLMatcher, grammar_from
 
     try:
@@ -281,7 +283,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _limits(grammar: Grammar) -> LLParserLimits:
-    """Bounds on time and memory: about 10 ms for a step's mask, and 40 MB for an answer."""
+    """Return limits on time and memory: about 10 ms per step's mask, and 40 MB per answer."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -299,7 +301,7 @@ _MAKING = threading.Lock()
 
 
 def _tokens_of(tokenizer: Any, vocabulary: int, ends: tuple[int, ...], name: str) -> LLTokenizer:
-    """The tokens of a model for llguidance; made once, in about a second for a large vocabulary."""
+    """Return a model's tokens for llguidance; cached, as a large vocabulary takes a second."""
     from llguidance.hf import from_tokenizer
 
     with _MAKING:
@@ -317,6 +319,6 @@ def _tokens_of(tokenizer: Any, vocabulary: int, ends: tuple[int, ...], name: str
 
 
 def _in_one_line(message: str) -> str:
-    """A message of the compiler, shortened."""
+    """Shorten a compiler message and put it on one line."""
     words = " ".join(message.replace("<non-verbose/>", "").split())
     return words if len(words) <= _MESSAGE else f"{words[:_MESSAGE]}..."

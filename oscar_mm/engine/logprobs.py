@@ -1,4 +1,4 @@
-"""Log-probabilities of an answer's tokens, and of the likeliest ones beside them."""
+"""Log-probabilities of the tokens of an answer and of the likeliest alternatives."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely a token was, by the model's logits before sampling changes them.
+    """Log-probability of a token, from the model's logits before sampling changes them.
 
     Attributes:
         token_id: the token.
         logprob: natural logarithm of its probability.
-        top: the likeliest tokens in its place, the likeliest first, and their log-probabilities; as
-            many as were asked for.
+        top: ids and log-probabilities of the likeliest tokens, likeliest first; as many as
+            requested.
         rank: rank of the token in the vocabulary, from 1; None for tokens of the answer.
     """
 
@@ -27,11 +27,11 @@ class TokenLogprob:
 
 
 class AskedLogprobs:
-    """Which rows of a batch ask for log-probabilities.
+    """Rows of a batch that request log-probabilities.
 
     Args:
-        tops: numbers of likeliest tokens that rows ask for, by row.
-        device: of the logits.
+        tops: number of likeliest tokens to report, by row.
+        device: device of the logits.
     """
 
     def __init__(self, tops: dict[int, int], device: torch.device) -> None:
@@ -40,12 +40,12 @@ class AskedLogprobs:
 
 
 class StepLogprobs:
-    """Log-probabilities of a step, on their way to the host.
+    """Log-probabilities of a step, being copied to the host.
 
     Args:
-        rows: of the batch that ask for them.
+        rows: rows of the batch that request them.
         logits: (batch, vocabulary), which may be overwritten afterwards.
-        tokens: (batch,) ids that were chosen.
+        tokens: (batch,) sampled ids.
     """
 
     def __init__(self, rows: AskedLogprobs, logits: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -59,7 +59,10 @@ class StepLogprobs:
         self._logprobs = found.to("cpu", non_blocking=True)
 
     def by_row(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
-        """Log-probabilities by row, once they have come; ``tokens`` are those of all rows."""
+        """Return the log-probabilities by row, given the sampled tokens of all rows.
+
+        Waiting for the tokens implies that these copies have arrived too.
+        """
         found = zip(self._tops.items(), self._ids.tolist(), self._logprobs.tolist(), strict=True)
         return {
             row: TokenLogprob(tokens[row], own, tuple(zip(ids, likeliest, strict=True))[:top])

@@ -1,4 +1,4 @@
-"""PrefillRunner: prompts through a model into their caches, short ones together."""
+"""PrefillRunner: prefill of prompts into their caches, several short ones per pass."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.torch_modes import eager
 
 _IN_LINE = {"cpu": 2048}
-"""Most tokens of short prompts that are read in one pass, by kind of device; elsewhere as many as
-modules see at a time. A GPU reads four prompts of 2,000 tokens in the time in which the host alone
-launches two (8B, H200)."""
+"""Maximum tokens of short prompts in one pass, by device type; on other devices as many as modules
+process at a time. A GPU prefills four prompts of 2,000 tokens in the time that the host alone needs
+to launch two (8B, H200)."""
 
 _CHUNK = {"cpu": 1024}
-"""Tokens of a chunk where others shall not wait for a long prompt, by kind of device: with fewer,
-a CPU reads 13,000 tokens in more than 1.15 times as long, as each chunk unpacks what is packed."""
+"""Chunk size of a service's long prompts, in tokens, by device type. With smaller chunks a CPU
+takes more than 1.15 times as long for 13,000 tokens, as each chunk unpacks the packed tokens."""
 _LONG_CHUNK = 1 << 15
-"""The same elsewhere: a GPU reads so many tokens in a few seconds."""
+"""Chunk size on other devices: a GPU prefills so many tokens in a few seconds."""
 
 
 def usual_chunk(device: torch.device) -> int:
-    """Tokens of a prompt that a service reads at a time: attention over shorter ones is exact."""
+    """Return a service's chunk size in tokens; attention within a single chunk is exact."""
     return _CHUNK.get(device.type, _LONG_CHUNK)
 
 
 class PrefillRunner:
-    """Reads prompts of a single row into caches of one store; used under the store's lock.
+    """Prefill of single-row prompts into caches of one store; used under the store's lock.
 
     Args:
-        family: the model, its processor and what is special about them.
-        store: of the caches.
-        chunk: tokens of a prompt that are read at a time; None for all at once.
-        groups: answers that make steps between the layers of a prompt.
+        family: the model, its processor and their special cases.
+        store: page store of the caches.
+        chunk: tokens per chunk; None if prompts are not split.
+        groups: requests that run decode steps between the layers of a prompt.
 
     Attributes:
-        max_varlen_tokens: most tokens of short prompts that are read in one pass.
-        max_at_once: most tokens of a prompt that is read in one chunk.
+        max_varlen_tokens: maximum tokens of short prompts in one pass.
+        max_at_once: maximum tokens of a prompt that is prefilled in one chunk.
     """
 
     def __init__(
@@ -70,21 +70,25 @@ class PrefillRunner:
 
     @property
     def state(self) -> object:
-        """The state of the model's weights and adapters: equal as long as they are the same."""
+        """State of the model's weights and adapters; compares equal while they are unchanged."""
         state = weights_key(self.family.model)
         if state != self._state:
             self._state = state
-        return self._state  # One object for all who keep it.
+        return self._state  # Return one object, which all prefix cache entries can share.
 
     @property
     def sigmas(self) -> dict[int, torch.Tensor]:
-        """Balancing by layer, see ``oscar_mm.cache.cache.balancing_of``."""
+        """Balancing factors by layer, see ``oscar_mm.cache.cache.balancing_of``."""
         if self._weights is None:
             self.refresh()
         return self._sigmas
 
     def refresh(self) -> bool:
-        """Look at the model's weights anew; whether they have changed."""
+        """Check the model's weights; if they have changed, recompute what depends on them.
+
+        Returns:
+            Whether they have changed.
+        """
         weights = weights_key(self.family.model)
         if weights == self._weights:
             return False
@@ -95,7 +99,7 @@ class PrefillRunner:
         return True
 
     def _reading(self, cache: OscarCache) -> AbstractContextManager[None]:
-        """Inside, the model's layers read a prompt into a cache as fast as they can."""
+        """Use the fast prompt layers within the block, where the model supports them."""
         return nullcontext() if self._layers is None else self._layers.reading(cache)
 
     @eager
@@ -103,19 +107,19 @@ class PrefillRunner:
     def read(
         self, prompt: Prompt, cache: OscarCache, cancelled: Callable[[], bool] | None = None
     ) -> torch.Tensor:
-        """Read a prompt into a cache.
+        """Prefill a prompt.
 
         Args:
-            prompt: of a single row.
-            cache: holds the past, such as earlier turns; incomplete after an error.
-            cancelled: whether nobody waits for the prompt any more, asked after each layer.
+            prompt: prompt of a single row.
+            cache: may contain a past, such as earlier turns; incomplete after an error.
+            cancelled: returns whether the request was cancelled; called after each layer.
 
         Returns:
             (1, vocabulary) logits of the last token.
 
         Raises:
-            Cancelled: nobody waits.
-            FloatingPointError: the prompt's keys or values cannot be stored.
+            Cancelled: if ``cancelled`` returned True.
+            FloatingPointError: if keys or values overflow the storage format.
         """
         chunks = self.read_in_chunks(prompt, cache, cancelled)
         return next(logits for logits in chunks if logits is not None)
@@ -127,15 +131,14 @@ class PrefillRunner:
         cancelled: Callable[[], bool] | None = None,
         logprobs: PromptLogprobs | None = None,
     ) -> Iterator[torch.Tensor | None]:
-        """Read a prompt as ``read`` does, chunk by chunk as the iterator is asked; others may read
-        and decode in between.
+        """Prefill a prompt lazily, one chunk per iteration; other work may run in between.
 
         Args:
             prompt, cache, cancelled: see ``read``.
             logprobs: collects the log-probabilities of the prompt's tokens.
 
         Yields:
-            None after each chunk but the last; after that the logits.
+            None after each chunk except the last, and the logits after that.
         """
         cache.sigmas = self.sigmas
         chunks = read_in_chunks(self.family.model, prompt, cache, self._chunk, logprobs)
@@ -157,16 +160,16 @@ class PrefillRunner:
         every_token: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[torch.Tensor]:
-        """Read prompts into their caches, short ones in one pass; as ``read`` otherwise.
+        """Prefill prompts, several short ones per pass; see ``read`` for the errors.
 
         Args:
-            prompts: of a single row each.
-            caches: of each prompt; no two are the same.
-            every_token: give the logits after each token, of short prompts.
-            cancelled: whether nobody waits for any of the prompts any more.
+            prompts: prompts of a single row each.
+            caches: a distinct cache for each prompt.
+            every_token: return the logits of every token; short prompts only.
+            cancelled: returns whether all of the prompts' requests were cancelled.
 
         Returns:
-            for each prompt (1, vocabulary), or (tokens, vocabulary), logits.
+            Logits of each prompt: (1, vocabulary), or (tokens, vocabulary) with ``every_token``.
         """
         logits: list[torch.Tensor] = []
         for some in self._packs(prompts, caches):
@@ -184,13 +187,13 @@ class PrefillRunner:
                     *(self.family.model, self.family.concatenate(own), lengths, view),
                     every_token=every_token,
                 )
-            if view.pop_overflow():  # Whose it was is not known: each is read alone.
+            if view.pop_overflow():  # The row is unknown: the caller prefills each prompt alone.
                 raise FloatingPointError(NOT_STORABLE)
             logits += found.split(lengths if every_token else 1)
         return logits
 
     def _packs(self, prompts: Sequence[Prompt], caches: Sequence[OscarCache]) -> Iterator[slice]:
-        """Runs of prompts that can be read in one pass."""
+        """Yield slices of prompts that fit into one pass."""
         start, tokens = 0, 0
         for cache in caches:
             cache.sigmas = self.sigmas

@@ -1,4 +1,4 @@
-"""Generation: one answer while it is written, and its text so far."""
+"""Request: one request while its output is generated."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from oscar_mm.tool_parsers.parser import Piece
 
 
 class RequestEngine(Protocol):
-    """What an answer needs of ``oscar_mm.engine.engine.Engine``."""
+    """Part of ``oscar_mm.engine.engine.Engine`` that a request uses."""
 
     family: Family
 
     @property
     def lock(self) -> FairLock:
-        """Held for each step of the model and each change of the store."""
+        """Lock of the store, which every model step and every change of the store needs."""
         ...
 
     def submit(self, request: Request) -> None:
-        """Put an answer into the queue."""
+        """Put a request into the queue."""
         ...
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Return when ``done``; until then make steps, or wait for who makes them."""
+        """Run steps until ``done``, or wait while another thread runs them."""
         ...
 
     def drop_ended(self) -> None:
-        """Let go of answers that have ended."""
+        """Drop ended requests."""
         ...
 
 
@@ -50,31 +50,31 @@ _INTERRUPTED = "a thread that made a step for several answers was interrupted in
 
 
 class Request(RequestState):
-    """One answer while it is written: an iterator of its pieces, some empty.
+    """One request while its output is generated: an iterator of output pieces, some empty.
 
-    Iterate over it, which puts it into the engine's queue; or ``Engine.submit`` it, and
-    ``complete`` it once it has ended. Pieces wait until they are taken; the answer goes on
-    meanwhile as long as others are asked for theirs. Leaving the iterator ends the answer.
+    Either iterate over it, which submits it to the engine, or call ``Engine.submit``, and
+    ``complete`` once it has ended. Pieces are queued until they are taken; generation continues
+    meanwhile as long as any request of the engine is iterated. Leaving the iterator cancels the
+    request.
 
     Args:
-        engine: that answers.
-        prompt: of a single row.
-        cache: holds what comes before the prompt; ends up with prompt and answer too, without the
-            last token where ``max_new_tokens`` or a stop text ends it. Where it is empty and the
-            engine keeps the prompt's beginning, a cache that holds this takes its place.
-        sampling: how tokens are chosen.
-        start: ``time.perf_counter()`` when the request came.
-        history: (1, tokens) ids of what the cache holds, for the repetition penalty.
-        keeps_cache: leave the cache as it is when the answer has ended; else its pages are given
-            up then, whether the pieces were taken or not.
-        tools: that are offered to the model.
+        engine: runs the request.
+        prompt: prompt of a single row.
+        cache: contains the tokens before the prompt, and at the end also prompt and output, without
+            the last token if ``max_new_tokens`` or a stop string ended it. If it is empty and the
+            prefix cache has a beginning of the prompt, a fork of that replaces it.
+        sampling: sampling options.
+        start: ``time.perf_counter()`` at the arrival of the request.
+        history: (1, tokens) ids of the tokens in the cache, for the repetition penalty.
+        keeps_cache: keep the cache open at the end; else its pages are released, even if pieces
+            have not been taken.
+        tools: tools offered to the model.
 
     Attributes:
-        cache: the cache that is written, as above.
-        cancelled: whether ``cancel`` ended the answer.
-        prompt_tokens: for the answer.
-        prompt_logprobs: log-probabilities of the prompt; None if ``sampling`` does not request
-            them.
+        cache: the cache in use, see above.
+        cancelled: whether ``cancel`` ended the request.
+        prompt_tokens: prompt length as reported in the answer.
+        prompt_logprobs: log-probabilities of the prompt; None unless ``sampling`` requests them.
         written: the tokens and the text so far.
     """
 
@@ -104,13 +104,13 @@ class Request(RequestState):
         self.has_past = cache.get_seq_length() > 0
         self.prompt_tokens = prompt.tokens
         self.unread = prompt
-        """What of the prompt the cache does not hold."""
+        """The part of the prompt that is not in the cache."""
         self.chunks: Iterator[torch.Tensor | None] | None = None
-        """Reads the rest of a prompt of which a part has been read."""
+        """Prefills the remaining chunks of a partly prefilled prompt."""
         self.reader_state: object = None
-        """Of what reads the prompt, where the engine keeps beginnings of prompts."""
+        """State of processor and model at admission, if the engine has a prefix cache."""
         self.room: object | None = None
-        """Reserved for the answer while this is referenced."""
+        """The memory reservation, in effect while referenced."""
         self.cancelled = False
         top = sampling.prompt_logprobs
         self.prompt_logprobs = None if top is None else PromptLogprobs(ids, top)
@@ -120,36 +120,37 @@ class Request(RequestState):
 
     @property
     def is_ready(self) -> bool:
-        """Whether there are pieces to take, or will be no more."""
+        """Whether pieces are available, or no more will come."""
         return bool(self._pieces) or self.ended
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens of the prompt and of the longest answer."""
+        """Maximum number of tokens of prompt and output together."""
         return self.prompt.tokens + self.sampling.max_new_tokens
 
     def take_pieces(self) -> list[Piece]:
-        """The pieces that wait, perhaps empty, which the iterator passes over then. From the one
-        thread that asks for pieces."""
+        """Return the queued pieces, perhaps none, and remove them from the iterator.
+
+        Call it only from the thread that consumes the request.
+        """
         return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
     def write(self, token: int) -> None:
-        """Give out the text of a token that was chosen. Other threads see that the answer has ended
-        once its last piece is there."""
+        """Queue the text of a sampled token. ``ended`` is set only after the last piece."""
         try:
             self._pieces += self.written.push(token)
-        except Exception as error:  # Whatever a tokenizer raises is this answer's own.
+        except Exception as error:  # A tokenizer may raise anything; fail only this request.
             self.fail(error)
         if self.written.stopped:
-            self.ended = True  # Not ``|=``, which undoes a ``cancel`` that comes in between.
+            self.ended = True  # Not ``|=``, which could undo a concurrent ``cancel``.
 
     def fail(self, error: BaseException) -> None:
-        """End the answer with an error; an interrupt is only the error of the thread that it hit,
-        which may wait for another answer."""
+        """End the request with an error. An interrupt becomes a RuntimeError, as the interrupted
+        thread may be waiting for another request."""
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
     def __iter__(self) -> Iterator[Piece]:
-        """Submit the answer; the model runs as pieces are taken."""
+        """Submit the request and yield its pieces; the model runs as they are consumed."""
         self.engine.submit(self)
         try:
             ended = False
@@ -164,10 +165,10 @@ class Request(RequestState):
             self.cancel()
 
     def complete(self) -> Answer:
-        """The answer of a generation that has ended; its pages are given up.
+        """Return the answer of an ended request, and release its pages.
 
         Raises:
-            BaseException: ``error``.
+            BaseException: ``error``, if the request failed.
         """
         with self.engine.lock.briefly():
             self.cancel()
@@ -182,20 +183,21 @@ class Request(RequestState):
             if error is not None:
                 raise error
         finally:
-            # The frames of its traceback hold this answer.
+            # The frames of its traceback reference this request.
             del error
 
     def cancel(self) -> None:
-        """End the answer where it is, in the middle of its prompt too; does nothing where it has
-        ended. From any thread, also by the garbage collector."""
+        """End the request now, even during prefill; no effect if it has ended.
+
+        Safe to call from any thread, including from a finalizer.
+        """
         if not self.ended:
             self.cancelled = True
         self.ended = True
         self.engine.drop_ended()
 
     def settle(self) -> None:
-        """Give up what an answer that has ended needs no more; under the engine's lock. A second
-        time does nothing."""
+        """Release the memory of an ended request, under the engine's lock. Idempotent."""
         self.room = self.chunks = None
         if not (self._keeps_cache or self.cache.closed):
             if self.error is None:
@@ -204,7 +206,7 @@ class Request(RequestState):
             self.cache.close()
 
     def answer(self) -> Answer:
-        """The answer so far."""
+        """Return the answer so far."""
         with self.engine.lock.briefly():
             memory = self._memory or self.cache.memory()
         cached = self.prompt.tokens - self.unread.tokens
@@ -215,16 +217,16 @@ class Request(RequestState):
 
 
 class PrefillRequest(Request):
-    """A prompt that is read and not answered; iterate over it, or submit it and wait for its end.
+    """Request that prefills a prompt without generating output; iterate over it or submit it.
 
     Args:
-        engine, prompt, cache: as of ``Request``; the cache is left as it is at the end.
+        engine, prompt, cache: see ``Request``; the cache stays open at the end.
     """
 
     def __init__(self, engine: RequestEngine, prompt: Prompt, cache: OscarCache) -> None:
-        once = Sampling(max_new_tokens=1)  # An answer's last token is not stored.
+        once = Sampling(max_new_tokens=1)  # The last sampled token is never stored.
         super().__init__(engine, prompt, cache, once, time.perf_counter(), keeps_cache=True)
-        self.has_past = True  # No prefix is looked for or kept.
+        self.has_past = True  # Bypasses the prefix cache.
 
     def write(self, token: int) -> None:
-        """Leave out the token that would follow the prompt."""
+        """Discard the token that would follow the prompt."""

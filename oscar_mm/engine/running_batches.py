@@ -1,4 +1,4 @@
-"""RunningBatches: all answers that decode, in batches which they join and leave between steps."""
+"""RunningBatches: the requests that decode, in batches that they join and leave between steps."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.tensor_parallel import TPGroup
 
 _READING = 4.0
-"""How many times as long prompts are read as answers make steps, where for each answer another
-request waits."""
+"""Prefill time per decode time if one other request waits for each running one."""
 _MAX_READING = 8.0
-"""How many times as long prompts are read as answers make steps, at most."""
+"""Maximum prefill time per decode time."""
 _MAX_OWED = 3
-"""Steps for whose time answers are made up later, at most. With one of them answers had 0.49 of
-their pace, with three 0.50."""
+"""Maximum number of steps whose time decode may catch up later. With a limit of one, decode ran at
+0.49 of its normal pace, with three at 0.50."""
 _IN_FLIGHT_S = 0.01
-"""Seconds of a GPU for which layers of prompts stay in flight while the host launches a step, which
-takes it 3 ms for 64 rows, and twice that beside a server; more would keep the answers waiting."""
+"""Seconds of GPU work in prompt layers kept in flight while the host launches a decode step. A
+launch takes 3 ms for 64 rows, and twice that next to a server; more would delay the decode step."""
 _MAX_IN_FLIGHT = 4
-"""Most layers of prompts in flight."""
+"""Maximum number of prompt layers in flight."""
 
 
 class DeviceTimer:
-    """The moment at which a device has done all that was launched on it until now."""
+    """Point in time at which a device has finished everything launched on it so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -53,51 +52,53 @@ class DeviceTimer:
 
     @property
     def comes_later(self) -> bool:
-        """Whether the host may be there before."""
+        """Whether the device may reach this point after the host does."""
         return self._event is not None
 
     def wait(self) -> None:
-        """Return when it has come."""
+        """Wait until the device has reached this point."""
         if self._event is not None:
             self._event.synchronize()
 
     def since(self, earlier: DeviceTimer) -> float:
-        """Seconds from an earlier one; both have come."""
+        """Return the seconds since an earlier timer; the device must have reached both."""
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return earlier._event.elapsed_time(self._event) / 1e3
 
 
 _COUNTED = 9
-"""Steps that the pace is of."""
+"""Number of steps over which the step time is estimated."""
 
 
 class StepTimer:
-    """How long a step takes: a quarter of the last ones took less. The first step between two
-    layers takes longer, as a GPU waits while the host prepares it."""
+    """Estimate of a decode step's duration: the lower quartile of the latest steps.
+
+    The first step between two layers takes longer, as the GPU waits while the host prepares it.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[DeviceTimer, DeviceTimer]] = deque(maxlen=_COUNTED)
         self._seconds: deque[float] = deque(maxlen=_COUNTED)
 
     def note(self, begin: DeviceTimer, end: DeviceTimer) -> None:
-        """Count a step from its begin to its end, which may be still to come."""
+        """Record the begin and end of a step; the end may still lie ahead."""
         self._steps.append((begin, end))
 
     def seconds(self) -> float:
-        """Seconds that a step takes, 0 before the first one. All steps noted must have ended."""
+        """Return the seconds per step, 0 before the first one; all recorded steps must be done."""
         self._seconds.extend(end.since(begin) for begin, end in self._steps)
         self._steps.clear()
         return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 0.0
 
 
 class RunningBatch:
-    """Answers that decode in one batch.
+    """Requests that decode as one batch.
 
     Args:
-        batch: decodes them.
-        view: the batch's cache where answers come and go; None for a single answer, which the
-            batch decodes on its own cache.
+        batch: runs the decode steps.
+        view: cache of the batch, whose rows change; None for a single request that decodes on its
+            own cache.
     """
 
     def __init__(self, batch: DecodeRunner, view: BatchView | None) -> None:
@@ -108,24 +109,26 @@ class RunningBatch:
 
     @property
     def live(self) -> list[Request]:
-        """The answers that go on."""
+        """Requests that have not ended."""
         seated = [answer for answer in self._rows if answer is not None]
         return [answer for answer in (*seated, *self._pending) if not answer.ended]
 
     def join(self, answer: Request) -> None:
-        """Decode an answer too, whose prompt and first token are there."""
+        """Add a prefilled request, whose first token has been sampled, at the next step."""
         self._pending.append(answer)
 
     def finish_early(self) -> None:
-        """Before rows change, take the tokens of a step that was launched early: else it was for
-        nothing. An error of it is not that of answers that join."""
+        """Commit an already launched step before the batch changes; its work would be lost.
+
+        If the step fails, requests that are about to join are not affected.
+        """
         seated = [answer for answer in self._rows if answer is not None and not answer.ended]
         changes = bool(self._pending) or self._size(self.live) != len(self._rows)
         if seated and changes and self.batch.is_ahead:
             self._run(lambda: self.batch.step(ahead=False), seated)
 
     def step(self) -> None:
-        """One more token of each answer, unless a step has failed; ``drop_ended`` comes before."""
+        """Decode one token per request, unless a step has failed. Call ``drop_ended`` first."""
         if not self.failed and (live := self.live):
             self._run(self._step, live)
 
@@ -134,7 +137,7 @@ class RunningBatch:
         self.batch.step()
 
     def _run(self, step: Callable[[], None], live: list[Request]) -> None:
-        """Make a step for some answers; its error is that of all of them."""
+        """Run a step for the given requests; if it fails, all of them fail."""
         try:
             step()
             if self.view is not None and self.view.pop_overflow() and not self._tells_whose(live):
@@ -147,17 +150,17 @@ class RunningBatch:
                 raise
 
     def _tells_whose(self, live: list[Request]) -> bool:
-        """Whether keys or values that cannot be stored may be those of an answer that has ended.
+        """Whether the overflow may belong to a finished request.
 
-        A step that was launched early may have read what its answer ends with, or what makes its
-        next logits NaN.
+        A step that was launched early may have processed the final token of a request, or a token
+        after which its logits are NaN.
         """
         if not any(answer.ended for answer in live) and self.batch.is_ahead:
             self.batch.step(ahead=False)
         return any(answer.ended for answer in live)
 
     def drop_ended(self) -> list[Request]:
-        """Let go of answers that have ended."""
+        """Remove and return the ended requests."""
         ended = [x for x in (*self._rows, *self._pending) if x is not None and x.ended]
         self._pending = [answer for answer in self._pending if not answer.ended]
         for place, answer in enumerate(self._rows):
@@ -168,12 +171,11 @@ class RunningBatch:
         return ended
 
     def _size(self, live: list[Request]) -> int:
-        """Rows of the batch."""
+        """Return the number of rows in the batch."""
         return 1 if self.view is None else self.batch.size_for(len(live))
 
     def _set_rows(self, live: list[Request]) -> None:
-        """Give each answer a row; those that have one keep it, unless answers join or the batch is
-        too large by now."""
+        """Give each request a row. Rows stay the same unless requests join or the batch shrinks."""
         size = self._size(live)
         if not self._pending and size == len(self._rows):
             return
@@ -184,18 +186,19 @@ class RunningBatch:
 
 
 class RunningBatches:
-    """All answers that decode: in one batch, or in batches of their own; used under the lock of
-    their store.
+    """All decoding requests: in one shared batch, or in batches of their own.
+
+    Use it under the lock of the store.
 
     Args:
-        family: the model, and what is special about it.
-        store: of the caches of all answers.
-        wake: called after each step between the layers of a prompt.
-        waiting: how many requests wait to be read, and not for room.
+        family: the model and its special cases.
+        store: page store of all requests' caches.
+        wake: called after each decode step between the layers of a prompt.
+        waiting: returns the number of requests that wait for prefill but not for memory.
 
     Attributes:
-        stepping: whether a step is being made.
-        freed: set when answers were let go of; the user resets it.
+        stepping: whether a decode step is running.
+        freed: set when requests are removed; the caller resets it.
     """
 
     def __init__(
@@ -211,19 +214,19 @@ class RunningBatches:
         self._alone: list[RunningBatch] = []
         self.pace = StepTimer()
         self.wait_since = DeviceTimer(family.device)
-        """Since when answers wait for a step: the end of the last one, or when the first came."""
+        """Since when running requests wait for a step: the last step's end, or the first join."""
 
     @property
     def live(self) -> list[Request]:
-        """The answers that decode."""
+        """Requests that decode."""
         return [answer for group in self._groups for answer in group.live]
 
     def joins(self, answer: Request) -> bool:
-        """Whether an answer may be a row of a batch with others."""
+        """Whether a request may share a batch with others."""
         return not answer.sampling.deterministic and has_full_attention(self.family.model)
 
     def join(self, answer: Request) -> None:
-        """Decode an answer, whose prompt and first token are there."""
+        """Start to decode a prefilled request, whose first token has been sampled."""
         if not self.live:
             self.wait_since = DeviceTimer(self.family.device)
         if self._shared is not None and self._shared.failed:
@@ -231,7 +234,7 @@ class RunningBatches:
         if self.joins(answer):
             if self._shared is None:
                 view = BatchView(self._store)
-                view.sigmas = answer.cache.sigmas  # The model's: an old chat has others.
+                view.sigmas = answer.cache.sigmas  # The model's; those of an old chat may differ.
                 self._shared = RunningBatch(self._batch(answer, view), view)
             view = self._shared.view
             if view is not None and view.can_take(answer.cache):
@@ -241,13 +244,13 @@ class RunningBatches:
         self._alone[-1].join(answer)
 
     def forget_batch(self) -> None:
-        """Decode the answers that join next in a new batch."""
+        """Let later requests decode in a new batch."""
         if self._shared is not None:
             self._alone.append(self._shared)
             self._shared = None
 
     def step(self) -> None:
-        """One more token of each answer."""
+        """Decode one token for each request."""
         begin = DeviceTimer(self.family.device)
         self.stepping = True
         try:
@@ -258,37 +261,41 @@ class RunningBatches:
         finally:
             self.stepping = False
             self.wait_since = DeviceTimer(self.family.device)
-            if self.live:  # The last step of all may have been launched early: then this took none.
+            if self.live:  # The last step may have been launched early: its time means nothing.
                 self.pace.note(begin, self.wait_since)
 
     def reading_share(self, others: int = 0) -> float:
-        """How many times as long prompts are read as answers make steps.
+        """Return the ratio of prefill time to decode time.
 
         Args:
-            others: prompts that are read, but for one of them.
+            others: prompts that are prefilled together, not counting one of them.
         """
         others += self._waiting()
         return min(max(_READING * others / max(len(self.live), 1), 1.0), _MAX_READING)
 
     @property
     def fills_pauses(self) -> bool:
-        """Whether a step between two prompts is worth it: it keeps a device busy, if that is not
-        the host itself, until the layers of the next prompt are there."""
+        """Whether to run a step between two prompts, so that the GPU does not wait for the host.
+
+        It keeps the GPU busy until the host has launched the layers of the next prompt.
+        """
         return self.wait_since.comes_later and self.reading_share() <= 1.0
 
     @property
     def steps_while_reading(self) -> bool:
-        """Whether answers make steps between the layers of prompts: not where the model is divided
-        among ranks, which would have to agree on the layer."""
+        """Whether decode steps run between the layers of prompts.
+
+        Off with tensor parallelism, where all ranks would have to agree on the layer.
+        """
         return TPGroup.of(self.family.model).count == 1
 
     def settle_ended(self) -> None:
-        """Let go of answers that have ended, and of what they hold."""
+        """Remove ended requests and release what they own."""
         for answer in self.drop_ended():
             answer.settle()
 
     def drop_ended(self) -> list[Request]:
-        """Let go of answers that have ended; what was to join a batch that failed joins another."""
+        """Remove and return ended requests; requests pending in a failed batch join another."""
         ended = [answer for group in self._groups for answer in group.drop_ended()]
         self.freed |= bool(ended)
         failed = [group for group in self._groups if group.failed]
@@ -301,8 +308,10 @@ class RunningBatches:
         return ended
 
     def yield_to_waiters(self, cache: OscarCache) -> None:
-        """Between two layers that read into a cache: who begins an answer, or takes one that has
-        ended, need not wait for all layers."""
+        """Yield the lock between two prompt layers to threads that start or finish a request.
+
+        Without this they would wait for all layers.
+        """
         if self._store.lock.is_wanted_briefly:
             self.settle_ended()
             with cache.paused():
@@ -315,16 +324,16 @@ class RunningBatches:
         prompts: Sequence[Prompt],
         cancelled: Callable[[], bool] | None = None,
     ) -> Iterator[None]:
-        """Inside, the answers take turns with the layers of prompts, see ``LayeredPrefill``.
+        """Interleave decode steps with prompt layers within the block, see ``LayeredPrefill``.
 
         Args:
-            cache: that prompts are read into.
-            prompts: what is read.
-            cancelled: whether nobody waits for the prompts any more; reading ends then, if
-                ``steps_while_reading``.
+            cache: cache that the prompts are written to.
+            prompts: prompts of the pass.
+            cancelled: returns whether all requests of the prompts were cancelled; prefill stops
+                then, if ``steps_while_reading``.
 
         Raises:
-            Cancelled: nobody waits; the cache can only be reset or closed.
+            Cancelled: if ``cancelled`` returned True; the cache can only be reset or closed.
         """
         model = self.family.model
         if not (self.live or cancelled) or not self.steps_while_reading:
@@ -352,12 +361,13 @@ class RunningBatches:
 
 
 class _Interleave(NamedTuple):
-    """Steps between two layers.
+    """Decode steps between two prompt layers.
 
     Attributes:
-        since: the end of the turn before; layers came between.
-        begin, end: of the turn; the host prepares the first step after its begin.
-        usual: seconds that its steps take elsewhere.
+        since: end of the previous interleave; prompt layers ran in between.
+        begin, end: begin and end of this interleave; the host prepares its first step after
+            ``begin``.
+        usual: seconds that as many steps take outside of prefill.
     """
 
     since: DeviceTimer
@@ -366,24 +376,24 @@ class _Interleave(NamedTuple):
     usual: float
 
     def owed(self, share: float) -> float:
-        """Seconds that answers have waited, and were not made steps for: ``share`` of a step's."""
+        """Return the seconds that decode is still due, given the prefill-to-decode ratio."""
         lost = max(self.end.since(self.begin) - self.usual, 0.0)
         return self.begin.since(self.since) + lost - share * self.usual
 
 
 class LayeredPrefill:
-    """Turns of the layers of prompts and the steps of answers, while a thread reads prompts.
+    """Interleaving of prompt layers and decode steps while a thread runs prefill.
 
-    Whenever a layer of the decoder is done and answers have waited for as long as a step takes,
-    they make steps for as long as they have waited, with what the turns between cost. Where for
-    four answers more than one further request waits, reading gets as many times as much of the
-    time: a step of few rows takes nearly as long as one of many.
+    Once prompt layers have run for as long as a decode step takes, decode gets the same time, plus
+    the cost of switching. If more than one request waits for every four that decode, prefill gets a
+    larger share: a step of few rows takes nearly as long as a step of many.
 
     Args:
-        groups: the answers.
-        cache: that prompts are read into.
-        prompts: what is read. Where that is short and no answers run, the host waits for no layer.
-        cancelled: whether nobody waits for the prompts any more.
+        groups: requests that decode.
+        cache: cache that the prompts are written to.
+        prompts: prompts of the pass. If they are short and no requests decode, the host waits for
+            no layer.
+        cancelled: returns whether all requests of the prompts were cancelled.
     """
 
     def __init__(
@@ -394,21 +404,25 @@ class LayeredPrefill:
         cancelled: Callable[[], bool] | None,
     ) -> None:
         self._groups, self._cache, self._others = groups, cache, len(prompts) - 1
-        self._decodes = bool(groups.live)  # No answers join meanwhile.
+        self._decodes = bool(groups.live)  # No requests join during the pass.
         self._waits = self._decodes or sum(prompt.tokens for prompt in prompts) > MAX_TOKENS
         self._cancelled, self._thread = cancelled, threading.get_ident()
         self._launched: list[DeviceTimer] = []
-        """The ends of layers that the host has not waited for."""
+        """Ends of layers that the host has not waited for."""
         self._layer_end: DeviceTimer | None = None
-        """End of the latest layer that the host has waited for since the last steps."""
+        """End of the latest layer that the host has waited for since the last decode steps."""
         self._layer_seconds = math.inf
         begin = groups.wait_since if self._decodes else DeviceTimer(groups.family.device)
         self._turn = _Interleave(begin, begin, begin, 0.0)
         self._owed = 0.0
-        """Seconds that answers had waited before the last turn, and were not made steps for."""
+        """Seconds that decode was still due before the last interleave."""
 
     def layer_ends(self, *_: object) -> None:
-        """Called where the host has launched a layer of the decoder; raises ``Cancelled``."""
+        """Forward hook of the decoder layers: run decode steps if they are due.
+
+        Raises:
+            Cancelled: see ``stop_if_cancelled``.
+        """
         if self._groups.stepping or threading.get_ident() != self._thread:
             return
         if self._waits:
@@ -419,7 +433,7 @@ class LayeredPrefill:
             return
         step_seconds = self._groups.pace.seconds()
         share = self._groups.reading_share(self._others)
-        # No more than for a few steps: those that have become slower must not keep prompts waiting.
+        # Limited: if steps have become slower, prompts must not starve.
         owed = min(self._owed + self._turn.owed(share), _MAX_OWED * share * step_seconds)
         waited = owed + self._layer_end.since(self._turn.end)
         if waited < share * step_seconds:
@@ -431,20 +445,20 @@ class LayeredPrefill:
             waited = owed + self._launched[-1].since(self._turn.end)
         self._launched.clear()
         self._layer_end, self._owed = None, owed
-        # A step that they are not owed yet is taken off the next turn.
+        # The count is rounded up; the surplus is subtracted from the next interleave.
         self._step(math.ceil(waited / (share * step_seconds)) if step_seconds else 1, step_seconds)
 
     def stop_if_cancelled(self, *_: object) -> None:
-        """Called where the host has launched a layer of a tower, and of the decoder.
+        """Forward hook of the layers of towers; called after decoder layers too.
 
         Raises:
-            Cancelled: nobody waits for the prompts any more.
+            Cancelled: if all requests of the prompts were cancelled.
         """
         if threading.get_ident() == self._thread and self._cancelled and self._cancelled():
             raise Cancelled("nobody waits for the answer any more")
 
     def _step(self, count: int, step_seconds: float) -> None:
-        """Make so many steps, as long as answers are there to make them."""
+        """Run up to ``count`` decode steps, as long as requests decode."""
         begin, made = DeviceTimer(self._groups.family.device), 0
         with self._cache.paused():
             while self._groups.live and made < count:
@@ -457,12 +471,12 @@ class LayeredPrefill:
 
     @property
     def _max_in_flight(self) -> int:
-        """How many layers are in flight while the host launches others or a step."""
+        """Number of layers left in flight while the host launches others or a step."""
         count = math.ceil(_IN_FLIGHT_S / max(self._layer_seconds, 1e-6))
         return min(max(count, 1), _MAX_IN_FLIGHT)
 
     def _wait_for_layers(self) -> None:
-        """Wait for layers that were launched, but for the last ones where they come later."""
+        """Wait for the launched layers, except the last few, which stay in flight on a GPU."""
         self._launched.append(DeviceTimer(self._groups.family.device))
         in_flight = self._max_in_flight if self._launched[-1].comes_later else 0
         while len(self._launched) > in_flight:
