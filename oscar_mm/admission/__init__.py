@@ -1,1 +1,1 @@
-"""Admission: what a request takes, what a GPU and a budget hold."""
+"""Admission: the size of requests, and the memory of GPUs and budgets."""

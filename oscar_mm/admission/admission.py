@@ -1,4 +1,4 @@
-"""Admission: whether a request has room, told with the numbers before any tower runs."""
+"""Admission: checks whether requests fit before any tower runs, and reserves their memory."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from oscar_mm.sizes import format_bytes
 from oscar_mm.threads import FairLock
 
 _DOUBT = 0.05
-"""Share of a recording or a video by which its header may be wrong."""
+"""Assumed maximum error of a recording's or video's header, as a share of its length."""
 _BLOCK = 1 << 16
-"""Characters that are counted at a time; shorter texts are counted with the whole request."""
+"""Characters tokenized at a time by the length check; shorter texts skip this check."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a request continues.
+    """Past that a request continues.
 
     Attributes:
-        cache: holds it.
-        tokens: of the cache, those that take room in the context.
-        remedies: tells what would free some of them.
+        cache: cache with the past.
+        tokens: number of its tokens that count toward the context.
+        remedies: returns what would free some of them.
     """
 
     cache: OscarCache
@@ -58,17 +58,17 @@ class Past:
 
 @dataclass(eq=False)
 class Admission:
-    """Checks the size of a request, and reserves room for those that run.
+    """Size checks of requests, and memory reservations for running ones.
 
-    The size is checked exactly by the prompt before the model runs; that of a request with media
-    before these are decoded too, by texts and headers. A refusal changes nothing.
+    The exact size is checked on the prompt, before the model runs. For a request with media it is
+    also estimated before these are decoded, from texts and headers. A refusal changes nothing.
 
     Attributes:
-        family: counts tokens; its model reads.
-        store: of the caches.
-        max_context: most tokens of a conversation with its answer.
-        prefill_chunk: tokens that are read at a time; None for all at once.
-        budget: bound on the bytes of all caches; None for no bound.
+        family: model family, which counts tokens and has the model.
+        store: page store of the caches.
+        max_context: maximum tokens of a conversation including its answer.
+        prefill_chunk: tokens per chunk of a long prompt; None if prompts are not split.
+        budget: limit on the bytes of all caches; None for no limit.
     """
 
     family: Family
@@ -88,13 +88,15 @@ class Admission:
 
     @property
     def model(self) -> Any:
-        """The model of transformers that writes the text."""
+        """The transformers model that generates text."""
         return self.family.model
 
     @property
     def max_seconds(self) -> float:
-        """Seconds of sound that fill the context. Sound that the family does not hear is read for
-        a minute at most before it is refused."""
+        """Seconds of sound that fill the context.
+
+        60 if the family does not support audio: reading stops early, before the sound is refused.
+        """
         if Modality.AUDIO not in self.family.reads:
             return 60.0
         (hour,) = Media(audio=[silence(3600)], labels=["an hour"])
@@ -103,18 +105,17 @@ class Admission:
     def check_text(
         self, name: str, text: Any, *, may_be_empty: bool = False, calls: bool = False
     ) -> None:
-        """Refuse what is no text of a user, is empty, or is over the context by itself.
-
-        Takes no lock, whatever the text.
+        """Refuse text that is invalid, empty or longer than the context; takes no lock.
 
         Args:
-            name: of the argument.
-            text: what a user gave.
-            may_be_empty: let an empty text pass.
-            calls: let marks of tool calls pass, as answers may hold them.
+            name: name of the argument, for the error.
+            text: value given by a user.
+            may_be_empty: allow an empty text.
+            calls: allow marks of tool calls, which answers may contain.
 
         Raises:
-            InputError: names the argument; as ``RequestTooLarge`` a text that is too long.
+            InputError: if the text is refused, ``RequestTooLarge`` if it is too long; names the
+                argument.
         """
         if not isinstance(text, str):
             raise InputError(f"{name} must be text, not {type(text).__name__}")
@@ -129,15 +130,15 @@ class Admission:
         self._check_tokens(name, text)
 
     def check_messages(self, messages: Sequence[Message]) -> None:
-        """Refuse media that the model does not read, texts as ``check_text`` does, an empty system
-        prompt or last message, and texts that are too long together.
+        """Refuse messages with unsupported media, invalid texts, an empty system prompt or an
+        empty last message, and texts that are too long together.
 
         Args:
-            messages: of a turn, or of a whole conversation.
+            messages: messages of a turn or of a whole conversation.
 
         Raises:
-            InputError: names the message or the medium; as ``RequestTooLarge`` texts that are too
-                long.
+            InputError: if a message or medium is refused, ``RequestTooLarge`` if texts are too
+                long; names the message or the medium.
         """
         for message in messages:
             self.check_message(message)
@@ -148,11 +149,11 @@ class Admission:
             self.check_text_length("messages", text_of(messages))
 
     def check_message(self, message: Message) -> None:
-        """Refuse media that the model does not read, and texts as ``check_text`` does.
+        """Refuse a message with unsupported media or with texts that ``check_text`` refuses.
 
         Raises:
-            InputError: names the message or the medium; as ``RequestTooLarge`` a text that is too
-                long.
+            InputError: if the message is refused, ``RequestTooLarge`` if a text is too long; names
+                the message or the medium.
         """
         self.family.check_reads(message.media)
         calls = message.role == "assistant"
@@ -162,19 +163,19 @@ class Admission:
             self.check_text(message.place, text, may_be_empty=True)
 
     def check_text_length(self, name: str, text: str) -> None:
-        """Refuse a text that is over the context by itself; takes no lock.
+        """Refuse a text that alone exceeds the context; takes no lock.
 
         Raises:
-            RequestTooLarge: names the argument, its characters and those that fit.
+            RequestTooLarge: if it is too long; names the argument, its characters and the limit.
         """
         self.check_characters(name, len(text))
         self._check_tokens(name, text)
 
     def check_characters(self, name: str, count: int) -> None:
-        """Refuse more characters than the context has room for, without looking at them.
+        """Refuse more characters than can fit into the context, by their number alone.
 
         Raises:
-            RequestTooLarge: as of ``check_text_length``.
+            RequestTooLarge: see ``check_text_length``.
         """
         longest = self.family.longest_token
         if count > (most := self.max_context * longest):
@@ -188,20 +189,20 @@ class Admission:
         past: Past | None = None,
         template: TemplateOptions = USUAL,
     ) -> None:
-        """Refuse a request that has no room by the sizes of its media; nothing is decoded yet.
+        """Refuse a request that does not fit, by the sizes of its media, before these are decoded.
 
-        A ``past`` that others may close is read under the lock, taken before.
+        If others may close the cache of ``past``, the caller must take the lock.
 
         Args:
-            messages: of the turn, checked.
-            shown: their media, as ``MediaReader.outline`` gives them.
-            max_new_tokens: of the answer.
+            messages: checked messages of the turn.
+            shown: media of the messages, as sized by ``MediaReader.outline``.
+            max_new_tokens: maximum tokens of the answer.
             past: what the request continues.
-            template: options of the chat template, for a request without a past.
+            template: chat-template options of a request without a past.
 
         Raises:
-            RequestTooLarge: the numbers, and what to lower.
-            InputError: media that the model does not read.
+            RequestTooLarge: if the request does not fit; with numbers and remedies.
+            InputError: if the model does not support the media.
         """
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
         if past is not None and past.tokens:  # The template writes less between turns.
@@ -219,8 +220,8 @@ class Admission:
             size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
             doubt = int(_DOUBT * (tokens["audio"] + tokens["video"]))
             self._check_context(size, doubt)
-            # Text at the end, so that media are in full pages as far as can be. In another order
-            # other tokens may be in the window, and fewer wait for a page.
+            # Text last, so that as many media tokens as possible are in full pages. In another
+            # order other tokens may be in the window, and fewer may wait for a page.
             row = [np.full(tokens[kind.label], int(kind), np.int8) for kind in reversed(Modality)]
             policy = self.store.policy
             waiting = sum(min_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
@@ -228,16 +229,16 @@ class Admission:
             self._check_bytes(size, np.concatenate(row)[doubt:], past, order)
 
     def check_prompt(self, prompt: Prompt, max_new_tokens: int, past: Past | None = None) -> None:
-        """Refuse a prompt that leaves no room for its answer in context, budget or memory.
+        """Refuse a prompt that does not fit with its answer into context, budget or memory.
 
         Args:
-            prompt: of a single row.
-            max_new_tokens: of the answer.
+            prompt: prompt of a single row.
+            max_new_tokens: maximum tokens of the answer.
             past: what the prompt continues.
 
         Raises:
-            MemoryBusy: other chats hold the memory of a device.
-            RequestTooLarge: the numbers, and what to lower.
+            MemoryBusy: if other chats occupy the memory of a device.
+            RequestTooLarge: if it can never fit; with numbers and remedies.
         """
         size = RequestSize.of(prompt, max_new_tokens)
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
@@ -246,18 +247,18 @@ class Admission:
             self._check_bytes(size, prompt.modalities[0].numpy(), past)
 
     def longest_answer(self, prompt: Prompt, most: int, past: Past | None = None) -> int:
-        """Most tokens of an answer that context, budget and memory have.
+        """Return the maximum answer length that context, budget and memory allow.
 
         Args:
-            prompt: of a single row.
-            most: tokens that are wanted.
+            prompt: prompt of a single row.
+            most: requested answer length in tokens.
             past: what the prompt continues.
 
         Returns:
-            from 1 to ``most``.
+            From 1 to ``most`` tokens.
 
         Raises:
-            MemoryBusy, RequestTooLarge: as of ``check_prompt``, for an answer of one token.
+            MemoryBusy, RequestTooLarge: if not even one token fits, see ``check_prompt``.
         """
         try:
             self.check_prompt(prompt, most, past)
@@ -270,13 +271,14 @@ class Admission:
 
     @cached_property
     def _longest_growth(self) -> SlotForecast:
-        """Slots of an answer as long as the context; to count them takes tens of milliseconds."""
+        """Forecast of an answer that fills the context; cached, as it takes tens of ms."""
         return self._growth(np.full(1, Modality.TEXT, np.int8), self.max_context, None)
 
     def fair_answer(self, answers: int) -> int:
-        """Longest answer, in tokens, if so many share the memory evenly; at most the context.
+        """Return the answer length in tokens if so many requests share the memory evenly.
 
-        What others use now counts as memory too, that of prompts does not.
+        At most the context. Memory that other caches use now counts as available; the memory of
+        prompts is ignored.
         """
         growth = self._longest_growth
         shares = [] if self.budget is None else [self.budget.limit / self.growth_bytes(growth)]
@@ -290,34 +292,34 @@ class Admission:
     def growth(
         self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
     ) -> SlotForecast:
-        """Slots that a prompt of a single row and its answer will take.
+        """Forecast the slots of a single-row prompt and its output.
 
         Args:
-            prompt: of a single row.
-            max_new_tokens: of the answer.
-            cache: what the prompt continues.
+            prompt: prompt of a single row.
+            max_new_tokens: maximum tokens of the answer.
+            cache: cache that the prompt continues.
         """
         return self._growth(prompt.modalities[0].numpy(), max_new_tokens, cache)
 
     def growth_bytes(self, growth: SlotForecast) -> int:
-        """Most bytes that it adds at any time."""
+        """Return the maximum number of bytes that a forecast adds at any time."""
         return int(self._bytes_over_time(growth).max())
 
     def reserve(
         self, growth: SlotForecast, prompt: Prompt, cache: OscarCache
     ) -> Reservation | None:
-        """Make room for an answer in the budget and on its devices, before the model reads.
+        """Reserve memory for a request in the budget and check its devices, before prefill.
 
         Args:
-            growth: of prompt and answer.
-            prompt: of a single row.
-            cache: that the answer continues; the chat that has it stays, as it is answering.
+            growth: slot forecast of prompt and answer.
+            prompt: prompt of a single row.
+            cache: cache that the request continues; its chat is not spilled while it is answering.
 
         Returns:
-            keeps the room in the budget, if there is one, until it is dropped.
+            The reservation in the budget, in effect until it is dropped; None without a budget.
 
         Raises:
-            MemoryBusy: there is no room just now; nothing has changed.
+            MemoryBusy: if there is not enough memory at present; nothing has changed.
         """
         for device, needed, room in self._short_devices(growth, prompt.modalities.numel()):
             raise MemoryBusy(
@@ -331,11 +333,11 @@ class Admission:
         return self.budget.reserve(cache, prompt.tokens, added)
 
     def shortage(self, needed: int, what: str) -> str | None:
-        """Why the budget has no room for so many bytes more, if nobody gives way; None if it has.
+        """Return why the budget has no memory for more bytes without spilling; None if it has.
 
         Args:
-            needed: bytes.
-            what: that needs them, with its verb, such as "the row takes".
+            needed: additional bytes.
+            what: subject and verb of the error, such as "the row takes".
         """
         total = needed + (0 if self.budget is None else self.budget.used_bytes)
         if self.budget is None or total <= self.budget.limit:
@@ -344,19 +346,21 @@ class Admission:
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        """Shapes of keys and values of each layer, for the heads of this rank."""
+        """Shapes of each layer's keys and values, for the heads of this rank."""
         shape = ModelShape.of(self.model.config, 0)
         heads = max(1, shape.kv_heads // self.store.ranks.count)
         dtype = self.model.get_input_embeddings().weight.dtype
         return [LayerShape(heads, shape.head_dim, dtype)] * shape.layers
 
     def _check_tokens(self, name: str, text: str) -> None:
-        """Refuse a long text block by block, so that a text of any length takes no more time than
-        the longest one that fits; a short one is counted with the whole request."""
+        """Refuse a long text block by block, in a time bounded by the longest text that fits.
+
+        Short texts are skipped; they are counted with the whole request.
+        """
         tokens = 0
         for start in range(0, len(text) if len(text) > _BLOCK else 0, _BLOCK):
             block = text[start : start + _BLOCK]
-            # A cut splits one token, at most into its characters; a block may get special ones.
+            # A cut breaks at most one token into its characters; a block may get special tokens.
             new = self.family.tokenize(block).shape[1] - self.family.longest_token - 2
             if tokens + new > self.max_context:
                 fit = start + _BLOCK * max(0, self.max_context - tokens) // max(1, new)
@@ -373,11 +377,11 @@ class Admission:
 
     def _growth(self, new: np.ndarray, answer: int, cache: OscarCache | None) -> SlotForecast:
         rows = [] if cache is None else cache.kv_manager.sequences
-        # An answer's last token is not stored.
+        # The last token of an answer is not stored.
         return slot_forecast(self.store.policy, new, max(0, answer - 1), rows[0] if rows else None)
 
     def _bytes_over_time(self, growth: SlotForecast) -> np.ndarray:
-        """Bytes that are added after 0, 1, 2, ... tokens of the answer."""
+        """Return the bytes added after 0, 1, 2, ... tokens of the answer."""
         return bytes_over_time(growth.added, self._slot_bytes())
 
     def _check_context(self, size: RequestSize, doubt: int = 0) -> None:
@@ -387,17 +391,17 @@ class Admission:
     def _check_bytes(
         self, size: RequestSize, new: np.ndarray, past: Past | None, doubt: int = 0
     ) -> None:
-        """Refuse what no budget and no device could hold.
+        """Refuse what does not fit into the budget or a device.
 
         Args:
-            size: of the request.
+            size: size of the request.
             new: (tokens,) int8 modalities of the prompt.
             past: what the request continues.
-            doubt: tokens that may be packed where ``new`` has them in 16-bit precision.
+            doubt: tokens that may be packed although ``new`` implies 16-bit precision.
 
         Raises:
-            MemoryBusy: other chats hold the memory of a device.
-            RequestTooLarge: there is no room, whoever gives way.
+            MemoryBusy: if other chats occupy the memory of a device.
+            RequestTooLarge: if it would not fit even without other chats.
         """
         cache = None if past is None else past.cache
         whole = self._growth(new, size.answer, cache)
@@ -435,11 +439,11 @@ class Admission:
     def _short_devices(
         self, growth: SlotForecast, tokens: int
     ) -> Iterator[tuple[torch.device, int, int]]:
-        """GPUs that have too little memory, with the bytes that are needed and free."""
+        """Yield the GPUs with too little memory, with the needed and the free bytes."""
         for device in self._slot_bytes_by_device():
             if (free := free_bytes(device)) is None:
                 continue
-            # Ranks must all refuse, or none.
+            # The minimum over ranks, as all must make the same decision.
             room = self.store.ranks.all_min(free, device) + self._free_bytes(device)
             if (needed := self._device_bytes(device, growth, tokens)) > room:
                 yield device, needed, room
@@ -457,7 +461,7 @@ class Admission:
         cost: Callable[[SlotForecast, int], float],
         room: float,
     ) -> int:
-        """How many tokens of the request have room, those of its past included."""
+        """Return how many tokens of the request fit, including its past, by binary search."""
         fits, over = 0, len(new) + size.answer
         while over - fits > 1:
             middle = (fits + over) // 2
@@ -477,7 +481,7 @@ class Admission:
         return activation_bytes(read, weight.shape[1], weight.element_size())
 
     def _slot_bytes(self) -> dict[Bits, int]:
-        """Bytes of a slot of each kind, summed over all layers."""
+        """Bytes of a slot by bits, summed over all layers."""
         sums: dict[Bits, int] = {}
         for sizes in self._slot_bytes_by_device().values():
             for bits, size in sizes.items():
@@ -485,8 +489,8 @@ class Admission:
         return sums
 
     def _slot_bytes_by_device(self) -> dict[torch.device, dict[Bits, int]]:
-        """Bytes of a slot of each kind, summed over the layers of each device."""
-        # Worked out anew where layers have got their pools, or the model has moved.
+        """Bytes of a slot by bits, summed over the layers of each device."""
+        # Recomputed when layers have created their pools, or the model has moved.
         known_for = len(self.store.layers), self.family.device
         if self._known_for != known_for:
             self._known_for, self._by_device = known_for, self._sums_by_device()
@@ -511,12 +515,12 @@ class Admission:
         return sum(count * sizes[bits] for bits, count in counts.items())
 
     def _free_bytes(self, device: torch.device) -> int:
-        """Bytes of free slots on a device, which are filled before pools grow."""
+        """Bytes of free slots on a device, which are used before pools grow."""
         free = {bits: allocator.free for bits, allocator in self.store.allocators.items()}
         return self.store.bytes_of(free, device)
 
     def _others_bytes(self, device: torch.device, cache: OscarCache | None) -> int:
-        """Bytes of slots on a device that only other caches hold."""
+        """Bytes of slots on a device that are used by other caches only."""
         used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
         if cache is not None:
             for bits, count in SlotSet.of(cache.kv_manager.streams()).counts.items():

@@ -1,7 +1,6 @@
-"""Capacity: what a GPU and a budget hold.
+"""Capacity: the memory of a conversation by the model's shape, and the memory of devices.
 
-Bytes of a conversation by a model's shape, and memory of devices. KVBudget: a bound on the bytes of
-all chats; the chat that waits longest goes to disk.
+KVBudget: a limit on the bytes of all chats, which spills the least recently used chat to disk.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 HIDDEN_STATES = 6
-"""Hidden states that are alive at once while a prompt is read, at the least.
+"""Minimum number of hidden states alive at once during prefill.
 
-LLaVA with grouped queries has six: the layer's input and its norm, and queries on their way through
-RoPE with keys and values. Qwen's features and wider queries, towers and experts come on top. The
-number is low, so that no request is refused that would run.
+LLaVA with grouped queries has six: the layer's input and its norm, and queries, keys and values
+during RoPE. Qwen's features and wider queries, towers and experts need more. The number is low so
+that no request is refused that would run.
 """
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes of a CUDA device that torch and pools can still take; None for other devices."""
+    """Return the bytes of a CUDA device available to torch and pools; None for other devices."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -47,23 +46,24 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def activation_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Fewest bytes that reading so many tokens at once takes beside their keys and values."""
+    """Return the minimum bytes that prefill of so many tokens takes in addition to the cache."""
     return HIDDEN_STATES * tokens * hidden_size * itemsize
 
 
 RESERVED = 0.1
-"""Share of a GPU's memory that is left for activations and the allocator."""
+"""Share of a GPU's memory reserved for activations and the allocator."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model that decide on the bytes of its weights, keys and values.
+    """Sizes of a model that determine the bytes of its weights, keys and values.
 
     Attributes:
-        layers: of the decoder, without those that keep a state instead of keys and values.
-        kv_heads: of a layer.
-        head_dim: channels of a head.
-        parameters: of the whole model, towers included.
+        layers: number of decoder layers, without those that keep a state instead of keys and
+            values.
+        kv_heads: number of KV heads per layer.
+        head_dim: channels per head.
+        parameters: number of parameters of the whole model, including towers.
     """
 
     layers: int
@@ -73,7 +73,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
-        """The shape of a model by its configuration of transformers."""
+        """Return the shape of a model from its transformers configuration."""
         text = config.get_text_config()
         heads = text.num_attention_heads
         return cls(
@@ -84,12 +84,11 @@ class ModelShape:
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
-        """Bytes of a page of one layer by bits; under ``PLAIN``, bytes of a token in 16-bit
-        precision.
+        """Return the bytes of a page of one layer by bits; under ``PLAIN``, of a 16-bit token.
 
         Args:
-            policy: how keys and values are stored.
-            itemsize: bytes of a number that is not packed.
+            policy: policy that says how keys and values are stored.
+            itemsize: bytes per number that is not packed.
         """
         sizes = {PLAIN: 2 * self.kv_heads * self.head_dim * itemsize}
         for bits in policy.packed_bits:
@@ -102,15 +101,15 @@ class ModelShape:
         return 2 * self.parameters
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Bytes of the pages and tokens in 16-bit precision of a conversation whose latest tokens
-        are text.
+        """Return the bytes of a conversation's pages and 16-bit tokens; the latest ones are text.
 
-        Tables and free slots are not in it: the first are below 1% of any long conversation, the
-        second depend on what else the store holds.
+        Tables and free slots are not included: tables take below 1% of any long conversation, and
+        free slots depend on the other contents of the store.
 
         Args:
-            policy: how keys and values are stored.
-            tokens: by modality ("text", "image", "video", "audio"), text first of all.
+            policy: policy that says how keys and values are stored.
+            tokens: token counts by modality ("text", "image", "video", "audio"); the sinks are
+                text.
         """
         text = tokens.get(Modality.TEXT.label, 0)
         sinks = min(text, policy.sinks)
@@ -121,16 +120,16 @@ class ModelShape:
         return self.layers * int(bytes_over_time(held, self.slot_bytes(policy))[0])
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """How many such conversations fit beside the weights; 0 where these alone do not."""
+        """Return how many such conversations fit next to the weights; 0 if the weights do not."""
         room = gpu_bytes * (1 - RESERVED) - self.weight_bytes
         return max(0, int(room // max(1, self.kv_bytes(policy, tokens))))
 
 
 def layers_of_states(config: Any) -> list[str]:
-    """Kinds of the layers that keep a state instead of keys and values, one for each such layer.
+    """Return the types of the layers that keep a state instead of keys and values.
 
     Args:
-        config: of transformers, which names them "linear_attention", "mamba", ...
+        config: transformers configuration, which names them "linear_attention", "mamba", ...
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
@@ -138,31 +137,31 @@ def layers_of_states(config: Any) -> list[str]:
 
 
 class Spillable(Protocol):
-    """A chat that may give its pages up for a file."""
+    """Chat that may be spilled to a file."""
 
     @property
     def can_be_spilled(self) -> bool:
-        """Whether it holds pages, and no turn is going on."""
+        """Whether the chat has pages and no turn is running."""
         ...
 
     @property
     def cache(self) -> OscarCache:
-        """The cache that holds its pages."""
+        """Cache with the chat's pages."""
         ...
 
     def spill(self, path: Path) -> None:
-        """Write keys and values to a file and give up their pages."""
+        """Write keys and values to a file and release their pages."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Room for an answer that is being written, as long as its writer references this.
+    """Memory reserved for a running request, in effect while it is referenced.
 
     Attributes:
-        cache: holds prompt and answer.
-        begin: tokens in the cache when the prompt is read.
-        added: (tokens,) bytes that the answer has added after 0, 1, 2, ... of its tokens.
+        cache: cache of prompt and answer.
+        begin: number of tokens in the cache after prefill.
+        added: (tokens,) bytes added after 0, 1, 2, ... tokens of the answer.
     """
 
     cache: OscarCache
@@ -180,24 +179,24 @@ class Reservation:
 
 
 class KVBudget:
-    """Makes room in stores before and after each turn; used under their lock.
+    """Limit on the bytes of stores; drops prefixes and spills chats to keep it.
 
-    The budget counts pages and tokens in 16-bit precision, each once, of all chats, prefixes and
-    requests without a chat. To make room, prefixes go first, then chats that do not answer, the
-    least recently used first, are written to files; they come back with their next use. The bytes
-    of a turn are counted slot by slot (``oscar_mm.cache.placement``), up to its longest answer, and
-    reserved: later requests get what is left.
+    Use it under the lock of the stores. The budget counts pages and 16-bit tokens of all chats,
+    prefixes and requests, each once. To free memory, prefixes are dropped first; then idle chats
+    are written to files, least recently used first, and loaded again at their next use. The bytes
+    of a turn are forecast slot by slot (``oscar_mm.cache.placement``), up to its longest answer,
+    and reserved; later requests get the rest.
 
     Args:
-        store: of the pipeline; others that share the budget are added to ``stores``, which
-            holds weak references.
-        limit: bytes.
-        folder: for the files, made if it is missing. True: a temporary one. False: nothing is
-            written, and a turn that does not fit is refused.
-        prefixes: of the pipeline.
+        store: page store of the pipeline; stores that share the budget are added to ``stores``,
+            a weak set.
+        limit: maximum bytes.
+        folder: folder for the files, created if missing. True: a temporary folder. False: nothing
+            is written, and a turn that does not fit is refused.
+        prefixes: prefix cache of the pipeline.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: if the folder cannot be created.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class KVBudget:
         self.folder: Path | None = None
         try:
             if folder is True:
-                # It goes with this object, at the latest with the process.
+                # Removed with this object, at the latest at exit.
                 self._temporary = tempfile.TemporaryDirectory(
                     prefix="oscar-mm-", ignore_cleanup_errors=True
                 )
@@ -224,42 +223,42 @@ class KVBudget:
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Remove a temporary folder; chats go to disk no more."""
+        """Remove the temporary folder; chats are not spilled any more."""
         if self._temporary is not None:
             self._temporary.cleanup()
             self.folder = None
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that all stores hold."""
+        """Bytes in use in all stores."""
         return sum(store.memory().used_bytes for store in self.stores)
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that all stores hold, and those that answers in progress may still take."""
+        """Bytes in use in all stores, and those that running requests may still take."""
         return self.used_bytes + sum(room.outstanding for room in self._reservations)
 
     def reserve(self, cache: OscarCache, prompt: int, added: np.ndarray) -> Reservation:
-        """Reserve the bytes that ``make_room`` has freed for an answer.
+        """Reserve the bytes that ``make_room`` has freed for a request.
 
         Args:
-            cache: that the answer continues, before the prompt.
-            prompt: tokens that are read before the answer.
-            added: (tokens,) bytes that are added after 0, 1, 2, ... tokens of the answer.
+            cache: cache that the request continues, before the prompt.
+            prompt: number of tokens prefilled before the answer.
+            added: (tokens,) bytes added after 0, 1, 2, ... tokens of the answer.
 
         Returns:
-            keeps the room until it is dropped.
+            The reservation, in effect until it is dropped.
         """
         reservation = Reservation(cache, cache.get_seq_length() + prompt, added)
         self._reservations.add(reservation)
         return reservation
 
     def use(self, chat: Spillable) -> None:
-        """Note that a chat is in use now."""
+        """Mark a chat as the most recently used."""
         self._last_use[chat] = next(self._clock)
 
     def new_file(self) -> Path:
-        """Path of the file that the next chat goes to."""
+        """Return the path for the next spilled chat."""
         if self.folder is None:
             raise InputError("kv_budget: spill is False, so that nothing can be written to disk")
         return self.folder / f"chat-{uuid4().hex}.safetensors"
@@ -268,11 +267,12 @@ class KVBudget:
         """Drop prefixes and spill chats until ``needed`` more bytes are free.
 
         Args:
-            needed: bytes.
-            chat: that needs them; it stays, and so do chats that answer just now.
+            needed: bytes to free.
+            chat: chat that needs them; it is not spilled, and neither are answering chats.
 
         Raises:
-            MemoryBusy: all that could go would not be enough; nothing has gone then.
+            MemoryBusy: if dropping and spilling everything possible would not suffice; nothing has
+                changed.
         """
         used = self.taken_bytes
         short = used + needed - self.limit
@@ -281,11 +281,11 @@ class KVBudget:
         self._give_way(needed, chat)
 
     def settle(self, chat: Spillable) -> None:
-        """After a turn: spill other chats until the budget holds; the chat itself stays."""
+        """After a turn of ``chat``: spill other chats until the budget holds."""
         self._give_way(0, chat)
 
     def _give_way(self, needed: int, chat: Spillable | None) -> None:
-        """Drop prefixes and spill other chats until so much is free, or nothing more can go."""
+        """Drop prefixes and spill other chats until ``needed`` bytes fit, or nothing is left."""
         while self.taken_bytes + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
@@ -301,13 +301,13 @@ class KVBudget:
         return [other for other in self._last_use if other is not chat and other.can_be_spilled]
 
     def _could_go(self, chat: Spillable | None) -> int:
-        """Bytes of slots that only prefixes and other chats hold."""
+        """Bytes of slots used only by prefixes and other chats."""
         others = [other.cache for other in self._others(chat)]
         prefixes = [] if self.prefixes is None else self.prefixes.caches
         return self._freed([*others, *prefixes])
 
     def _freed(self, caches: Sequence[OscarCache]) -> int:
-        """Bytes of slots that only these caches hold."""
+        """Bytes of slots used only by these caches."""
         total = 0
         for store in self.stores:
             kv_managers = [cache.kv_manager for cache in caches if cache.store is store]

@@ -1,4 +1,4 @@
-"""RequestSize: the tokens of a request, what they are of, and what to lower."""
+"""RequestSize: the tokens of a request by modality, and the error if there are too many."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from oscar_mm.engine.prompt import Prompt
 
 _QUESTION = "?"
-"""Stands for the question where only media are counted."""
+"""Stand-in for the question when only media are counted."""
 
 
 def count_tokens(family: Family, media: Media) -> dict[str, int]:
-    """Tokens by modality of a first turn with ``media`` and the shortest question.
+    """Count the tokens of a first turn with ``media`` and a minimal question, by modality.
 
     Raises:
-        InputError: a medium that the family does not read.
+        InputError: if the family does not support the modality of a medium.
     """
     counts = dict.fromkeys((modality.label for modality in Modality), 0)
     counts["text"] = text_tokens(family, [user_message(_QUESTION, media.parts)])
@@ -38,13 +38,13 @@ def count_tokens(family: Family, media: Media) -> dict[str, int]:
 
 
 def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
-    """Tokens by modality that a medium brings into a turn.
+    """Count the tokens that a medium adds to a turn, by modality.
 
-    Sizes are enough: the family's estimate is exact for images and recordings, and for videos the
-    processor runs on frames of the device meta.
+    Sizes suffice: the family's estimate is exact for images and recordings, and for videos the
+    processor runs on frames on the meta device.
 
     Raises:
-        InputError: a medium that the family does not read.
+        InputError: if the family does not support the modality of the medium.
     """
     family.check_reads([medium])
     if medium.modality is not Modality.VIDEO:
@@ -55,7 +55,7 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     counts = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())
     return {
         "video": int(counts[Modality.VIDEO]),
-        # Timestamps between frames.
+        # Timestamps between the frames.
         "text": int(counts[Modality.TEXT]) - text_tokens(family, question),
         "audio": family.min_tokens(medium),
     }
@@ -64,34 +64,34 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
 def text_tokens(
     family: Family, messages: Sequence[Message], template: TemplateOptions = USUAL
 ) -> int:
-    """Tokens of text of a conversation as the chat template writes it.
+    """Count the text tokens of a conversation rendered with the chat template.
 
     Raises:
-        InputError: a medium that the family does not read.
+        InputError: if the family does not support the modality of a medium.
     """
     text = family.render(messages, template=template)
     return family.tokenize(text).shape[1] - len(media_of(messages))
 
 
 _NAMED = 3
-"""Most media of a kind that a refusal names."""
+"""Maximum number of media per modality that an error names."""
 _TEMPLATE = 32
-"""About how many tokens a chat template writes itself, which no shorter prompt saves."""
+"""Approximate number of tokens from the chat template, which a shorter prompt does not save."""
 
 
 @dataclass(frozen=True)
 class RequestSize:
-    """The tokens of a request by their kinds.
+    """Tokens of a request by modality.
 
     Attributes:
-        tokens: of the prompt, by modality: "text", "image", "video", "audio".
+        tokens: tokens of the prompt by modality: "text", "image", "video", "audio".
         answer: max_new_tokens.
-        media: labels and tokens of the media of each modality. Tokens of a video include the text
-            of its timestamps and its sound.
+        media: labels and token counts of the media by modality. A video includes the text of its
+            timestamps and its sound.
         past: tokens of earlier turns.
-        frees: tells what a chat can do to hold fewer of these.
-        at_least: the true size may be larger: media were counted by their headers, as far as these
-            tell, and a later turn without what the chat template adds.
+        frees: returns what a chat can do to free some of the past.
+        at_least: whether the true size may be larger: media were counted by their headers, and a
+            later turn without the chat template's additions.
     """
 
     tokens: Mapping[str, int]
@@ -103,7 +103,7 @@ class RequestSize:
 
     @classmethod
     def of(cls, prompt: Prompt, answer: int) -> RequestSize:
-        """The size of a prompt of a single row and its answer."""
+        """Return the size of a single-row prompt and its answer."""
         row = prompt.modalities[0]
         media: dict[Modality, list[tuple[str, int]]] = {}
         for span in prompt.media:
@@ -116,16 +116,16 @@ class RequestSize:
 
     @property
     def total(self) -> int:
-        """Tokens of past, prompt and answer."""
+        """Tokens of past, prompt and answer together."""
         return self.past + sum(self.tokens.values()) + self.answer
 
     def refusal(self, fits: int, bound: str, otherwise: str = "") -> RequestTooLarge:
-        """The error for a request that is too long.
+        """Return the error for a request that is too large.
 
         Args:
-            fits: tokens that would fit, fewer than ``total``.
-            bound: what the request is over, with its numbers.
-            otherwise: what would help beside fewer tokens.
+            fits: number of tokens that would fit, fewer than ``total``.
+            bound: the exceeded limit, with its numbers.
+            otherwise: a remedy other than fewer tokens.
         """
         parts = [f"{self.past:,} held"] if self.past else []
         for modality in reversed(Modality):
@@ -149,7 +149,7 @@ class RequestSize:
         return f" ({', '.join([*named, *more])})" if named else ""
 
     def _remedies(self, excess: int) -> list[str]:
-        """What to lower: the largest parts, until the excess is gone."""
+        """Return what to reduce: the largest parts, until the rest fits."""
         sizes = {"past": self.past, "answer": self.answer} | dict(self.tokens)
         sizes["text"] = max(0, sizes["text"] - _TEMPLATE)
         remedies: dict[str, str] = {}
@@ -163,7 +163,7 @@ class RequestSize:
         return [" and ".join(remedies.values()), *others]
 
     def _remedy(self, name: str, left: int) -> str:
-        """How to bring one part down to ``left`` tokens."""
+        """Return how to reduce a part to ``left`` tokens."""
         if name == "past":
             return ", ".join([*self.frees(), "begin a new chat"])
         if name == "answer":
@@ -172,7 +172,7 @@ class RequestSize:
         return f"{what} ({fits} fit)" if left > 0 else what
 
     def _medium_remedy(self, name: str, left: int) -> tuple[str, str]:
-        """What to give less of, and how much of it fits at least."""
+        """Return what to reduce in the prompt, and at least how much of it fits."""
         share = f"{left / max(1, self.tokens[name]):.0%}"
         if name == "text":
             return "give a shorter prompt", f"{left:,} tokens of it"

@@ -1,1 +1,1 @@
-"""Chats: what they hold between turns, where it is, and how a turn is made."""
+"""Chats: conversations whose cache is kept between turns, in memory or on disk."""

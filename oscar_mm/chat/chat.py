@@ -49,29 +49,29 @@ _ARGUMENTS = "prompt", "images", "videos", "audio", "parts", "messages", "use_au
 
 
 class Chat:
-    """Several questions, one after the other, about all media that were shown so far::
+    """Conversation of several turns about all media shown so far::
 
         with pipe.chat() as chat:
             chat.ask("Compare these.", images=["a.png", "b.png"])
             chat.ask("And this one?", images=["c.png"])
 
-    The cache stays, so a turn costs its own tokens only. Made by ``pipe.chat`` and
-    ``pipe.load_chat``; many of one pipeline may be in use at once, from several threads.
+    The cache is kept between turns, so a turn costs only its own tokens. Created by ``pipe.chat``
+    and ``pipe.load_chat``; many chats of a pipeline may be used concurrently, from several threads.
 
-    A turn counts when it is complete. An error, or Ctrl-C while the model works, leaves the chat
-    as it was before. Leaving a stream (``break``, ``close``) ends the answer there: its pieces so
-    far are the answer. A stream that was left but is still referenced ends with the next call on
-    the chat.
+    A turn counts when it is complete. After an error, or Ctrl-C while the model runs, the chat is
+    as it was before the turn. Leaving a stream (``break``, ``close``) ends the answer there: its
+    pieces so far are the answer. A stream that was left but is still referenced ends with the next
+    call on the chat.
 
-    The cache keeps the text of a thinking model's turns without the reasoning, as chat templates
-    do; a turn that is left before any text does not count.
+    The cache stores the turns of a thinking model without the reasoning, as chat templates do; a
+    turn that is left before any text does not count.
 
     Args:
-        pipe: pipeline that answers.
+        pipe: pipeline that runs the chat.
         system: system prompt.
-        conversation: to continue; by default a new one.
-        cache_salt: as of ``pipe.chat``.
-        tools: that the model may call; the first turn names them.
+        conversation: conversation to continue; by default an empty one.
+        cache_salt: see ``pipe.chat``.
+        tools: tools that the model may call; they are part of the first turn's prompt.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Chat:
         self._cancelled = self._stopped = False
         self._taker: threading.Thread | None = None
         """Thread that reads the pieces of the latest asynchronous stream."""
-        # Taken before the pipeline's lock where both are needed, see ``_alone``.
+        # Lock order: this lock first, then the pipeline's, see ``_alone``.
         self._calls = threading.RLock()
 
     def ask(
@@ -109,21 +109,23 @@ class Chat:
 
         Args:
             prompt: the question.
-            images, videos: what this turn shows, as of the pipeline; earlier media stay in sight.
-            audio: recordings, where the model hears (Qwen3-Omni).
-            parts: the whole question instead, as texts and media in their order, see
-                ``oscar_mm.engine.message_lists.parts_from``.
-            messages: all messages since the last answer instead, of which a user's or a tool's is
-                the last, see ``oscar_mm.engine.message_lists.messages_from``.
-            use_audio_in_video: hear the sound of video files too.
+            images, videos: media of this turn, as in the pipeline's call; the model still attends
+                to earlier media.
+            audio: recordings, if the model supports audio (Qwen3-Omni).
+            parts: the whole question as texts and media in order, in place of the arguments above;
+                see ``oscar_mm.engine.message_lists.parts_from``.
+            messages: all messages since the last answer, in place of the arguments above; the last
+                one must be of a user or a tool, see
+                ``oscar_mm.engine.message_lists.messages_from``.
+            use_audio_in_video: use the sound of video files too.
             options: see ``oscar_mm.engine.request_options.QuestionOptions``.
 
         Returns:
-            the answer; its memory is the whole chat's, tokens and times are this turn's.
+            The answer. Its memory report covers the whole chat, tokens and timings this turn.
 
         Raises:
-            InputError: media, text or numbers that cannot be used; as ``RequestTooLarge`` a turn
-                that is too long for the context, the budget or the GPU.
+            InputError: if media, text or numbers are invalid; ``RequestTooLarge`` if the turn is
+                too long for the context, the budget or the GPU.
         """
         media, sound = (images, videos, audio), use_audio_in_video
         sampling, how = split_media(options, self.pipe.family)
@@ -145,19 +147,21 @@ class Chat:
         tools: ToolOffer | None = None,
         **options: Unpack[QuestionOptions],
     ) -> AnswerStream:
-        """Ask the next question; an iterator of pieces of text with the answer as ``result``.
+        """Ask the next question and stream the answer.
 
-        Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too.
+        Returns:
+            An iterator of text pieces, whose ``result`` is the answer at the end. Its
+            ``with_reasoning`` includes a thinking model's reasoning.
 
         Args:
-            prompt, images, videos, audio, parts, messages, use_audio_in_video, options: as of
+            prompt, images, videos, audio, parts, messages, use_audio_in_video, options: see
                 ``ask``.
-            cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory have; else a
-                turn is refused whose longest answer does not fit.
-            tools: those of the chat with another choice of what must be called, for this turn.
+            cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory allow, instead
+                of refusing a turn whose longest answer does not fit.
+            tools: the chat's tools with another tool choice, for this turn.
 
         Raises:
-            InputError: as of ``ask``.
+            InputError: see ``ask``.
         """
         media, sound = (images, videos, audio), use_audio_in_video
         sampling, of_media = split_media(options, self.pipe.family)
@@ -169,39 +173,38 @@ class Chat:
     def tell(
         self, prompt: str, answer: str, images: Any = None, videos: Any = None, audio: Any = None
     ) -> None:
-        """Add a turn that took place elsewhere: question and answer are read, not generated.
+        """Add a past turn: question and answer are prefilled, not generated.
 
         Args:
             prompt: the question.
-            answer: what was answered; may be empty.
-            images, videos, audio: as of ``ask``.
+            answer: the answer; may be empty.
+            images, videos, audio: media of the turn, see ``ask``.
 
         Raises:
-            InputError: media or text that cannot be used; as ``RequestTooLarge`` a turn that is too
-                long.
+            InputError: if media or text are invalid; ``RequestTooLarge`` if the turn is too long.
         """
         media = media_parts(images, videos, audio)
         said = Message("assistant", (answer,), "answer")
         self.tell_all([PastTurn([user_message(prompt, media)], said)])
 
     def tell_all(self, turns: Iterable[PastTurn]) -> None:
-        """Add turns that took place elsewhere; short ones without media are read together.
+        """Add past turns; short ones without media are prefilled together.
 
         Raises:
-            InputError: as of ``tell``; the turns that were read before count.
+            InputError: see ``tell``; turns that were prefilled before the error count.
         """
         turns = list(turns)
         for turn in turns:
             if not isinstance(turn, PastTurn):
                 raise InputError(f"turns: must be a list of PastTurns, not {type(turn).__name__}")
-        if len(turns) > 1:  # Of one its texts are told apart.
+        if len(turns) > 1:  # A single turn gets a more specific error from ``_tell``.
             characters = sum(turn.characters for turn in turns)
             self.pipe.admission.check_characters("the turns", characters)
         for run in prefill_groups(turns):
             self._tell(run)
 
     def _tell(self, turns: Sequence[PastTurn]) -> None:
-        """Add turns, which are read in one pass."""
+        """Add past turns in one prefill pass."""
         pipe = self.pipe
         for turn in turns:
             pipe.admission.check_messages(with_system(self.system, turn.messages))
@@ -212,7 +215,7 @@ class Chat:
         after: Conversation | None = None
         shown: list[Media] = []
         for turn, answer in zip(turns, ids, strict=True):
-            # One turn after the other: a request with memory must not wait for more.
+            # Turn by turn: waiting for memory while keeping some could deadlock.
             with self._shown(turn.messages, len(answer)) as media:
                 shown.append(media)
 
@@ -227,7 +230,7 @@ class Chat:
             with self._next_turn(prepare, 0) as (now, prompt):
                 read = prompt.to(pipe.family.device)
                 reading = PrefillRequest(pipe.engine, read, now.cache.fork())
-                # Within the lock: from here on the chat stays where it is.
+                # Under the lock: from here on the chat cannot be spilled.
                 self._spillable.answering = reading
             self._read(reading)
             with pipe.lock.briefly():
@@ -236,10 +239,10 @@ class Chat:
                 self._spillable.answering = None
 
     def _read(self, reading: PrefillRequest) -> None:
-        """Read what was told; others answer meanwhile.
+        """Prefill past turns; other requests continue to run.
 
         Raises:
-            Cancelled: nobody waits for the chat any more.
+            Cancelled: if the chat was cancelled.
         """
         if self._cancelled:
             reading.cancel()
@@ -256,48 +259,48 @@ class Chat:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All complete turns, from the first."""
+        """All complete turns, oldest first."""
         return self._spillable.conversation.turns
 
     @property
     def segments(self) -> list[Segment]:
-        """Turn by turn its text and its media, with their tokens and bytes."""
+        """Text and media of each turn, with their tokens and bytes."""
         with self.pipe.lock.briefly():
             return self._spillable.drop_reasoning().segments()
 
     @property
     def memory(self) -> MemoryReport:
-        """Bytes that the chat holds; bytes that forks share are in the reports of all of them."""
+        """Memory report of the chat; bytes shared by forks are in the report of each of them."""
         with self.pipe.lock.briefly():
             cache = self._spillable.drop_reasoning().kv
             return (cache if cache is not None else self._new_cache()).memory()
 
     @property
     def so_far(self) -> Answer | None:
-        """The answer that is being written, so far; None before its first token."""
+        """The running answer so far; None before its first token."""
         with self.pipe.lock.briefly():
             running = self._spillable.answering
             return running.answer() if running and running.written.token_ids else None
 
     @property
     def answering(self) -> Request | None:
-        """The answer that is being written just now; its pieces may be taken as they come.
+        """The running request, if any; its pieces may be taken as they arrive.
 
-        Who cancels it ends the stream; before the first word that raises ``Cancelled`` there.
+        Cancelling it ends the stream; before the first piece the stream raises ``Cancelled``.
         """
         return self._spillable.answering
 
     def forget(self, index: int) -> None:
-        """Drop an image, video or recording: its pages are free at once, later turns go on.
+        """Drop an image, video or recording and free its pages at once.
 
         Questions and answers about it stay, and later tokens keep their positions. A second call
-        does nothing.
+        has no effect.
 
         Args:
-            index: of a segment.
+            index: index of the medium's segment.
 
         Raises:
-            InputError: no such segment, or one of text.
+            InputError: if there is no such segment, or it is text.
         """
         with self._alone() as now:
             places = now.places()
@@ -319,13 +322,13 @@ class Chat:
             self.pipe.store.trim()
 
     def undo(self) -> None:
-        """Take back the last turn, one more with every call.
+        """Remove the last turn; call it again to remove the turn before.
 
-        Tokens that the turn had pushed out of the 16-bit window stay packed, so with a policy of
-        few bits the next answer may differ a little from that of a chat without the turn.
+        Tokens that the turn had pushed out of the 16-bit window stay packed, so with a low-bit
+        policy the next answer may differ a little from that of a chat without the turn.
 
         Raises:
-            InputError: there is no turn.
+            InputError: if there are no turns.
         """
         with self._alone() as now:
             if not now.turns:
@@ -339,7 +342,7 @@ class Chat:
                 self._spillable.replace(now.without_last_turn(cache))
 
     def fork(self) -> Chat:
-        """A second chat with the same past, over the same pages; both go on by themselves."""
+        """Create a second chat with the same past, which shares its pages; both then diverge."""
         with self._alone() as now:
             conversation = Conversation(
                 now.cache.fork(), now.token_ids, now.next_position, now.pending, now.turns
@@ -347,12 +350,13 @@ class Chat:
             return Chat(self.pipe, self.system, conversation, self.cache_salt, self.tools)
 
     def save(self, path: str | Path) -> None:
-        """Write the chat to one safetensors file, for ``pipe.load_chat``; others answer meanwhile.
+        """Write the chat to a safetensors file, for ``pipe.load_chat``.
 
-        With ``tp_plan`` each rank writes its heads: ``chat.0-of-2.safetensors`` and so on.
+        Other requests continue to run meanwhile. With ``tp_plan`` each rank writes its heads:
+        ``chat.0-of-2.safetensors`` and so on.
 
         Raises:
-            InputError: the file cannot be written; an old one stays.
+            InputError: if the file cannot be written; an existing file is kept.
         """
         path = self.pipe.store.ranks.path(path)
         with self._calls:
@@ -362,22 +366,21 @@ class Chat:
             write_checked(path, *content)
 
     def cancel(self) -> None:
-        """End the turn that is being read or written, and each later one: nobody waits for the chat
-        any more. From any thread; ``close`` it after.
+        """End the current turn, and each later one. Safe to call from any thread; then ``close``.
 
-        A turn without a word raises ``Cancelled`` in the thread that waits for it.
+        A turn without any text raises ``Cancelled`` in the thread that waits for it.
         """
         self._cancelled = True
         self.stop()
 
     def stop(self) -> None:
-        """End the answer that is being written, or its prompt, as ``cancel`` does; no later one."""
+        """End the current answer, or its prefill, as ``cancel`` does, but allow later turns."""
         self._stopped = True
         if (answering := self.answering) is not None:
             answering.cancel()
 
     def close(self) -> None:
-        """Give up all pages; the chat answers no more. A second call does nothing."""
+        """Release all pages; the chat cannot be used any more. Idempotent."""
         with self._calls:
             self._wait_for_left()
             with self.pipe.lock.briefly():
@@ -388,16 +391,16 @@ class Chat:
                 self.pipe.store.trim_surplus()
 
     def __enter__(self) -> Chat:
-        """Itself."""
+        """Return the chat itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the chat."""
         self.close()
 
     @contextmanager
     def _alone(self) -> Iterator[Conversation]:
-        """Inside, nobody else uses the chat or its store, and no stream is open."""
+        """Keep other threads off the chat and its store within the block; end an open stream."""
         with self._calls:
             self._wait_for_left()
             with self.pipe.engine.wait_for_memory(self._load) as now:
@@ -411,10 +414,10 @@ class Chat:
     def _next_turn(
         self, prepare: Callable[[Conversation], Prompt], most: int
     ) -> Iterator[tuple[Conversation, Prompt]]:
-        """Inside, as of ``_alone``: the conversation, and what it goes on with, which fits with
-        ``most`` tokens after it.
+        """Yield the conversation and its next prompt, with the guarantees of ``_alone``.
 
-        Others answer while ``prepare`` makes that of the conversation.
+        The prompt fits with ``most`` tokens of output. ``prepare`` makes it without the pipeline's
+        lock, so that other requests continue to run.
         """
         pipe = self.pipe
         with self._calls:
@@ -423,13 +426,13 @@ class Chat:
                 prompt = prepare(then)
                 with pipe.engine.wait_for_memory(self._load) as now:
                     if now.turns is not then.turns:
-                        continue  # A stream that was left has become a turn.
+                        continue  # A stream that was left became a turn meanwhile.
                     pipe.admission.check_prompt(prompt, most, past_of(now))
                     yield now, prompt
                     return
 
     def _wait_for_left(self) -> None:
-        """Wait for the thread of a stream that a coroutine has left: it still needs the locks."""
+        """Wait for the thread of a stream that a coroutine has left; it still needs the locks."""
         taker = self._taker
         if taker is not None and self._stopped and taker is not threading.current_thread():
             taker.join()
@@ -482,10 +485,10 @@ class Chat:
                 return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"))
 
     def _shown(self, messages: Sequence[Message], most: int) -> AbstractContextManager[Media]:
-        """Decode the media of a turn that has room by their sizes; inside, their memory counts.
+        """Decode the media of a turn, if they fit by their sizes; count their memory in the block.
 
-        They are read without the pipeline's lock: others answer meanwhile, and this chat may go to
-        disk. So its cache is looked at anew each time, under the lock.
+        Media are decoded without the pipeline's lock: other requests run, and this chat may be
+        spilled. So its cache is looked up again each time, under the lock.
         """
 
         def fits(sizes: Media) -> None:
@@ -505,7 +508,7 @@ class Chat:
         tools: ToolOffer | None,
         keep_part: bool,
     ) -> Generator[Piece | Answer, None, None]:
-        """Pieces of the answer, then the answer; the turn counts from then on."""
+        """Yield pieces of the answer, then the answer, which makes the turn count."""
 
         def after(finish_reason: str) -> Conversation:
             written, cache = running_request.written, running_request.cache
@@ -522,14 +525,14 @@ class Chat:
                 keeps_cache=True,
                 tools=tools,
             )
-            # Within the lock: from here on the chat stays where it is.
+            # Under the lock: from here on the chat cannot be spilled.
             self._spillable.answering = running_request
         if self._cancelled or self._stopped:
             running_request.cancel()
         with ExitStack() as locked:
             try:
                 yield from running_request
-                # Once for all that follows: each time waits for a step of the others.
+                # Once for all that follows, since each acquisition waits for a decode step.
                 locked.enter_context(self.pipe.lock.briefly())
                 if running_request.cancelled and not running_request.written.says:
                     raise Cancelled("the answer was cancelled before its first word")
@@ -537,12 +540,12 @@ class Chat:
                 reason = "interrupted" if running_request.cancelled else answer.finish_reason
                 self._spillable.conversation = after(reason)
             except GeneratorExit:
-                # This may be the garbage collector, in any thread: nothing here touches the store.
+                # May run in the garbage collector, in any thread, so the store stays untouched.
                 if keep_part and running_request.written.says:
                     self._spillable.conversation = after("interrupted")
                 raise
             except BaseException:
-                # At once: a traceback that is kept would keep the pages.
+                # Release at once: a stored traceback would keep the pages alive.
                 with self.pipe.lock:
                     running_request.cache.close()
                 raise

@@ -1,7 +1,7 @@
-"""Chats in files: the cache as ``oscar_mm.cache.saved_cache`` writes it, and the turns.
+"""Chats in files: the cache in the format of ``oscar_mm.cache.saved_cache``, and the turns.
 
-A user saves a chat; ``SpillableConversation`` is one whose cache is in the pipeline's store or,
-where others need the room, in a file.
+Users save chats. A ``SpillableConversation`` has its cache in the pipeline's store or, when others
+need the memory, in a file.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ FORMAT_VERSION = 2
 """Version of the turns in the file; the cache has a version of its own. Version 1 has no tools, and
 only the text of each question instead of its messages."""
 _SHOWN = 200
-"""Characters of an error in a file that a message shows."""
+"""Maximum characters of a file's error that are quoted."""
 _SAMPLES = 64
-"""Values of a parameter that a fingerprint covers."""
+"""Number of values per parameter that a fingerprint covers."""
 _CONFIG = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
     *("sliding_window", "max_position_embeddings"),
 )
-"""Fields of the text model's configuration that decide how keys and values are made and read."""
+"""Configuration fields of the text model that affect keys, values and attention."""
 
 
 class SavedChat(NamedTuple):
-    """The result of ``read_chat``.
+    """Result of ``read_chat``.
 
     Attributes:
         conversation: the conversation without its cache.
         system: the system prompt; None if there is none.
-        tools: tools that the model may call; None for none.
-        cache: the cache of the conversation, which is not in a page store yet.
+        tools: tools that the model may call; None for no tools.
+        cache: cache of the conversation, not yet in a page store.
     """
 
     conversation: Conversation
@@ -79,10 +79,10 @@ def chat_content(
     fingerprint: str,
     tools: ToolOffer | None = None,
 ) -> Content:
-    """Copy to the host what the file of a conversation holds, for ``write_checked``.
+    """Copy the content of a chat file to the host, for ``write_checked``.
 
     Raises:
-        InputError: the conversation has more turns, media or parts than a file may have.
+        InputError: if the conversation has more turns, media or parts than a file may have.
     """
     turns = [turn_fields(turn) for turn in conversation.turns]
     try:
@@ -113,19 +113,21 @@ def read_chat(
     layers: Sequence[LayerShape],
     family: Family,
 ) -> SavedChat:
-    """Read a chat, without placing its cache in a page store.
+    """Read a chat without placing its cache in a page store; needs no lock.
 
-    The file may come from a stranger: nothing of it reaches a kernel, or takes long under a lock,
-    that a chat of this pipeline could not have saved. The pipeline's lock is not needed.
+    The file is not trusted: nothing in it reaches a kernel, or takes long under a lock, unless a
+    chat of this pipeline could have saved it.
 
     Args:
-        fingerprint: of the pipeline's model.
-        policy: of the pipeline.
-        layers: of the model.
-        family: of the model.
+        path: file of the chat.
+        fingerprint: fingerprint of the pipeline's model.
+        policy: policy of the pipeline.
+        layers: shapes of the model's layers.
+        family: family of the model.
 
     Raises:
-        InputError: the file cannot be read, is no chat, was altered, or is another model's.
+        InputError: if the file cannot be read, is not a chat, was altered or belongs to another
+            model.
     """
     saved = SavedCache.read(path, fingerprint=fingerprint, policy=policy, layers=layers)
     given, vocabulary = saved.given, family.model.get_input_embeddings().num_embeddings
@@ -179,19 +181,19 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
 
 @torch.no_grad()
 def model_fingerprint(model: Any) -> str:
-    """Model type, dtype and a SHA-256 digest, which tell checkpoints apart.
+    """Return model type, dtype and a SHA-256 digest, which distinguish checkpoints.
 
-    The digest covers the part of the text model's configuration that concerns the cache, and the
-    shape and 64 values at fixed places (all of a smaller one) of every parameter. So another
-    checkpoint, a fine-tuned one or one in other bits has another fingerprint; a change of single
-    weights outside the samples goes unnoticed. Names of parameters and devices do not count: a
-    checkpoint has one fingerprint with all versions of transformers. Of adapters those that act
-    count, with their scaling: without one the fingerprint is that of the checkpoint.
+    The digest covers the part of the text model's configuration that affects the cache, and of
+    each parameter the shape and 64 values at fixed indices (all values of a smaller one). Thus
+    another checkpoint, a fine-tuned one or another quantization has another fingerprint; a change
+    of single weights outside the samples goes unnoticed. Parameter names and devices do not count:
+    a checkpoint has the same fingerprint with all versions of transformers. Active adapters count
+    with their scaling; without adapters the fingerprint is that of the checkpoint.
 
     Each rank has its own fingerprint, because it has its own heads.
 
     Args:
-        model: a generative model of transformers.
+        model: transformers model for generation.
     """
     sampled = []
     for label, weight in acting_weights(model):
@@ -212,17 +214,17 @@ def model_fingerprint(model: Any) -> str:
 
 
 class ModelFingerprint:
-    """The fingerprint of a model, worked out where its weights or adapters have changed.
+    """Fingerprint of a model, recomputed when its weights or adapters have changed.
 
     Args:
-        model: as of ``model_fingerprint``.
+        model: transformers model for generation.
     """
 
     def __init__(self, model: Any) -> None:
         self._model, self._known = model, ((), "")
 
     def __call__(self) -> str:
-        """The fingerprint of the weights that act now."""
+        """Return the fingerprint of the active weights."""
         key, (known, fingerprint) = weights_key(self._model), self._known
         if key != known:
             fingerprint = model_fingerprint(self._model)
@@ -231,15 +233,15 @@ class ModelFingerprint:
 
 
 class SpillableConversation:
-    """A conversation that may go to disk while nobody uses it; used under the pipeline's lock.
+    """Conversation that may be spilled to disk while it is idle; used under the pipeline's lock.
 
     Args:
-        engine: of the chat.
-        conversation: to begin with.
+        engine: pipeline of the chat.
+        conversation: initial conversation.
 
     Attributes:
-        answering: the answer that is being written just now, or what reads turns that took place
-            elsewhere; or None.
+        answering: the running request, which generates an answer or prefills past turns; None if
+            there is none.
     """
 
     def __init__(self, engine: ChatEngine, conversation: Conversation) -> None:
@@ -254,10 +256,10 @@ class SpillableConversation:
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation, without its cache (``kv`` is None) while that is on disk.
+        """The conversation; its cache (``kv``) is None while it is on disk.
 
         Raises:
-            RuntimeError: the chat is closed.
+            RuntimeError: if the chat is closed.
         """
         if self._conversation is None:
             raise RuntimeError("the chat is closed")
@@ -274,14 +276,14 @@ class SpillableConversation:
 
     @property
     def closed(self) -> bool:
-        """Whether the conversation was given up."""
+        """Whether the conversation has been closed."""
         return self._conversation is None
 
     def load(self) -> Conversation:
-        """The conversation with its cache, which is read from its file if it was spilled.
+        """Return the conversation with its cache, read back from its file if it was spilled.
 
         Raises:
-            InputError: no room in the budget, or the file is gone or was altered.
+            InputError: if the budget has no memory for it, or the file is missing or was altered.
         """
         conversation, budget = self.conversation, self.engine.admission.budget
         if budget is not None:
@@ -295,8 +297,8 @@ class SpillableConversation:
         return self.drop_reasoning()
 
     def drop_reasoning(self) -> Conversation:
-        """The conversation, after the reasoning of its last answer has left the cache, if that is
-        in the store."""
+        """Crop the last reasoning from the cache, if that is in the store, and return the
+        conversation."""
         conversation = self.conversation
         if conversation.kv is None:
             return conversation
@@ -309,27 +311,27 @@ class SpillableConversation:
         return self.conversation
 
     def replace(self, new: Conversation) -> None:
-        """Go on from ``new``, over a fork of the present cache, and close the present one."""
+        """Continue with ``new``, whose cache is a fork of the present one, and close the latter."""
         old, self.conversation = self.conversation.cache, new
         old.close()
         new.cache.shrink()
 
     def settle(self) -> None:
-        """After a turn: others give way until the budget holds, if there is one."""
+        """After a turn: spill other chats until the budget holds, if there is a budget."""
         if (budget := self.engine.admission.budget) is not None:
             budget.settle(self)
 
     @property
     def can_be_spilled(self) -> bool:
-        """Whether there is anything to spill, and no turn is going on."""
+        """Whether there is something to spill and no turn is running."""
         now = self._conversation
         return bool(now and now.kv is not None and now.turns and not self.answering)
 
     def spill(self, path: Path) -> None:
-        """Write keys and values to a file and give up their pages; ``load`` gets them back.
+        """Write keys and values to a file and release their pages; ``load`` restores them.
 
         Raises:
-            InputError: the file cannot be written.
+            InputError: if the file cannot be written.
         """
         conversation = self.conversation
         self._file = _SpillFile(path, conversation.cache, self.engine.fingerprint)
@@ -337,7 +339,7 @@ class SpillableConversation:
         conversation.cache.close()
 
     def close(self) -> None:
-        """Give up pages and file; a second time does nothing."""
+        """Release pages and file. Idempotent."""
         conversation, self._conversation = self._conversation, None
         if conversation is not None and conversation.kv is not None:
             conversation.kv.close()
@@ -346,17 +348,17 @@ class SpillableConversation:
 
 
 class _SpillFile:
-    """A spilled cache; the file is removed when nobody can ask for it any more."""
+    """Spilled cache; the file is removed when the object is no longer referenced."""
 
     def __init__(self, path: Path, cache: OscarCache, fingerprint: str) -> None:
-        # A chat goes on with its own cache whichever adapter is active by then.
+        # Stored here, as the active adapter may differ when the cache is loaded.
         self._fingerprint = fingerprint
         save_cache(cache, path, fingerprint=fingerprint)
         self.path, self.bytes = path, path.stat().st_size
         self.remove = weakref.finalize(self, path.unlink, missing_ok=True)
 
     def load(self, engine: ChatEngine) -> OscarCache:
-        """The cache, in the engine's store."""
+        """Read the cache into the engine's store."""
         cache, _ = load_cache(
             self.path,
             fingerprint=self._fingerprint,

@@ -1,6 +1,6 @@
-"""Conversation: what a chat keeps between two turns, and the prompt of the next turn.
+"""Conversation: state of a chat between two turns, and the prompt of the next turn.
 
-Turn and Segment are its parts. ChatEngine: what a chat needs of a pipeline.
+Turn and Segment are its parts. ChatEngine is the part of a pipeline that a chat uses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 _LABEL = 40
-"""Characters of a prompt that name its segment."""
+"""Maximum characters of a prompt in the label of its segment."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Segment:
     """Part of a chat: a medium, or the text of one turn.
 
     Attributes:
-        index: for ``Chat.forget``; stays when others are forgotten.
-        modality: TEXT for question and answer of a turn.
-        tokens: in the cache; a video's include the text of its timestamps, and its sound.
-        bytes: their part of pages and 16-bit blocks. Tables and free slots are in
-            ``Chat.memory`` only.
-        label: the medium's name, or how the turn's prompt begins.
+        index: index for ``Chat.forget``; unaffected when other segments are forgotten.
+        modality: modality of the medium; TEXT for question and answer of a turn.
+        tokens: number of tokens in the cache; for a video this includes timestamps and sound.
+        bytes: bytes of its tokens in pages and 16-bit blocks. Tables and free slots are only in
+            ``Chat.memory``.
+        label: name of the medium, or beginning of the turn's prompt.
         turn: index in ``Chat.turns``.
-        forgotten: whether ``Chat.forget`` took its tokens out.
+        forgotten: whether ``Chat.forget`` has removed its tokens.
     """
 
     index: int
@@ -60,18 +60,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class Turn:
-    """One question and its answer.
+    """A question and its answer.
 
     Attributes:
-        messages: messages since the last answer, with media as spans among the chat's tokens.
-        answer: its answer, as far as the reader took it.
-        finish_reason: "stop", "tool_calls", "length", or "interrupted" where the reader left.
+        messages: messages since the last answer, with media as spans of the chat's tokens.
+        answer: the answer, up to where the caller ended it.
+        finish_reason: "stop", "tool_calls", "length", or "interrupted" if the caller ended it.
         forgotten: for each of ``media``, whether it was forgotten.
-        start: index of its first token.
-        stop: index after its last token in the cache.
-        position: RoPE position of its first token.
-        pending: ids at its beginning that belong to the answer before: its end, or all of it.
-        reasoning: what a thinking model wrote before the answer; None where it did not think.
+        start: index of the first token.
+        stop: index after the last token in the cache.
+        position: RoPE position of the first token.
+        pending: ids at the beginning of the turn that belong to the previous answer.
+        reasoning: reasoning of a thinking model before the answer; None if it did not think.
         tool_calls: tool calls of the answer.
     """
 
@@ -88,27 +88,27 @@ class Turn:
 
     @property
     def prompt(self) -> str:
-        """Text of the question, each text part on its own line."""
+        """Text of the question, one line per text part."""
         return self.messages[-1].text
 
     @cached_property
     def media(self) -> tuple[MediumSpan, ...]:
-        """Images, videos and recordings of the question, in the order of their tokens."""
+        """Images, videos and recordings of the question, in token order."""
         spans = [span for message in self.messages for span in message.spans]
         return tuple(sorted(spans, key=lambda span: span.start))
 
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """Everything that the next turn continues; it never changes, a turn makes a new one.
+    """Immutable state that the next turn continues; each turn creates a new one.
 
     Attributes:
-        kv: keys and values of all turns, and after them perhaps those of the last reasoning, until
-            ``SpillableConversation`` takes these out; None while they are on disk.
-        token_ids: (1, tokens) int64 on the CPU, ids of all turns as the cache holds them.
+        kv: cache of all turns, perhaps followed by the last reasoning until
+            ``SpillableConversation`` removes that; None while it is on disk.
+        token_ids: (1, tokens) int64 on the CPU, ids of all turns as in the cache.
         next_position: (1,) RoPE position of the next token.
         pending: ids at the end of the last answer that are not in the cache.
-        turns: from the first.
+        turns: all turns, oldest first.
     """
 
     kv: OscarCache | None
@@ -119,24 +119,24 @@ class Conversation:
 
     @property
     def cache(self) -> OscarCache:
-        """``kv``; RuntimeError while that is on disk, see ``SpillableConversation.load``."""
+        """``kv``; RuntimeError while it is on disk, see ``SpillableConversation.load``."""
         if self.kv is None:
             raise RuntimeError("the cache of this chat is on disk")
         return self.kv
 
     @classmethod
     def empty(cls, cache: OscarCache) -> Conversation:
-        """A conversation without turns."""
+        """Create a conversation without turns."""
         return cls(cache, torch.empty(1, 0, dtype=torch.long), torch.zeros(1, dtype=torch.long))
 
     @property
     def tokens(self) -> int:
-        """How many tokens all turns have, forgotten ones included."""
+        """Number of tokens of all turns, including forgotten ones."""
         return self.token_ids.shape[1]
 
     @property
     def stored(self) -> int:
-        """How many tokens are not forgotten."""
+        """Number of tokens that are not forgotten."""
         forgotten_tokens = [
             span.tokens
             for turn in self.turns
@@ -156,21 +156,21 @@ class Conversation:
         stored: int,
         reasoning: ReasoningSpan | None = None,
     ) -> Conversation:
-        """The conversation with one more turn.
+        """Return the conversation with one more turn.
 
-        Chat templates leave the reasoning of earlier turns out. So where the model reasoned, the
-        turn ends before that, and the next one begins by reading the answer's text.
+        Chat templates leave out the reasoning of earlier turns. So if the model reasoned, the turn
+        ends before the reasoning, and the next turn begins by prefilling the answer's text.
 
         Args:
-            cache: holds prompt and answer, perhaps without the answer's last tokens; None while it
-                is on disk.
-            prompt: of the turn.
+            cache: contains prompt and answer, perhaps without the answer's last tokens; None while
+                it is on disk.
+            prompt: prompt of the turn.
             messages: messages of the turn, with the spans of ``prompt.media``.
             answer: the assistant's message.
-            ids: tokens of the answer, reasoning included.
-            finish_reason: why the answer ended.
-            stored: tokens of the answer that the cache holds.
-            reasoning: what the answer began with; the cache is to be cut off before it.
+            ids: tokens of the answer, including reasoning.
+            finish_reason: reason why the answer ended.
+            stored: number of the answer's tokens in the cache.
+            reasoning: reasoning at the beginning of the answer; the caller crops the cache there.
         """
         read = stored
         if reasoning is not None:
@@ -198,7 +198,7 @@ class Conversation:
         )
 
     def without_last_turn(self, cache: OscarCache) -> Conversation:
-        """The conversation before its last turn; ``cache`` is without that turn."""
+        """Return the conversation before its last turn; ``cache`` must not contain that turn."""
         last = self.turns[-1]
         return Conversation(
             kv=cache,
@@ -209,7 +209,7 @@ class Conversation:
         )
 
     def without_medium(self, cache: OscarCache, turn: int, medium: int) -> Conversation:
-        """The conversation with a medium of a turn forgotten; ``cache`` is without that medium."""
+        """Return the conversation with a medium forgotten, which ``cache`` must not contain."""
         old = self.turns[turn]
         flags = list(old.forgotten)
         flags[medium] = True
@@ -218,7 +218,7 @@ class Conversation:
         return replace(self, kv=cache, turns=tuple(turns))
 
     def places(self) -> list[tuple[int, int | None]]:
-        """For each segment the index of its turn, and of its medium in the turn; None for text."""
+        """Return for each segment its turn, and its medium in that turn; None for text."""
         return [
             (index, medium)
             for index, turn in enumerate(self.turns)
@@ -226,7 +226,7 @@ class Conversation:
         ]
 
     def segments(self) -> list[Segment]:
-        """The segments: turn by turn its text, then its media."""
+        """Return the segments: for each turn its text, then its media."""
         spans = [span for turn in self.turns for span in (turn, *turn.media)]
         sizes = iter([0] * len(spans))
         if self.kv is not None and spans:
@@ -263,61 +263,61 @@ class Conversation:
 
 
 def _shortened(prompt: str) -> str:
-    # A saved prompt may be long.
+    # Limited first, as the prompt of a saved chat may be long.
     line = " ".join(prompt[: 10 * _LABEL].split())
     return line if len(line) <= _LABEL else line[: _LABEL - 1].rstrip() + "\u2026"
 
 
 class ChatEngine(Protocol):
-    """A loaded model whose chats share a store of pages, and a budget if there is one."""
+    """Part of a pipeline that chats use: a model, a shared page store and perhaps a budget."""
 
     @property
     def family(self) -> Family:
-        """The model, its processor and what is special about them."""
+        """The model, its processor and their special cases."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Which checkpoint the model is; saved chats have it."""
+        """Fingerprint of the checkpoint, stored in saved chats."""
         ...
 
     @property
     def engine(self) -> Engine:
-        """Reads and answers."""
+        """Runs prefill and decoding."""
         ...
 
     @property
     def lock(self) -> FairLock:
-        """Held for each step of the model and each change of the store."""
+        """Lock of the store, which every model step and every change of the store needs."""
         ...
 
     @property
     def admission(self) -> Admission:
-        """Checks sizes and keeps room."""
+        """Checks sizes and reserves memory."""
         ...
 
     @property
     def policy(self) -> KVPolicy:
-        """How keys and values are stored."""
+        """Policy that says how keys and values are stored."""
         ...
 
     @property
     def store(self) -> PageStore:
-        """The pages of all chats."""
+        """Page store of all chats."""
         ...
 
     @property
     def media_reader(self) -> MediaReader:
-        """Reads what a turn shows."""
+        """Decodes the media of turns."""
         ...
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
-        """Options that a user gave as a ``Sampling``; ``arguments`` are other allowed names."""
+        """Check a user's sampling options; ``arguments`` are other allowed names."""
         ...
 
 
 def past_of(conversation: Conversation) -> Past:
-    """What a next turn continues, and what would free some of it."""
+    """Return what the next turn continues, with remedies that would free some of it."""
     return Past(conversation.cache, conversation.stored, partial(_remedies, conversation))
 
 
@@ -329,21 +329,21 @@ def next_prompt(
     max_new_tokens: int,
     tools: ToolOffer | None = None,
 ) -> Prompt:
-    """What the model reads next, on the CPU: the first turn, or what is new of a later one.
+    """Build the prompt of a turn on the CPU: the whole first turn, or the new part of a later one.
 
     Args:
-        engine: of the chat; its lock is not taken.
-        conversation: so far.
-        messages: of the turn, checked; of a first one the system prompt too.
+        engine: pipeline of the chat; its lock is not taken.
+        conversation: conversation so far.
+        messages: checked messages of the turn; with the system prompt in the first turn.
         shown: media of the turn.
-        max_new_tokens: of the answer.
-        tools: that the model may call; a later turn has those of the first.
+        max_new_tokens: maximum tokens of the answer.
+        tools: tools that the model may call; later turns use those of the first.
 
     Raises:
-        InputError: media that the model does not read, or positions beyond the model's.
+        InputError: if the model does not support the media, or positions exceed its context.
     """
     family = engine.family
-    # Media that were forgotten keep their numbers.
+    # Forgotten media keep their numbers.
     earlier = [span.modality for turn in conversation.turns for span in turn.media]
     if not conversation.turns:
         prompt = family.prompt(messages, shown, tools)
@@ -365,11 +365,13 @@ def next_prompt(
 def longest_answer(
     engine: ChatEngine, conversation: Conversation, prompt: Prompt, most: int
 ) -> int:
-    """Most tokens of the answer to a turn that memory and the model's positions have, up to
-    ``most``, and at least 1.
+    """Return the maximum length of the answer that memory and positions allow.
+
+    Returns:
+        From 1 to ``most`` tokens.
 
     Raises:
-        MemoryBusy, RequestTooLarge: as of ``Admission.longest_answer``.
+        MemoryBusy, RequestTooLarge: see ``Admission.longest_answer``.
     """
     config = engine.family.model.config.get_text_config()
     positions = config.max_position_embeddings - int(prompt.next_position)
@@ -378,17 +380,17 @@ def longest_answer(
 
 
 def _pending(conversation: Conversation, config: object) -> list[int]:
-    """The end of the last answer that is not in the cache yet.
+    """Return the end of the last answer that is not in the cache yet.
 
     Placeholders of media are left out: a model should not write them, but if it does, they must
-    not be taken for media of the next turn.
+    not be mistaken for media of the next turn.
     """
     ids = torch.tensor([conversation.pending], dtype=torch.long)
     return ids[token_modalities(ids, config=config) == Modality.TEXT].tolist()
 
 
 def _remedies(conversation: Conversation) -> list[str]:
-    """What would free tokens of a conversation, the largest media first."""
+    """Return what would free tokens of a conversation, the largest media first."""
     media = [one for one in conversation.segments() if one.modality and one.tokens]
     largest = sorted(media, key=lambda one: -one.tokens)[:3]
     frees = [f"forget({one.index}) frees {one.tokens:,} ({one.label})" for one in largest]
@@ -396,7 +398,7 @@ def _remedies(conversation: Conversation) -> list[str]:
 
 
 def _check_positions(following: int, answer: int, longest: int) -> None:
-    """Positions go on where media were forgotten, and end where the model's do."""
+    """Refuse positions beyond the model's context; forgetting media does not lower positions."""
     if following + answer > longest:
         raise InputError(
             f"the turn would come to position {following} and max_new_tokens is {answer}, but the "

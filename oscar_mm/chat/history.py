@@ -1,4 +1,4 @@
-"""History: turns of a chat that took place elsewhere, and what the model reads of them."""
+"""History: past turns, supplied by the client instead of generated, and their prompt."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from oscar_mm.media.media import Media
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 _TOGETHER, _TEMPLATE = 1 << 13, 32
-"""Most characters of past turns that are read in one pass, which is some 2,000 to 4,000 tokens, and
-what counts for the tokens that a template puts around a turn."""
+"""Maximum characters of past turns in one prefill pass, some 2,000 to 4,000 tokens, and characters
+that account for a turn's tokens from the chat template."""
 
 
 class PastTurn(NamedTuple):
     """A turn that took place elsewhere, see ``Chat.tell_all``.
 
     Attributes:
-        messages: what was asked: messages of which a user's is the last.
-        answer: an assistant's message; may be empty.
+        messages: messages of the question; the last one is the user's.
+        answer: the assistant's message; may be empty.
     """
 
     messages: Sequence[Message]
@@ -33,14 +33,15 @@ class PastTurn(NamedTuple):
 
     @property
     def characters(self) -> int:
-        """Characters of all texts."""
+        """Number of characters of all texts."""
         return sum(len(text) for one in (*self.messages, self.answer) for text in one.texts)
 
 
 def prefill_groups(turns: Iterable[PastTurn]) -> Iterator[list[PastTurn]]:
-    """Runs of turns that are read in one pass: short ones without media.
+    """Yield runs of turns for one prefill pass each: short ones together, with media alone.
 
-    Others need the model meanwhile, and media of a turn are decoded when it is read.
+    Runs are short so that other requests get the model in between; the media of a turn are decoded
+    just before its pass.
     """
     run: list[PastTurn] = []
     characters, alone = 0, False
@@ -65,21 +66,21 @@ def history_prompt(
     answers: Sequence[list[int]],
     tools: ToolOffer | None = None,
 ) -> tuple[Prompt, Conversation]:
-    """What the model reads of turns that took place elsewhere, and the conversation with them.
+    """Build the prompt of past turns, and the conversation that includes them.
 
-    The cache of that conversation is the one of before, which the caller replaces.
+    The returned conversation still has the old cache, which the caller replaces.
 
     Args:
-        engine: of the chat; its lock is not taken.
-        conversation: so far.
-        turns: the turns, checked.
-        system: system prompt of a first turn, checked.
+        engine: pipeline of the chat; its lock is not taken.
+        conversation: conversation so far.
+        turns: checked turns.
+        system: checked system prompt of the first turn.
         shown: media of each turn.
         answers: token ids of each answer.
-        tools: that the model may call.
+        tools: tools that the model may call.
 
     Raises:
-        InputError: as of ``next_prompt``.
+        InputError: see ``next_prompt``.
     """
     family, prompts = engine.family, list[Prompt]()
     for turn, media, ids in zip(turns, shown, answers, strict=True):
@@ -94,13 +95,13 @@ def history_prompt(
 
 
 def without_reasoning(prompt: Prompt, thinks: ThinkTokens | None) -> Prompt:
-    """A prompt of one row without the tokens by which a template has the model begin to reason."""
+    """Drop the tokens at the end of a single-row prompt that open the reasoning."""
     opened = thinks.opened(prompt.inputs["input_ids"][0]) if thinks else 0
     return beginning(prompt, prompt.tokens - opened) if opened else prompt
 
 
 def with_answer(prompt: Prompt, ids: list[int]) -> Prompt:
-    """A prompt of one row, and an answer of these token ids after it."""
+    """Append the token ids of an answer to a single-row prompt."""
     answer = text_after(prompt, torch.tensor([ids], dtype=torch.long))
     both = torch.cat([prompt.inputs["input_ids"], answer.inputs["input_ids"]], dim=1)
     return replace(

@@ -1,7 +1,7 @@
-"""What a saved chat says twice: turns and media against tokens, positions and the cache's tables.
+"""Consistency checks of saved chats: turns and media against tokens, positions and tables.
 
-A file whose checksum was computed anew may still hold other keys and values, and other texts: of
-these nothing else in the file tells.
+A file with a recomputed checksum may still contain altered keys, values or texts, which nothing
+else in the file can reveal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from oscar_mm.policy import KVPolicy
 _REASONS = ("stop", "tool_calls", "length", "interrupted")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _SUMS, _SUM_BITS = 64, 1 << 16
-"""Most media of a turn, and most positions between the fewest and the most that they may take, for
-which every sum is looked at."""
+"""Limits for the exact check of positions: media of a turn, and range of positions that they may
+take."""
 
 
 def check_turns(
@@ -30,10 +30,10 @@ def check_turns(
     """Raise ValueError if turns contradict token ids, positions or the tables of the cache.
 
     Args:
-        conversation: whose turns follow each other, without its cache.
+        conversation: conversation with consecutive turns, without its cache.
         codes: (tokens,) uint8 stream codes of the cache.
-        policy: of the cache.
-        family: tells modalities by token ids, and positions of media.
+        policy: policy of the cache.
+        family: gives modalities by token ids, and positions of media.
     """
     ids = conversation.token_ids
     by_ids = token_modalities(ids, config=family.model.config)[0].numpy()
@@ -55,7 +55,7 @@ def check_turns(
 
 
 def _forgotten(conversation: Conversation) -> np.ndarray:
-    """(tokens,) bool: which tokens the turns say are forgotten."""
+    """Return a (tokens,) bool mask of the tokens that are forgotten according to the turns."""
     found = np.zeros(conversation.tokens, dtype=bool)
     for turn in conversation.turns:
         for span, forgotten in zip(turn.media, turn.forgotten, strict=True):
@@ -64,7 +64,7 @@ def _forgotten(conversation: Conversation) -> np.ndarray:
 
 
 def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
-    """Raise ValueError if media are not where tokens of their modality are."""
+    """Raise ValueError if media and tokens of their modality do not coincide."""
     named = np.zeros(len(kinds), dtype=bool)
     for turn in conversation.turns:
         for span in turn.media:
@@ -82,7 +82,7 @@ def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
 
 
 def _check_positions(conversation: Conversation, kinds: np.ndarray, family: Family) -> None:
-    """Raise ValueError if positions do not follow from the tokens before them."""
+    """Raise ValueError if positions do not follow from the preceding tokens."""
     turns = conversation.turns
     places = [*(float(turn.position) for turn in turns), float(conversation.next_position)]
     if places[0] != 0:
@@ -93,7 +93,7 @@ def _check_positions(conversation: Conversation, kinds: np.ndarray, family: Fami
 
 
 def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
-    """Whether tokens of these modalities may move what follows by so many positions."""
+    """Whether tokens of these modalities may advance the position by ``advance``."""
     starts = np.flatnonzero(np.diff(kinds, prepend=-1))
     lengths = np.diff(starts, append=len(kinds))
     fixed, runs = 0, []
@@ -101,7 +101,7 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
     for (kind, length), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
         steps = family.position_steps(Modality(kind), length)
         if steps is None:
-            # Positions of such a medium are anywhere behind what is before it.
+            # Such a medium may take any number of positions.
             return advance >= int((kinds == Modality.TEXT).sum())
         fixed, runs = fixed + count * steps[0], [*runs, (steps, count)]
     most = fixed + sum(count * (steps[-1] - steps[0]) for steps, count in runs)
@@ -109,7 +109,7 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
         return False
     if sum(count for steps, count in runs if len(steps) > 1) > _SUMS or most - fixed > _SUM_BITS:
         return True
-    sums = 1  # Bit i: the runs so far may take i positions more than the fewest.
+    sums = 1  # Bit i: the runs so far may take i positions more than the minimum.
     for steps, count in runs:
         for _ in range(count if len(steps) > 1 else 0):
             shifted = [sums << (step - steps[0]) for step in steps]
@@ -120,9 +120,9 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
 
 
 def _check_pending(conversation: Conversation, config: object) -> None:
-    """Raise ValueError if turns do not begin with the end of the answer before."""
+    """Raise ValueError if a turn does not begin with the end of the previous answer."""
     for index, turn in enumerate(conversation.turns):
-        # ``next_prompt`` leaves placeholders of media out, which a model should not write.
+        # ``next_prompt`` leaves out placeholders of media, which a model should not write.
         pending = torch.tensor([turn.pending], dtype=torch.long)
         read = pending[token_modalities(pending, config=config) == Modality.TEXT]
         begin = conversation.token_ids[0, turn.start : turn.start + len(read)]

@@ -1,6 +1,6 @@
 """Conversion of a chat's turns and tools to the JSON fields of its file, and back.
 
-The file may come from a stranger: all types are checked and all counts are bounded.
+The file is not trusted: all types are checked and all counts are bounded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from oscar_mm.tool_parsers.offer import ToolOffer
 
 MAX_TURNS = MAX_MEDIA = 1 << 15
 MAX_PARTS = 1 << 17
-"""Most messages, texts and calls of all turns together, not counting media."""
+"""Maximum number of messages, texts and calls in all turns, not counting media."""
 MAX_POSITION = 1 << 31
 _ROLES = "system", "user", "assistant", "tool"
 
 
 def turn_fields(turn: Turn) -> dict[str, Any]:
-    """Return a turn as JSON; a part of a message is a text or the index of a medium of the turn."""
+    """Return a turn as JSON; message parts are texts or indices of the turn's media."""
     places = {span.start: place for place, span in enumerate(turn.media)}
     return {
         "messages": [_message_fields(message, places) for message in turn.messages],
@@ -65,10 +65,10 @@ def check_counts(turns: Sequence[Mapping[str, Any]]) -> None:
 
 
 def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
-    """Make a turn from the fields of a file, whose counts have been checked.
+    """Create a turn from the fields of a file, whose counts have been checked.
 
     Raises:
-        LookupError, TypeError, ValueError: fields are missing, or have wrong types.
+        LookupError, TypeError, ValueError: if fields are missing or have wrong types.
     """
     media = [_span(span) for span in fields["media"]]
     position = fields["position"]
@@ -112,11 +112,11 @@ def offer_fields(offer: ToolOffer | None) -> dict[str, Any] | None:
 
 
 def offer_of(fields: Mapping[str, Any] | None, family: Family) -> ToolOffer | None:
-    """Make tools from the fields of a file and check them by ``Family.offer``.
+    """Create tools from the fields of a file and check them with ``Family.offer``.
 
     Raises:
-        InputError: the tools cannot be offered to the model.
-        LookupError, TypeError, ValueError: fields are missing, or have wrong types.
+        InputError: if the tools cannot be offered to the model.
+        LookupError, TypeError, ValueError: if fields are missing or have wrong types.
     """
     if fields is None:
         return None

@@ -1,1 +1,1 @@
-"""Generation: a prompt through a model, token by token, to an answer."""
+"""Engine: prefill, continuous batching, sampling and detokenization of requests."""

@@ -634,8 +634,10 @@ def _check_continued(message: Message) -> None:
 
 
 def _tool_fields(message: Message) -> dict[str, Any]:
-    """What chat templates take of calls and their results. Templates that know of them take their
-    content as a text, some as parts too."""
+    """Return the tool fields of a message for chat templates.
+
+    Without media the content becomes a text, as not all templates accept parts in such messages.
+    """
     fields: dict[str, Any] = {}
     if message.tool_calls:
         fields["tool_calls"] = [call.for_template() for call in message.tool_calls]

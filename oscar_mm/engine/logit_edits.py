@@ -1,8 +1,8 @@
-"""Logit edits: biases, penalties, bans and masks, applied to the logits of all rows in one pass.
+"""Logit edits: biases, penalties, bans and masks, each applied to all rows in one pass.
 
-Each edit is of the rows that ask for it and follows their tokens on the device, so the host never
+An edit covers the rows that request it and tracks their tokens on the device, so the host never
 waits. The order is that of transformers: bias, repetition penalty, (presence and frequency
-penalties, which it does not have,) bans, masks of grammars, and at last the end of the reasoning.
+penalties, which transformers lacks,) bans, grammar masks, and finally the end of the reasoning.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from oscar_mm.engine.sampling import SamplingState
 
 _ANY = -1
-"""Stands in the beginning of a bad word for a place before the word."""
+"""Wildcard that pads the beginning of a bad word to the common length."""
 _NONE = -2
-"""Stands for a token before the answer's first one."""
+"""Padding before the first token of an answer."""
 
 
 class LogitEdit(Protocol):
-    """Changes logits of some of a batch's rows."""
+    """Change to the logits of some rows of a batch."""
 
     def apply_(self, scores: torch.Tensor) -> None:
         """Change (rows, vocabulary) float32 logits in place."""
         ...
 
     def note(self, tokens: torch.Tensor) -> None:
-        """Count the (rows,) tokens that were chosen."""
+        """Record the (rows,) sampled tokens."""
         ...
 
 
 def logit_edits(samplers: Sequence[SamplingState], device: torch.device) -> list[LogitEdit]:
-    """The edits of a batch's rows, in their order; none that no row asks for.
+    """Create the edits that the rows of a batch request, in the order of application.
 
     Args:
-        samplers: of the rows.
-        device: of the logits.
+        samplers: sampling states of the rows.
+        device: device of the logits.
     """
     rows = [(row, one, one.sampling) for row, one in enumerate(samplers)]
     biased = [(row, one) for row, one, x in rows if x.logit_bias]
@@ -70,11 +70,11 @@ def logit_edits(samplers: Sequence[SamplingState], device: torch.device) -> list
 
 
 Rows = Sequence[tuple[int, "SamplingState"]]
-"""Rows that ask for an edit, by their place in the batch."""
+"""Rows that request an edit, with their index in the batch."""
 
 
 class LogitBias:
-    """Adds ``logit_bias``."""
+    """Bias from ``logit_bias``."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         biases = [
@@ -91,11 +91,11 @@ class LogitBias:
         scores.index_put_(self._places, self._values, accumulate=True)
 
     def note(self, tokens: torch.Tensor) -> None:
-        """Do nothing."""
+        """Do nothing: biases do not depend on tokens."""
 
 
 class RepetitionPenalty:
-    """Divides positive logits of tokens of prompt and answer, and multiplies negative ones."""
+    """Penalty on tokens of prompt and output: divides positive logits, multiplies negative ones."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         self._rows = _ids([row for row, _ in rows], device)
@@ -104,10 +104,10 @@ class RepetitionPenalty:
             torch.cat([one.prompt.to(device), _ids(one.chosen, device)]) for _, one in rows
         ]
         self._is_seen: torch.Tensor | None = None
-        """(rows, vocabulary) bool, once the size of the vocabulary is known."""
+        """(rows, vocabulary) bool; None until the vocabulary size is known."""
 
     def apply_(self, scores: torch.Tensor) -> None:
-        """Penalize what was seen."""
+        """Penalize the tokens that have occurred."""
         if self._is_seen is None:
             self._is_seen = _zeros(self._rows, scores, torch.bool)
             for row, seen in enumerate(self._seen):
@@ -118,13 +118,13 @@ class RepetitionPenalty:
         scores[self._rows] = torch.where(self._is_seen, lower, found)
 
     def note(self, tokens: torch.Tensor) -> None:
-        """Mark the tokens as seen."""
+        """Mark the tokens as occurred."""
         if self._is_seen is not None:
             self._is_seen.scatter_(1, tokens[self._rows, None], True)
 
 
 class CountPenalty:
-    """Subtracts ``presence_penalty`` and ``frequency_penalty`` from tokens of the answer."""
+    """Penalty on tokens of the output, from ``presence_penalty`` and ``frequency_penalty``."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         self._rows = _ids([row for row, _ in rows], device)
@@ -132,10 +132,10 @@ class CountPenalty:
         self._frequency = _column([one.sampling.frequency_penalty for _, one in rows], device)
         self._chosen = [_ids(one.chosen, device) for _, one in rows]
         self._counts: torch.Tensor | None = None
-        """(rows, vocabulary) float32, once the size of the vocabulary is known."""
+        """(rows, vocabulary) float32; None until the vocabulary size is known."""
 
     def apply_(self, scores: torch.Tensor) -> None:
-        """Penalize what was chosen."""
+        """Penalize the tokens of the output."""
         if self._counts is None:
             self._counts = _zeros(self._rows, scores, torch.float32)
             for row, chosen in enumerate(self._chosen):
@@ -154,7 +154,7 @@ class CountPenalty:
 
 
 class LeastLength:
-    """Bans end tokens before ``min_tokens``."""
+    """Ban on end tokens before ``min_tokens``."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         bans = [
@@ -168,7 +168,7 @@ class LeastLength:
         self._most, self._steps = max(left, default=0), 0
 
     def apply_(self, scores: torch.Tensor) -> None:
-        """Ban the end tokens of answers that are too short to end."""
+        """Ban the end tokens of answers below their minimum length."""
         if self._steps < self._most:
             _ban(scores, self._places, self._tokens, self._left > self._steps)
 
@@ -178,7 +178,7 @@ class LeastLength:
 
 
 class BadWords:
-    """Bans the last token of a word after all tokens before it."""
+    """Ban on the last token of a bad word right after the word's other tokens."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         words = [(place, word) for place, (_, one) in enumerate(rows) for word in one.bad_words]
@@ -191,21 +191,21 @@ class BadWords:
         self._beginnings = _ids(beginnings, device)
         latest = [([_NONE] * size + one.chosen)[len(one.chosen) :] for _, one in rows]
         self._latest = _ids(latest, device)
-        """(rows, tokens before the last one of the longest word)."""
+        """(rows, longest word - 1) latest tokens of each row."""
 
     def apply_(self, scores: torch.Tensor) -> None:
-        """Ban the ends of words whose beginnings were chosen last."""
+        """Ban the last tokens of words whose beginnings match the latest tokens."""
         same = self._latest[self._word_rows] == self._beginnings
         _ban(scores, self._places, self._ends, (same | (self._beginnings == _ANY)).all(1))
 
     def note(self, tokens: torch.Tensor) -> None:
-        """Remember the tokens."""
+        """Shift the tokens into the latest ones."""
         if self._latest.shape[1]:
             self._latest = torch.cat([self._latest[:, 1:], tokens[self._rows, None]], dim=1)
 
 
 class ReasoningEnd:
-    """Forces the closing think token once the reasoning has ``thinking_token_budget`` tokens."""
+    """Limit on the reasoning: forces the closing token after ``thinking_token_budget`` tokens."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         marks = [one.thinks for _, one in rows if one.thinks is not None]
@@ -231,7 +231,7 @@ class ReasoningEnd:
         """Rows whose next token may open the reasoning; this token does not count."""
 
     def apply_(self, scores: torch.Tensor) -> None:
-        """Allow only the closing token in rows whose budget is used up."""
+        """Allow only the closing token in rows that have used up their budget."""
         over = (self._open & (self._left <= 0))[:, None]
         found = scores[self._rows].masked_fill(over, -math.inf)
         closing = self._closings[:, None]
@@ -251,9 +251,9 @@ class ReasoningEnd:
 def _ban(
     scores: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, banned: torch.Tensor
 ) -> None:
-    """Set logits to minus infinity where ``banned`` says so; a place may come several times.
+    """Set logits to minus infinity where ``banned`` is True; row-token pairs may repeat.
 
-    A tokenizer or a checkpoint's end tokens may have ids that the model does not have.
+    Ids beyond the vocabulary, which tokenizers and checkpoints may list, are ignored.
     """
     vocabulary = scores.shape[1]
     most = torch.where(banned & (tokens < vocabulary), -math.inf, math.inf)

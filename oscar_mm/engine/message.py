@@ -1,4 +1,4 @@
-"""Message: what one side of a conversation says, as texts and media in their order."""
+"""Message: one message of a conversation, with texts and media in order."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Message:
     """A message of a conversation.
 
     Attributes:
-        role: "system", "user", "assistant" or "tool", which gives the result of a call.
+        role: "system", "user", "assistant" or "tool" (the result of a call).
         parts: texts and media in the order in which the chat template writes them. In the history
             of a chat a medium is a ``MediumSpan``: the chat stores its tokens, not its source.
-        place: the argument that gave it, such as messages[2].content; names it in errors.
-        tool_calls: of an assistant: the tools that it called.
-        tool_call_id: of a tool: which call it answers; None where the client does not say.
-        name: of a tool: its name; None where the client does not say.
+        place: argument that the message came from, such as messages[2].content, for errors.
+        tool_calls: tool calls of an assistant message.
+        tool_call_id: id of the call that a tool message answers; None if the client omits it.
+        name: name of the tool in a tool message; None if the client omits it.
 
     Raises:
-        InputError: a part that is neither text nor a medium.
+        InputError: if a part is neither text nor a medium.
     """
 
     role: str
@@ -46,12 +46,12 @@ class Message:
 
     @property
     def media(self) -> list[MediaPart]:
-        """Images, videos and recordings that the model has yet to read, in order."""
+        """Images, videos and recordings not yet read by the model, in order."""
         return [part for part in self.parts if isinstance(part, MediaPart)]
 
     @property
     def spans(self) -> list[MediumSpan]:
-        """Images, videos and recordings that a chat has already read, in order."""
+        """Images, videos and recordings already read in a chat, in order."""
         return [part for part in self.parts if isinstance(part, MediumSpan)]
 
     def shifted(self, tokens: int) -> Message:
@@ -61,34 +61,34 @@ class Message:
 
     @property
     def texts(self) -> list[str]:
-        """Its texts, in order."""
+        """The texts, in order."""
         return [part for part in self.parts if isinstance(part, str)]
 
     @property
     def text(self) -> str:
-        """Its texts for people, one a line."""
+        """The texts for display, one per line."""
         return "\n".join(self.texts)
 
     @property
     def written(self) -> str:
-        """Its texts joined without anything in between, as chat templates join them."""
+        """The texts concatenated without separators, as chat templates do."""
         return "".join(self.texts)
 
     @property
     def runs(self) -> list[str]:
-        """Its texts as the chat template joins them: those between two media are one."""
+        """The texts as the chat template joins them: one string per run between two media."""
         groups = groupby(self.parts, lambda part: isinstance(part, str))
         return ["".join(map(str, run)) for is_text, run in groups if is_text]
 
     @property
     def labels(self) -> list[str]:
-        """Texts beside its content that a chat template may write: of calls, and of a result."""
+        """Texts outside the content that a chat template may write, from calls and tool results."""
         calls = [text for call in self.tool_calls for text in (call.id, call.name, call.unescaped)]
         return [*calls, *(text for text in (self.tool_call_id, self.name) if text is not None)]
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has neither text nor media; the result of a tool may have none."""
+        """Whether the message has neither text nor media; a tool result counts as not empty."""
         return not (self.role == "tool" or self.media or self.text.strip())
 
 
@@ -119,7 +119,7 @@ def with_options(messages: Iterable[Message], options: MediaOptions) -> list[Mes
     """Apply the options of a request to media that do not set these options themselves.
 
     Raises:
-        InputError: the options of a medium and of the request contradict each other.
+        InputError: if the options of a medium and of the request contradict each other.
     """
     if not options.given:
         return list(messages)
@@ -139,7 +139,7 @@ def _with_options(part: Part | MediumSpan, options: MediaOptions) -> Part | Medi
 
 
 def user_message(prompt: str, media: Iterable[MediaPart] = ()) -> Message:
-    """A user's message that shows media and then asks; of media alone if the prompt is empty."""
+    """Return a user message with media and then the prompt; media only if the prompt is empty."""
     parts = tuple(media)
     alone = isinstance(prompt, str) and not prompt
     return Message("user", parts if parts and alone else (*parts, prompt))
@@ -148,25 +148,25 @@ def user_message(prompt: str, media: Iterable[MediaPart] = ()) -> Message:
 def first_turn(
     prompt: str, media: Iterable[MediaPart] = (), system: str | None = None
 ) -> list[Message]:
-    """The messages of a conversation's first turn, which shows media and then asks."""
+    """Return the messages of a conversation's first turn, with media before the prompt."""
     return with_system(system, [user_message(prompt, media)])
 
 
 def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
-    """Messages after a system prompt, if there is one."""
+    """Prepend a system prompt, if there is one, to messages."""
     first = [] if system is None else [Message("system", (system,), "system")]
     return [*first, *messages]
 
 
 ASKING = "user", "tool"
-"""Roles of messages that an assistant's may follow as the answer."""
+"""Roles that an assistant message may answer."""
 
 
 def text_of(messages: Iterable[Message]) -> str:
-    """The texts of all messages, to be counted."""
+    """Join the texts of all messages, to be counted."""
     return "\n".join(message.text for message in messages)
 
 
 def media_of(messages: Iterable[Message]) -> list[MediaPart]:
-    """The media of all messages, in order."""
+    """Return the media of all messages, in order."""
     return [part for message in messages for part in message.media]

@@ -1,4 +1,4 @@
-"""Messages from the lists of dicts that Hugging Face's and OpenAI's libraries take."""
+"""Messages from lists of dicts, in the formats of Hugging Face's and OpenAI's libraries."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from oscar_mm.tool_parsers.calls import ToolCall
 
 _ROLES = {"developer": "system"} | {role: role for role in ("system", *ASKING, "assistant")}
 _TYPES = MEDIA | {f"{name}_url": kind for name, kind in MEDIA.items()}
-"""Modality by the type of a part; OpenAI's input_audio is read apart."""
+"""Modality by part type; OpenAI's input_audio is handled separately."""
 _FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
-"""Fields that messages of a role may have beside their content."""
+"""Fields in addition to role and content, by role."""
 _SOURCES = ("url", "path", "base64")
-"""Keys of a source beside the part's own type, as Hugging Face's processors take them."""
+"""Keys of a source in addition to the part's type, as in Hugging Face's processors."""
 
 
 def messages_from(
@@ -47,7 +47,7 @@ def messages_from(
     sound: bool = False,
     open_end: bool = False,
 ) -> list[Message]:
-    """A conversation from a list of messages.
+    """Read a conversation from a list of messages.
 
     ::
 
@@ -65,15 +65,15 @@ def messages_from(
         ]
 
     Args:
-        given: dicts with a role and a content, which is a text or a list as of ``parts_from``; or
-            ``Message`` objects. An assistant's may have "tool_calls", as Hugging Face's and
-            OpenAI's libraries write them, and a tool's a "tool_call_id" and a "name".
-        images, videos, audio: media of the parts that have no source of their own, in order.
-        sound: read the sound of videos too.
+        given: dicts with a role and a content, which is a text or a list as in ``parts_from``; or
+            ``Message`` objects. An assistant message may have "tool_calls", in the format of
+            Hugging Face's and OpenAI's libraries, and a tool message a "tool_call_id" and a "name".
+        images, videos, audio: media for parts without a source of their own, in order.
+        sound: use the sound of videos too.
         open_end: whether the last message may have any role, see ``TemplateOptions.takes_any_end``.
 
     Raises:
-        InputError: names what is no message, and what would be right.
+        InputError: if an entry is not a valid message; says what would be valid.
     """
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence) or not given:
         raise InputError(
@@ -99,22 +99,22 @@ def parts_from(
     sound: bool = False,
     place: str = "parts",
 ) -> tuple[Part, ...]:
-    """Texts and media in their order from a list.
+    """Read texts and media from a list, in order.
 
     Args:
-        given: each a text, a PIL image, a ``MediaPart``, or a dict: ``{"type": "text", "text":
-            "..."}``, ``{"type": "image", "image": source}`` (also "video" and "audio"; the source
-            may be under "url", "path" or "base64", or left out), ``{"type": "image_url",
-            "image_url": {"url": "..."}}`` (also "video_url" and "audio_url") or ``{"type":
-            "input_audio", "input_audio": {"data": base64}}``. A source is what the pipeline takes,
-            or a tensor or a BytesIO. The part may also have fields of
+        given: items that are each a text, a PIL image, a ``MediaPart`` or a dict: ``{"type":
+            "text", "text": "..."}``, ``{"type": "image", "image": source}`` (also "video" and
+            "audio"; the source may be under "url", "path" or "base64", or left out), ``{"type":
+            "image_url", "image_url": {"url": "..."}}`` (also "video_url" and "audio_url") or
+            ``{"type": "input_audio", "input_audio": {"data": base64}}``. A source is what the
+            pipeline accepts, or a tensor or a BytesIO. The part may also have fields of
             ``oscar_mm.media.options.MediaOptions`` ("nframes" too).
-        images, videos, audio: media of the parts that have no source of their own, in order.
-        sound: read the sound of videos too.
-        place: the argument's name, for errors.
+        images, videos, audio: media for parts without a source of their own, in order.
+        sound: use the sound of videos too.
+        place: name of the argument, for errors.
 
     Raises:
-        InputError: names what is no part, and what would be right.
+        InputError: if an item is not a valid part; says what would be valid.
     """
     loose = _Loose(images, videos, audio, sound)
     parts = tuple(_parts(given, place, loose))
@@ -131,11 +131,19 @@ def asked_from(
     sound: bool,
     options: MediaOptions = NO_OPTIONS,
 ) -> list[Message]:
-    """What a chat is asked: media (images, videos, audio) and then a prompt, parts of one message
-    in their order, or messages.
+    """Read the input of a chat turn: media and then a prompt, parts of one message, or messages.
+
+    Args:
+        prompt: text of the user, after the media.
+        media: images, videos and audio.
+        parts: parts of one message, in order.
+        messages: list of messages.
+        sound: use the sound of videos too.
+        options: media options of the request.
 
     Raises:
-        InputError: as of ``parts_from`` and ``messages_from``, or several of them.
+        InputError: see ``parts_from`` and ``messages_from``; also if more than one of prompt, parts
+            and messages is given.
     """
     if (bool(prompt), parts is not None, messages is not None).count(True) > 1:
         raise InputError("give a prompt, parts or messages, only one of them")
@@ -158,10 +166,10 @@ def conversation_from(
     options: MediaOptions = NO_OPTIONS,
     open_end: bool = False,
 ) -> list[Message]:
-    """A first turn of media (images, videos, audio) and a prompt, or a list of messages.
+    """Read a conversation: media (images, videos, audio) and a prompt, or a list of messages.
 
     Raises:
-        InputError: as of ``messages_from``, or both a prompt and messages.
+        InputError: see ``messages_from``; also if both a prompt and messages are given.
     """
     if messages is None:
         if isinstance(prompt, str) and not prompt.strip():
@@ -174,7 +182,7 @@ def conversation_from(
 
 
 class _Loose:
-    """Media that parts without a source take, kind by kind in order."""
+    """Media for parts without a source, taken in order by modality."""
 
     def __init__(self, images: Any, videos: Any, audio: Any, sound: bool) -> None:
         self.sound = sound
@@ -287,7 +295,7 @@ def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], place: str) ->
 
 
 def _as_source(source: Any) -> Any:
-    """A source that the pipeline takes from what Hugging Face's and Qwen's libraries take too."""
+    """Convert a source of Hugging Face's and Qwen's libraries to one that the pipeline accepts."""
     if isinstance(source, io.BytesIO):
         return source.getvalue()
     if isinstance(source, str) and source[:7].lower() == "file://":

@@ -1,14 +1,13 @@
-"""Prefill: prompts through a model, short ones in one pass, long ones by parts.
+"""Prefill: short prompts in one pass, long ones in parts.
 
-Of a long prompt towers read a part at a time, the decoder reads at once or in chunks.
+For a long prompt the towers run on one part of the media at a time, and the decoder runs at once or
+in chunks. Thus features and temporaries of the towers exist for one part at a time, and with chunks
+also the activations of the decoder. Within a module a long input is processed in pieces, so that
+temporaries of vision towers, MLPs and norms do not grow with the prompt. The cuts are exact: a
+patch in a tower attends only to its own image or pair of frames, and MLPs and norms work on each
+token separately.
 
-So features and temporaries of the towers exist for one part of the media at a time. In chunks, the
-activations of the decoder exist for one chunk at a time too. Within a module a long input goes
-through in pieces, so that temporaries of vision towers, MLPs and norms do not grow with the prompt.
-The cuts are exact: a patch in a tower sees its own image or pair of frames only, and a token in an
-MLP or a norm sees no other.
-
-A decoder's inputs are what a model gives its decoder once its towers have read the media.
+A decoder's inputs are the arguments with which a model calls its decoder once its towers have run.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.fast_decode.prompt_layers import MAX_RECORDED
 
 MAX_TOKENS = 1 << 13
-"""Most tokens that an MLP or a norm of the decoder sees, and whose media are read, at a time."""
+"""Maximum tokens at a time in MLPs and norms of the decoder, and per part of the media."""
 MAX_PATCHES = 4 * MAX_TOKENS
-"""Most patches that a tower sees at a time; Qwen's make a token of four."""
+"""Maximum patches at a time in a tower; Qwen merges four into a token."""
 
 
 _reader: ContextVar[object] = ContextVar("reader", default=None)
-"""Marks the thread that reads: hooks leave the forward passes of others alone."""
+"""Marks the thread that runs prefill; hooks ignore forward passes of other threads."""
 _PER_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0, "visual_pos_masks": 1}
-"""Arguments of a decoder with one entry per token, and the dimension of the tokens."""
+"""Decoder arguments with one entry per token, and their token dimension."""
 _FEATURES = "deepstack_visual_embeds"
-"""A list of features that are added after the first layers: tokens of images and videos, in the
-order of ``visual_pos_masks``, row after row."""
+"""Decoder argument with a list of features, each added after one of the first layers: image and
+video tokens in the order of ``visual_pos_masks``, row after row."""
 
 
 @contextmanager
 def in_pieces(model: Any, tokens: int) -> Iterator[None]:
-    """Inside, long inputs of modules are cut; results differ by rounding at most.
+    """Process long inputs of modules in pieces within the block; results differ by rounding only.
 
     Args:
-        model: a model of transformers that generates.
-        tokens: that it is about to read, in all rows; few are not cut.
+        model: transformers model for generation.
+        tokens: number of tokens of the coming pass, in all rows; few are not cut.
     """
     if tokens <= MAX_TOKENS:
         yield
@@ -71,21 +70,21 @@ def in_pieces(model: Any, tokens: int) -> Iterator[None]:
 
 
 def layers_of_towers(model: Any) -> Iterator[nn.Module]:
-    """The layers of the towers that read a model's media."""
+    """Yield the layers of a model's towers."""
     decoder = model.get_decoder()
     for modality in ("image", "audio"):
         parts = [*model.get_encoder(modality=modality).modules()]
-        if decoder not in parts:  # Else it is the model itself, which has no such tower.
+        if decoder not in parts:  # Otherwise it is the model itself: there is no such tower.
             yield from (x for part in parts if isinstance(part, nn.ModuleList) for x in part)
 
 
 def _norms(decoder: Any) -> list[Any]:
-    """Norms of a decoder, which compute in float32 and so need twice the memory of their output."""
+    """Return the norms of a decoder, whose float32 temporaries take twice their output's memory."""
     return [module for name, module in decoder.named_modules() if name.endswith("norm")]
 
 
 def _cut_tokens(module: Any, reader: object) -> tuple[Any, Any]:
-    """Let an MLP, dense or of experts, or a norm see (batch, tokens, ...) some tokens at a time."""
+    """Let an MLP, dense or with experts, or a norm process (batch, tokens, ...) in pieces."""
     later: list[torch.Tensor] = []
 
     def first_piece(module: Any, args: tuple) -> tuple | None:
@@ -108,11 +107,12 @@ def _cut_tokens(module: Any, reader: object) -> tuple[Any, Any]:
 
 
 def _cut_media(tower: Any, reader: object) -> tuple[Any, Any]:
-    """Let a tower read frame by frame, as many at a time as ``MAX_PATCHES`` allows.
+    """Let a tower process images and pairs of frames in groups of at most ``MAX_PATCHES``.
 
     Args:
-        tower: takes patches (n, channels) and ``grid_thw`` (media, 3), of each image or video the
-            pairs of frames, and patches down and across.
+        tower: takes patches (n, channels) and ``grid_thw`` (media, 3), for each image or video the
+            pairs of frames and the patches down and across.
+        reader: mark of the thread whose passes are cut.
     """
     later: list[dict[str, Any]] = []
 
@@ -120,7 +120,7 @@ def _cut_media(tower: Any, reader: object) -> tuple[Any, Any]:
         grid = kwargs.get("grid_thw")
         if _reader.get() is not reader or len(args) != 1 or grid is None:
             return None
-        # Tensors that were computed for all patches cannot be taken apart.
+        # Other tensors belong to all patches and cannot be split here.
         if any(isinstance(one, torch.Tensor) for name, one in kwargs.items() if name != "grid_thw"):
             return None
         grids = list(_grids(grid))
@@ -135,9 +135,9 @@ def _cut_media(tower: Any, reader: object) -> tuple[Any, Any]:
         others = later[:]
         later.clear()
         if output is None or not others:
-            return None  # an error is under way, or the output is whole
+            return None  # The tower failed, or the output is whole.
         pieces = [dict(output), *others]
-        # One after the other, so that no more than one of the outputs is there twice.
+        # One output after the other, so that at most one of them exists twice.
         return type(output)(
             **{name: _joined_outputs([one.pop(name) for one in pieces]) for name in output}
         )
@@ -149,14 +149,14 @@ def _cut_media(tower: Any, reader: object) -> tuple[Any, Any]:
 
 
 def _grids(grid: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Grids of the pieces: media in their order, videos cut between pairs of frames."""
+    """Yield the grids of the pieces: media in order, videos cut between pairs of frames."""
     rows: list[tuple[int, int, int]] = []
     free = MAX_PATCHES
     for frames, down, across in grid.tolist():
         while frames:
             taken = min(frames, max(0, free // (down * across)))
             if not (taken or rows):
-                taken = 1  # a single image that is larger: it cannot be cut
+                taken = 1  # A single image above the limit cannot be cut.
             if taken:
                 rows.append((taken, down, across))
                 frames -= taken
@@ -168,7 +168,7 @@ def _grids(grid: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _joined_outputs(parts: list[Any]) -> Any:
-    """Tensors one after the other; lists of tensors place by place. Empties the list."""
+    """Concatenate tensors, or lists of tensors element by element. Empties the list."""
     if isinstance(parts[0], torch.Tensor):
         whole = torch.cat(parts)
         parts.clear()
@@ -181,7 +181,7 @@ def _joined_outputs(parts: list[Any]) -> Any:
 
 
 class _DecoderCall(Exception):
-    """The decoder has been called with these arguments."""
+    """Raised in place of the decoder's forward, with its arguments."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class _DecoderCall(Exception):
 
 
 class _ReadOnce(list):
-    """A list that drops an item once it is read: features live until their layer is done."""
+    """List whose items are dropped when read, so that features live until their layer is done."""
 
     def __getitem__(self, index: int) -> Any:
         item = super().__getitem__(index)
@@ -200,24 +200,24 @@ class _ReadOnce(list):
 def embedded_parts(
     model: nn.Module, prompt: Prompt, cache: OscarCache, most: int
 ) -> Iterator[dict[str, Any]]:
-    """Arguments of the decoder for one part of a prompt after the other; nothing is decoded.
+    """Yield the decoder arguments of each part of a prompt, without running the decoder.
 
-    Towers and embedding run part by part, and media go to the model's device as they are read.
-    ``segments`` makes the parts, and cuts between the frames of a video too.
+    Towers and embedding run part by part, and media move to the model's device part by part.
+    ``segments`` makes the parts; videos are cut between frames too.
 
     Args:
-        model: a model of transformers that generates.
-        prompt: what is to be read.
-        cache: that the decoder will be given.
-        most: tokens of a part.
+        model: transformers model for generation.
+        prompt: prompt to embed.
+        cache: cache for the decoder call.
+        most: maximum tokens per part.
     """
     for part in segments(by_frames(prompt, most), most):
         yield _embedded(model, part, cache)
 
 
 def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
-    # The model itself embeds the prompt, media included, whatever its family: it is stopped where
-    # it calls its decoder. Calls with another cache belong to other threads.
+    # The model itself embeds the prompt and its media, whatever its family; it is stopped where it
+    # calls its decoder. Calls with another cache belong to other threads.
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if cache_of(kwargs) is not cache:
             return
@@ -236,14 +236,14 @@ def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
 
 
 def length(arguments: dict[str, Any]) -> int:
-    """How many tokens a row has."""
+    """Return the number of tokens per row."""
     return arguments["inputs_embeds"].shape[1]
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """A decoder's arguments for parts of a row that follow each other; empties the list.
+    """Join the decoder arguments of consecutive parts of a row; empties the list.
 
-    The features of the whole can be read once.
+    The features of the result can be read only once.
     """
     whole, *rest = parts
     if rest and any(part.get(_FEATURES) for part in parts):
@@ -251,7 +251,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
             if not part.get(_FEATURES):
                 ids = part["inputs_embeds"]
                 part["visual_pos_masks"] = ids.new_zeros(ids.shape[:2], dtype=torch.bool)
-    # One argument after the other, so that no more than one of the tensors is there twice.
+    # One argument after the other, so that at most one of the tensors exists twice.
     for name, dim in _PER_TOKEN.items() if rest else ():
         if isinstance(whole.get(name), torch.Tensor):
             whole[name] = torch.cat([part.pop(name) for part in parts], dim=dim)
@@ -268,7 +268,7 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sliced(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """A decoder's arguments for some of the tokens; views, where there is one row."""
+    """Return the decoder arguments of some tokens; features are views for a single row."""
     part = dict(arguments)
     for name, dim in _PER_TOKEN.items():
         if isinstance(value := arguments.get(name), torch.Tensor):
@@ -276,7 +276,7 @@ def sliced(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     mask = arguments.get("attention_mask")
     if mask is not None:
         past = mask.shape[1] - length(arguments)
-        # Of the new tokens alone: padding before them is not in the cache.
+        # New tokens only: padding before them is not in the cache.
         part["attention_mask"] = mask[:, past + start : past + stop]
     visual, features = arguments.get("visual_pos_masks"), arguments.get(_FEATURES)
     if visual is None or features is None:
@@ -292,7 +292,7 @@ def sliced(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a decoder's arguments in memory of its own."""
+    """Copy a decoder's arguments into new memory."""
     part = dict(arguments)
     for name in _PER_TOKEN:
         if isinstance(value := arguments.get(name), torch.Tensor):
@@ -309,24 +309,24 @@ def prefill(
     chunk: int | None = None,
     last: Sequence[int] = (-1,),
 ) -> torch.Tensor:
-    """Read a prompt; the towers read its media some at a time.
+    """Prefill a prompt, with the towers running on part of the media at a time.
 
-    In one go, attention over the prompt is exact. In chunks, activations take the room of a chunk
-    instead of the prompt's. The price: a later chunk reads the packed history of earlier ones, so
-    attention over the prompt is no longer exact (with policy "bf16" it is), and it is slower.
-    Towers read a medium whole, but a video without sound some frames at a time; they read all
-    media of a batch of several rows at once.
+    At once, attention over the prompt is exact. In chunks, activations take the memory of a chunk
+    instead of that of the prompt. In return, later chunks attend to the packed history of earlier
+    ones, so attention over the prompt is no longer exact (except with policy "bf16") and slower.
+    Towers run on whole media, except that a video without sound is split between frames; for a
+    batch of several rows they run on all media at once.
 
     Args:
-        model: a model of transformers that generates.
-        prompt: what to read.
-        cache: expects the prompt's modalities, see ``OscarCache.expect``.
-        chunk: tokens, at least 1; None for one go.
-        last: of a prompt of one row that is read in one go, the places of the tokens to give
-            logits of.
+        model: transformers model for generation.
+        prompt: prompt to prefill.
+        cache: cache that expects the prompt's modalities, see ``OscarCache.expect``.
+        chunk: tokens per chunk, at least 1; None for a single pass.
+        last: indices of the tokens whose logits are returned; anything but the last token needs a
+            prompt of one row in a single pass.
 
     Returns:
-        (batch, vocabulary) logits of the last token, or (places, vocabulary).
+        (batch, vocabulary) logits of the last token, or (indices, vocabulary).
     """
     return _last(_prefill_in_chunks(model, prompt, cache, chunk, last))
 
@@ -339,14 +339,14 @@ def _prefill_in_chunks(
     last: Sequence[int] = (-1,),
     logprobs: PromptLogprobs | None = None,
 ) -> Iterator[torch.Tensor | None]:
-    """``prefill``, chunk by chunk: None after each but the last, then the logits."""
+    """Prefill lazily: yield None after each chunk except the last, then the logits."""
     decoder, head, unread = model.get_decoder(), model.get_output_embeddings(), prompt.tokens
-    # Half a chunk: parts that wait for their chunk to fill take room as well.
+    # Half a chunk: parts that wait for their chunk to fill take memory too.
     most = MAX_TOKENS if chunk is None else min(MAX_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)
     for arguments in _in_chunks(parts, prompt.tokens if chunk is None else chunk):
         unread -= length(arguments)
-        # A copy of each layer's output, for memory that is of no account where tokens are few.
+        # For few tokens the copy of each layer's output is not worth avoiding.
         is_long = length(arguments) > MAX_RECORDED
         with _in_place(decoder, arguments) if is_long else nullcontext():
             states = decoder(**arguments).last_hidden_state
@@ -354,20 +354,21 @@ def _prefill_in_chunks(
                 vocabulary = model.config.get_text_config(decoder=True).vocab_size
                 logprobs.read(states, head, vocabulary)
             states = states[:, list(last)].flatten(0, 1)
-        del arguments  # before the towers read on
+        del arguments  # Free their memory before the towers continue.
         yield None if unread else head(states)
 
 
 def _last(chunks: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """The logits at the end of chunks that are read one after the other."""
+    """Run all chunks and return the logits at the end."""
     return next(logits for logits in chunks if logits is not None)
 
 
 @contextmanager
 def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Inside, layers write their outputs over the embeddings, which nobody reads again.
+    """Let layers write their outputs over the embeddings within the block; these are not needed
+    any more.
 
-    The decoder would keep the memory of its embeddings to its end anyway.
+    The decoder would keep the memory of its embeddings until its end anyway.
     """
     cache, place = cache_of(arguments), arguments["inputs_embeds"]
 
@@ -385,7 +386,7 @@ def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
 
 
 def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str, Any]]:
-    """The decoder's arguments, ``chunk`` tokens at a time."""
+    """Yield the decoder's arguments in chunks of ``chunk`` tokens."""
     waiting: list[dict[str, Any]] = []
     for part in parts:
         waiting.append(part)
@@ -393,7 +394,7 @@ def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str
         while (tokens := sum(map(length, waiting))) >= chunk:
             whole = joined(waiting)
             if tokens > chunk:
-                # A copy frees the whole, but would be too large for a long medium.
+                # A copy lets the whole be freed, but would be too large for a long medium.
                 rest = sliced(whole, chunk, tokens)
                 waiting.append(copied(rest) if tokens < 2 * chunk else rest)
                 whole = sliced(whole, 0, chunk)
@@ -407,13 +408,13 @@ def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str
 def read_prompt(
     model: nn.Module, prompt: Prompt, cache: OscarCache, prefill_chunk: int | None = None
 ) -> torch.Tensor:
-    """Read a prompt into a cache; (batch, vocabulary) logits of the last token.
+    """Prefill a prompt into a cache and return the (batch, vocabulary) logits of the last token.
 
     Args:
-        model: a model of transformers that generates, with attention "oscar" in its decoder.
-        prompt: of one row or several.
-        cache: holds the past, such as earlier turns.
-        prefill_chunk: tokens that are read at a time; None for all at once.
+        model: transformers model for generation, with attention "oscar" in its decoder.
+        prompt: prompt of one or several rows.
+        cache: may contain a past, such as earlier turns.
+        prefill_chunk: tokens per chunk; None for a single pass.
     """
     return _last(read_in_chunks(model, prompt, cache, prefill_chunk))
 
@@ -426,17 +427,17 @@ def read_in_chunks(
     prefill_chunk: int | None = None,
     logprobs: PromptLogprobs | None = None,
 ) -> Iterator[torch.Tensor | None]:
-    """Read a prompt as ``read_prompt`` does, chunk by chunk as the iterator is asked.
+    """Prefill a prompt lazily, one chunk per iteration.
 
-    Between two chunks the model and the store are free for others. Of a prompt that is left
-    unread the cache has whole chunks.
+    Between two chunks model and store are free for other work. If the iterator is abandoned, the
+    cache contains whole chunks.
 
     Args:
-        model, prompt, cache, prefill_chunk: as of ``read_prompt``.
+        model, prompt, cache, prefill_chunk: see ``read_prompt``.
         logprobs: collects the log-probabilities of the prompt, which must have one row.
 
     Yields:
-        None after each chunk but the last; after that the logits.
+        None after each chunk except the last, and the logits after that.
     """
     cache.expect(prompt.modalities)
     at_once = logprobs is None and prompt.tokens <= min(prefill_chunk or MAX_TOKENS, MAX_TOKENS)
@@ -457,14 +458,17 @@ def prefill_varlen(
     *,
     every_token: bool = False,
 ) -> torch.Tensor:
-    """Read short prompts in one pass, without padding; (prompts, vocabulary) logits of the last
-    token of each, or of every token.
+    """Prefill short prompts in one pass without padding.
 
     Args:
-        model: as of ``read_prompt``.
-        prompt: all of them, see ``Family.concatenate``.
-        lengths: tokens of each.
-        view: its rows are the prompts' caches.
+        model: see ``read_prompt``.
+        prompt: the concatenated prompts, see ``Family.concatenate``.
+        lengths: number of tokens of each prompt.
+        view: batch view whose rows are the prompts' caches.
+        every_token: return the logits of every token.
+
+    Returns:
+        (prompts, vocabulary) logits of each prompt's last token, or (tokens, vocabulary).
     """
     ends = np.cumsum(lengths)
     view.begin(np.split(prompt.modalities[0].numpy(), ends[:-1]))

@@ -1,4 +1,4 @@
-"""PrefixCache: beginnings of earlier prompts, which later prompts continue."""
+"""PrefixCache: caches of prompts' beginnings, shared by later requests."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from oscar_mm.modality import MediumSpan
 from oscar_mm.pages.layout import PAGE_TOKENS
 
 MIN_TOKENS = 32
-"""Shorter prefixes are not worth a copy of the tables."""
+"""Minimum prefix length; shorter ones are not worth a copy of the tables."""
 _MAX_ENTRIES = 256
-"""Every prompt is compared with each entry."""
+"""Maximum number of entries; each prompt is compared with every entry."""
 _OF_TEXT = ("tokenizer", "chat_template")
-"""Parts of a processor that decide on token ids alone; the ids themselves are compared."""
+"""Processor parts that affect token ids only, which are compared directly."""
 
 
 def processor_settings(processor: Any) -> str:
-    """SHA-256 of a processor's settings, filters and tables, which turn media into features."""
+    """Return a SHA-256 of the processor settings that determine how media become features."""
     parts = {name: part for name, part in vars(processor).items() if name not in _OF_TEXT}
     return attributes_digest(parts)
 
 
 def attributes_digest(value: Any) -> str:
-    """SHA-256 of an object's attributes and items, down to the content of its arrays.
+    """Return a SHA-256 of an object's attributes and items, including the content of its arrays.
 
-    The order of attributes and of a mapping's items does not count, the class of an object does. A
-    value without attributes and items counts as its ``repr``.
+    The order of attributes and mapping items has no influence, but the class of an object has. A
+    value without attributes and items is represented by its ``repr``.
 
     Args:
         value: nested objects, mappings, sequences, arrays and tensors, without cycles.
@@ -47,7 +47,7 @@ def attributes_digest(value: Any) -> str:
 
 
 def _described(value: Any) -> Any:
-    """The JSON value that stands for a value."""
+    """Return a JSON value that represents a value."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, torch.Tensor):
@@ -68,12 +68,12 @@ def _described(value: Any) -> Any:
 
 
 _Key = tuple[object, str]
-"""State of what reads a prompt, and the salt of the prompt."""
+"""State of processor and model, and the salt of the prompt."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A frozen cache, and what decides whether a prompt begins with the same tokens and media."""
+    """Frozen cache, with the tokens and media of the prefix that it contains."""
 
     key: _Key
     ids: np.ndarray
@@ -82,7 +82,7 @@ class _Entry:
     bytes: int
 
     def common(self, key: _Key, ids: np.ndarray, media: tuple[MediumSpan, ...]) -> int:
-        """How many tokens at the beginning are the same; a medium counts as a whole."""
+        """Return the number of leading tokens in common; media are never split."""
         if key != self.key:
             return 0
         length = min(len(ids), len(self.ids))
@@ -98,31 +98,31 @@ class _Entry:
 
 
 class PrefixCache:
-    """Frozen forks of caches by the prompts that they read; used under the pipeline's lock.
+    """Frozen forks of caches, keyed by the prompts that they contain.
 
-    A later prompt continues the longest beginning that it shares with an entry. The comparison
-    covers every token id, the SHA-256 of every medium's decoded content and what read it, which is
-    the SHA-256 of the processor's settings and the state of the model's weights and adapters
-    (``oscar_mm.modules.weights_key``): a wrong hit would need two media with one SHA-256. A prefix
-    cache belongs to one pipeline, so to one model and one policy; call ``clear`` after writing to
-    weights through ``weight.data``, which no state shows.
+    Use it under the pipeline's lock. A later prompt continues the longest prefix that it shares
+    with an entry. The comparison covers every token id, the SHA-256 of every medium's decoded
+    content, the SHA-256 of the processor's settings and the state of the model's weights and
+    adapters (``oscar_mm.modules.weights_key``): a false hit would need two media with the same
+    SHA-256. A prefix cache belongs to one pipeline, and thus to one model and one policy; call
+    ``clear`` after writing to weights through ``weight.data``, which the state does not detect.
 
-    A shared beginning ends with a page of 128 tokens or with a medium, and never in between: how
-    much of a prompt was known, or how long it took, tells nobody a single token of another's.
-    Prompts of different ``Prompt.salt`` share nothing.
+    A shared prefix ends at a page of 128 tokens or at a medium, never in between: neither the
+    number of cached tokens nor the time of a request reveals a single token of another prompt.
+    Prompts with different ``Prompt.salt`` share nothing.
 
-    Tokens after a shared prefix read it from its pages. With policy "bf16" that changes nothing;
-    with packed pages the answer may differ a little from one that read the whole prompt at once,
-    whose attention over the prompt is exact.
+    Tokens after a shared prefix attend to its pages. With policy "bf16" that changes nothing. With
+    packed pages the answer may differ a little from that of a prompt prefilled at once, whose
+    attention over the prompt is exact.
 
     Args:
-        limit: most bytes of pages and blocks; the least recently used entries go first. Pages that
-            entries share count for each.
+        limit: maximum bytes of pages and blocks; the least recently used entries are dropped first.
+            Pages shared by several entries count for each of them.
 
     Attributes:
-        hits: prompts that found a prefix.
-        misses: prompts that found none.
-        tokens_saved: tokens that were not read again.
+        hits: number of prompts with a cached prefix.
+        misses: number of prompts without one.
+        tokens_saved: number of tokens that were not prefilled again.
     """
 
     def __init__(self, limit: int) -> None:
@@ -138,28 +138,28 @@ class PrefixCache:
 
     @property
     def caches(self) -> list[OscarCache]:
-        """The caches of all entries, the least recently used first; not to be changed."""
+        """Caches of all entries, least recently used first; do not change them."""
         return [entry.cache for entry in self._entries]
 
     def __len__(self) -> int:
-        """How many entries there are."""
+        """Return the number of entries."""
         return len(self._entries)
 
     def __str__(self) -> str:
-        """One line."""
+        """Return a one-line summary."""
         return (
             f"{len(self)} prefixes, {self.bytes:,} bytes of {self.limit:,}: {self.hits} hits, "
             f"{self.misses} misses, {self.tokens_saved:,} tokens saved"
         )
 
     def find(self, prompt: Prompt, state: object) -> OscarCache | None:
-        """A fork that holds the longest known beginning of a prompt; None if none is known.
+        """Return a fork with the longest cached prefix of a prompt; None if there is none.
 
-        At least the prompt's last token is left to be read.
+        At least the last token of the prompt remains to be prefilled.
 
         Args:
-            prompt: of a single row.
-            state: of what is to read it; only beginnings that were read in an equal one count.
+            prompt: prompt of a single row.
+            state: state of processor and model; only entries with an equal state match.
         """
         ids, best, longest = _ids(prompt), None, MIN_TOKENS - 1
         key = state, prompt.salt
@@ -179,7 +179,7 @@ class PrefixCache:
         return cache
 
     def keep(self, prompt: Prompt, state: object, cache: OscarCache) -> None:
-        """Remember a prompt that a cache has just read: up to its last medium, or whole pages."""
+        """Add the prompt that a cache has just prefilled: up to its last medium, or whole pages."""
         stop = prompt.media[-1].stop if prompt.media else _whole(prompt.tokens, ())
         ids, key = _ids(prompt)[:stop], (state, prompt.salt)
         if stop < MIN_TOKENS:
@@ -214,7 +214,7 @@ class PrefixCache:
 
 
 def _whole(length: int, media: tuple[MediumSpan, ...]) -> int:
-    """The longest beginning of at most so many tokens that ends with a page or a medium."""
+    """Return the longest prefix of at most ``length`` tokens that ends at a page or a medium."""
     ends = [span.stop for span in media if span.stop <= length]
     return max([length - length % PAGE_TOKENS, *ends])
 
@@ -224,6 +224,6 @@ def _ids(prompt: Prompt) -> np.ndarray:
 
 
 def _same_content(one: MediumSpan, other: MediumSpan) -> bool:
-    """Whether two media are the same at the same place, whatever their names."""
+    """Whether two media have the same content and place; names are ignored."""
     fields = ("modality", "start", "stop", "digest")
     return all(getattr(one, name) == getattr(other, name) for name in fields)

@@ -1,4 +1,4 @@
-"""Prompt: what a model reads before it answers, and its parts: head, remainder, segments."""
+"""Prompt: model inputs, positions and modalities of a prompt, and ways to split it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from oscar_mm.modality import MediumSpan, Modality, Span, spans_of
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model reads before it answers.
+    """Input of a model before it answers.
 
     Attributes:
-        inputs: arguments of the model's forward: input_ids (batch, tokens), pixel values, grids,
-            attention_mask if there is padding (on the left), ...; no positions. Tensors, but
-            samples of recordings are a list of them. Pixels, samples and features may wait on the
-            CPU until they are read, see ``arguments``.
-        positions: (rows, batch, tokens) or (batch, tokens) position ids of the prompt, on the
-            device where the model reads; of a family on the CPU, see ``to``.
+        inputs: arguments of the model's forward, without positions: input_ids (batch, tokens),
+            pixel values, grids, attention_mask if there is padding (on the left), ... All are
+            tensors, except the samples of recordings, which are a list of tensors. Pixels, samples
+            and features may stay on the CPU until they are used, see ``arguments``.
+        positions: (rows, batch, tokens) or (batch, tokens) position ids, on the device of the
+            model's inputs; on the CPU when made by a family, see ``to``.
         next_position: (batch,) RoPE position of the first new token.
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
-        media: the images, videos and recordings of a single row, in its order.
-        salt: prompts with another one share no beginning in the prefix cache.
-        continues: whether the answer continues the prompt's text, and so is text from its first
-            character on, without reasoning.
+        media: images, videos and recordings of a single row, in order.
+        salt: prompts with different salts share no prefix in the prefix cache.
+        continues: whether the answer continues the prompt's text, so that its first token is text
+            and not reasoning.
     """
 
     inputs: dict[str, Any]
@@ -43,11 +43,11 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row, padding included."""
+        """Tokens per row, including padding."""
         return self.modalities.shape[1]
 
     def arguments(self) -> dict[str, Any]:
-        """``inputs``, on the device where the model reads; samples stay where they are."""
+        """Return ``inputs`` on the device of the model's inputs; samples stay where they are."""
         device = self.positions.device
         return {
             name: value if name == SAMPLES else value.to(device)
@@ -55,29 +55,29 @@ class Prompt:
         }
 
     def to(self, device: torch.device) -> Prompt:
-        """The prompt with ids and positions on the device where the model reads."""
+        """Return the prompt with ids and positions on another device."""
         inputs = self.inputs | {"input_ids": self.inputs["input_ids"].to(device)}
         positions, following = self.positions.to(device), self.next_position.to(device)
         return replace(self, inputs=inputs, positions=positions, next_position=following)
 
     def positions_after(self, count: int) -> torch.Tensor:
-        """Position ids of so many text tokens that follow, shaped and typed as ``positions``."""
+        """Position ids of the next ``count`` text tokens, with the shape and dtype of positions."""
         steps = torch.arange(count, device=self.positions.device)
         following = (self.next_position + steps).expand(*self.positions.shape[:-1], -1)
         if following.ndim == 3:
-            # The first row counts tokens; media take fewer positions than tokens in the others.
+            # The first row counts tokens; in the others, media span fewer positions than tokens.
             row = self.positions[:1, :, -1:] + 1 + steps
             following = torch.cat([row, following[1:]])
         return following.to(self.positions.dtype)
 
     @property
     def spans(self) -> list[list[Span]]:
-        """Runs of tokens of one modality, for each row."""
+        """Runs of tokens of one modality, by row."""
         return [spans_of(row) for row in self.modalities.tolist()]
 
 
 def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:
-    """The forward pass of a model over a prompt as a whole.
+    """Run the forward pass of a model over a whole prompt.
 
     Returns:
         (batch, vocabulary) logits of the last token.
@@ -93,25 +93,25 @@ def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:
 
 
 def beginning(prompt: Prompt, tokens: int) -> Prompt:
-    """The first tokens of a prompt of one row, with the media in them; see ``remaining``."""
+    """Return the first tokens of a single-row prompt with their media; see ``remaining``."""
     return _part(prompt, 0, tokens)
 
 
 def remaining(prompt: Prompt, tokens: int) -> Prompt:
-    """A prompt of one row without its first tokens, and without the media in them.
+    """Return a single-row prompt without its first tokens and their media.
 
     Args:
-        prompt: as a family made it.
-        tokens: fewer than it has, and not in the middle of a medium.
+        prompt: prompt made by a family.
+        tokens: number of tokens to drop, less than all; must not split a medium.
     """
     return _part(prompt, tokens, prompt.tokens)
 
 
 def text_after(prompt: Prompt, ids: torch.Tensor) -> Prompt:
-    """Text that follows a prompt of one row, as a prompt of its own.
+    """Return a prompt of text that follows a single-row prompt.
 
     Args:
-        prompt: that the text follows.
+        prompt: the prompt before the text.
         ids: (1, tokens) int64 token ids, on any device.
     """
     count = ids.shape[1]
@@ -124,12 +124,12 @@ def text_after(prompt: Prompt, ids: torch.Tensor) -> Prompt:
 
 
 def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
-    """A prompt in parts that follow each other, with whole media each.
+    """Yield consecutive parts of a prompt, without splitting media.
 
     Args:
-        prompt: as a family made it; a prompt of several rows, or one whose media are not listed,
-            stays whole.
-        most: tokens of a part; a medium that is longer is a part by itself.
+        prompt: prompt made by a family; it stays whole if it has several rows, or media that are
+            not listed in ``media``.
+        most: maximum tokens per part; a longer medium is a part by itself.
     """
     shows = bool((prompt.modalities > Modality.TEXT).any())
     if len(prompt.modalities) > 1 or "attention_mask" in prompt.inputs or shows > len(prompt.media):
@@ -146,10 +146,10 @@ def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
 
 
 def by_frames(prompt: Prompt, most: int) -> Prompt:
-    """A prompt with each video of more than ``most`` tokens as several shorter ones.
+    """Split each video of more than ``most`` tokens into several shorter ones.
 
-    Qwen's towers give the same features: a patch sees its own pair of frames only. Videos with
-    sound stay whole, and so do videos of a prompt without ``media``.
+    Qwen's towers give the same features, as a patch attends only to its own pair of frames. Videos
+    with sound stay whole, and so do videos of a prompt without ``media``.
     """
     grids = prompt.inputs.get("video_grid_thw")
     if grids is None or not prompt.media:
@@ -201,7 +201,7 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
 
 
 def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
-    """How many media of each kind there are; the sound of a video counts by itself."""
+    """Count the media of each modality; the sound of a video counts separately."""
     modalities = prompt.modalities[0]
     counts = {kind: sum(span.modality is kind for span in spans) for kind in Modality}
     counts[Modality.AUDIO] += sum(
@@ -221,19 +221,19 @@ _PER_MEDIUM = {
     "feature_attention_mask": Modality.AUDIO,
     SAMPLES: Modality.AUDIO,
 }
-"""Arguments of the model's forward with one row for each medium, or sound of a video."""
+"""Forward arguments with one row per medium, or per sound of a video."""
 _PER_PATCH = {
     "pixel_values": (Modality.IMAGE, "image_grid_thw"),
     "pixel_values_videos": (Modality.VIDEO, "video_grid_thw"),
 }
-"""Arguments with one row for each patch, and the grids that count them; without grids, one row for
-each medium."""
+"""Forward arguments with one row per patch, and the grids that count patches; without grids, one
+row per medium."""
 
 
 def _taken(
     inputs: dict[str, Any], before: dict[Modality, int], counts: dict[Modality, int]
 ) -> dict[str, Any]:
-    """Inputs with ``counts`` media of each kind after the first ``before`` ones."""
+    """Select ``counts`` media of each modality, after the first ``before`` ones."""
     taken = {}
     for name, tensor in inputs.items():
         if name == "input_ids":
@@ -253,7 +253,7 @@ def _taken(
             first, last = int(rows[:first].sum()), int(rows[:last].sum())
         taken[name] = tensor[first:last]
     if "feature_attention_mask" in taken:
-        # Padded to the longest sound of those that are left.
+        # The padding of the longest remaining sound.
         frames = int(taken["feature_attention_mask"].sum(-1).max())
         for name in ("input_features", "feature_attention_mask"):
             taken[name] = taken[name][..., :frames]

@@ -9,7 +9,7 @@ import torch
 from oscar_mm.engine.logprobs import TokenLogprob
 
 _MAX_LOGITS = 1 << 24
-"""Most logits in memory at a time: 64 MiB in float32."""
+"""Maximum number of logits in memory at a time: 64 MiB in float32."""
 
 
 class PromptLogprobs:
@@ -37,11 +37,11 @@ class PromptLogprobs:
         for part in states[0].split(max(1, _MAX_LOGITS // vocabulary)):
             first = len(self._found) + 1
             following = self._ids[first : first + len(part)]
-            if len(following):  # Nothing of the prompt follows its last token.
+            if len(following):  # The last token of the prompt predicts no prompt token.
                 self._add(head(part[: len(following)]).float(), following)
 
     def _add(self, logits: torch.Tensor, following: torch.Tensor) -> None:
-        """Add the log-probabilities of ``following``, one token for each row of logits."""
+        """Add the log-probabilities of ``following``, one token per row of logits."""
         total = logits.logsumexp(-1, keepdim=True)
         own = logits.gather(1, following[:, None].to(logits.device))
         ranks = (logits > own).sum(-1) + 1
@@ -60,5 +60,5 @@ class PromptLogprobs:
 
     @property
     def complete(self) -> list[TokenLogprob]:
-        """Log-probabilities of all tokens but the first, once the prompt is read."""
+        """Log-probabilities of all tokens except the first, once the prompt is prefilled."""
         return self._found

@@ -1,4 +1,4 @@
-"""Keyword arguments of requests: options of sampling, of media and of the chat template."""
+"""Keyword arguments of requests: options of sampling, media and the chat template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split_media(options: Mapping[str, Any], family: Family) -> tuple[dict[str, A
     """Split the options of a request into all others, unchecked, and those of the media.
 
     Raises:
-        InputError: a media option with an invalid value, or one that the family does not support.
+        InputError: if a media option has an invalid value or is not supported by the family.
     """
     media = {name: value for name, value in options.items() if name in NAMES}
     for name, value in media.items():

@@ -1,7 +1,7 @@
-"""Sampling: how the next token is chosen; Choices: the next token of every row.
+"""Sampling: options of a request; Sampler: choice of the next token of every row.
 
-Tokens are on the device at once and on the host later: only ``SampledTokens.listed`` makes the host
-wait for the device.
+Tokens are available on the device at once and on the host later: only ``SampledTokens.listed``
+makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 _UNBOUNDED = -1
-"""The ``thinking_token_budget`` that means no limit, as in vLLM."""
+"""Value of ``thinking_token_budget`` that means no limit, as in vLLM."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How a user has an answer generated; what is None or not given is the checkpoint's own.
+    """Sampling options of a user; options that are None or missing default to the checkpoint's.
 
     Attributes:
-        max_new_tokens: longest answer, in tokens; by default 256, and 8,192 more for the reasoning
-            of a thinking model (at most half of the context).
-        temperature: 0 takes the likeliest token, above 0 samples. By default the checkpoint's
-            generation_config says how tokens are chosen, which may be by sampling.
-        top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default the checkpoint's too,
-            but off beside a temperature. In a chat the penalty counts the tokens of earlier turns.
+        max_new_tokens: maximum tokens of the answer; by default 256, and 8,192 more for the
+            reasoning of a thinking model (at most half of the context).
+        temperature: 0 takes the likeliest token, a higher value samples. By default the
+            checkpoint's generation_config decides, which may mean sampling.
+        top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default from the checkpoint,
+            but off if a temperature is given. In a chat the penalty also counts earlier turns.
         presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
             stop_token_ids, include_stop_str_in_output, grammar, logprobs, prompt_logprobs: see
             ``Sampling``.
-        thinking_token_budget: most tokens of the reasoning, see ``Sampling``; by default only
-            ``max_new_tokens`` limits them.
-        seed, stop: see ``Sampling``. In a chat the model has read what it wrote of a stop text.
+        thinking_token_budget: maximum tokens of the reasoning, see ``Sampling``; by default only
+            ``max_new_tokens`` limits it.
+        seed, stop: see ``Sampling``. In a chat, a stop string's tokens stay in the history.
         deterministic: see ``Sampling``; by default False.
     """
 
@@ -81,41 +81,43 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is generated, checked.
+    """Checked sampling options.
 
     Attributes:
-        max_new_tokens: longest answer, its reasoning included, at least 1.
-        temperature: 0 takes the likeliest token; above 0 samples.
-        top_p: sample from the likeliest tokens of this much probability, in (0, 1].
+        max_new_tokens: maximum tokens of the answer including its reasoning, at least 1.
+        temperature: 0 takes the likeliest token; a higher value samples.
+        top_p: sample from the likeliest tokens with this total probability, in (0, 1].
         top_k: sample from this many likeliest tokens; 0 for all.
-        min_p: sample from tokens at least so likely, as a share of the likeliest one; 0 for all.
-        repetition_penalty: divides positive logits of tokens that have occurred in the prompt or
-            the answer, and multiplies negative ones; 1 is none.
-        presence_penalty: is subtracted from the logits of tokens that have occurred in the answer.
-        frequency_penalty: is subtracted once for each time that they have occurred.
-        logit_bias: is added to the logits of tokens, by their ids.
-        bad_words: texts whose tokens never follow each other in the answer, with a space in front
-            or without.
-        seed: of the sampling; the same seed gives the same answer on the same machine beside the
-            same other answers.
-        min_tokens: before so many tokens nothing but ``max_new_tokens`` ends the answer.
-        ignore_eos: the checkpoint's end tokens do not end the answer.
-        stop: text that ends the answer (not part of it): a string or several.
-        stop_token_ids: tokens that end the answer (not part of it).
-        include_stop_str_in_output: the stop text or stop token is part of the answer.
-        grammar: what the text must match, after the reasoning; other options that would leave none
-            of the tokens that it allows give way.
-        logprobs: give the log-probability of each token, and of so many likeliest ones in its
-            place, as the model's logits have them; None for none.
-        prompt_logprobs: the same for each token of the prompt except the first; the prompt is then
-            read without the prefix cache.
-        thinking_token_budget: most tokens of the reasoning; at this limit the reasoning is closed
-            and the text begins. None or -1 means no limit.
-        deterministic: decode by itself. Else the answers that run at the same time decode in one
-            batch, whose size changes an answer by rounding.
+        min_p: sample from tokens with at least this probability relative to the likeliest one; 0
+            for all.
+        repetition_penalty: factor that divides positive logits of tokens that have occurred in the
+            prompt or the answer, and multiplies negative ones; 1 turns it off.
+        presence_penalty: value subtracted from the logits of tokens that have occurred in the
+            answer.
+        frequency_penalty: value subtracted once for each occurrence in the answer.
+        logit_bias: values added to logits, by token id.
+        bad_words: texts that must not occur as token sequences in the answer, with or without a
+            space in front.
+        seed: seed of the sampling; the same seed gives the same answer on the same machine when
+            batched with the same other answers.
+        min_tokens: number of tokens before which only ``max_new_tokens`` ends the answer.
+        ignore_eos: do not end the answer at the checkpoint's end tokens.
+        stop: one or several strings that end the answer and are not part of it.
+        stop_token_ids: tokens that end the answer and are not part of it.
+        include_stop_str_in_output: make the stop string or stop token part of the answer.
+        grammar: constraint on the text, after the reasoning; it overrides other options that would
+            rule out every token it allows.
+        logprobs: number of likeliest alternatives reported with the log-probability of each token,
+            from the model's unchanged logits; None for no log-probabilities.
+        prompt_logprobs: the same for each token of the prompt except the first; the prompt then
+            bypasses the prefix cache.
+        thinking_token_budget: maximum tokens of the reasoning; at this limit the reasoning is
+            closed and the text begins. None or -1 means no limit.
+        deterministic: decode the request in a batch of its own. Otherwise it shares a batch with
+            the other running requests, whose number affects the answer by rounding.
 
     Raises:
-        InputError: a value that is not allowed.
+        InputError: if a value is invalid.
     """
 
     max_new_tokens: int = 256
@@ -152,11 +154,11 @@ class Sampling:
                 raise InputError(f"{name}={shown(getattr(self, name))}: must be {allowed}")
 
     def _numbers(self) -> dict[str, tuple[bool, str]]:
-        """Whether each number is valid, and what is allowed."""
+        """Return for each number whether it is valid, and the allowed values."""
         penalty, top = "a number from -2 to 2", f"None or a whole number from 0 to {MAX_LOGPROBS}"
         return {
             "max_new_tokens": (_whole(self.max_new_tokens, 1), "a whole number, at least 1"),
-            # Logits divided by less overflow.
+            # Logits would overflow with a smaller divisor.
             "temperature": (
                 _within(self.temperature, 0) and not 0 < self.temperature < 1e-6,
                 "0 or a number, at least 1e-6",
@@ -167,7 +169,7 @@ class Sampling:
             ),
             "top_k": (_whole(self.top_k, 0), "a whole number, at least 0 (0: all tokens)"),
             "min_p": (_within(self.min_p, 0, 1), "a number from 0 to 1"),
-            # Logits divided by less overflow, or multiplied by more.
+            # Logits would overflow with a smaller divisor or a larger factor.
             "repetition_penalty": (
                 _within(self.repetition_penalty, 1e-3, 1e6),
                 "a number from 0.001 to 1,000,000",
@@ -191,7 +193,7 @@ class Sampling:
         }
 
     def _collections(self) -> dict[str, tuple[bool, str]]:
-        """Whether each switch and each collection is valid, and what is allowed."""
+        """Return for each switch and collection whether it is valid, and the allowed values."""
         stop, words, ends = map(_as_tuple, (self.stop, self.bad_words, self.stop_token_ids))
         return {
             "logit_bias": (
@@ -231,10 +233,10 @@ class Sampling:
         }
 
     def check_ids(self, vocabulary: int) -> None:
-        """Refuse ids that a model with so many tokens does not have.
+        """Refuse token ids beyond a model's vocabulary.
 
         Raises:
-            InputError: as above.
+            InputError: if an id is refused.
         """
         for name in ("logit_bias", "stop_token_ids"):
             unknown = [token for token in getattr(self, name) if token >= vocabulary]
@@ -245,7 +247,7 @@ class Sampling:
                 )
 
     def end_tokens(self, usual: frozenset[int]) -> frozenset[int]:
-        """Ids that end the answer of a model whose own end tokens are ``usual``."""
+        """Return the ids that end the answer, given the model's own end tokens."""
         return frozenset(_as_tuple(self.stop_token_ids)) | (
             frozenset() if self.ignore_eos else usual
         )
@@ -273,11 +275,11 @@ class Sampling:
 
     @property
     def rules(self) -> tuple[float, ...]:
-        """Rows with equal rules are sampled together."""
+        """Options that rows must share to be sampled together."""
         return self.temperature, self.top_p, self.top_k, self.min_p
 
     def processors(self) -> LogitsProcessorList:
-        """What sampling makes of edited logits, in the order of transformers."""
+        """Return the sampling steps after the logit edits, in the order of transformers."""
         processors = LogitsProcessorList()
         if self.temperature > 0:
             if self.temperature != 1.0:
@@ -291,27 +293,27 @@ class Sampling:
         return processors
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Random numbers of a seeded answer; None for a greedy or unseeded answer."""
+        """Return the random generator of a seeded request; None if it is greedy or unseeded."""
         if self.seed is None or not self.temperature:
             return None
         return torch.Generator(device).manual_seed(self.seed)
 
 
 class SamplingState:
-    """How the tokens of one row are chosen, and what is remembered from one to the next.
+    """Sampling state of one row.
 
     Args:
-        sampling: the row's options.
-        prompt: (tokens,) ids that the row has read, without padding, for the repetition penalty.
+        sampling: options of the row.
+        prompt: (tokens,) ids of the prompt, without padding, for the repetition penalty.
         end_tokens: ids that end the row, for ``min_tokens``.
         bad_words: token ids of each of ``bad_words``, see ``token_sequences``.
-        thinks: the tokens that delimit the reasoning; None if the model does not reason. If the
-            prompt opens the reasoning, a grammar begins after its closing token.
+        thinks: tokens that delimit the reasoning; None if the model does not reason. If the prompt
+            opens the reasoning, a grammar begins after its closing token.
 
     Attributes:
         chosen: ids of the answer so far.
         reasons: whether the prompt opens the reasoning.
-        grammar: how far they are in the row's grammar; None if it has none.
+        grammar: grammar state of the row; None if it has no grammar.
     """
 
     def __init__(
@@ -333,25 +335,27 @@ class SamplingState:
         self._generator: torch.Generator | None = None
 
     def note(self, token: int) -> None:
-        """Count a token that was chosen."""
+        """Record a sampled token."""
         self.chosen.append(token)
         if self.grammar is not None:
             self.grammar.note(token)
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Random numbers of a seeded answer, where the last token left them; None for a greedy or
-        unseeded answer."""
+        """Return the random generator of a seeded row, which keeps its state between steps.
+
+        None for a greedy or unseeded row.
+        """
         if self._generator is None:
             self._generator = self.sampling.generator(device)
         return self._generator
 
 
 class SamplerGroup:
-    """Next tokens of rows, each the same whatever rows stand beside it.
+    """Sampler of several rows, whose tokens do not depend on the other rows.
 
     Args:
-        samplers: of the rows.
-        device: of the logits.
+        samplers: sampling states of the rows.
+        device: device of the logits.
     """
 
     def __init__(self, samplers: Sequence[SamplingState], device: torch.device) -> None:
@@ -362,7 +366,7 @@ class SamplerGroup:
             alike.setdefault(sampler.sampling.rules if samples else (), []).append(row)
         self._draws = [
             (
-                # All of them as they are: a copy takes time.
+                # None selects all rows without a copy.
                 None if len(alike) == 1 else torch.tensor(rows, device=device),
                 RandomDraw([samplers[x] for x in rows], device) if rules else _likeliest,
             )
@@ -370,8 +374,8 @@ class SamplerGroup:
         ]
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """(rows,) next tokens from (rows, vocabulary) logits; from now on they have occurred."""
-        # Rows with NaN get some token, which the host never sees.
+        """Sample (rows,) tokens from (rows, vocabulary) logits, and record them in the edits."""
+        # Rows with NaN get an arbitrary token, which the host replaces by ``BROKEN``.
         scores = logits.float().nan_to_num(0.0, math.inf, -math.inf)
         for edit in self._edits:
             edit.apply_(scores)
@@ -391,11 +395,11 @@ def _likeliest(scores: torch.Tensor) -> torch.Tensor:
 
 
 class RandomDraw:
-    """Samples the next tokens of rows with the same rules.
+    """Random sampling for rows with the same rules.
 
     Args:
-        samplers: of the rows; they may differ in their seeds.
-        device: of the logits.
+        samplers: sampling states of the rows; their seeds may differ.
+        device: device of the logits.
     """
 
     def __init__(self, samplers: Sequence[SamplingState], device: torch.device) -> None:
@@ -404,13 +408,15 @@ class RandomDraw:
         self._no_ids = torch.zeros((len(samplers), 0), dtype=torch.long, device=device)
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """(rows,) tokens from (rows, vocabulary) float32 scores."""
+        """Sample (rows,) tokens from (rows, vocabulary) float32 scores."""
         scores = self._processors(self._no_ids, scores).softmax(-1)
         return scores.div_(self._noise(scores)).argmax(-1)
 
     def _noise(self, scores: torch.Tensor) -> torch.Tensor:
-        """Exponential variates: the largest p / e is at i with probability p_i, which is how
-        ``torch.multinomial`` draws one of many."""
+        """Return exponential variates e: the largest p / e is at i with probability p_i.
+
+        ``torch.multinomial`` draws single samples in the same way.
+        """
         noise = torch.empty_like(scores)
         if None in self._generators:
             noise.exponential_()
@@ -421,7 +427,7 @@ class RandomDraw:
 
 
 def token_sequences(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word, at the beginning of a text and after a space."""
+    """Return the token ids of each word, at the beginning of a text and after a space."""
     texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
     found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     return tuple(dict.fromkeys(ids for ids in found if ids))
@@ -451,19 +457,19 @@ def _within(value: Any, all_min: float, most: float = math.inf) -> bool:
 
 
 BROKEN = -1
-"""Stands on the host for a token that was chosen from NaN."""
+"""Token that marks a row whose logits were NaN, on the host."""
 NAN = "the model's logits are NaN: its weights or inputs are broken"
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The tokens that were chosen from the logits of one step.
+    """Sampled tokens of one step.
 
     Attributes:
-        tokens: (batch,) int64 ids on the device, valid ids even where logits are NaN.
-        sent: (batch,) int64 ids on the host, or on their way there.
-        arrived: happens when ``sent`` and ``step_logprobs`` are complete; None if they are already.
-        step_logprobs: of rows that ask for them; None if none does.
+        tokens: (batch,) int64 ids on the device, valid even where logits are NaN.
+        sent: (batch,) int64 ids on the host, or being copied to it.
+        arrived: event after the copies of ``sent`` and ``step_logprobs``; None if they are done.
+        step_logprobs: log-probabilities of the rows that request them; None if none does.
     """
 
     tokens: torch.Tensor
@@ -472,27 +478,28 @@ class SampledTokens:
     step_logprobs: StepLogprobs | None = None
 
     def listed(self) -> list[int]:
-        """Wait for the tokens on the host; ``BROKEN`` for a row whose logits are NaN."""
+        """Wait for the tokens and return them; ``BROKEN`` for a row whose logits are NaN."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.sent.tolist()
 
     def logprobs(self, tokens: list[int]) -> dict[int, TokenLogprob]:
-        """Log-probabilities of rows that ask for them, by row.
+        """Return the log-probabilities of the rows that request them, by row.
 
         Args:
-            tokens: as of ``listed``, which has waited for them too.
+            tokens: result of ``listed``, which has also waited for the log-probabilities.
         """
         return {} if self.step_logprobs is None else self.step_logprobs.by_row(tokens)
 
 
 class Sampler:
-    """Chooses the tokens of all rows, step by step.
+    """Chooses the next token of every row, step by step.
 
     Args:
-        samplers: of each row; a row with None gets the likeliest token.
-        device: of the logits.
-        ranks: all take the tokens of rank 0, as each would sample and round differently.
+        samplers: sampling state of each row; a row with None gets the likeliest token.
+        device: device of the logits.
+        ranks: tensor-parallel group; all ranks use the tokens of rank 0, as each would round and
+            sample differently.
     """
 
     def __init__(
@@ -516,8 +523,8 @@ class Sampler:
         self._asked = AskedLogprobs(tops, device) if tops else None
 
     def __call__(self, logits: torch.Tensor) -> SampledTokens:
-        """Next tokens from (batch, vocabulary) logits, which may be overwritten afterwards."""
-        # NaN is the highest of all.
+        """Sample from (batch, vocabulary) logits, which may be overwritten afterwards."""
+        # max treats NaN as the highest value.
         highest, tokens = logits.max(-1)
         if self._chooser is not None:
             tokens[self._rows] = self._chooser.choose(logits[self._rows])

@@ -21,10 +21,10 @@ BUDGETS = {
     "medium": 8192,
     **dict.fromkeys(("high", "xhigh", "max")),
 }
-"""Limit of the reasoning in tokens by ``reasoning_effort``; None for no limit."""
+"""Maximum tokens of the reasoning by ``reasoning_effort``; None for no limit."""
 MAX_VARIABLES = 64
 MAX_VARIABLE_CHARACTERS = 1 << 16
-"""Most characters of all variables together as JSON."""
+"""Maximum characters of all variables together, as JSON."""
 _RENDERERS = (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
 _RESERVED = {
     name
@@ -32,22 +32,22 @@ _RESERVED = {
     for name, one in inspect.signature(renderer).parameters.items()
     if one.kind is not one.VAR_KEYWORD
 } | {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
-"""Names that the renderer or Jinja sets."""
+"""Names that are set by the renderer or Jinja."""
 
 
 class TemplateFields(TypedDict, total=False):
-    """A user's options of the chat template.
+    """Chat-template options of a user.
 
     Attributes:
-        chat_template_kwargs: variables of the template with JSON values, such as
-            ``{"enable_thinking": False}``; those that the template does not use are ignored.
+        chat_template_kwargs: template variables with JSON values, such as ``{"enable_thinking":
+            False}``; variables that the template does not use are ignored.
         reasoning_effort: "none", "minimal", "low", "medium", "high", "xhigh" or "max": sets
-            ``enable_thinking`` and ``reasoning_effort`` for templates that read them, and the
-            ``thinking_token_budget``, see ``BUDGETS``; a model that does not reason ignores it.
+            ``enable_thinking`` and ``reasoning_effort`` for templates that use them, and the
+            ``thinking_token_budget``, see ``BUDGETS``; ignored by a model that does not reason.
         continue_final_message: continue the last message instead of starting an answer, as in
             transformers.
         add_generation_prompt: end the prompt with the header of an answer; by default True unless
-            ``continue_final_message``.
+            ``continue_final_message`` is set.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -58,13 +58,13 @@ class TemplateFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """Checked options of the chat template.
+    """Checked chat-template options.
 
     Attributes:
-        variables: variables of the template by name.
+        variables: template variables by name.
         continues: whether the last message is left open, so that the answer continues it.
         opens_answer: whether the prompt ends with the header of an answer.
-        budget: limit of the reasoning in tokens, set by ``reasoning_effort``; None for no limit.
+        budget: maximum tokens of the reasoning, set by ``reasoning_effort``; None for no limit.
     """
 
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class TemplateOptions:
         """Check the options of a user.
 
         Raises:
-            InputError: an invalid value; the message names the argument, the fault and the remedy.
+            InputError: if a value is invalid; names the argument, the fault and the remedy.
         """
         variables = dict(_checked_variables(given.get("chat_template_kwargs")))
         effort, budget = given.get("reasoning_effort"), None

@@ -1,4 +1,4 @@
-"""Warm-up: decode steps of each number of rows are captured before the first request comes."""
+"""Warm-up: capture the decode steps of every batch size before the first request."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from oscar_mm.fast_decode.decoder import has_full_attention
 from oscar_mm.media.media import Media
 
 _STEPS = 4
-"""Steps of each number of rows; the first one is eager, and the second one is captured."""
+"""Steps per batch size: the first one runs eagerly, and the second one is captured."""
 _log = logging.getLogger("oscar_mm")
 
 
 def warm_up(engine: Engine, rows: int) -> None:
-    """Capture the steps of up to so many rows, where steps are captured; else do nothing.
+    """Capture the decode steps of batches up to ``rows``; does nothing if steps are not captured.
 
-    Short answers run together, and end until a single one is left. They take room in the cache for
-    about 200 tokens each, and a capture and four steps for each number of rows. An error, which is
-    logged, leaves captures to the first requests.
+    Short requests run together and end until a single one is left. Each takes about 200 tokens of
+    cache memory, and each batch size takes a capture and four steps. On an error, which is logged,
+    the first requests capture their steps instead.
 
     Args:
-        engine: that runs nothing else.
-        rows: most answers that will decode together.
+        engine: an idle engine.
+        rows: maximum number of requests that will decode together.
     """
     answers: list[Request] = []
     try:
@@ -46,23 +46,23 @@ def warm_up(engine: Engine, rows: int) -> None:
 
 
 def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
-    """Run ``rows`` answers, fewer step by step; ``answers`` gets them."""
+    """Run ``rows`` requests and end them step by step; adds them to ``answers``."""
     family = engine.family
     if not has_full_attention(family.model):
-        return  # Each answer decodes by itself.
+        return  # Requests decode in batches of their own.
     read = family.prompt(first_turn("Hello"), Media())
     prompt = read.to(family.device)
     axes, cache = prompt.positions.shape[:-2], OscarCache(engine.store.policy, store=engine.store)
     sizes = DecodeRunner(family.model, cache, axes, family.device).captured_sizes(rows)
-    # Steps come between the layers of prompts too.
+    # Decode steps also run between the layers of prompts, hence twice as many tokens.
     sampling = Sampling(max_new_tokens=2 * _STEPS * (len(sizes) + 2))
     for _ in range(rows if sizes else 0):
         cache = OscarCache(engine.store.policy, store=engine.store)
         answers.append(Request(engine, prompt, cache, sampling, perf_counter()))
         answers[-1].end_tokens = frozenset()
-        answers[-1].has_past = True  # No prefix is looked for or kept.
+        answers[-1].has_past = True  # Bypasses the prefix cache.
         engine.submit(answers[-1])
-    # Where the budget has no room for all, as many rows are enough as it has room for.
+    # If the budget is too small for all requests, those that fit are enough.
     engine.run_until(
         lambda: not engine.waiting or (engine.running > 0 and not engine.runnable_count())
     )
