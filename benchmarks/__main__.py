@@ -1,4 +1,4 @@
-"""All short benchmarks that run on this machine: ``python -m benchmarks`` (``make bench``)."""
+"""Run all short benchmarks that suit this machine: ``python -m benchmarks`` (``make bench``)."""
 
 import sys
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import torch
 from benchmarks import accuracy, cpu, fidelity, kernels, memory, packing
 from benchmarks.record import parser
 
-# A CPU does these in minutes.
+# A CPU runs these in minutes.
 _SHORT_TASKS = [f"--tasks={name}" for name in ("read 30 images", "read 10 clips")]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run memory, fidelity, accuracy and, with CUDA, kernels; a CPU runs few tasks of accuracy, and
-    its loops."""
+    """Run memory, fidelity, accuracy and, with CUDA, kernels; on a CPU only few accuracy tasks, and
+    the CPU kernels."""
     parser("benchmarks", __doc__).parse_args(arguments)
     memory.main(arguments)
     fidelity.main(arguments)

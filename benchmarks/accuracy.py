@@ -1,8 +1,8 @@
-"""What the pocket models' answers lose when their KV cache is stored in few bits.
+"""Loss of accuracy of the pocket models' answers when their KV cache is quantized.
 
 python -m benchmarks.accuracy
 python -m benchmarks.accuracy --model pocket-vl --prompts 16 --tasks "read 30 images" --device cpu
-python -m benchmarks.accuracy --report     # tables, verdict and plot of what was recorded
+python -m benchmarks.accuracy --report     # tables, verdict and plot of recorded results
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Cell:
         self.figures: dict[str, dict[str, Any]] = {method.name: {} for method in methods}
 
     def add(self, model: Any, talks: Conversations) -> torch.Tensor:
-        """Score all methods on a batch; returns the logits of the 16-bit cache."""
+        """Score all methods on a batch and return the logits of the 16-bit cache."""
         layers, ids, forced = talks.record(model).layers, talks.ids, talks.forced
         exact = answer_logits(model, as_recorded(layers), len(ids), forced)
         for method in self.methods:
@@ -101,7 +101,7 @@ class Cell:
         return exact
 
     def rows(self) -> Iterator[Row]:
-        """A row for each method."""
+        """Yield a row for each method."""
         for name, figures in self.figures.items():
             scores = {} if "missing" in figures else self.scores[name].summary()
             yield {"method": name} | figures | scores
@@ -117,7 +117,7 @@ def measure(
     seed: int = SEED,
     conditions: Sequence[str] = CONDITIONS,
 ) -> Iterator[Row]:
-    """A row for each task, condition and method."""
+    """Yield a row for each task, condition and method."""
     devices = [torch.cuda.current_device()] if studio.writer.device.type == "cuda" else []
     for task in tasks:
         compared = [*methods, *(ablation if task.ablate else ())]
@@ -144,23 +144,23 @@ def measure(
 
 POLICIES = {REFERENCE: KVPolicy.preset("bf16"), DEFAULT: KVPolicy.preset(DEFAULT)}
 _ROOM = 8
-"""Tokens that an answer may be longer than the right one."""
+"""Tokens by which an answer may exceed the length of the right one."""
 
 
 def generate(
     studio: Studio, pocket: Pocket, tasks: Sequence[Task], prompts: int, seed: int
 ) -> Iterator[Row]:
-    """A row for each task and policy: exact match of greedy answers of a batch of conversations.
+    """Yield a row for each task and policy: exact match of greedy answers to conversations.
 
-    The media are a first turn, question and answer a second one, so that both read the packed
+    The media are a first turn, question and answer a second turn, so that both attend to the packed
     cache.
 
     Args:
-        studio: makes the conversations.
-        pocket: answers them; the same model in any dtype.
-        tasks: tasks with one question for a conversation.
-        prompts: least number of conversations.
-        seed: of the conversations.
+        studio: creates the conversations.
+        pocket: model that answers them, in any dtype.
+        tasks: tasks with one question per conversation.
+        prompts: minimum number of conversations.
+        seed: seed of the conversations.
     """
     device = studio.writer.device
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
@@ -190,7 +190,7 @@ def generate(
 def greedy_answers(
     pocket: Pocket, talks: Conversations, policy: KVPolicy, end_tokens: frozenset[int]
 ) -> list[list[int]]:
-    """Greedy answers, as token ids, of all rows at once."""
+    """Return greedy answers of all rows at once, as token ids."""
     model, rows = pocket.generator, len(talks.forced.ids)
     cache = OscarCache(policy, model=model)
     cache.expect(talks.ids.expand(rows, -1))
@@ -206,9 +206,9 @@ def greedy_answers(
 
 
 def _question(talks: Conversations) -> Prompt:
-    """The rows' questions as one turn, padded on the left."""
+    """Return the rows' questions as one turn, padded on the left."""
     forced = talks.forced
-    # Up to the first token after which an answer's token is judged.
+    # Up to the first token whose successor is a scored token of the answer.
     counts = (forced.targets != IGNORE).int().argmax(1) + 1
     longest = int(counts.max())
     place = torch.arange(longest, device=counts.device) - (longest - counts)[:, None]
@@ -224,7 +224,7 @@ def _question(talks: Conversations) -> Prompt:
 
 
 def _right_answers(talks: Conversations) -> list[list[int]]:
-    """The right answers without the token that ends them."""
+    """Return the right answers without their end tokens."""
     rows: list[Tensor] = [target[target != IGNORE] for target in talks.forced.targets.cpu()]
     return [row[:-1].tolist() for row in rows]
 
@@ -235,7 +235,7 @@ def _equal_share(answers: Sequence[list[int]], expected: Sequence[list[int]]) ->
 
 
 def arguments_of(line: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     options = parser("benchmarks.accuracy", __doc__)
     options.add_argument("--model", action="append", choices=NAMES, help="all three by default")
     options.add_argument("--models", type=Path, default=MODELS, help="folder of the models")
@@ -265,7 +265,8 @@ def _free_answers(
     tasks: Sequence[Task],
     device: torch.device,
 ) -> list[Row]:
-    """Rows of ``generate``, in bfloat16 on a GPU, where the kernels of the packed cache run."""
+    """Return the rows of ``generate``, in bfloat16 on a GPU, where the packed cache's kernels
+    run."""
     count = GENERATED[device.type] if options.generate is None else options.generate
     folder = None if options.random else options.models / name
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -278,19 +279,19 @@ def _free_answers(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record each model, or report what was recorded."""
+    """Measure, print and record each model, or report recorded results."""
     options = arguments_of(arguments)
     if options.report:
         return accuracy_report.main(options.out, options.model or NAMES)
     try:
         return _run(options, command("benchmarks.accuracy", arguments))
-    except (FileNotFoundError, InputError) as error:  # The first says how to make the file.
+    except (FileNotFoundError, InputError) as error:  # FileNotFoundError says how to make the file.
         print(f"benchmarks.accuracy: {error}", file=sys.stderr)
         return 2
 
 
 def _continuing(record: Record, folder: Path) -> Record:
-    """A record that begins with the rows of an earlier run, if the folder has one."""
+    """Return a record that begins with the rows of an earlier run, if the folder has one."""
     earlier = record.earlier(folder)
     if earlier is None:
         return record
@@ -299,7 +300,7 @@ def _continuing(record: Record, folder: Path) -> Record:
 
 
 def _merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Rows of both; of a cell that both have, the one of more prompts, or else the new one."""
+    """Merge rows; of two rows for a cell keep the one with more prompts, or else the new one."""
     cell = ("task", "condition", "method")
     return merge_rows(
         rows, new, cell, lambda row, old: row.get("prompts", 0) >= old.get("prompts", 0)
@@ -343,7 +344,7 @@ def _run(options: argparse.Namespace, line: str) -> int:
                 options.condition or CONDITIONS,
             )
             record.rows = _merge(record.rows, [{"model": name} | row for row in rows])
-            record.write(options.out)  # measured rows stay, whatever ends the run
+            record.write(options.out)  # Keep the measured rows if a later step fails.
         record.rows = _merge(record.rows, _free_answers(options, name, studio, tasks, device))
         finish(record, options.out)
         measured.append(name)

@@ -1,4 +1,4 @@
-"""Tables, verdict and plot of what ``benchmarks.accuracy`` recorded."""
+"""Tables, verdict and plot of the results of ``benchmarks.accuracy``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURES = {
 }
 ALL = "all models"
 ABLE = 0.5
-"""Least exact match of the 16-bit cache; below it the model guesses."""
+"""Minimum exact match with the 16-bit cache; a model below it is guessing."""
 SHOWN = {
     "INT2 per token": "x",
     "KIVI": "s",
@@ -85,7 +85,7 @@ def _free_answers(name: str, rows: Rows) -> None:
 def _line(
     cells: dict[str, dict[str, Any] | None], shared: set[str], measure: str
 ) -> tuple[str, ...]:
-    """A method's line of a table; the mean is over the shared tasks."""
+    """Return a method's row of a table; the mean is over the shared tasks."""
     measured = [cell for cell in cells.values() if cell is not None]
     held_bits = [cell["held_bits"] for cell in measured if cell["held_bits"] is not None]
     in_mean = [cell[measure] for task, cell in cells.items() if cell is not None and task in shared]
@@ -101,7 +101,7 @@ def _line(
 
 
 def _short(task: str) -> str:
-    """A task's name for the head of a column."""
+    """Return a task's short name for a column header."""
     for long, short in ((" images", "i"), (" clips", "c"), (" + ", "+"), (", ", " ")):
         task = task.replace(long, short)
     return task
@@ -109,14 +109,14 @@ def _short(task: str) -> str:
 
 @dataclass(frozen=True)
 class Bound:
-    """A demand of the default policy on one model or on all.
+    """Requirement of the default policy on one model or on all.
 
     Attributes:
         model: name of the model, or "all models".
-        what: the demand in words.
+        what: the requirement in words.
         value: the measured number.
-        limit: most that the value may be, or, with ``least``, least that it must be.
-        where: the worst task, if the demand is about single tasks.
+        limit: maximum of the value, or with ``least`` its minimum.
+        where: the worst task, if the requirement is about single tasks.
         error: standard error of the value, from the differences between prompts.
     """
 
@@ -130,11 +130,11 @@ class Bound:
 
     @property
     def met(self) -> bool:
-        """Whether the value keeps the limit."""
+        """Whether the value is within the limit."""
         return self.value >= self.limit if self.least else self.value <= self.limit
 
     def __str__(self) -> str:
-        """A line of the verdict."""
+        """Return a line of the verdict."""
         sign = ">=" if self.least else "<="
         where = f" ({self.where})" if self.where else ""
         verdict = "met" if self.met else "NOT met"
@@ -143,7 +143,7 @@ class Bound:
 
 
 def verdict(rows: Rows) -> list[Bound]:
-    """Every bound that rows of ``benchmarks.accuracy`` can decide."""
+    """Return every bound that rows of ``benchmarks.accuracy`` can decide."""
     bounds = []
     for name in dict.fromkeys(row["model"] for row in rows):
         bounds += _model_bounds([row for row in rows if row["model"] == name], name)
@@ -153,7 +153,7 @@ def verdict(rows: Rows) -> list[Bound]:
 
 
 def not_judged(rows: Rows) -> list[str]:
-    """Tasks that a model cannot do; they say something about KL only."""
+    """Return the tasks that a model cannot do, which are informative about KL only."""
     return [
         f"{row['model']}: {row['task']}: the 16-bit cache has {100 * row['exact']:.0f}%"
         for row in rows
@@ -207,10 +207,10 @@ def _divergence(rows: Rows, name: str) -> list[Bound]:
 def divergence_ratio(
     rows: Rows, method: str, other: str, condition: str
 ) -> tuple[float, float] | None:
-    """Mean KL over tasks of one method divided by that of another, and the ratio's standard error.
+    """Return the mean KL of a method over tasks, divided by another's, and its standard error.
 
-    The error treats the methods as independent, though they answer the same prompts; so it is
-    rather too large. None if one of them was not measured.
+    The error treats the methods as independent although they answer the same prompts, so it is
+    rather too large. None if one of the methods was not measured.
     """
     means, errors = [], []
     for name in (method, other):
@@ -241,8 +241,8 @@ def _by_task(rows: Rows, method: str, condition: str = "plain") -> dict[str, dic
 def plot(rows: Rows, folder: Path, device: str) -> Path | None:
     """Draw KL against bits per value into ``accuracy-<device>.png``.
 
-    One panel is for asking and one for copying, plain and stress. Without matplotlib it prints so
-    and returns None.
+    One panel is for asking and one for copying, plain and stress. Without matplotlib it prints a
+    message and returns None.
     """
     try:
         from matplotlib import pyplot
@@ -290,7 +290,7 @@ def plot(rows: Rows, folder: Path, device: str) -> Path | None:
 
 
 def shared_tasks(rows: Rows) -> set[tuple[str, str]]:
-    """Model and task of the cells with the most shown methods; means are over these.
+    """Return model and task of the cells with the most shown methods; means are over these.
 
     A run of a few methods may have added other tasks.
     """
@@ -302,7 +302,7 @@ def shared_tasks(rows: Rows) -> set[tuple[str, str]]:
 
 
 def _points(rows: Rows) -> dict[str, tuple[float, float]]:
-    """Bits and KL of each method, as means over the shared tasks."""
+    """Return bits and KL of each method, as means over the shared tasks."""
     shared = shared_tasks(rows)
     points = {}
     for name in SHOWN:

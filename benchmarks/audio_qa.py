@@ -1,11 +1,11 @@
-"""Audio QA in batch: questions that share a recording's pages against questions that do not.
+"""Audio QA in batches: questions that share a recording's pages against questions that do not.
 
 python -m benchmarks.audio_qa [--ray]
 python -m benchmarks.audio_qa --full-size
 
-Each run is a process of `oscar-mm audio-qa` with the bundled pocket-omni on the CPU. Needs the
-program espeak-ng, which speaks the recordings; --ray needs Ray. With --full-size a model with
-random weights of Qwen3-Omni's shapes answers in this process, on a GPU.
+Each run is a process of `oscar-mm audio-qa` with the bundled pocket-omni on the CPU. It needs the
+program espeak-ng, which synthesizes the recordings; --ray needs Ray. With --full-size a model with
+random weights in Qwen3-Omni's shapes answers in this process, on a GPU.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _GAP_S = 0.06
 _MAX_S, _MIN_S = 3.5, 1.0
 FULL_SIZE, FULL_SECONDS, FULL_TOKENS = "qwen3-omni-30b-a3b", 60, 64
 FULL_RUNS = (("shared", 64, 200), ("shared", 8, 200), ("shared", 1, 50), ("not shared", 64, 50))
-"""Each run's kind, its most rows at once, and how many rows it has."""
+"""Kind of each run, its maximum number of running rows, and its number of rows."""
 AT_LEAST = 5.0
-"""Rows a minute of the first run, by those of the run that answers one by one."""
+"""Minimum speedup of the first run in rows per minute, over the run without batching."""
 FULL_NOTES = [
     f"{RECORDINGS} recordings of noise of {FULL_SECONDS} s, {QUESTIONS} questions about each. "
     f"Random weights, which never end an answer before {FULL_TOKENS} tokens, the default policy. "
@@ -78,7 +78,7 @@ def _unit(words: str, voice: tuple[str, int, int]) -> np.ndarray:
 
 
 def clip(digits: str, voice: tuple[str, int, int]) -> np.ndarray:
-    """(samples,) float32 at 16 kHz: digits in pairs, as the model heard them in training."""
+    """Return (samples,) float32 at 16 kHz of digits in pairs, as in the model's training."""
     gap = np.zeros(round(_GAP_S * RATE), np.float32)
     parts = [gap]
     for place in range(0, len(digits), 2):
@@ -89,7 +89,7 @@ def clip(digits: str, voice: tuple[str, int, int]) -> np.ndarray:
 
 
 def write_wav(path: Path, samples: np.ndarray) -> None:
-    """Write samples as a WAV file of 16 bit."""
+    """Write samples as a 16-bit WAV file."""
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
@@ -100,17 +100,17 @@ def write_wav(path: Path, samples: np.ndarray) -> None:
 def spoken_questions(
     folder: Path, recordings: int, clips: int, questions: int, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows of audio-qa about recordings, each a conversation of spoken clips of digits.
+    """Create rows of audio-qa about recordings, each a conversation of spoken clips of digits.
 
-    Every other question is free, the rest have four choices; the wrong ones are what other clips
-    of the same recording say.
+    Every other question is free, the rest have four choices; wrong choices are the digits of other
+    clips of the same recording.
 
     Args:
-        folder: where the recordings go.
-        recordings: number of them.
-        clips: clips in a recording.
-        questions: questions about each recording.
-        seed: of the digits, voices and questions.
+        folder: folder for the recordings.
+        recordings: number of recordings.
+        clips: number of clips per recording.
+        questions: number of questions per recording.
+        seed: seed of the digits, voices and questions.
     """
     rng = random.Random(seed)
     rows = []
@@ -141,13 +141,13 @@ def spoken_questions(
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows as JSONL; returns the path."""
+    """Write rows as JSONL and return the path."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
 def with_own_files(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same rows with their own links to the files, so that they share nothing."""
+    """Return the rows with separate links to the files, so that they share nothing."""
     apart = []
     for row in rows:
         names = [f"{row['id']}-{name}" for name in row["audio"]]
@@ -158,10 +158,10 @@ def with_own_files(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, A
 
 
 class Runs:
-    """Runs of the command and the rows of their figures.
+    """Runs of the command, and the rows with their figures.
 
     Args:
-        folder: has the recordings; outputs go there too.
+        folder: folder of the recordings, and of the outputs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -187,7 +187,7 @@ class Runs:
             resume: whether the command runs once more after the kill.
 
         Raises:
-            RuntimeError: the command failed.
+            RuntimeError: if the command failed.
         """
         out = self.folder / f"answers-{name.replace(' ', '-')}.jsonl"
         line = [sys.executable, "-m", "oscar_mm.cli", "audio-qa", str(questions), "--out", str(out)]
@@ -245,13 +245,13 @@ def _wait_for_rows(process: subprocess.Popen, out: Path, rows: int) -> None:
 
 
 def kill_process(process: subprocess.Popen, out: Path) -> None:
-    """Kill the process (-9) once a quarter of the rows is there."""
+    """Kill the process (-9) once it has written a quarter of the rows."""
     _wait_for_rows(process, out, RECORDINGS * QUESTIONS // 4)
     process.send_signal(signal.SIGKILL)
 
 
 def kill_worker(process: subprocess.Popen, out: Path) -> None:
-    """Kill one of Ray's workers (-9) once a quarter of the rows is there."""
+    """Kill one of Ray's workers (-9) once a quarter of the rows is written."""
     _wait_for_rows(process, out, RECORDINGS * QUESTIONS // 4)
     for child in psutil.Process(process.pid).children(recursive=True):
         if "ray::MapWorker" in " ".join(child.cmdline()):
@@ -261,7 +261,7 @@ def kill_worker(process: subprocess.Popen, out: Path) -> None:
 
 
 def measure(folder: Path, ray: bool) -> list[dict[str, Any]]:
-    """Rows of all runs."""
+    """Return the rows of all runs."""
     rows = spoken_questions(folder, RECORDINGS, CLIPS, QUESTIONS)
     shared = write_jsonl(folder / "shared.jsonl", rows)
     apart = write_jsonl(folder / "apart.jsonl", with_own_files(folder, rows))
@@ -279,17 +279,17 @@ def measure(folder: Path, ray: bool) -> list[dict[str, Any]]:
 
 
 def measure_full_size(folder: Path, device: torch.device, *, tiny: bool) -> list[dict[str, Any]]:
-    """Rows of runs of a model of released shapes, one for each batch size, shared and not.
+    """Return rows of runs with a full-size random model: each batch size, shared and not.
 
     Args:
-        folder: where the recordings go.
-        device: of the model.
-        tiny: the same in small.
+        folder: folder for the recordings.
+        device: device of the model.
+        tiny: use a small version of the model.
     """
     released = RELEASED[FULL_SIZE].tiny() if tiny else RELEASED[FULL_SIZE]
     model, processor = build(released, device, torch.float32 if tiny else torch.bfloat16)
     pipe = OscarOmniPipeline(model, processor=processor)
-    freeze_loaded()  # As a worker does.
+    freeze_loaded()  # As the workers of the command do.
     recordings, questions, length = (2, 3, 2) if tiny else (RECORDINGS, QUESTIONS, FULL_SECONDS)
     noise = np.random.default_rng(0)
     rows = []
@@ -375,7 +375,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """CPU time and KV memory of runs that do not share, by those of runs that do."""
+    """Return the CPU time and KV memory of runs without sharing, relative to runs with it."""
     by_name = {row["run"]: row for row in rows}
     quotients = {}
     for way in ("", ", one by one"):
@@ -400,7 +400,7 @@ def main(arguments: Sequence[str]) -> int:
             rows = measure_full_size(Path(folder), device, tiny=options.tiny)
         _full_size_table(rows)
         line = command("benchmarks.audio_qa", arguments)
-        if not options.tiny:  # Its record would take the place of the other runs'.
+        if not options.tiny:  # Its record would replace that of the other runs.
             finish(Record("audio_qa", line, device_name("cuda"), rows, FULL_NOTES), options.out)
         return 0
     load = os.getloadavg()[0]

@@ -1,4 +1,4 @@
-"""Decode steps of a model's decoder on transformers' caches and ours, filled at random."""
+"""Decode steps of a model's decoder with transformers' caches and ours, filled with random data."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from oscar_mm.policy import Bits
 MAX_POSITIONS = 1 << 19
 _TOWERS = ("visual", "vision", "audio", "projector")
 _PIECE_ELEMENTS = 1 << 26
-"""Elements of the random keys of a piece: 128 MB of bfloat16."""
+"""Elements of the random keys of a piece: 128 MB in bfloat16."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits after one more token of each row, with the arguments of a ``GraphRunner`` call."""
+"""Function that returns the logits after one more token per row, called as a ``GraphRunner``."""
 _SEED = 0
 _ROUND = 512
-"""Pieces for an OscarCache are multiples of so many tokens; those of one row settle balancing."""
+"""Granularity in tokens of pieces for an OscarCache; a single-row piece settles balancing."""
 
 
 class Decoder:
-    """A model's decoder.
+    """Decoder of a model.
 
     Args:
         name: key of ``RELEASED``.
-        device: where the model runs.
-        tiny: whether it is the same model in small.
+        device: device of the model.
+        tiny: use a small version of the model.
 
     Attributes:
-        model: the transformers model, whose kernels are compiled and checked.
-        pipe: a pipeline of the model, which holds nothing.
+        model: transformers model, whose kernels are compiled and checked.
+        pipe: pipeline of the model, without chats or requests.
         config: configuration of the decoder.
         axes: leading axes of the position ids.
         attentions: the attention modules, layer by layer.
-        resident: bytes of all weights, with those of towers.
+        resident: bytes of all weights, including those of towers.
     """
 
     def __init__(self, name: str, device: torch.device, *, tiny: bool) -> None:
         released = RELEASED[name].with_positions(MAX_POSITIONS)
         bench = Bench(released.tiny() if tiny else released, TINY if tiny else Sizes(), device)
         bench.warm_up()
-        bench.pipe.store.trim()  # frees the pools of the warm-up's chat
+        bench.pipe.store.trim()  # Free the pools of the warm-up's chat.
         self.name, self.device, self.model = name, device, bench.pipe.model
-        self.pipe = bench.pipe.with_policy(POLICY)  # without the steps that the warm-up captured
+        self.pipe = bench.pipe.with_policy(POLICY)  # Without the steps captured in the warm-up.
         self.config = self.model.config.get_text_config(decoder=True)
         self.axes = () if released.family == "llava_next" else (4,)
         self.attentions = [
@@ -67,7 +67,7 @@ class Decoder:
         self.resident = bench.facts["weights"]
 
     def weights(self, rows: int) -> float:
-        """Weight bytes that a step of so many rows reads; of experts the expected choice."""
+        """Return the weight bytes that a step of ``rows`` reads, with the expected experts."""
         total = 0.0
         for name, weight in self.model.named_parameters():
             if "embed_tokens" in name or any(tower in name for tower in _TOWERS):
@@ -81,24 +81,24 @@ class Decoder:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in 16-bit precision, in all layers."""
+        """Return the bytes of a token's keys and values in 16-bit precision, in all layers."""
         config = self.config
         return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
     def states(
         self, rows: int, tokens: int, generator: torch.Generator, heads: int | None = None
     ) -> torch.Tensor:
-        """Random bfloat16 (rows, heads, tokens, head_dim); all KV heads by default."""
+        """Return random bfloat16 (rows, heads, tokens, head_dim); all KV heads by default."""
         size = (rows, heads or self.config.num_key_value_heads, tokens, self.config.head_dim)
         return torch.randn(size, generator=generator, device=self.device, dtype=torch.bfloat16)
 
     def pieces(self, rows: int, tokens: int, multiple: int) -> Iterator[tuple[int, int]]:
-        """Start and stop of the pieces that fill a cache.
+        """Yield start and stop of the pieces that fill a cache.
 
         Args:
-            rows: of the batch.
-            tokens: of each row.
-            multiple: each piece but the last is a multiple of so many tokens.
+            rows: number of rows in the batch.
+            tokens: number of tokens per row.
+            multiple: granularity of all pieces except the last, in tokens.
         """
         row = rows * self.config.num_key_value_heads * self.config.head_dim
         piece = max(1, _PIECE_ELEMENTS // (row * multiple)) * multiple
@@ -108,11 +108,11 @@ class Decoder:
 
 @dataclass
 class FilledCache:
-    """A filled cache and its decode step.
+    """Filled cache and its decode step.
 
     Attributes:
         step: runs one step.
-        kv_bytes: gives the bytes that the cache reports.
+        kv_bytes: returns the bytes that the cache reports.
         captures: one entry for each captured graph.
         ahead: launches the next step before the host has its tokens, as ``GraphRunner.ahead`` does;
             None if a step waits for the tokens.
@@ -125,12 +125,12 @@ class FilledCache:
 
 
 class CacheVariant(ABC):
-    """A kind of cache and how a decode step runs on it.
+    """Kind of cache, and how a decode step runs with it.
 
     Attributes:
         title: name in tables.
         attention: attention implementation of the decoder.
-        inference: whether steps run in inference mode, else only without gradients.
+        inference: whether steps run in inference mode, or only without gradients.
     """
 
     title: str
@@ -138,19 +138,19 @@ class CacheVariant(ABC):
     inference = True
 
     def missing(self) -> str | None:
-        """Why the variant cannot run here, or None."""
+        """Return why the variant cannot run here, or None."""
         return None
 
     @abstractmethod
     def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
-        """A cache with so many random tokens in each row and room for so many steps."""
+        """Return a cache with random tokens in each row and memory for ``steps`` more."""
 
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
-        """Bytes of one row at the end of all steps."""
+        """Return the bytes of one row at the end of all steps."""
         return decoder.token_bytes * (tokens + steps)
 
     def release(self) -> None:  # noqa: B027 - most variants hold nothing
-        """Free what outlives a run."""
+        """Free what outlives a run; most variants have nothing to free."""
 
 
 class Dynamic(CacheVariant):
@@ -163,14 +163,14 @@ class Dynamic(CacheVariant):
         first = _states(decoder, rows, tokens)
         for index, layer in enumerate(cache.layers):
             layer.lazy_initialization(*(side[:, :, :0] for side in first))
-            # update() would hold a second copy on the way.
+            # update() would make a second copy on the way.
             layer.keys, layer.values = (side.clone() if index else side for side in first)
         step = _transformers_step(decoder, cache, decoder.model, rows, tokens)
         return FilledCache(step, lambda: _plain_bytes(cache))
 
 
 class Static(CacheVariant):
-    """transformers' StaticCache and its compiled model, as ``generate`` runs it."""
+    """transformers' StaticCache and its compiled model, as used by ``generate``."""
 
     title = "StaticCache, compiled"
     inference = False
@@ -184,14 +184,14 @@ class Static(CacheVariant):
                 side[:, :, :tokens] = values
             layer.cumulative_length.fill_(tokens)
         on_gpu = decoder.device.type == "cuda"
-        # A rehearsal must do without a C++ compiler.
+        # A tiny run must not need a C++ compiler.
         config = CompileConfig() if on_gpu else CompileConfig(backend="eager", mode=None)
         call = decoder.model.get_compiled_call(config)
         step = _transformers_step(decoder, cache, call, rows, tokens)
         return FilledCache(step, lambda: _plain_bytes(cache))
 
     def release(self) -> None:
-        """Drop the compiled graphs, which hold memory."""
+        """Drop the compiled graphs to free their memory."""
         torch.compiler.reset()
 
 
@@ -250,7 +250,7 @@ class Oscar(CacheVariant):
         return self.decoded(cache, decoder)
 
     def decoded(self, cache: OscarCache, decoder: Decoder) -> FilledCache:
-        """The decode step of a filled cache."""
+        """Return a filled cache with its decode step."""
         captures: list[str] = []
 
         def record(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
@@ -272,8 +272,8 @@ class Oscar(CacheVariant):
         return config.num_hidden_layers * row
 
     def slots(self, tokens: int, steps: int) -> dict[Bits, int]:
-        """Bits -> slots that a row needs for a prompt and an answer, by a rehearsal on a KV cache
-        manager."""
+        """Return the slots by bits that a row needs for a prompt and an answer, from a dry run on a
+        KV cache manager."""
         kv_manager = KVCacheManager(PageStore(self.policy))
         prompt = text_and_images(tokens).to(torch.int8)[None].numpy()
         starts = range(0, tokens, _ROUND)
@@ -299,12 +299,12 @@ class Oscar(CacheVariant):
         """Fill an empty cache with random tokens.
 
         Args:
-            cache: of this variant's policy.
-            decoder: gives shapes and modules.
-            rows: of the batch.
-            tokens: of each row.
-            slots: that a row needs; pools that start as large as needed are never copied.
-            more: rows that there is room for beside these.
+            cache: cache with this variant's policy.
+            decoder: decoder that gives shapes and modules.
+            rows: number of rows in the batch.
+            tokens: number of tokens per row.
+            slots: slots that a row needs; pools are allocated in full, so that they never grow.
+            more: number of further rows to allocate memory for.
         """
         for bits, count in slots.items():
             allocator = cache.store.allocators[bits]
@@ -336,7 +336,7 @@ VARIANTS: dict[str, CacheVariant] = {
 def _transformers_step(
     decoder: Decoder, cache: Cache, call: Callable, rows: int, tokens: int
 ) -> Step:
-    """A step with a cache of transformers that holds so many tokens in each row."""
+    """Return a step with a transformers cache that contains ``tokens`` in each row."""
     axes = decoder.axes
     position = torch.full((rows,), tokens, device=decoder.device)
 
@@ -351,7 +351,7 @@ def _transformers_step(
 
 
 def _states(decoder: Decoder, rows: int, tokens: int) -> list[torch.Tensor]:
-    """Random keys and values, the same for all layers."""
+    """Return random keys and values, the same for all layers."""
     generator = torch.Generator(decoder.device).manual_seed(_SEED)
     return [decoder.states(rows, tokens, generator) for _ in range(2)]
 

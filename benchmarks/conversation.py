@@ -1,4 +1,4 @@
-"""Conversations with a full-size random model, and their forward passes repeated on each cache."""
+"""Conversations with a full-size random model, whose forward passes are repeated on each cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.tiny import TEXT
 
 POLICY = "compact"
 BATCHES = (1, 2, 4, 8, 16)
-"""Batches in which two implementations of experts are compared."""
+"""Batch sizes for the comparison of two implementations of experts."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Sizes:
 
     Attributes:
         picture: width and height of each picture.
-        checked: tokens of the prompt whose kept cache is compared with a fresh one.
-        text: approximate tokens of the text of a later turn.
+        checked: tokens of the prompt for the comparison of a kept cache with a fresh one.
+        text: approximate text tokens of a later turn.
         answer: tokens of an answer.
         steps: further tokens of a long answer.
-        audio_share: share of audio in the first prompt of a model that hears.
-        chunk: tokens of a chunk of a prompt that is read in chunks.
+        audio_share: share of audio in the first prompt of a model that supports audio.
+        chunk: tokens per chunk of a prompt that is prefilled in chunks.
     """
 
     picture: tuple[int, int] = (1280, 960)
@@ -66,12 +66,12 @@ TINY = Sizes((160, 128), checked=300, text=40, answer=3, steps=2, chunk=128)
 
 
 class Bench:
-    """One model and its pipelines, which share the weights.
+    """A model and its pipelines, which share the weights.
 
     Args:
         released: the model.
-        sizes: of its conversations.
-        device: where it runs.
+        sizes: sizes of its conversations.
+        device: device of the model.
     """
 
     def __init__(self, released: Released, sizes: Sizes, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class Bench:
         }
 
     def media(self, tokens: int) -> dict[str, list[Any]]:
-        """Pictures of about so many tokens, with a recording among them if the model hears."""
+        """Return pictures of about so many tokens, and a recording if the model supports audio."""
         media: dict[str, list[Any]] = {}
         if Modality.AUDIO in self.pipe.family.reads:
             seconds = int(tokens * self.sizes.audio_share / 13)
@@ -105,20 +105,20 @@ class Bench:
         return media | {"images": [picture, *(self.picture() for _ in range(rest))]}
 
     def picture(self) -> Image.Image:
-        """A picture of noise."""
+        """Return a picture of noise."""
         width, height = self.sizes.picture
         pixels = self.numbers.integers(0, 256, (height, width, 3), dtype=np.uint8)
         return Image.fromarray(pixels)
 
     def text(self) -> str:
-        """Text of about as many tokens as a later turn has."""
+        """Return text of about as many tokens as a later turn has."""
         tokenizer = self.processor.tokenizer
         ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         times = -(-self.sizes.text // len(ids))
         return tokenizer.decode((ids * times)[: self.sizes.text])
 
     def ask(self, chat: Chat, prompt: str = "What is it?", **media: list[Any]) -> Any:
-        """A greedy answer of ``sizes.answer`` tokens."""
+        """Return a greedy answer of ``sizes.answer`` tokens."""
         return chat.ask(prompt, **media, max_new_tokens=self.sizes.answer, temperature=0)
 
     def warm_up(self) -> None:
@@ -128,11 +128,11 @@ class Bench:
             self.ask(chat, self.text())
 
     def conversation(self, context: int, *, full: bool) -> dict[str, Any]:
-        """A row: a chat, and its forward passes repeated with each cache.
+        """Measure a row: a chat, and its forward passes repeated with each cache.
 
         Args:
             context: approximate tokens of the first prompt.
-            full: True also saves, loads and forgets, and repeats the passes twice; False also reads
+            full: also save, load and forget, and repeat the passes twice; otherwise also prefill
                 the first prompt in chunks.
         """
         before = allocated(self.device)
@@ -171,7 +171,7 @@ class Bench:
         return OscarCache(POLICY, model=self.pipe.model)
 
     def _in_chunks(self, media: dict[str, list[Any]]) -> dict[str, Any]:
-        """Memory of the first answer and time of its prefill, with ``prefill_chunk``."""
+        """Measure memory and prefill time of the first answer with ``prefill_chunk``."""
         before = allocated(self.device)
         with self.chunked.chat() as chat, record_calls(self.pipe.model) as calls:
             self.ask(chat, **media)
@@ -181,7 +181,7 @@ class Bench:
         return {"chunk": chunk, "held": memory, "prefill_ms": 1e3 * seconds}
 
     def kept_cache_error(self) -> dict[str, Any]:
-        """Difference of a later turn's logits on a kept cache from a fresh read of everything."""
+        """Measure how a later turn's logits on a kept cache differ from a fresh prefill."""
         media = self.media(self.sizes.checked)
         with self.exact.chat() as chat, record_calls(self.exact.model) as calls:
             first = self.ask(chat, **media)
@@ -200,7 +200,7 @@ class Bench:
         }
 
     def _expert_times(self, call: Call) -> dict[str, Any]:
-        """Milliseconds of a decode step, by implementation of the experts and batch."""
+        """Measure milliseconds of a decode step, by implementation of the experts and batch."""
         model, times = self.pipe.model, {}
         usual = model.get_experts_implementation()
         for batch in BATCHES if EXPERTS in usual.values() else ():
@@ -216,7 +216,7 @@ class Bench:
         return times
 
     def _part_times(self, calls: Sequence[Call], rounds: int) -> dict[str, dict[str, float]]:
-        """Milliseconds of the parts of a conversation, by cache."""
+        """Measure milliseconds of the parts of a conversation, by cache."""
         turn = self.sizes.answer
         steps = [index for index in range(len(calls)) if index % turn]
         times: dict[str, dict[str, float]] = {}
@@ -237,7 +237,7 @@ class Bench:
         }
 
     def _step_ms(self, chat: Chat) -> float:
-        """Time of a token of a long answer: how much longer it takes than a short one."""
+        """Measure the time per token of a long answer, from the difference to a short one."""
         seconds = []
         for tokens in (self.sizes.answer, self.sizes.answer + self.sizes.steps):
             with chat.fork() as twin:
@@ -247,7 +247,7 @@ class Bench:
     def _save(self, chat: Chat) -> dict[str, Any]:
         """Save and load, and compare the next answers of both chats."""
         report = chat.memory
-        _ = self.pipe.fingerprint  # computed once for a model
+        _ = self.pipe.fingerprint  # Computed only once per model, so do not time it.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "chat.safetensors"
             start = perf_counter()
@@ -267,7 +267,7 @@ class Bench:
         }
 
     def _forget(self, chat: Chat) -> dict[str, Any]:
-        """Forget the first turn's pictures one after the other and answer once more."""
+        """Forget the first turn's pictures one after another and answer once more."""
         pictures = [
             segment
             for segment in chat.segments
@@ -287,7 +287,7 @@ class Bench:
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
-        """Inside, the decoder has this attention."""
+        """Set the attention implementation of the decoder within the block."""
         self.pipe.model.set_attn_implementation({"text_config": name})
         try:
             yield
@@ -296,7 +296,7 @@ class Bench:
 
 
 def kernels_used(pipe: Pipeline) -> dict[str, bool]:
-    """Operation of decode steps -> whether its CUDA kernel does it on the pages of a layer."""
+    """Return by operation of decode steps whether its CUDA kernel runs on a layer's pages."""
     pools, policy = pipe.store.layers[0], pipe.policy
     config = pipe.model.config.get_text_config(decoder=True)
     group = config.num_attention_heads // config.num_key_value_heads
@@ -325,7 +325,7 @@ def kernels_used(pipe: Pipeline) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Call:
-    """A prompt that a model reads, and the logits that it gives.
+    """Prompt of a forward pass, and the resulting logits.
 
     Attributes:
         prompt: a first or a later turn, or a token of an answer.
@@ -343,9 +343,9 @@ class Call:
 
 @contextmanager
 def record_calls(model: Any) -> Iterator[list[Call]]:
-    """Inside, the list gets each prompt and later turn that the model reads.
+    """Record the prompts and later turns prefilled within the block, in the yielded list.
 
-    It gets no decode steps, which a CUDA graph may run unseen; ``with_steps`` adds them.
+    Decode steps are not recorded, as a CUDA graph may run them; ``with_steps`` adds them.
     """
     calls: list[Call] = []
 
@@ -362,7 +362,7 @@ def record_calls(model: Any) -> Iterator[list[Call]]:
 
 
 def with_steps(calls: Sequence[Call], answers: Sequence[Sequence[int]]) -> list[Call]:
-    """The calls, each followed by the decode steps of its answer, one for each token but the last.
+    """Return the calls, each followed by the decode steps of its answer, except the last token's.
 
     Steps have the logits of the call before them.
     """
@@ -387,11 +387,11 @@ def _step(prompt: Prompt, index: int, token: int) -> Prompt:
 def replay(
     model: Any, calls: Sequence[Call], cache: Cache, prefill_chunk: int | None = None
 ) -> tuple[list[float], list[Call]]:
-    """Repeat the calls one after the other on a cache; an OscarCache reads as pipelines do.
+    """Repeat the calls one after another with a cache; an OscarCache is prefilled as in pipelines.
 
     Returns:
-        seconds of each call, from media on the CPU to the choice of a token; and the calls with
-        their new logits.
+        Seconds of each call, from media on the CPU to the sampled token; and the calls with their
+        new logits.
     """
     seconds, repeated = [], []
     for call in calls:
@@ -409,14 +409,14 @@ def replay(
 
 
 def tensors_on(device: torch.device, calls: Sequence[Call]) -> list[torch.Tensor]:
-    """Inputs and positions of the calls on a kind of device."""
+    """Return the calls' inputs and positions that are on a type of device."""
     values = [x for call in calls for x in (*call.prompt.inputs.values(), call.prompt.positions)]
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
     return [tensor for tensor in tensors if tensor.device.type == device.type]
 
 
 def join_calls(family: Any, calls: Sequence[Call]) -> Call:
-    """All calls as one that reads the conversation afresh, with the logits of the last call."""
+    """Join all calls into a fresh prefill of the conversation, with the last call's logits."""
     prompts = [call.prompt for call in calls]
     inputs: dict[str, Any] = {}
     for name in {name: None for prompt in prompts for name in prompt.inputs}:
@@ -433,12 +433,12 @@ def join_calls(family: Any, calls: Sequence[Call]) -> Call:
 
 
 def difference(call: Call, expected: Call) -> float:
-    """Relative difference of the logits, |call - expected| / |expected|."""
+    """Return the relative difference of the logits, |call - expected| / |expected|."""
     return float((call.logits - expected.logits).norm() / expected.logits.norm())
 
 
 def step_ms(seconds: Sequence[float]) -> float:
-    """Median of decode steps, in milliseconds."""
+    """Return the median of decode steps, in milliseconds."""
     return 1e3 * median(seconds)
 
 

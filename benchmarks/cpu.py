@@ -1,4 +1,4 @@
-"""decode, store and unpack of one layer on a CPU: loops, PyTorch operations, and SDPA on 16 bit.
+"""decode, store and unpack of a layer on a CPU: CPU kernels, PyTorch operations, 16-bit SDPA.
 
 python -m benchmarks.cpu [--threads 1]
 """
@@ -52,13 +52,13 @@ class Shape(NamedTuple):
 
     @property
     def page_format(self) -> PageFormat:
-        """The format of the pages."""
+        """Format of the pages."""
         policy = KVPolicy.preset(self.policy)
         return PageFormat.of(policy, policy.bits.text, self.kv_heads, self.head_dim)
 
     @property
     def label(self) -> str:
-        """As tables show it."""
+        """Label in tables."""
         heads = f"{self.kv_heads} x {self.group} heads of {self.head_dim}"
         return f"{self.policy}, {heads}, {self.rows} x {self.tokens:,}"
 
@@ -72,13 +72,13 @@ SHAPES = (
     Shape("compact", 128, 8, 4, 1, 32_768),
 )
 STORED = ((1, 1), (16, 1), (64, 1), (1, 2048))
-"""Rows and tokens of each."""
+"""Rows, and tokens per row."""
 UNPACKED = ((2, 64, 19), (8, 128, 19))
 """KV heads, head_dim and pages."""
 
 
 def fastest(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Milliseconds of each call, the least of some rounds."""
+    """Return the milliseconds of each call, the minimum over some rounds."""
     best = [float("inf")] * len(calls)
     for call in calls:
         call()
@@ -91,7 +91,7 @@ def fastest(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def measure_decode(shape: Shape) -> dict[str, Any]:
-    """Attention of one new token of each row."""
+    """Measure attention of one new token per row."""
     policy, page_format = KVPolicy.preset(shape.policy), shape.page_format
     rows, heads, head_dim = shape.rows, shape.kv_heads, shape.head_dim
     count = max(1, (shape.tokens - _RECENT) // PAGE_TOKENS)
@@ -139,7 +139,7 @@ def measure_decode(shape: Shape) -> dict[str, Any]:
 
 
 def measure_store(rows: int, tokens: int) -> dict[str, Any]:
-    """Tokens of each row into pages of ``standard``, 2 KV heads of 64."""
+    """Measure storing tokens of each row in ``standard`` pages, with 2 KV heads of 64."""
     policy = KVPolicy.preset("standard")
     page_format = PageFormat.of(policy, policy.bits.text, 2, 64)
     if tokens == 1:
@@ -167,7 +167,7 @@ def measure_store(rows: int, tokens: int) -> dict[str, Any]:
 
 
 def measure_unpack(heads: int, head_dim: int, pages: int) -> dict[str, Any]:
-    """Pages of ``standard`` to keys and values in float32, as a later turn reads them."""
+    """Measure unpacking ``standard`` pages to float32 keys and values, as in a later turn."""
     policy = KVPolicy.preset("standard")
     page_format = PageFormat.of(policy, policy.bits.text, heads, head_dim)
     arguments = UnpackArguments(

@@ -1,4 +1,4 @@
-"""A decode step of whole models with random weights, by context, batch and cache.
+"""Decode step of whole models with random weights, by context, batch and cache.
 
 python -m benchmarks.decode_step [--models qwen3-vl-8b,...] [--contexts 2048,...] [--batches 1,...]
 """
@@ -40,16 +40,16 @@ CONTEXTS, TINY_CONTEXTS = (2048, 32768, 131072, 262144), (300,)
 BATCHES = (1,)
 COMPILED = "static-compiled"
 COMPILED_CELL = ("qwen3-vl-8b", 32768)
-"""Model and context of the compiled peer unless --ways names it: it compiles for a minute."""
+"""Model and context of the compiled peer unless --ways names it; compiling takes a minute."""
 AT_MOST = 1.3
-"""Bound of a step of one row in its floors, for our presets as a graph."""
+"""Maximum time of a single-row step relative to its floor, for our presets as a graph."""
 BOUND_CONTEXTS = (2048, 32768, 131072)
 _BOUND = [VARIANTS[name].title for name in ("compact-graph", "standard-graph")]
 WARM_UP, STEPS = 8, 16
 WITHIN = 0.01
-"""How far our report may be off the allocator's peak, as a share."""
+"""Maximum relative difference between our memory report and the allocator's peak."""
 _PRETENDED_BANDWIDTH = 1e10
-"""Bytes per second that a rehearsal on a CPU assumes."""
+"""Bytes per second assumed in a tiny run on a CPU."""
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
     "and images. A step is the time from tokens on the host to the next ones there; tokens/s are "
@@ -76,21 +76,21 @@ def measure_cell(
     *,
     kernels: bool = False,
 ) -> Row:
-    """Fill a cache, time decode steps on it and free everything.
+    """Fill a cache, time decode steps with it and free everything.
 
     Args:
-        decoder: runs the steps.
+        decoder: decoder that runs the steps.
         variant: kind of the cache.
-        rows: of the batch.
+        rows: number of rows in the batch.
         context: tokens of each row before the first step.
         bandwidth: bytes per second, for the floor of a step.
         kernels: whether a profiler lists the kernels of one more step.
 
     Returns:
-        a row of the record. "error" says why it has no figures, "out_of_memory" whether memory was
+        A row of the record. "error" says why it has no figures, "out_of_memory" whether memory was
         the reason. "memory", on a GPU, has "report", our own count of weights and cache; "peak",
-        most bytes that the allocator had handed out while steps ran; "held", how many more it had
-        handed out at the end than before. "peak" and "held" are requested bytes.
+        the maximum bytes allocated while steps ran; "held", the increase in allocated bytes from
+        begin to end. "peak" and "held" are requested bytes.
     """
     row: Row = {
         "model": decoder.name,
@@ -105,14 +105,14 @@ def measure_cell(
     decoder.model.set_attn_implementation({"text_config": variant.attention})
     with torch.inference_mode() if variant.inference else torch.no_grad():
         row |= attempt(lambda: _measured(decoder, variant, rows, context, bandwidth, kernels))
-    # Here no traceback holds the frames of a failed cell any longer.
+    # At this point no traceback keeps the frames of a failed cell alive.
     variant.release()
     release(decoder.device)
     return row
 
 
 def attempt(figures: Callable[[], Row]) -> Row:
-    """The figures of a cell, or "error" and "out_of_memory": the other cells go on."""
+    """Return a cell's figures, or "error" and "out_of_memory", so that other cells can run."""
     try:
         return figures()
     except Exception as error:
@@ -133,7 +133,7 @@ def _measured(
 ) -> Row:
     before, start = allocated(decoder.device), perf_counter()
     cache = variant.fill(decoder, rows, context, WARM_UP + STEPS + 2 * kernels)
-    allocated(decoder.device)  # waits, and begins a new peak
+    allocated(decoder.device)  # Synchronizes, and starts a new peak.
     fill_s = perf_counter() - start
     loop = DecodeLoop(cache, decoder.device, rows)
     milliseconds, _ = step_ms(loop.step)
@@ -167,7 +167,7 @@ class DecodeLoop:
 
     def __init__(self, cache: FilledCache, device: torch.device, rows: int) -> None:
         self._cache, self._choose = cache, Sampler([None] * rows, device, TPGroup())
-        # Rows that begin alike would choose the same experts.
+        # Equal rows would choose the same experts.
         self._tokens = 1 + torch.arange(rows, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool)
 
@@ -185,8 +185,8 @@ class DecodeLoop:
 
 
 def step_ms(step: Callable[[], None]) -> tuple[float, float]:
-    """Median milliseconds of a step after the warm-up, and of what is left of it where the host
-    does not wait for tokens."""
+    """Return the median milliseconds of a step after the warm-up, with and without the time that
+    the host waits for tokens."""
     times, host = [], []
     waits: list[float] = []
     listed = SampledTokens.listed
@@ -231,7 +231,7 @@ def rows_of(
     *,
     kernels: bool = False,
 ) -> Iterator[Row]:
-    """A row for each batch, context and cache variant."""
+    """Yield a row for each batch, context and cache variant."""
     for batch in batches:
         for context in contexts:
             for name, variant in VARIANTS.items():
@@ -294,7 +294,7 @@ def _figures(row: Row) -> tuple[str, ...]:
 def options_of(
     benchmark: str, description: str | None, contexts: Sequence[int]
 ) -> argparse.ArgumentParser:
-    """The options that all sweeps share."""
+    """Create the parser of the options that all sweeps share."""
     options = parser(f"benchmarks.{benchmark}", description)
     options.add_argument("--models", type=_names(RELEASED), default=MODELS, help="with commas")
     options.add_argument(
@@ -312,7 +312,7 @@ def add_variants(
     default: Sequence[str] | None,
     variants: Sequence[str] = tuple(VARIANTS),
 ) -> None:
-    """Add the choice of cache variants."""
+    """Add the option that selects cache variants."""
     options.add_argument(
         "--ways",
         type=_names(variants),
@@ -333,16 +333,16 @@ def sweep(
     """Measure model by model; print and record each row at once.
 
     Args:
-        benchmark: module below ``benchmarks``.
-        arguments: of the command line.
-        options: the arguments as ``options_of`` parses them.
-        notes: of the record.
+        benchmark: name of the module in ``benchmarks``.
+        arguments: arguments of the command line.
+        options: the arguments as parsed by ``options_of``.
+        notes: notes of the record.
         rows_of: measures a decoder, given the bandwidth of a copy in bytes per second.
         report: prints tables and verdicts.
-        cell: fields that name a cell; with --add its new rows replace its old ones.
+        cell: fields that identify a cell; with --add its new rows replace its old ones.
 
     Returns:
-        0; 1 if a model or a cell failed (to run out of memory is no failure); 2 without a GPU.
+        0; 1 if a model or a cell failed (running out of memory is not a failure); 2 without a GPU.
     """
     device = device_of(benchmark, tiny=options.tiny)
     if device is None:
@@ -355,7 +355,7 @@ def sweep(
     earlier, new = [], []
     if options.add and (previous := record.earlier(options.out)):
         earlier = previous.rows
-    release(device)  # frees the gigabytes of the copy
+    release(device)  # Free the gigabytes of the bandwidth test.
     for name in options.models:
         start = perf_counter()
         try:
@@ -365,7 +365,7 @@ def sweep(
                 record.rows = earlier + new
                 record.write(options.out)
                 print(_line(row), flush=True)
-        except Exception as error:  # the other models go on
+        except Exception as error:  # Continue with the other models.
             traceback.print_exc()
             failures[name] = f"{type(error).__name__}: {error}"
         release(device)
@@ -407,7 +407,7 @@ def _names(choices: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1, as an option gives them with commas."""
+    """Parse the comma-separated whole numbers of an option, from 1."""
     try:
         values = tuple(map(int, text.split(",")))
     except ValueError:
@@ -418,7 +418,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; returns what ``sweep`` returns."""
+    """Measure, print and record; return the result of ``sweep``."""
     parser = options_of("decode_step", __doc__, CONTEXTS)
     parser.add_argument("--batches", type=numbers, default=BATCHES, help="rows, with commas")
     parser.add_argument("--kernels", action="store_true", help="also what a step launches")

@@ -1,4 +1,4 @@
-"""Answers that decode together in the engine of a pipeline, beside the bare decode loop.
+"""Requests that decode together in a pipeline's engine, compared with the bare decode loop.
 
 python -m benchmarks.engine [--models qwen3-vl-8b,...] [--batches 1,16,...] [--ways compact-graph]
 """
@@ -46,11 +46,11 @@ WAYS = {
     if isinstance(variant, Oscar) and variant.graph
 }
 BOUND_CONTEXT, SHARE, READING = 32768, 0.9, 0.5
-"""Context of the bounds; least share of the bare loop's tokens per second, and least share of them
-while a prompt is read."""
+"""Context of the bounds; minimum share of the bare loop's tokens per second, and minimum share
+during prefill of another prompt."""
 _QUESTION = "What is it?"
 _MAX_TOKENS = 4096
-"""Longest answer: more tokens than are chosen while anything is measured."""
+"""Maximum tokens of an answer, more than are sampled in any measurement."""
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
     "and images. A number of rows without room is followed by the largest that has some.",
@@ -68,17 +68,17 @@ NOTES = [
 def measure_engine(
     decoder: Decoder, variant: Oscar, context: int, bandwidth: float, rows: int
 ) -> Row:
-    """Fill caches, time the bare loop and then the engine on them, and free everything.
+    """Fill caches, time the bare loop and then the engine with them, and free everything.
 
     Args:
-        decoder: its pipeline has the engine.
-        variant: says the policy.
+        decoder: decoder whose pipeline has the engine.
+        variant: cache variant with the policy.
         context: tokens of each row before the first step.
         bandwidth: bytes per second, for the floor of a step.
-        rows: answers.
+        rows: number of requests.
 
     Returns:
-        a row of the record, as ``measure_cell`` gives one.
+        A row of the record, see ``measure_cell``.
     """
     row: Row = {"model": decoder.name, "way": variant.policy, "batch": rows, "context": context}
     decoder.model.set_attn_implementation({"text_config": variant.attention})
@@ -98,8 +98,8 @@ def _figures(decoder: Decoder, variant: Oscar, context: int, bandwidth: float, r
     loop_ms, loop_host_ms = step_ms(
         DecodeLoop(variant.decoded(cache, decoder), decoder.device, rows).step
     )
-    allocated(decoder.device)  # waits, and begins a new peak
-    release(decoder.device)  # frees the graph
+    allocated(decoder.device)  # Synchronizes, and starts a new peak.
+    release(decoder.device)  # Frees the graph.
     kv_bytes = cache.memory().kv_bytes
     split = perf_counter()
     answers = [_answer(pipe, one, _MAX_TOKENS) for one in _rows_apart(cache)]
@@ -137,7 +137,7 @@ def _figures(decoder: Decoder, variant: Oscar, context: int, bandwidth: float, r
 
 
 def _rows_apart(cache: OscarCache) -> list[OscarCache]:
-    """Each row of a cache as a cache of its own; the cache is closed."""
+    """Split a cache into single-row caches, and close it."""
     apart = []
     for row in range(cache.batch_size):
         apart.append(cache.fork())
@@ -147,7 +147,7 @@ def _rows_apart(cache: OscarCache) -> list[OscarCache]:
 
 
 def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Request:
-    """An answer in the engine's queue, to a question that continues a cache."""
+    """Submit a request that continues a cache."""
     family, past = pipe.family, cache.get_seq_length()
     question, place = first_turn(_QUESTION), torch.tensor([past])
     prompt = family.continuation(question, Media(), past, place).to(family.device)
@@ -158,13 +158,13 @@ def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Request:
 
 
 def _text(pipe: Pipeline, tokens: int) -> Prompt:
-    """A prompt of so many tokens of text."""
+    """Return a prompt of so many text tokens."""
     times = 1 + tokens // pipe.family.tokenize(TEXT).shape[1]
     return beginning(pipe.prepare(first_turn(TEXT * times), Media()), tokens)
 
 
 def _check(answers: Sequence[Request]) -> None:
-    """Raise what has ended an answer, or where not all run at once."""
+    """Raise the error of a request that failed, or an error if not all run at once."""
     for answer in answers:
         if answer.error is not None:
             raise answer.error
@@ -174,14 +174,14 @@ def _check(answers: Sequence[Request]) -> None:
 
 
 def next_step(answers: Sequence[Request]) -> None:
-    """One more token of each answer, and of what the engine begins before."""
+    """Run until each request has one more token, including what the engine does before."""
     first = answers[0]
     count = len(first.tokens)
     first.engine.run_until(lambda: len(first.tokens) > count or first.ended)
 
 
 def _reading(pipe: Pipeline, answers: Sequence[Request], prompt: Prompt) -> dict[str, Any]:
-    """Figures of running answers while the engine reads a prompt; "error" says why it does not."""
+    """Measure running requests during prefill; "error" says why that was not possible."""
     reader = Request(
         pipe.engine, prompt, pipe.new_cache(), Sampling(max_new_tokens=1), perf_counter()
     )
@@ -205,7 +205,7 @@ def _reading(pipe: Pipeline, answers: Sequence[Request], prompt: Prompt) -> dict
 
 
 def _reading_s(pipe: Pipeline, prompt: Prompt) -> float:
-    """Seconds in which the engine reads a prompt where nothing else runs."""
+    """Return the seconds of a prompt's prefill while nothing else runs."""
     cache, start = pipe.new_cache(), perf_counter()
     with pipe.lock:
         pipe.engine.reader.read(prompt, cache).argmax().item()
@@ -221,7 +221,7 @@ def rows_of(
     batches: Sequence[int],
     variants: Sequence[str],
 ) -> Iterator[Row]:
-    """A row for each context, cache variant and batch that fits, and for those that do not."""
+    """Yield a row for each context, cache variant and batch, including those that do not fit."""
     for context in contexts:
         for name in variants:
             variant = WAYS[name]
@@ -235,7 +235,7 @@ def rows_of(
 
 
 def bounds(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Shares of rows at the context of the bounds: the value, and whether it meets its bound."""
+    """Return the shares at the context of the bounds: value, and whether it meets its bound."""
     checks = []
     for row in rows:
         if "error" in row or row["context"] != BOUND_CONTEXT:
@@ -286,7 +286,7 @@ def _figures_of(row: Row) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; returns what ``sweep`` returns."""
+    """Measure, print and record; return the result of ``sweep``."""
     parser = options_of("engine", __doc__, CONTEXTS)
     parser.set_defaults(models=MODELS)
     parser.add_argument("--batches", type=numbers, default=BATCHES, help="answers, with commas")

@@ -1,5 +1,5 @@
-"""A KV connector of vLLM that gives every prompt a cache of random values, so that decoding begins
-at once at any context."""
+"""KV connector of vLLM that gives every prompt a cache of random values, so that decoding starts at
+once at any context."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 
 _BLOCKS_AT_ONCE = 1024
 _SMALL = 0xBF
-"""A byte without the highest bit of an exponent: no number of 8 or 16 bits is NaN or 2 or more."""
+"""Mask that clears the top exponent bit: no 8-bit or 16-bit number is NaN, or 2 or more."""
 
 
 class FilledCache(DecodeBenchConnector):
-    """Fills the whole cache when it is made, not each request's blocks."""
+    """Connector that fills the whole cache when it is created, instead of each request's blocks."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Fill the caches of all layers."""
@@ -26,4 +26,4 @@ class FilledCache(DecodeBenchConnector):
                 part.view(torch.uint8).random_(0, 256).bitwise_and_(_SMALL)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """The values are there."""
+        """Do nothing: the values are already there."""

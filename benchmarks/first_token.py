@@ -2,7 +2,7 @@
 
 python -m benchmarks.first_token [--models qwen3-vl-8b,qwen3-omni-30b-a3b [--add]] [--tiny]
 
-One model with its cases: ``--models qwen3-vl-8b``; with ``--add`` the other's rows stay.
+A single model: ``--models qwen3-vl-8b``; ``--add`` keeps recorded rows of the other.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ NOTES = [
     "ones of a length, which compile and record.",
 ]
 OWN = ("towers", "language model")
-"""Stages that are the model's own."""
+"""Stages of the model itself."""
 STAGES = ("headers", "decode", "processor", "tokens", "copy", *OWN, "pack", "rest")
 MOST = 0.05
-"""Largest share of the model's own time that another stage should take."""
+"""Maximum time of any other stage, as a share of the model's own time."""
 _QUESTION = "What is it?"
 WORDS = (20, 60, 300, 600, 1200)
-"""Words of texts: questions, and up to 2,000 tokens."""
+"""Word counts of texts: questions, and prompts of up to 2,000 tokens."""
 _WARM_UP, _CALLS = 4, 7
 
 
@@ -84,10 +84,10 @@ class Case:
     """Media of one request.
 
     Attributes:
-        name: for the table.
-        model: a key of RELEASED.
-        count: how many pictures or recordings.
-        size: width and height of a picture in pixels.
+        name: name in the table.
+        model: key of RELEASED.
+        count: number of pictures or recordings.
+        size: width and height of a picture, in pixels.
         seconds: length of a recording.
     """
 
@@ -98,7 +98,7 @@ class Case:
     seconds: float = 0.0
 
     def tiny(self) -> Case:
-        """The same in small, for a CPU."""
+        """Return a small version of the case, for a CPU."""
         width, height = self.size
         small = (width // 8, height // 8)
         return replace(self, count=min(self.count, 3), size=small, seconds=self.seconds / 600)
@@ -114,14 +114,14 @@ MODELS = tuple(dict.fromkeys(case.model for case in CASES))
 
 
 class StageClock:
-    """Seconds of each stage of the thread that made it, without the stages within.
+    """Seconds of each stage in the thread that created the clock, without nested stages.
 
     Args:
-        device: that stages wait for.
+        device: device that stages wait for.
 
     Attributes:
         wall: seconds by stage.
-        cpu: seconds of all cores of this process by stage.
+        cpu: CPU seconds of this process on all cores, by stage.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Inside, time counts for this stage."""
+        """Count the time within the block for a stage."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -146,14 +146,14 @@ class StageClock:
             self._open.pop()
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function as a stage."""
+        """Wrap a function as a stage."""
 
         @wraps(call)
         def as_stage(*args: Any, **kwargs: Any) -> Any:
             with self.stage(name):
                 return call(*args, **kwargs)
 
-        # Fast layers run in a decoder whose forward is its own or this library's.
+        # The fast layers require that a forward is the class's own or from this library.
         as_stage.__module__ = oscar_mm.__name__ + ".benchmarks"
         return as_stage
 
@@ -168,7 +168,7 @@ class StageClock:
 
 @contextmanager
 def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
-    """Inside, requests of a pipeline are timed by stage; all else of them is "rest"."""
+    """Time requests of a pipeline by stage within the block; everything else is "rest"."""
     family, model, processor = pipe.family, pipe.model, pipe.processor
     decoder = model.get_decoder()
     kinds = family.reads & {Modality.IMAGE, Modality.AUDIO}
@@ -198,7 +198,7 @@ def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
 
 
 def pictures(folder: Path, case: Case) -> list[Path]:
-    """JPEG files with shapes of all sizes and some noise, each different."""
+    """Create different JPEG files with shapes of all sizes and some noise."""
     width, height = case.size
 
     def picture(index: int) -> Path:
@@ -216,7 +216,7 @@ def pictures(folder: Path, case: Case) -> list[Path]:
 
 
 def recordings(folder: Path, case: Case) -> list[Path]:
-    """FLAC files of noise that swells and fades, each different."""
+    """Create different FLAC files of noise that swells and fades."""
     count = round(case.seconds * RATE)
     swell = (0.05 + 0.05 * np.sin(np.arange(count) / RATE)).astype(np.float32)
 
@@ -230,7 +230,7 @@ def recordings(folder: Path, case: Case) -> list[Path]:
 
 
 def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[Row]:
-    """A row of a model for each of its cases."""
+    """Yield a model's row for each of its cases."""
     released = RELEASED[name].tiny() if tiny else RELEASED[name]
     start = perf_counter()
     model, processor = build(released, device, torch.bfloat16)
@@ -256,7 +256,7 @@ def read_text(pipe: Any, count: int) -> Row:
 
 
 def request(pipe: Any, case: Case, device: torch.device) -> Row:
-    """Ask about the media three times: to warm up, as a whole, and by stage."""
+    """Ask about the media three times: as a warm-up, as a whole, and by stage."""
     with tempfile.TemporaryDirectory() as folder:
         start = perf_counter()
         make = recordings if case.seconds else pictures
@@ -287,8 +287,7 @@ def request(pipe: Any, case: Case, device: torch.device) -> Row:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print times of texts, and seconds by stage, and whether each that is ours is within its
-    bound."""
+    """Print times of texts, and seconds by stage with the verdict on each stage of ours."""
     texts = [row for row in rows if "wall_s" not in row]
     show(
         "Texts",

@@ -1,4 +1,4 @@
-"""Conversations with full-size models of random weights, beside transformers' own cache.
+"""Conversations with full-size models of random weights, compared with transformers' own cache.
 
 python -m benchmarks.full_size [--models qwen3-vl-8b,... [--add]] [--tiny]
 """
@@ -53,13 +53,13 @@ NOTES = [
 ]
 CONTEXT, TINY_CONTEXT = 32768, 512
 LONGER = {"qwen3-vl-8b": (131072,)}
-"""Further contexts of some models."""
+"""Additional contexts of some models."""
 ROOM = 8192
-"""Positions beyond the first prompt."""
+"""Number of positions after the first prompt."""
 
 
 def bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Bounds of a row: the value, the bound, and whether the value meets it."""
+    """Return the bounds of a row: the value, the bound, and whether the value meets it."""
     oscar, dynamic, memory = row["ms"]["oscar"], row["ms"]["dynamic"], row["held"]
     checks = []
 
@@ -78,13 +78,13 @@ def bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
     if "saved_ratio" in row:
         check("saved / 16 bit", 1 / row["saved_ratio"], 1 / 6)
     if "kept" in row:
-        # Both differences are rounding; they sum in another order.
+        # Both differences are rounding from another order of summation.
         check("kept logits", row["kept"]["difference"], max(2 * row["kept"]["dynamic"], 0.02))
     return checks
 
 
 def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[dict[str, Any]]:
-    """A row of a model for each context; the first row has what is measured once."""
+    """Yield a model's row for each context; the first row has the one-time measurements."""
     contexts = (CONTEXT, *LONGER.get(name, ()))
     if tiny:
         contexts = tuple(TINY_CONTEXT * context // CONTEXT for context in contexts)
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
             for row in measure(name, device, tiny=options.tiny):
                 record.rows.append(row)
                 record.write(options.out)
-        except Exception as error:  # the other models go on
+        except Exception as error:  # Continue with the other models.
             traceback.print_exc()
             failures[name] = f"{type(error).__name__}: {error}"
         release(device)

@@ -1,12 +1,12 @@
 """Questions about images, videos and sound with a 2-bit KV cache.
 
-Names load on first use (PEP 562), so that `import oscar_mm` and the command line's help do not
-wait for torch.
+Names are loaded on first use (PEP 562), so that `import oscar_mm` and the command line's help need
+not import torch.
 
-Even so, transformers knows ``attn_implementation="oscar"`` after the import, whichever of the two
-is imported first. So a finder stays in ``sys.meta_path`` (PEP 302) until transformers imports its
-models' base class: it lets the other finders find that module, then imports ``oscar_mm.attention``
-and removes itself. Nothing in transformers is changed.
+Even so, transformers supports ``attn_implementation="oscar"`` after the import, in whichever order
+the two are imported. To this end a finder stays in ``sys.meta_path`` (PEP 302) until transformers
+imports the base class of its models: it lets the other finders find that module, then imports
+``oscar_mm.attention`` and removes itself. Nothing in transformers is changed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _HOME = {
     "roundtrip": "oscar_mm.inspect.quantization_errors",
 }
 _MODELS = "transformers.modeling_utils"
-"""Module of ``AttentionInterface``; every model of transformers needs it."""
+"""Module of ``AttentionInterface``, imported by every transformers model."""
 _ATTENTION = "oscar_mm.attention"
 
 
@@ -79,10 +79,10 @@ def __dir__() -> list[str]:
 
 
 class _Registration:
-    """Finder of the module ``_MODELS``; after its import, attention "oscar" is registered."""
+    """Finder for the module ``_MODELS``; its import registers attention "oscar"."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Spec of ``_MODELS``, whose loader registers the attention too; None for other modules."""
+        """Return a spec of ``_MODELS`` that also registers attention; None for other modules."""
         if name != _MODELS:
             return None
         for finder in sys.meta_path:
@@ -115,15 +115,15 @@ class _Loader:
         importlib.import_module(_ATTENTION)
 
     def __getattr__(self, name: str) -> Any:
-        """Any other member of the module's own loader, such as ``get_source``."""
+        """Forward other attributes, such as ``get_source``, to the module's own loader."""
         return getattr(self._loader, name)
 
 
 def _register() -> None:
-    """Register attention "oscar" now if transformers' models are imported, else when they are."""
+    """Register attention "oscar" now if transformers' models are imported, else on import."""
     if _MODELS in sys.modules:
         importlib.import_module(_ATTENTION)
-    # By name: if this module is loaded again, the finder that is there is of another class.
+    # By name: if this module is reloaded, an existing finder is of the old class.
     elif not any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _Registration())
 

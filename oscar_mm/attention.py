@@ -1,14 +1,14 @@
-"""Attention "oscar" for transformers: attends over packed pages, without unpacking the past.
+"""Attention "oscar" for transformers: attends to packed pages without unpacking the past.
 
 ``model.set_attn_implementation("oscar")`` (for multimodal models
 ``{"text_config": "oscar"}``) works with any cache: with an ``OscarCache`` it reads pages; with
-another cache, or with none, it is transformers' own "sdpa".
+another cache, or without a cache, it is transformers' own "sdpa".
 
 Importing this module registers two functions: the attention, and the mask function of the same
-name. Transformers calls the mask function before all layers, once per forward pass and kind of
-layer; without one it would drop the padding mask silently. Where the model needs more than causal
-attention (windows, chunks, images whose tokens see each other), or hides tokens of the cache, the
-mask is built and the past is unpacked, a layer at a time.
+name. Transformers calls the mask function before all layers, once per forward pass and layer type;
+without one it would silently drop the padding mask. If the model needs more than causal attention
+(windows, chunks, images with bidirectional attention), or masks cached tokens, the mask is built
+and the past is unpacked, one layer at a time.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def attend(
         (batch, tokens, query heads, head_dim) and None.
 
     Raises:
-        NotImplementedError: the model asks for attention weights, or for an option of attention
-            that an ``OscarCache`` does not support.
+        NotImplementedError: if the model requests attention weights, or an attention option that an
+            ``OscarCache`` does not support.
     """
     chunk = getattr(key, "oscar_chunk", None)
     if chunk is None:
@@ -89,23 +89,23 @@ def mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Mask function of transformers' AttentionMaskInterface; it tells the cache of the padding.
+    """Mask function of transformers' AttentionMaskInterface; also passes padding to the cache.
 
     ``kv_length`` comes from ``Cache.get_mask_sizes``. An ``OscarCache`` returns an int that carries
-    the cache: transformers leaves no other way from the mask to the cache.
+    the cache, as transformers offers no other way from the mask to the cache.
 
     Args:
-        attention_mask: (batch, past and new tokens) bool, False for tokens that nobody sees. With
-            a mask of the new tokens alone, all past tokens are seen.
+        attention_mask: (batch, past and new tokens) bool, False for masked tokens. A mask of the
+            new tokens alone leaves all past tokens visible.
         local_size: tokens of a window or a chunk.
-        allow_is_causal_skip: whether, padding apart, the mask is causal up to ``local_size``
-            tokens.
+        allow_is_causal_skip: whether the mask is causal up to ``local_size`` tokens, apart from
+            padding.
 
     Returns:
         (batch, 1, new tokens, all tokens) bool; None for plain causal attention.
 
     Raises:
-        InputError: ``attention_mask`` has another length.
+        InputError: if ``attention_mask`` has another length.
     """
     cache = getattr(kv_length, "cache", None)
     if cache is not None:
@@ -113,7 +113,7 @@ def mask(
         causal = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
         if causal and not hides:
             return None
-        # None would stand for causal attention.
+        # With a skip, sdpa's mask function could return None, which means causal attention.
         allow_is_causal_skip = kwargs["allow_is_bidirectional_skip"] = False
     return AttentionMaskInterface()[_SDPA](
         batch_size=batch_size,
@@ -132,13 +132,13 @@ def mask(
 def _announced(
     cache: Any, mask: torch.Tensor | None, new: int, tokens: int
 ) -> tuple[int, torch.Tensor | None, bool]:
-    """Tell a cache of a forward pass: all tokens, their mask, and whether it hides stored ones."""
+    """Announce a forward pass to a cache: its tokens, their mask, and whether it hides the past."""
     mask = None if mask is None else _for_all_tokens(mask, new, tokens)
     return int(tokens), mask, cache.attend_packed(mask)
 
 
 def _for_all_tokens(mask: torch.Tensor, new: int, tokens: int) -> torch.Tensor:
-    """Mask of past and new tokens, from one of the new tokens or from one that is too long."""
+    """Extend a mask of the new tokens to past and new tokens, or cut one that is too long."""
     if mask.shape[1] == new:
         return pad(mask, (tokens - new, 0), value=1)
     if mask.shape[1] < tokens:

@@ -94,7 +94,7 @@ def main() -> None:
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # a closed pipe, a closed stream
+            with suppress(OSError, ValueError):  # The pipe or the stream may be closed.
                 stream.flush()
         os._exit(code)
 

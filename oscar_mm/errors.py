@@ -4,14 +4,14 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 _MAX_SHOWN = 80
-"""Characters of a value in a message."""
+"""Maximum characters of a value in a message."""
 
 
 class InputError(ValueError):
-    """The user gave something that cannot be used.
+    """Invalid input of the user.
 
     The message is one line that names the file or the argument, says what is wrong with it and
-    what would be right; the command line prints it unchanged.
+    what would be valid; the command line prints it unchanged.
     """
 
 
@@ -21,7 +21,7 @@ class RequestTooLarge(InputError):
     Attributes:
         asked: tokens that the request needs: earlier turns, the prompt with its media, and
             ``max_new_tokens``.
-        fits: tokens that there is room for.
+        fits: number of tokens that would fit.
     """
 
     def __init__(self, message: str, asked: int, fits: int) -> None:
@@ -34,28 +34,28 @@ class MemoryBusy(InputError):
 
 
 class Cancelled(Exception):
-    """An answer was cancelled before its first word."""
+    """A request was cancelled before its first word."""
 
 
 def shown(value: object) -> str:
-    """What the user gave, for a message: its repr, of which the first characters if it is long."""
+    """Return the repr of a user's value for a message, shortened if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no whole number of more than 4,300 digits.
+    except ValueError:  # Python does not print integers of more than 4,300 digits.
         text = f"{type(value).__name__} of very many digits"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def suggestion(name: str, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """The end of a message about an unknown name: "; did you mean X?", or "" if none is close.
+    """Return the end of a message about an unknown name: "; did you mean X?", or "".
 
     Args:
-        name: what the user gave.
-        choices: known names, or a mapping of names to what is suggested for each.
+        name: name given by the user.
+        choices: known names, or a mapping from names to what is suggested for each.
     """
     suggested = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
     by_lower = {known.lower(): given for known, given in suggested.items()}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    # A right name may be here too: of a model that is not on this machine.
+    # The name itself may be a valid choice: that of a model which is not on this machine.
     is_meant = close and by_lower[close[0]] != name
     return f"; did you mean {by_lower[close[0]]}?" if is_meant else ""

@@ -1,4 +1,4 @@
-"""Text files that a user names, and files that are written completely or not at all."""
+"""Text files named by users, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from oscar_mm.errors import InputError
 
 
 def read_text(path: Path, argument: str = "--text") -> str:
-    """The text of a UTF-8 file.
+    """Return the text of a UTF-8 file.
 
     Args:
         path: the file.
         argument: name of the argument in error messages.
 
     Raises:
-        InputError: the file does not exist, is not UTF-8, or is empty.
+        InputError: if the file does not exist, is not UTF-8, or is empty.
     """
     if not path.is_file():
         what = "is a folder; give a file of text" if path.is_dir() else "no such file"
@@ -38,10 +38,10 @@ def read_text(path: Path, argument: str = "--text") -> str:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Make errors of a block that writes a file name the file.
+    """Convert OSErrors within a block that writes a file, so that they name the file.
 
     Raises:
-        InputError: the block raises an ``OSError``, for example because the disk is full.
+        InputError: if the block raises an ``OSError``, for example because the disk is full.
     """
     try:
         yield
@@ -53,16 +53,16 @@ def writing(path: str | Path) -> Iterator[None]:
 def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Yield an empty file in the same folder; at the end of the block it replaces ``path``.
 
-    The new file is on the disk before it replaces the old one, so ``path`` is a complete file at
-    any time. An error in the block leaves the old file and removes the new one.
+    The new file is flushed to disk before it replaces the old one, so ``path`` is a complete file
+    at any time. An error in the block keeps the old file and removes the new one.
 
     Args:
         path: file to write or replace, in an existing folder. Links are followed.
-        private: only the owner may read the file; otherwise the process's umask decides.
+        private: let only the owner read the file; otherwise the process's umask decides.
 
     Raises:
-        OSError: the file cannot be written, or ``path`` exists and is no regular file, like
-            /dev/null.
+        OSError: if the file cannot be written, or ``path`` exists and is not a regular file, such
+            as /dev/null.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -78,7 +78,7 @@ def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # a folder cannot be opened everywhere
+    with suppress(OSError):  # Some systems cannot open a folder.
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)

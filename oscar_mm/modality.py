@@ -49,7 +49,7 @@ class Span:
 
 
 def spans_of(modalities: Iterable[int]) -> list[Span]:
-    """Run-length spans of one sequence of modality ids; padding (-1) ends a span and has none."""
+    """Return the runs of one sequence of modality ids as spans; padding (-1) is skipped."""
     spans, start = [], 0
     for modality, run in groupby(int(m) for m in modalities):
         length = sum(1 for _ in run)
@@ -64,12 +64,12 @@ class MediumSpan:
     """One image, video or recording in a row of tokens.
 
     Attributes:
-        modality: kind of the medium. A video may hold tokens of other modalities: the timestamps
+        modality: modality of the medium. A video may contain tokens of other modalities: timestamps
             between its frames are text, its sound is audio.
-        label: its name for people: a file's name, or the place in the request such as images[2].
-        start: index of its first token.
-        stop: index after its last token.
-        digest: SHA-256 of its decoded content, in hex; see ``oscar_mm.media.media``.
+        label: name for display: a file's name, or the place in the request such as images[2].
+        start: index of the first token.
+        stop: index after the last token.
+        digest: hexadecimal SHA-256 of the decoded content; see ``oscar_mm.media.media``.
     """
 
     modality: Modality
@@ -80,11 +80,11 @@ class MediumSpan:
 
     @property
     def tokens(self) -> int:
-        """Tokens from the first to the last."""
+        """Number of tokens from the first to the last."""
         return self.stop - self.start
 
     def shifted(self, tokens: int) -> MediumSpan:
-        """The same medium ``tokens`` further on."""
+        """Return the span moved ``tokens`` to the right."""
         return replace(self, start=self.start + tokens, stop=self.stop + tokens)
 
 
@@ -95,20 +95,20 @@ def token_modalities(
     mm_token_type_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Modality id of every token of a batch.
+    """Return the modality id of every token of a batch.
 
     Args:
         input_ids: (batch, tokens) integer token ids.
-        config: the model's configuration; its ``image_token_id``, ``video_token_id`` and
-            ``audio_token_id`` are used where the processor gave no ``mm_token_type_ids``.
-        mm_token_type_ids: (batch, tokens), 0 text, 1 image, 2 video, 3 audio, as processors give.
-        attention_mask: (batch, tokens), 0 where a token is padding.
+        config: configuration of the model; its ``image_token_id``, ``video_token_id`` and
+            ``audio_token_id`` are used if ``mm_token_type_ids`` is None.
+        mm_token_type_ids: (batch, tokens) from a processor: 0 text, 1 image, 2 video, 3 audio.
+        attention_mask: (batch, tokens), 0 for padding.
 
     Returns:
         (batch, tokens) int8 on the CPU: 0 to 3, and -1 for padding.
 
     Raises:
-        ValueError: ``mm_token_type_ids`` has another shape, or ids other than 0 to 3.
+        ValueError: if ``mm_token_type_ids`` has another shape, or ids other than 0 to 3.
     """
     import torch
 

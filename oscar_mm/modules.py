@@ -1,8 +1,8 @@
-"""How the modules of a model run, and the weights that they run with.
+"""Checks of how a model's modules run and which weights they use.
 
-Both are for others to change: a hook, a kernel or another ``forward`` around a module or in its
-class, an adapter, weights that ``accelerate`` keeps elsewhere and brings for each forward pass.
-Whatever does a module's work without calling it asks here whether that is the same.
+Other libraries may change both: by a hook, a kernel or another ``forward`` around a module or in
+its class, by an adapter, or by offloading with ``accelerate``, which loads weights for each forward
+pass. Code that does a module's work without calling the module checks here whether that is valid.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from oscar_mm.tensor_parallel import is_dtensor, local_shard
 
 _HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
-"""Where the classes of plain decoders come from. Whatever quantizes or adapts a model (GPTQ, AWQ,
-bitsandbytes, transformers.integrations, PEFT, parametrizations) puts classes of its own in."""
+"""Origins of the classes of plain decoders. Libraries that quantize or adapt a model (GPTQ, AWQ,
+bitsandbytes, transformers.integrations, PEFT, parametrizations) insert classes of their own."""
 _OWN_HOOKS = "oscar_mm."
 _IGNORED_HOOKS = (_OWN_HOOKS, "transformers.utils.output_capturing")
-"""Homes of hooks that change nothing: ours, and those that transformers leaves on modules once
-somebody has asked for hidden states or attentions."""
+"""Origins of hooks that change nothing: our own, and those that transformers leaves on modules once
+hidden states or attention weights have been requested."""
 _FOLDERS = tuple(f"{Path(str(one.__file__)).parent}{os.sep}" for one in (torch, transformers))
-"""Where the code of classes lies as it was written."""
+"""Folders of unmodified class code."""
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _NUMBERS = itertools.count()
 _numbers = WeakTensorKeyDictionary()
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """The modules of ``root.modules()``, which makes up names and takes three times as long."""
+    """Return the same as ``root.modules()`` in a third of the time, as no names are built."""
     found, left = {}, [root]
     while left:
         module = left.pop()
@@ -50,7 +50,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def devices(module: nn.Module) -> set[torch.device]:
-    """Devices on which a module has weights or buffers."""
+    """Return the devices of a module's weights and buffers."""
     tensors = (
         x for one in modules_of(module) for x in (*one._parameters.values(), *one._buffers.values())
     )
@@ -58,10 +58,10 @@ def devices(module: nn.Module) -> set[torch.device]:
 
 
 def computing_device(module: nn.Module) -> torch.device:
-    """The device on which a module computes: of its weights, or the one that they are brought to.
+    """Return the device on which a module computes: that of its weights, or of offloading.
 
     Raises:
-        ValueError: it has no weights that anybody could bring.
+        ValueError: if the module has only meta weights and nothing loads them.
     """
     parts = modules_of(module)
     for part in parts:
@@ -74,8 +74,8 @@ def computing_device(module: nn.Module) -> torch.device:
 
 
 def run_as_written(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules are of known classes and run as these were written, on floating-point weights
-    that stay where they are: nobody has put hooks, kernels, adapters or other methods in."""
+    """Whether modules are of known classes, run their unmodified code, and have floating-point
+    weights that are not offloaded: no foreign hooks, kernels, adapters or methods."""
     return (
         not any(getattr(nn_module, name) for name in _GLOBAL_HOOKS)
         and all(map(_is_unchanged, {type(module) for module in modules}))
@@ -84,11 +84,11 @@ def run_as_written(modules: Sequence[nn.Module]) -> bool:
 
 
 def weights_key(model: nn.Module) -> tuple[object, ...]:
-    """The same as long as a model computes the same: its weights are where they were and nobody has
-    written to them, adapters are the same, and its modules run as they did.
+    """Return a key that changes whenever the model may compute something else.
 
-    What is written through ``weight.data`` does not show. All requests that come while no other
-    answer runs wait for this.
+    It covers the addresses and versions of weights, adapters, and how the modules run. Writes
+    through ``weight.data`` are not detected. Keep it fast: requests that arrive at an idle engine
+    wait for it.
     """
     modules = modules_of(model)
     key = list[object](id(hook) for name in _GLOBAL_HOOKS for hook in getattr(nn_module, name))
@@ -104,7 +104,7 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             key += [id(hook) for hook in hooks.values() if not _is_of(hook, _IGNORED_HOOKS)]
         if (hook := _offloading(module)) is not None:
-            key.append(id(hook.weights_map))  # Its weights come and go.
+            key.append(id(hook.weights_map))  # Offloaded: the weights themselves come and go.
             continue
         for weight in own["_parameters"].values():
             if weight is not None:
@@ -114,7 +114,7 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
 
 
 def _number(weight: torch.Tensor) -> int:
-    """A number of its own for each tensor: an address is used again once a tensor is gone."""
+    """Return a unique number for a tensor, since addresses are reused after a tensor is freed."""
     number = _numbers.get(weight)
     if number is None:
         number = _numbers[weight] = next(_NUMBERS)
@@ -122,7 +122,7 @@ def _number(weight: torch.Tensor) -> int:
 
 
 def _settings(attributes: dict[str, Any]) -> str:
-    """What a module keeps beside weights: of an adapter its scaling, and whether it is active."""
+    """Return a module's settings besides weights, such as an adapter's scaling and activation."""
     return repr([(name, value) for name, value in attributes.items() if _is_setting(value)])
 
 
@@ -145,7 +145,7 @@ def _is_known_class(kind: type[nn.Module]) -> bool:
 
 
 def _is_unchanged(kind: type[nn.Module]) -> bool:
-    """Whether a class is known, and runs as it was written."""
+    """Whether a class is known and its code is unmodified."""
     return _is_known_class(kind) and all(
         _is_written_in(home, vars(home)[name])
         for name in ("__call__", "forward")
@@ -154,9 +154,8 @@ def _is_unchanged(kind: type[nn.Module]) -> bool:
 
 
 def _is_written_in(home: type, method: Any) -> bool:
-    """Whether a method is one that its class was written with, and calls the functions, by name,
-    that it was written to call."""
-    if method is nn_module._forward_unimplemented:  # Of lists of modules.
+    """Whether a method is the one in its class's source, and calls the original functions."""
+    if method is nn_module._forward_unimplemented:  # ModuleList has this forward.
         return True
     inner, around = unwrap(method), [method]
     while hasattr(around[-1], "__wrapped__"):
@@ -175,7 +174,7 @@ def _is_shipped(function: FunctionType) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """No hooks of others, no forward of its own, no weights but floating-point tensors."""
+    """Whether a module has no foreign hooks, no other forward, and only floating-point weights."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     weights = [weight for weight in module._parameters.values() if weight is not None]
     return (
@@ -186,8 +185,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
-    """No forward but the class's, ours, or the class's with what accelerate or transformers puts
-    around."""
+    """Whether the forward is the class's, our own, or the class's wrapped by accelerate or
+    transformers."""
     forward = _own_forward(module)
     if forward is None or _is_of(forward, _OWN_HOOKS):
         return all(type(weight) is nn.Parameter for weight in weights)
@@ -198,53 +197,55 @@ def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bo
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """What runs in place of the forward of a module's class, or None; accelerate leaves the class's
-    own in the module when it takes its hooks off."""
+    """Return the forward that replaces the class's, or None.
+
+    Accelerate stores the class's own forward in the module when it removes its hooks.
+    """
     forward = vars(module).get("forward")
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Hooks of accelerate."""
+    """Return the hooks of accelerate."""
     hook = vars(module).get("_hf_hook")
     return () if hook is None else getattr(hook, "hooks", (hook,))
 
 
 def _is_accelerates(hook: Any) -> bool:
-    """Whether a hook brings inputs and maybe weights to the device that computes."""
+    """Whether a hook moves inputs, and perhaps weights, to the computing device."""
     return f"{type(hook).__module__}.{type(hook).__name__}" == "accelerate.hooks.AlignDevicesHook"
 
 
 def _offloading(module: nn.Module) -> Any:
-    """The hook of accelerate that brings a module's weights for each forward pass, or None."""
+    """Return accelerate's hook that loads a module's weights for each forward pass, or None."""
     return next((x for x in _hooks(module) if _is_accelerates(x) and x.offload), None)
 
 
 def acting_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that a model computes with now, as they are stored, one after the other.
+    """Yield the weights that a model computes with now, in their stored form.
 
     Yields:
-        "" and a parameter; or, of an adapter that acts beside the weights of its layer, the
-        parameter's kind with the numbers that scale it, and the parameter.
+        An empty string and a parameter; for an adapter next to the weights of its layer, the
+        parameter's kind with its scaling factors, and the parameter.
     """
     brought = _brought_weights(model)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     adapters = {
         name: label
         for path, module in model.named_modules()
-        if hasattr(module, "adapter_layer_names")  # The protocol of peft's layers.
+        if hasattr(module, "adapter_layer_names")  # Attribute of all PEFT layers.
         for name, label in _adapter_weights(path, module)
     }
     for name, weight in model.named_parameters():
         is_brought, label = name in brought, adapters.get(name, "")
-        # What is brought is one tensor for each name.
+        # Offloaded tied weights are loaded as one tensor per name: count only one of them.
         is_other = name in tied and (is_brought or tied[name] in brought)
         if label is not None and not is_other:
             yield label, brought[name]() if is_brought else weight
 
 
 def _brought_weights(model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
-    """What accelerate brings for each forward pass, by the parameter's name."""
+    """Return the loaders of offloaded weights, by parameter name."""
     return {
         f"{path}.{name}" if path else name: partial(hook.weights_map.__getitem__, name)
         for path, module in model.named_modules()
@@ -254,8 +255,7 @@ def _brought_weights(model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def _adapter_weights(path: str, module: Any) -> Iterator[tuple[str, str | None]]:
-    """Names of the parameters of a layer's adapters; each with a label, or None if it does not
-    act."""
+    """Yield the parameter names of a layer's adapters, each with a label, or None if inactive."""
     idle = module.disable_adapters or getattr(module, "merged_adapters", ())
     active = () if idle else module.active_adapters
     for kind in module.adapter_layer_names:

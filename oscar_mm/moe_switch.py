@@ -1,9 +1,9 @@
-"""Experts "oscar" for transformers: a mixture of experts that is quick for one token and for many.
+"""Experts "oscar" for transformers: a mixture of experts that is fast for few and for many tokens.
 
-Transformers' "batched_mm" copies the weights of each token's experts next to each other, which is
-quick for a few tokens and runs out of memory for a prompt; its "grouped_mm" sorts the tokens by
-expert, which suits a prompt. ``generate`` switches between the two; experts "oscar" choose by the
-number of tokens, in any decode loop.
+Transformers' "batched_mm" gathers the weights of each token's experts, which is fast for a few
+tokens and runs out of memory for a prompt; its "grouped_mm" sorts the tokens by expert, which suits
+a prompt. ``generate`` switches between the two; experts "oscar" choose by the number of tokens, in
+any decode loop.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 IMPLEMENTATION = "oscar"
 _GROUPED, _BATCHED = "grouped_mm", "batched_mm"
 MAX_BATCHED = 16
-"""Most tokens of a step that use "batched_mm": up to here it was the quicker one in all
-measurements, with 8 of 128 experts a token
-(benchmarks/results/full_size-nvidia-h200.json)."""
+"""Maximum number of tokens for "batched_mm": up to here it was the faster one in all measurements,
+with 8 of 128 experts per token (benchmarks/results/full_size-nvidia-h200.json)."""
 
 
 def forward(
@@ -44,9 +43,9 @@ def forward(
 
 
 def choose_experts(model: Any) -> None:
-    """Replace "grouped_mm", transformers' default, by "oscar" in a model of transformers.
+    """Replace "grouped_mm", the default, by "oscar" in a transformers model.
 
-    Another choice of the user stays, and so do quantized experts.
+    Any other choice of the user is kept, and quantized experts are left alone.
     """
     chosen = model.get_experts_implementation()
     if _GROUPED in chosen.values() and not _has_quantized_experts(model):

@@ -17,20 +17,20 @@ class Bits(NamedTuple):
     values: int
 
     def __str__(self) -> str:
-        """One number for both, or two: "2", "3/2"."""
+        """Return one number for both, or two: "2", "3/2"."""
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @property
     def packed(self) -> bool:
-        """Whether values are stored in fewer than 16 bits."""
+        """Whether keys and values are stored in fewer than 16 bits."""
         return self.keys < 16
 
 
 PLAIN = Bits(16, 16)
-"""Not packed: in the model's dtype, or in bfloat16 for a model in float32 if others are packed."""
+"""Not packed: the model's dtype, or bfloat16 in a float32 model if other modalities are packed."""
 _NARROWEST = Bits(2, 2)
 Width = int | tuple[int, int] | list[int]
-"""Bits of keys and values: one number for both, or two."""
+"""Bits of keys and values: one number for both, or a pair."""
 
 
 class ModalityBits(NamedTuple):
@@ -46,7 +46,7 @@ FITS = ("minmax", "lsq")
 NORMS = ("plain", "refit", "unbiased")
 VALUE_SCALES = ("plain", "unbiased")
 TOKEN_SCALINGS = (None, "per_head", "shared")
-"""Values of the fields of these names; the index of one is the kernels' macro."""
+"""Allowed values of the policy fields; their indices are the values of the kernels' macros."""
 _ALLOWED: dict[str, tuple] = {
     "key_axis": ("channel", "token"),
     "key_group": (32, 64, 128),
@@ -60,14 +60,15 @@ _ALLOWED: dict[str, tuple] = {
     "center": (True, False),
 }
 _WORDS = {"none": None, "true": True, "false": False}
-"""Values of fields that a text spells in words."""
+"""Values of fields that are written as words."""
 _ALLOWED_BITS = (2, 3, 4)
 _MAX_WIDTHS = 2
 _MAX_RECENT = 4096
 
 
 class _Bits:
-    """The field ``bits``: a width, a pair or a mapping is set, ``ModalityBits`` are read."""
+    """Descriptor of the field ``bits``: accepts a width, a pair or a mapping, and returns
+    ``ModalityBits``."""
 
     def __get__(self, policy: KVPolicy | None, owner: type) -> ModalityBits:
         return ModalityBits(*[_NARROWEST] * 4) if policy is None else policy.__dict__["bits"]
@@ -80,47 +81,47 @@ class _Bits:
 class KVPolicy:
     """How the cache stores keys and values. Immutable, hashable, checked at construction.
 
-    Fields that are not given are as in the preset "compact"; ``KVPolicy.preset("standard", ...)``
-    changes the default policy.
+    Missing fields are as in the preset "compact"; use ``KVPolicy.preset("standard", ...)`` to
+    change the default policy.
 
     Attributes:
-        bits: bits per value: 2, 3, 4 or 16, one number for keys and values or a pair such as
-            ``(3, 2)``, for all modalities or in a mapping such as ``{"image": (3, 2), "text": 4}``
-            (modalities not named get 2). 16, of keys and values alike, means ``PLAIN``. At
-            most two different widths below 16.
+        bits: bits per value: 2, 3, 4 or 16; one number for keys and values or a pair such as
+            ``(3, 2)``; for all modalities or in a mapping such as ``{"image": (3, 2), "text": 4}``
+            (other modalities get 2). 16, which must apply to both keys and values, means ``PLAIN``.
+            At most two different widths below 16.
         key_axis: "token" quantizes each token over a group of channels (QuaRot): a token that has
             left the window takes a slot of a page, and a page begins with as many tokens as take
             its bytes in 16-bit precision. "channel" quantizes each key channel over a group of
             tokens (KIVI, OScaR): whole pages of 128 tokens at a time.
         key_group: tokens of a key group, or channels with ``key_axis="token"``: 32, 64 or 128.
-        value_group: channels of a value group: 32, 64 or 128. A head that the group does not
-            divide uses the largest divisor of head_dim below it.
+        value_group: channels of a value group: 32, 64 or 128. If head_dim is not divisible by the
+            group, the largest divisor of head_dim below it is used.
         fit: "minmax" spans the group's range, "lsq" minimizes its squared error.
-        norm: what keys are fitted to once their codes are fixed. "plain" keeps the norm of each
-            key; "refit" stores the norm of least squared error; "unbiased" stores the one with
-            <K^, K> = |K|^2 and, with ``fit="lsq"``, scales with
+        norm: target to which keys are fitted once their codes are fixed. "plain" keeps the norm of
+            each key; "refit" stores the norm of least squared error; "unbiased" stores the norm
+            with <K^, K> = |K|^2 and, with ``fit="lsq"``, scales with
             <K^ - mean, K - mean> = |K - mean|^2 in each group, so that neither scores nor their
             differences shrink on average. With ``rotate`` a few codes of keys that have scales of
-            their own (``key_axis="token"``) are then changed so that errors of scores fall.
-        value_scale: what values are fitted to: "plain" keeps the fitted scale, which shrinks each
-            group towards its mean; "unbiased", only with ``fit="lsq"``, makes
+            their own (``key_axis="token"``) are then changed to reduce the errors of scores.
+        value_scale: target to which values are fitted: "plain" keeps the fitted scale, which
+            shrinks each group towards its mean; "unbiased", only with ``fit="lsq"``, makes
             <V^ - mean, V - mean> = |V - mean|^2 in each group.
         rotate: Hadamard rotation of keys and values along head_dim.
         balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q), from the model's
             "weights" (see ``oscar_mm.quant.balance``), or None. Attention is unchanged in exact
             arithmetic.
-        token_scaling: divide keys by a norm per token: one "shared" over all KV heads, one
-            "per_head", or None. Only with ``key_axis="channel"``; otherwise a token's scale is
-            its own already.
-        center: with ``key_axis="token"``, each token and head stores its key or the key less its
-            page's center, whichever has the smaller error. The center is the mean of the page's
-            first keys; where the window is below 4 tokens and a page begins while decoding, of
-            keys that the page before stores.
-        window: most recent tokens of a sequence that are always kept in 16-bit precision.
-        sinks: first tokens of a sequence that are always kept in 16-bit precision.
+        token_scaling: division of keys by a norm per token: one "shared" by all KV heads, one
+            "per_head", or None. Only with ``key_axis="channel"``; otherwise each token already has
+            its own scale.
+        center: with ``key_axis="token"``, store for each token and head the key, or the key minus
+            its page's center, whichever has the smaller error. The center is the mean of the page's
+            first keys; if the window is below 4 tokens and a page begins while decoding, the mean
+            of keys stored in the previous page.
+        window: number of most recent tokens of a sequence that stay in 16-bit precision.
+        sinks: number of first tokens of a sequence that stay in 16-bit precision.
 
     Raises:
-        InputError: a value is not allowed; the message names the field and the allowed values.
+        InputError: if a value is not allowed; names the field and the allowed values.
     """
 
     bits: _Bits = _Bits()
@@ -170,7 +171,7 @@ class KVPolicy:
             )
 
     def bits_for(self, modality: Modality) -> Bits:
-        """Bits per stored value of a modality; ``PLAIN`` if it is not packed."""
+        """Return the bits per stored value of a modality; ``PLAIN`` if it is not packed."""
         return self.bits[int(modality)]
 
     @property
@@ -180,15 +181,15 @@ class KVPolicy:
 
     @property
     def centers_keys(self) -> bool:
-        """Whether a page stores apart what its keys have in common, so that it adds no error.
+        """Whether a page stores the common part of its keys separately, without error.
 
-        Stream pages have a center for it, others the zero points of their channels.
+        Stream pages have a center for it, other pages the zero points of their channels.
         """
         return self.center or not self.by_token
 
     @property
     def packed_bits(self) -> tuple[Bits, ...]:
-        """The different widths in which modalities are packed, ascending."""
+        """Different widths of the packed modalities, ascending."""
         return tuple(sorted({bits for bits in self.bits if bits.packed}))
 
     @property
@@ -198,18 +199,18 @@ class KVPolicy:
 
     @property
     def balances(self) -> bool:
-        """Whether keys are stored balanced against queries: only where they are packed."""
+        """Whether keys are stored balanced against queries, which requires that they are packed."""
         return self.packs and self.balance is not None
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
-        """A named policy, with fields changed on request: ``preset("compact", window=128)``.
+        """Return a named policy, with changed fields if given: ``preset("compact", window=128)``.
 
-        The name may hold the changes itself, as on the command line: "compact:window=128,bits=3/2".
-        Modalities that a mapping of ``bits`` does not name keep the preset's bits.
+        The name itself may contain changes, as on the command line: "compact:window=128,bits=3/2".
+        Modalities missing in a mapping of ``bits`` keep the preset's bits.
 
         Raises:
-            InputError: an unknown preset or field, or a value that is not allowed.
+            InputError: if the preset or a field is unknown, or a value is not allowed.
         """
         if isinstance(name, str) and ":" in name:
             name, _, text = name.partition(":")
@@ -238,10 +239,10 @@ class KVPolicy:
 
     @classmethod
     def of(cls, policy: str | KVPolicy) -> KVPolicy:
-        """A policy itself, or the preset of a name.
+        """Return a policy itself, or the preset with a name.
 
         Raises:
-            InputError: an unknown name, or another type.
+            InputError: if the name is unknown, or the value has another type.
         """
         if isinstance(policy, KVPolicy):
             return policy
@@ -253,7 +254,7 @@ class KVPolicy:
 
 
 def _parsed_changes(text: str) -> dict[str, Any]:
-    """Fields and values of "window=128,bits=3/2"."""
+    """Parse the fields and values of text such as "window=128,bits=3/2"."""
     changes = {}
     for change in text.split(","):
         field, equals, value = (part.strip() for part in change.partition("="))
@@ -269,7 +270,7 @@ def _parsed_value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     numbers = text.split("/")
-    # Python refuses to read numbers of thousands of digits.
+    # Python refuses to parse numbers with thousands of digits.
     if all(number.isascii() and number.isdecimal() and len(number) < 20 for number in numbers):
         return int(text) if len(numbers) == 1 else tuple(map(int, numbers))
     return text
@@ -310,15 +311,15 @@ def _checked_width(name: str, width: Any) -> Bits:
 
 
 DEFAULT = "standard"
-"""Name of the preset that applies where none is chosen."""
+"""Name of the default preset."""
 _WHOLE_PAGES: dict[str, Any] = {"key_axis": "channel", "center": False}
 _PRESETS: dict[str, dict[str, Any]] = {
-    # Keys deserve more bits than values: 2.8 bits per value in all.
+    # Keys benefit more from bits than values: 2.8 bits per value overall.
     "standard": {"bits": (3, 2)},
     # The smallest: 2.3 bits per value.
     "compact": {},
-    # OScaR's whole pages with what made them better: least-squares fit, unbiased per-head norm
-    # and values, balancing, groups of 128; 2.31 bits per value.
+    # OScaR's whole pages with improvements: least-squares fit, unbiased per-head norm and values,
+    # balancing, groups of 128; 2.31 bits per value.
     "channel": {**_WHOLE_PAGES, "token_scaling": "per_head"},
     # The published OScaR recipe (rotation, one norm per token over all heads, min-max fit).
     "oscar": {

@@ -1,7 +1,7 @@
-"""Rank watch: ends this process when another rank of a divided model is killed or crashes.
+"""Rank watch: ends this process if another rank of a tensor-parallel group is killed or crashes.
 
-The next collective would wait for the lost rank: NCCL does so for ten minutes, in a call that no
-signal handler of Python interrupts.
+Otherwise the next collective would wait for the lost rank: NCCL does so for ten minutes, in a call
+that Python's signal handlers cannot interrupt.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ from oscar_mm.tensor_parallel import TPGroup
 
 try:
     import fcntl
-except ImportError:  # Windows, where torch divides no model either
+except ImportError:  # Windows, where torch has no tensor parallelism either.
     fcntl = None
 
 _ENDED = b"ended"
-"""Content of a rank's file once the rank ends as it should."""
+"""Content of a rank's file after a regular end."""
 _PATIENCE_S = 1.0
-"""Seconds that a rank with an exception waits for the reason."""
+"""Seconds that a rank with an exception waits for its watchers to report the cause."""
 
 
 @cache
 def watch(ranks: TPGroup) -> None:
-    """Watch the other ranks of this machine until this process ends.
+    """Watch the other ranks of this machine until this process ends; all ranks must call it.
 
     Each rank locks a file of its own. The system releases the lock when the process is gone,
-    whatever ended it, and a thread of every other rank waits for that. All ranks call this
-    together.
+    whatever the reason, and a thread of every other rank waits for that.
     """
     if ranks.count == 1 or fcntl is None:
         return
     number, path = tempfile.mkstemp(prefix="oscar-mm-rank-")
     file = os.fdopen(number, "r+b", buffering=0)
-    # Not lockf, which refuses to let two processes wait for each other. A forked child would keep
-    # the lock of flock.
+    # Not lockf, which does not let two processes wait for each other. The lock of flock would be
+    # kept by a forked child, hence the handler.
     fcntl.flock(file, fcntl.LOCK_EX)
     os.register_at_fork(after_in_child=file.close)
     watchers: list[Thread] = []
@@ -60,28 +59,28 @@ def watch(ranks: TPGroup) -> None:
 
 
 def _end(file: BinaryIO, path: str, watchers: Sequence[Thread]) -> None:
-    """Tell the other ranks that this one ends as it should, unless an exception ends it."""
+    """Mark the regular end of this rank for the others, unless an exception ends it."""
     if not hasattr(sys, "last_value") and sys.exc_info()[0] in (None, SystemExit):
         file.write(_ENDED)
         Path(path).unlink(missing_ok=True)
         return
-    # The exception may say that a connection was closed: its watcher names the rank.
+    # The exception may be a closed connection; then a watcher names the lost rank.
     for watcher in watchers:
         watcher.join(_PATIENCE_S / len(watchers))
 
 
 def _wait(path: str, rank: int, ranks: TPGroup, own: str) -> None:
-    """Wait for the end of another rank, and end this process if that one was lost.
+    """Wait for the end of another rank, and end this process if that rank was lost.
 
     Args:
         path, own: files of the other rank and of this one.
         rank: number of the other rank.
-        ranks: all ranks.
+        ranks: tensor-parallel group.
     """
     assert fcntl is not None
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed below)
-    except FileNotFoundError:  # it has ended in the meantime
+    except FileNotFoundError:  # The rank has ended in the meantime.
         return
     with file:
         fcntl.flock(file, fcntl.LOCK_SH)

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them, and the memory of GPUs by name."""
+"""Sizes in bytes, in human-readable form, and the memory of GPUs by name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(name: str, size: Any) -> int:
-    """Bytes from a whole number, or text such as "8GB", "512 MiB" (1 GB is 10^9, 1 GiB 2^30).
+    """Parse a whole number of bytes or text such as "8GB", "512 MiB" (1 GB is 10^9, 1 GiB 2^30).
 
     Args:
         name: name of the argument in error messages.
         size: the number or the text.
 
     Raises:
-        InputError: ``size`` is neither, or less than a byte.
+        InputError: if ``size`` is neither, or less than a byte.
     """
     count: float = 0
     if isinstance(size, int) and not isinstance(size, bool):
@@ -45,7 +45,7 @@ def parse_bytes(name: str, size: Any) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as people read them: "512 B", "1.50 MB" (1 MB is 10^6 bytes)."""
+    """Format a number of bytes for display: "512 B", "1.50 MB" (1 MB is 10^6 bytes)."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Ranks: the processes among which the heads of a model are divided (tensor parallelism)."""
+"""TPGroup: processes among which the heads of a model are divided (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor: each rank has a part or a copy of it."""
-    # Not by its class: the import takes a while, and models in one process need not wait for it.
+    """Whether a tensor is a DTensor, of which each rank has a part or a copy."""
+    # Not by class: importing it takes a while, and models in one process do not need it.
     return type(tensor) is not nn.Parameter and hasattr(tensor, "to_local")
 
 
@@ -27,19 +27,19 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor: ...
 @overload
 def local_shard(tensor: None) -> None: ...
 def local_shard(tensor: Any) -> torch.Tensor | None:
-    """This rank's part of a DTensor; any other tensor, or None, unchanged."""
+    """Return this rank's part of a DTensor; any other tensor, or None, is returned unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @dataclass(frozen=True)
 class TPGroup:
-    """Number of processes, and the rank of this one.
+    """Tensor-parallel group: the number of ranks, and this process's rank.
 
-    Each rank holds the keys and values of its own heads. All ranks get the same requests, in the
+    Each rank stores the keys and values of its own heads. All ranks get the same requests, in the
     same order.
 
     Attributes:
-        count: number of ranks, 1 for a model that is not divided.
+        count: number of ranks; 1 for a model that is not divided.
         rank: number of this rank, from 0.
         group: process group of ``torch.distributed``; None for one process.
     """
@@ -50,7 +50,7 @@ class TPGroup:
 
     @classmethod
     def of(cls, model: nn.Module) -> TPGroup:
-        """Ranks among which transformers has divided a model, or a part of it."""
+        """Return the group among which transformers has divided a model or a part of it."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         for weight in model.parameters():
@@ -63,7 +63,7 @@ class TPGroup:
         """Refuse a policy that needs the keys of other ranks' heads.
 
         Raises:
-            InputError: the policy has one norm for a token's keys of all heads.
+            InputError: if the policy has one norm for a token's keys of all heads.
         """
         if self.count > 1 and policy.token_scaling == "shared":
             raise InputError(
@@ -73,12 +73,12 @@ class TPGroup:
             )
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite the tensor of every rank with rank 0's."""
+        """Overwrite the tensor of every rank with that of rank 0."""
         if self.count > 1:
             distributed.broadcast(tensor, group=self.group, group_src=0)
 
     def all_min(self, number: int, device: torch.device) -> int:
-        """The smallest number of all ranks; one rank alone does not wait for the device."""
+        """Return the smallest number of all ranks; a single rank does not wait for the device."""
         if self.count == 1:
             return number
         tensor = torch.tensor(number, device=device)
@@ -86,21 +86,21 @@ class TPGroup:
         return int(tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Write the sum of all ranks' tensors into each, the same to the last bit."""
+        """Replace each rank's tensor with the sum over all ranks, identical to the last bit."""
         if self.count > 1:
             distributed.all_reduce(tensor, group=self.group)
 
     def all(self, holds: bool, device: torch.device) -> bool:
-        """Whether something holds on every rank; ``device`` carries the ranks' messages."""
+        """Whether ``holds`` is True on every rank; the ranks vote with a tensor on ``device``."""
         return bool(self.all_min(int(holds), device))
 
     def path(self, path: str | Path) -> Path:
-        """This rank's own file: for ``chat.safetensors``, ``chat.0-of-2.safetensors``."""
+        """Return this rank's file: ``chat.0-of-2.safetensors`` for ``chat.safetensors``."""
         path = Path(path)
         if self.count == 1:
             return path
         return path.with_name(f"{path.stem}.{self.rank}-of-{self.count}{path.suffix}")
 
     def __str__(self) -> str:
-        """Like "rank 0 of 2"."""
+        """Return text such as "rank 0 of 2"."""
         return f"rank {self.rank} of {self.count}"

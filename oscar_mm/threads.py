@@ -1,6 +1,6 @@
-"""Threads take turns: FairLock in the order in which they ask, LeaderFollowers one for all.
+"""Thread coordination: FairLock in order of arrival, LeaderFollowers with one leader for all.
 
-A pool of threads decodes and processes media, several at a time, with results in order.
+A thread pool decodes and processes media, several at a time, with results in order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _beginning = threading.Lock()
 
 
 class _Waiting(NamedTuple):
-    """A thread that waits for a lock.
+    """Thread that waits for a lock.
 
     Attributes:
-        thread: its id.
-        turn: released when the thread has the lock.
-        brief: whether it needs the lock for a moment only.
+        thread: id of the thread.
+        turn: released when the thread gets the lock.
+        brief: whether the thread needs the lock only briefly.
     """
 
     thread: int
@@ -38,12 +38,12 @@ class _Waiting(NamedTuple):
 
 
 class FairLock:
-    """A reentrant lock, as ``threading.RLock``, that is given first to those who asked first.
+    """Reentrant lock, like ``threading.RLock``, granted in order of arrival.
 
-    A thread that releases a ``threading.RLock`` and takes it again at once, as one that makes step
-    after step does, nearly always gets it before those that wait.
+    A thread that releases a ``threading.RLock`` and takes it again at once, such as one that runs
+    step after step, nearly always gets it before the threads that wait.
 
-    A thread with long work lets those in between that need the lock ``briefly``.
+    A thread with long work can yield to those that need the lock ``briefly``.
     """
 
     def __init__(self) -> None:
@@ -59,27 +59,27 @@ class FairLock:
 
     @property
     def is_contended(self) -> bool:
-        """Whether a thread waits for the lock."""
+        """Whether any thread waits for the lock."""
         return bool(self._waiting)
 
     @property
     def is_wanted_briefly(self) -> bool:
-        """Whether a thread waits that needs the lock for a moment only."""
+        """Whether any thread waits that needs the lock only briefly."""
         return any(waiting.brief for waiting in tuple(self._waiting))
 
     def acquire(self, blocking: bool = True, timeout: float = -1, *, brief: bool = False) -> bool:
-        """Take the lock; whether this thread has it now.
+        """Take the lock; return whether this thread has it now.
 
         Args:
-            blocking: wait for it.
-            timeout: most seconds to wait; -1 for no bound.
-            brief: as of ``briefly``.
+            blocking: whether to wait for it.
+            timeout: maximum seconds to wait; -1 for no limit.
+            brief: whether the lock is needed only briefly, see ``briefly``.
         """
         thread = threading.get_ident()
         if self._owner == thread:
             self._depth += 1
             return True
-        # A finalizer, which does not block, may come here while its own thread has the guard.
+        # A finalizer, which does not block, may run while its own thread has the guard.
         if not self._guard.acquire(blocking):
             return False
         try:
@@ -103,8 +103,10 @@ class FairLock:
 
     @contextmanager
     def briefly(self) -> Iterator[None]:
-        """Inside, this thread has the lock, for a moment: it runs no model. It need not wait for
-        the end of what calls ``let_in``."""
+        """Take the lock for a short block that runs no model.
+
+        Threads that call ``let_in`` yield the lock to this one during their work.
+        """
         self.acquire(brief=True)
         try:
             yield
@@ -112,8 +114,10 @@ class FairLock:
             self.release()
 
     def let_in(self) -> None:
-        """Let the threads that wait for a moment have the lock, one after the other, and take it
-        again before all others. Does nothing where this thread has taken it several times."""
+        """Yield the lock to every brief waiter, then take it again ahead of all other threads.
+
+        No effect if this thread has taken the lock more than once.
+        """
         if self._owner != threading.get_ident() or self._depth > 1:
             return
         with self._guard:
@@ -130,14 +134,14 @@ class FairLock:
             mine.turn.acquire()
         except BaseException:
             if self._leave(mine):
-                self.acquire()  # The caller releases it.
+                self.acquire()  # The caller will release it.
             raise
 
     def release(self) -> None:
-        """Give up the lock, once for each time it was taken; the next thread has it then.
+        """Release the lock once; after the last release the next waiting thread has it.
 
         Raises:
-            RuntimeError: this thread does not have it.
+            RuntimeError: if this thread does not have the lock.
         """
         if self._owner != threading.get_ident():
             raise RuntimeError("a thread can release only a lock that it has")
@@ -157,18 +161,18 @@ class FairLock:
         return self.acquire()
 
     def __exit__(self, *_: object) -> None:
-        """Give up the lock."""
+        """Release the lock."""
         self.release()
 
     @staticmethod
     def _place(brief: bool) -> _Waiting:
-        """One of this thread among those that wait."""
+        """Create the calling thread's entry for the queue of waiting threads."""
         waiting = _Waiting(threading.get_ident(), threading.Lock(), brief)
         waiting.turn.acquire()
         return waiting
 
     def _leave(self, waiting: _Waiting) -> bool:
-        """Wait no more; False if the thread has got the lock meanwhile."""
+        """Leave the queue; False if the thread has got the lock meanwhile."""
         with self._guard:
             try:
                 self._waiting.remove(waiting)
@@ -178,12 +182,12 @@ class FairLock:
 
 
 class _Follower(NamedTuple):
-    """A thread that waits.
+    """Thread that waits for a leader's steps.
 
     Attributes:
-        thread: its id.
-        done: tells whether it has what it waits for.
-        turn: set when the thread is to look for itself.
+        thread: id of the thread.
+        done: returns whether the thread has what it waits for.
+        turn: set to let the thread check again.
     """
 
     thread: int
@@ -192,23 +196,23 @@ class _Follower(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the thread need not wait any more; asked by another thread."""
+        """Whether the thread need not wait any more; called from other threads."""
         try:
             return self.done()
-        except Exception:  # It is raised again where the thread itself asks.
+        except Exception:  # The waiting thread calls ``done`` again and gets the error itself.
             return True
 
 
 class LeaderFollowers:
-    """Chooses the thread that makes the next step, and wakes the ones that need not wait for it.
+    """Chooses the thread that runs the next step, and wakes the threads whose wait is over.
 
-    A thread goes ``while not done(): if lead(done): try: step finally: step_down()``, and calls
-    ``promote`` when it leaves, whatever made it leave: as long as threads wait there is a leader,
-    or one that was woken to become it. Who is woken for nothing takes the interpreter from who
-    works, so a step wakes only those for whom something has changed.
+    A thread runs ``while not done(): if lead(done): try: step finally: step_down()``, and calls
+    ``promote`` when it leaves for whatever reason: as long as threads wait, there is a leader or a
+    thread that was woken to become one. Spurious wake-ups contend for the GIL, so a step wakes only
+    threads for which something has changed.
 
     Args:
-        lock: that the leader works under. Its owner does not wait, as the leader waits for it.
+        lock: lock of the leader. Its owner does not wait, since the leader waits for it.
 
     Attributes:
         watchers: called after each step, and by ``wake``.
@@ -216,16 +220,19 @@ class LeaderFollowers:
 
     def __init__(self, lock: FairLock) -> None:
         self._lock, self._leads = lock, False
-        # A finalizer may take it within itself.
+        # Reentrant: a finalizer may run while this thread holds it.
         self._guard = threading.RLock()
         self._followers: list[_Follower] = []
         self._leaders = set[int]()
-        """Threads of which one leads; any thread where there are none."""
+        """Threads that are allowed to lead; if empty, any thread may."""
         self.watchers: list[Callable[[], None]] = []
 
     @contextmanager
     def sole_leader(self) -> Iterator[None]:
-        """Inside, this thread leads, and no other one outside of the lock but such as this one."""
+        """Make this thread the only one allowed to lead within the block.
+
+        Exceptions are threads that have the lock, and other threads in such a block.
+        """
         thread = threading.get_ident()
         self._leaders.add(thread)
         try:
@@ -235,8 +242,10 @@ class LeaderFollowers:
             self.promote()
 
     def lead(self, done: Callable[[], bool]) -> bool:
-        """Whether this thread is to make the next step; waits while another one does, unless
-        ``done``, which is asked by any thread."""
+        """Wait while another thread leads; return whether this thread must run the next step.
+
+        Returns False once ``done()``, which may be called from any thread.
+        """
         thread = threading.get_ident()
         while True:
             follower = _Follower(thread, done, threading.Event())
@@ -255,26 +264,26 @@ class LeaderFollowers:
                     self._followers.remove(follower)
 
     def step_down(self) -> None:
-        """Lead no more, after a step."""
+        """End the leadership after a step, and wake threads."""
         with self._guard:
             self._leads = False
         self.wake()
 
     def wake(self) -> None:
-        """Let the threads go on that have what they wait for, and call the watchers."""
+        """Wake the threads whose wait is over, and call the watchers."""
         self.wake_followers()
         for watcher in tuple(self.watchers):
             watcher()
 
     def wake_followers(self) -> None:
-        """Let the threads go on that have what they wait for; watchers may take a while."""
+        """Wake the threads whose wait is over, without calling watchers, which may take a while."""
         with self._guard:
             for follower in self._followers:
                 if not follower.turn.is_set() and follower.is_ready:
                     follower.turn.set()
 
     def promote(self) -> None:
-        """Let the next thread that waits lead, if nobody does."""
+        """Wake the next waiting thread to become the leader, if there is none."""
         with self._guard:
             for follower in self._followers:
                 if not follower.turn.is_set() and self._may_lead(follower.thread):
@@ -287,8 +296,8 @@ class LeaderFollowers:
 
 @cache
 def thread_count() -> int:
-    """How many threads work at a time, for all requests of this process: one for each core."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    """Number of worker threads for all requests of this process: one per core."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only.
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(cores, _MAX_THREADS)
 
@@ -300,18 +309,18 @@ def _threads() -> ThreadPoolExecutor:
 
     def begin() -> None:
         _this_thread.is_of_pool = True
-        torch.get_num_threads()  # A thread that has not asked yet takes the default later.
+        torch.get_num_threads()  # Initializes the thread, which would overwrite the setting later.
         torch.set_num_threads(1)
         started.wait()
 
     wait([pool.submit(begin) for _ in range(count)])
-    # What a thread sets is its own number of cores, and the default of threads to come.
+    # set_num_threads applies to the thread itself, and is the default of later threads.
     torch.set_num_threads(usual)
     return pool
 
 
 def _pool() -> ThreadPoolExecutor:
-    """The threads of this process; torch uses one core in each."""
+    """Return the thread pool of this process; torch uses one core in each of its threads."""
     with _beginning:
         return _threads()
 
@@ -323,18 +332,18 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)  # A forked process has no threads.
+    os.register_at_fork(after_in_child=_begin_anew)  # Threads do not survive a fork.
 
 
 def parallel_map(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Results of ``call`` for each item, in the order of the items; threads work ahead.
+    """Yield the results of ``call`` for all items in order, computed ahead by the thread pool.
 
-    Not more than twice ``thread_count`` results wait to be taken. The first error in the order of
-    the items is raised as soon as the calls that run are done; no other call begins.
+    At most twice ``thread_count`` results are kept ready. The first error in the order of the items
+    is raised once the running calls are done; no other call is started.
 
     Args:
-        call: may use these threads too, and works in its own then.
-        items: arguments of the calls; a single one is worked out in the calling thread.
+        call: function of an item; calls of this function within the pool run in their own thread.
+        items: arguments of the calls; a single item is processed in the calling thread.
     """
     listed = list(items)
     if len(listed) < 2 or getattr(_this_thread, "is_of_pool", False):
@@ -353,10 +362,10 @@ def parallel_map(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 def submit_all(call: Callable[[T], R], items: Iterable[T]) -> list[Future[R]]:
-    """Calls that threads work out meanwhile, one for each item.
+    """Submit one task per item to the shared pool and return the futures.
 
     Args:
-        call: must not use these threads itself.
+        call: function of an item, which must not use the pool itself.
         items: arguments of the calls.
     """
     return [_pool().submit(call, item) for item in items]

@@ -1,8 +1,8 @@
-"""Modes of torch that a caller may be in and that the arithmetic of a cache leaves.
+"""Modes of torch that callers may use, and that the arithmetic of a cache turns off.
 
-Under ``torch.autocast`` attention over a cache computes in autocast's dtype, as all attention of
-transformers does, but packing and unpacking choose their own dtypes. Under ``torch.compile`` a
-graph ends where it calls a cache, whose tables are Python objects, and the next graph begins there.
+Under ``torch.autocast`` attention over a cache computes in autocast's dtype, like all attention in
+transformers, but packing and unpacking choose their own dtypes. Under ``torch.compile`` a graph
+breaks at each call of a cache, whose tables are Python objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REASON = (
 
 
 def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a function to run eagerly and without autocast, whatever mode its caller is in."""
+    """Make a function run eagerly and without autocast, whatever the mode of its caller."""
 
     @wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -36,11 +36,11 @@ def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
                 modes.enter_context(torch.autocast(kind, enabled=False))
             return function(*args, **kwargs)
 
-    # Its type also allows for decorators with arguments.
+    # The declared type also allows decorators with arguments.
     return cast(Callable[_Arguments, _Result], torch.compiler.disable(run, reason=_REASON))
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which attention computes with a tensor: autocast's where that is on."""
+    """Return the dtype in which attention computes with a tensor, considering autocast."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

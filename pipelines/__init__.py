@@ -1,4 +1,4 @@
-"""Pipelines: from media and a question to an answer, for each supported family of models."""
+"""Pipelines: from media and a question to an answer, for each supported model family."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ _KINDS = {kind.name: kind for kind in (OscarOmniPipeline, OscarVLPipeline)}
 
 
 def pipeline_for(model: str | Path) -> type[OscarOmniPipeline] | type[OscarVLPipeline]:
-    """The pipeline that reads a checkpoint, by its configuration alone.
+    """Return the pipeline class for a checkpoint, from its configuration alone.
 
     Args:
         model: name of a bundled model, hub id or folder.
 
     Raises:
-        InputError: no such model, or no pipeline reads it.
+        InputError: if there is no such model, or no pipeline supports it.
     """
     return _KINDS[reader(model)]

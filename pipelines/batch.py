@@ -1,4 +1,4 @@
-"""Batch: many requests of unequal length and mixed media, several at a time."""
+"""Batch: many requests with prompts and media of any size, several at a time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The answer to one request, or the error in its place.
+    """Answer to one request, or its error.
 
     Attributes:
-        index: place of the request, from 0.
-        answer: as the pipeline would give it alone, or None.
-        error: why there is no answer: InputError for a request that cannot be used.
+        index: index of the request, from 0.
+        answer: the answer, as if the request ran alone; None if it failed.
+        error: reason for the failure; InputError for an invalid request.
     """
 
     index: int
@@ -35,10 +35,10 @@ class BatchResult:
 def batch_results(
     pipe: Pipeline, requests: Iterable[Mapping[str, Any]], batch_size: int, max_tokens: int
 ) -> Iterator[BatchResult]:
-    """Answer many requests, see ``Pipeline.batch``; results in the order in which they finish.
+    """Answer many requests, see ``Pipeline.batch``; yield results in the order they finish.
 
     Raises:
-        InputError: not a list of requests, or bounds that cannot be.
+        InputError: if ``requests`` is not a list of requests, or a limit is invalid.
     """
     for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
         if type(value) is not int or value < 1:
@@ -59,7 +59,7 @@ def _results(
         for index, arguments in enumerate(requests):
             try:
                 answer = _new_request(pipe, arguments)
-            except Exception as error:  # Whatever a file makes a library raise is its own.
+            except Exception as error:  # A media file may make a library raise anything.
                 yield BatchResult(index, error=error.with_traceback(None))
                 continue
             while running and (
@@ -77,7 +77,7 @@ def _results(
 
 
 def _new_request(pipe: Pipeline, arguments: Any) -> Request:
-    """The answer to a request, which is read and checked."""
+    """Check the arguments of a request, decode its media and create it."""
     start = time.perf_counter()
     if not isinstance(arguments, Mapping):
         raise InputError(f"a request must be a dict, not {type(arguments).__name__}")
@@ -102,7 +102,7 @@ def _new_request(pipe: Pipeline, arguments: Any) -> Request:
 
 
 def _next_results(pipe: Pipeline, running: dict[Request, int]) -> Iterator[BatchResult]:
-    """Go on until some answers have ended, and take them out of those that run."""
+    """Run until some requests have ended, remove them and yield their results."""
     for answer in pipe.engine.next_ended(running):
         index = running.pop(answer)
         try:

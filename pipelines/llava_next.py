@@ -15,7 +15,7 @@ from oscar_mm.media.media import Medium
 from oscar_mm.modality import Modality
 
 _NEARBY = 64
-"""How many widths are tried for one of the image's shape."""
+"""Maximum number of widths tried for a scaled image of the same shape."""
 
 
 class LlavaNext(Family):
@@ -33,7 +33,7 @@ class LlavaNext(Family):
         super().__init__(model, processor)
         if processor.patch_size is None:
             processor.patch_size = model.config.vision_config.patch_size
-            # Such processors also leave out the class token, which CLIP has and SigLIP has not.
+            # Such processors also lack the class token, which CLIP has and SigLIP does not.
             has_class_token = "clip" in model.config.vision_config.model_type
             processor.num_additional_image_tokens = int(has_class_token)
         if processor.vision_feature_select_strategy is None:
@@ -55,17 +55,17 @@ class LlavaNext(Family):
         )
 
     def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See ``Family.join_media``; images of fewer tiles get empty ones, which are not read."""
+        """See ``Family.join_media``; images are padded with empty tiles, which have no effect."""
         if name == "pixel_values":
             tiles = max(part.shape[1] for part in parts)
             parts = [pad(part, (0, 0) * 3 + (0, tiles - part.shape[1])) for part in parts]
         return super().join_media(name, parts)
 
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
-        """See ``Family.largest_image``: about twice as wide and high as its tiles.
+        """See ``Family.largest_image``: about twice the width and height of the image's tiles.
 
         The processor divides by the given size and rounds, so the result is the first size from
-        there on that has as many tokens.
+        there on that takes as many tokens.
         """
         tiles = self.processor.image_processor.image_grid_pinpoints
         best_height, best_width = select_best_resolution((height, width), tiles)
@@ -78,7 +78,7 @@ class LlavaNext(Family):
         return width, height
 
     def min_tokens(self, medium: Medium) -> int:
-        """Tokens of an image: its tiles without padding, a line break a row, and the overview."""
+        """Count an image's tokens: tiles without padding, a line break per row, the overview."""
         return self._image_tokens(medium.content.width, medium.content.height)
 
     def _image_tokens(self, width: int, height: int) -> int:

@@ -1,4 +1,4 @@
-"""Loading of checkpoints: their family, processor and dtype; Placement: where weights go.
+"""Loading of checkpoints: family, processor and dtype; Placement: devices of the weights.
 
 Weights go to one device, by layers to several, or in parts to processes.
 """
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[type[Family], ...]] = {
     "OscarVLPipeline": (LlavaNext, Qwen3VL),
     "OscarOmniPipeline": (Qwen3Omni,),
 }
-"""The families that each pipeline reads."""
+"""Families that each pipeline supports."""
 
 _CONFIG_KEYS = (
     "revision",
@@ -40,7 +40,7 @@ _CONFIG_KEYS = (
     "trust_remote_code",
     "subfolder",
 )
-"""Names of model_kwargs that configuration and processor need too."""
+"""Names of model_kwargs that also apply to configuration and processor."""
 
 _OWN_ARGUMENTS = {
     "attn_implementation": "attn_implementation",
@@ -51,17 +51,17 @@ _OWN_ARGUMENTS = {
     "tp_plan": "tp_plan",
     "tp_size": "tp_plan",
 }
-"""Names that model_kwargs may not hold, and the pipeline's arguments in their place."""
+"""Names not allowed in model_kwargs, and the pipeline's arguments for them."""
 _WHOLE = "replicated_with_grad_allreduce"
-"""The style of transformers that leaves a module to every rank as it is, but for training."""
+"""Style of transformers that gives every rank the whole module (and matters in training only)."""
 _LAYERS = {
     name: style
     for name, style in (Qwen3MoeConfig.base_model_tp_plan or {}).items()
     if style != _WHOLE
 }
-"""Styles of a decoder's modules, which have the same names in all our families. What transformers
-says of these families itself leaves out Qwen3-VL's layers and, on 5.17, the experts' sum, and has
-rules of the talker that 5.23 cannot carry out."""
+"""Styles of a decoder's modules, which have the same names in all our families. The families' own
+plans in transformers lack Qwen3-VL's layers and, on 5.17, the sum over experts, and contain rules
+for the talker that 5.23 cannot apply."""
 
 
 def load(
@@ -74,20 +74,22 @@ def load(
     towers: str | None,
     model_kwargs: Mapping[str, Any],
 ) -> Family:
-    """A family with its model and processor, decoder attention set to "oscar".
+    """Load a checkpoint as a family, with decoder attention set to "oscar".
 
     Args:
-        model: name of a bundled model, hub id, folder, or a loaded model (its decoder's attention
-            is then set; with other caches that is the same as "sdpa").
-        processor: for a loaded model; by default loaded from where the model came from.
+        model: name of a bundled model, hub id, folder, or a loaded model (whose decoder attention
+            is then set; with other caches it is the same as "sdpa").
+        processor: processor of a loaded model; by default loaded from the model's origin.
         pipeline: name of the pipeline, a key of FAMILIES.
-        placement: where the weights go; a loaded model can only be sent to a device.
-        towers: attention implementation of vision and audio towers; None for "sdpa", or what a
-            loaded model has.
-        model_kwargs: for ``from_pretrained``.
+        placement: devices of the weights; a loaded model can only be moved to a device.
+        dtype: dtype of the weights, see ``dtype_of``.
+        towers: attention implementation of vision and audio towers; None for "sdpa", or that of a
+            loaded model.
+        model_kwargs: arguments of ``from_pretrained``.
 
     Raises:
-        InputError: no such model, not a supported one, or arguments that contradict each other.
+        InputError: if there is no such model, it is not supported, or arguments contradict each
+            other.
     """
     if isinstance(model, PreTrainedModel):
         for name, value in (
@@ -116,7 +118,7 @@ def load(
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
     quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
     if quantized and target is not None:
-        # Weights in few bits cannot be moved after loading (bitsandbytes).
+        # Quantized weights may not be movable after loading (bitsandbytes).
         options["device_map"], target = {"": target}, None
     if processor is None:
         processor = _processor(source, shared)
@@ -133,13 +135,13 @@ def load(
 
 
 def outline(model: str | Path) -> Family:
-    """A family made from configuration and processor alone; its model has shapes but no weights.
+    """Create a family from configuration and processor alone, whose model has no weights.
 
     Args:
         model: name of a bundled model, hub id or folder.
 
     Raises:
-        InputError: no such model, or not a supported one.
+        InputError: if there is no such model, or it is not supported.
     """
     source = source_of(model)
     config = config_of(source, {})
@@ -150,13 +152,13 @@ def outline(model: str | Path) -> Family:
 
 
 def reader(model: str | Path) -> str:
-    """Name of the pipeline, a key of FAMILIES, that reads a checkpoint.
+    """Return the name of the pipeline, a key of FAMILIES, that supports a checkpoint.
 
     Args:
         model: name of a bundled model, hub id or folder.
 
     Raises:
-        InputError: no such model, or no pipeline reads it.
+        InputError: if there is no such model, or no pipeline supports it.
     """
     model_type = config_of(source_of(model), {}).model_type
     for name, families in FAMILIES.items():
@@ -166,14 +168,14 @@ def reader(model: str | Path) -> str:
 
 
 def config_of(source: str, options: dict[str, Any]) -> Any:
-    """Configuration of a checkpoint.
+    """Read the configuration of a checkpoint.
 
     Args:
-        source: as of ``source_of``.
-        options: for ``from_pretrained``.
+        source: result of ``source_of``.
+        options: arguments of ``from_pretrained``.
 
     Raises:
-        InputError: there is none that can be read.
+        InputError: if there is no readable configuration.
     """
     check_source(source, options)
     try:
@@ -230,10 +232,12 @@ def _processor(source: str, options: dict[str, Any]) -> Any:
 
 
 def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
-    """The checkpoint's dtype on a GPU; float32 on a CPU, which is slow in 16-bit precision.
+    """Return a dtype; the default is the checkpoint's on a GPU and float32 on a CPU.
+
+    A CPU is slow in 16-bit precision.
 
     Raises:
-        InputError: an unknown dtype.
+        InputError: if the dtype is unknown.
     """
     if dtype is None:
         return torch.float32 if on_cpu else "auto"
@@ -244,24 +248,24 @@ def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error."""
+    """Return the first line of a library's error."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 class Placement:
-    """Where the weights of a checkpoint go; one of the arguments, or none.
+    """Devices of a checkpoint's weights, given by at most one of the arguments.
 
     Args:
         device: "cuda", "cpu", ...; by default a GPU if there is one.
-        device_map: of transformers: "auto", "balanced", ..., or a device by module. Layers go to
-            different devices, and with each the pages of its keys and values.
-        tp_plan: "auto", or a style of transformers by module. Each process that torchrun started
-            gets a part of every layer, and stores the keys and values of its own heads.
+        device_map: device map of transformers: "auto", "balanced", ..., or a device by module.
+            Layers go to different devices, each with the pages of its keys and values.
+        tp_plan: "auto", or styles of transformers by module. Each process started by torchrun gets
+            a part of every layer, and stores the keys and values of its own heads.
 
     Raises:
-        InputError: more than one argument, a device that cannot be used, or tp_plan without
-            torchrun.
+        InputError: if more than one argument is given, a device cannot be used, or tp_plan is used
+            without torchrun.
     """
 
     def __init__(
@@ -291,10 +295,10 @@ class Placement:
         return self.target.type == "cpu"
 
     def arguments(self, auto_class: Any, config: Any) -> dict[str, Any]:
-        """Arguments of ``from_pretrained``, after which a model goes to ``target`` if there is one.
+        """Return arguments for ``from_pretrained``; the model then moves to ``target``, if set.
 
         Raises:
-            InputError: the heads cannot be divided among the processes.
+            InputError: if the heads cannot be divided among the processes.
         """
         if self.device_map is not None:
             return {"device_map": self.device_map}
@@ -309,10 +313,10 @@ class Placement:
 
 
 def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
-    """Styles of transformers for what is divided: heads, MLPs, experts and the output layer.
+    """Return the transformers styles of what is divided: heads, MLPs, experts and output layer.
 
     Args:
-        model: may be without weights.
+        model: a model, which may have no weights.
         count: number of processes.
     """
     writer: Any = getattr(model, "thinker", model)
@@ -322,9 +326,9 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
     )
     layers = dict(_LAYERS)
     if model.config.model_type == "qwen3_vl_moe":
-        # Its checkpoints have these transposed, which transformers up to 5.23 cuts wrongly.
+        # Its checkpoints store these transposed, which transformers up to 5.23 splits wrongly.
         layers |= {name: _WHOLE for name in layers if ".experts" in name}
-    # Newer versions add the model's own rules to these.
+    # Newer versions of transformers merge the model's own rules in, so each is overridden.
     plan = dict.fromkeys(model.tp_plan, _WHOLE)
     plan |= {f"{decoder}.{name}": style for name, style in layers.items()}
     if writer.get_output_embeddings().out_features % count == 0:
@@ -335,17 +339,17 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
 
 
 def meta_model(auto_class: Any, config: Any) -> PreTrainedModel:
-    """A model that has shapes but no weights."""
+    """Create a model on the meta device: shapes without weights."""
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"):
         return make(config)
 
 
 def device_of(device: str | torch.device | None) -> torch.device:
-    """The device of a name, or by default a GPU if there is one.
+    """Return a device by name; by default a GPU if there is one.
 
     Raises:
-        InputError: it cannot be used.
+        InputError: if the device cannot be used.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -359,7 +363,7 @@ def device_of(device: str | torch.device | None) -> torch.device:
 
 
 def _processes() -> int:
-    """How many processes torchrun started."""
+    """Return the number of processes that torchrun started."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
     if "WORLD_SIZE" not in os.environ:

@@ -1,6 +1,6 @@
-"""OscarOmniPipeline: recordings, images, videos and a question in, text or speech out.
+"""OscarOmniPipeline: answers questions about recordings, images and videos in text or speech.
 
-Speech is an answer of Qwen3-Omni with its waveform, by the model's own generate.
+Speech comes from Qwen3-Omni's own ``generate``, together with the text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SPOKEN_OPTIONS = (
 
 
 class OscarOmniPipeline(Pipeline):
-    """Ask Qwen3-Omni about recordings, images and videos; keys and values stay in 2-bit pages.
+    """Pipeline of Qwen3-Omni for recordings, images and videos, with a packed KV cache.
 
     ::
 
@@ -52,7 +52,7 @@ class OscarOmniPipeline(Pipeline):
         print(answer.text)
         print(answer.memory)
 
-    Arguments are those of ``Pipeline``.
+    Arguments are the same as in ``Pipeline``.
     """
 
     name = "OscarOmniPipeline"
@@ -75,23 +75,23 @@ class OscarOmniPipeline(Pipeline):
         """Answer one question.
 
         Args:
-            images, prompt, videos: as in ``OscarVLPipeline``.
-            audio: one recording or a list: path of a sound file, bytes, a pair (samples, rate), or
-                with ``allow_remote`` an http(s) address. None or [] for none.
+            images, prompt, videos: see ``OscarVLPipeline``.
+            audio: one recording or a list of recordings: path of a sound file, bytes, a pair
+                (samples, rate), or with ``allow_remote`` an http(s) address. None or [] for none.
             system: system prompt.
-            messages: a whole conversation instead of a prompt, as in ``OscarVLPipeline``.
-            use_audio_in_video: hear the sound of video files too, frame by frame.
+            messages: a whole conversation in place of a prompt, see ``OscarVLPipeline``.
+            use_audio_in_video: use the sound of video files too, interleaved with the frames.
             speak: also speak the answer: ``answer.speech``, float32 mono at
-                ``answer.sample_rate``. Needs a checkpoint with a talker; options that end
-                the answer early or edit logits cannot be used.
-            speaker: voice, one of the checkpoint's names; by default "Ethan", or its first.
+                ``answer.sample_rate``. Needs a checkpoint with a talker; options that end the
+                answer early or edit logits are not supported.
+            speaker: voice, one of the checkpoint's names; by default "Ethan", or its first voice.
             options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
                 for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
-            InputError: media, text or numbers that cannot be used, or speech of a checkpoint that
-                cannot speak; as ``RequestTooLarge`` a request that is too long for ``max_context``,
-                ``kv_budget`` or the GPU.
+            InputError: if media, text or numbers are invalid, or the checkpoint cannot speak;
+                ``RequestTooLarge`` if the request is too long for ``max_context``, ``kv_budget`` or
+                the GPU.
         """
         return self.stream(
             images,
@@ -120,11 +120,12 @@ class OscarOmniPipeline(Pipeline):
         speaker: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AnswerStream:
-        """Answer one question; an iterator of pieces of text with the answer as ``result``.
+        """Answer one question and stream the answer.
 
-        Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too. The request is
-        checked and its media are read at once; the model runs as pieces are taken. A spoken answer
-        comes in one piece. Arguments and errors are those of a call.
+        Returns an iterator of text pieces, whose ``result`` is the answer at the end; its
+        ``with_reasoning`` includes a thinking model's reasoning. The request is checked and its
+        media are decoded at once; the model runs as pieces are consumed. A spoken answer comes in
+        one piece. Arguments and errors are the same as in a call.
         """
         start = time.perf_counter()
         if messages is None:
@@ -160,7 +161,7 @@ def _check_order(images: Any, prompt: Any) -> None:
     """Refuse a call whose first argument is the prompt, as in earlier versions.
 
     Raises:
-        InputError: the prompt is not text; the message explains the order of the arguments.
+        InputError: if the prompt is not text; explains the order of the arguments.
     """
     no_prompt = not isinstance(prompt, str) or not prompt.strip()
     if isinstance(images, str) and no_prompt:
@@ -171,21 +172,21 @@ def _check_order(images: Any, prompt: Any) -> None:
 
 
 def _check_spoken(options: Mapping[str, Any]) -> None:
-    """Refuse options that ``generate``, which speaks, does not have."""
+    """Refuse options that ``generate``, which produces speech, does not support."""
     for name, value in options.items():
         if value is not None and name not in _SPOKEN_OPTIONS:
             raise InputError(f"{name} cannot be used with speak: leave it out")
 
 
 def speaker_of(model: Any, speaker: str | None) -> str:
-    """The voice to speak with.
+    """Return the name of the voice.
 
     Args:
         model: the outer Qwen3-Omni model.
-        speaker: a name, in any case, or None for the usual one.
+        speaker: name of a voice, in any case; None for the default.
 
     Raises:
-        InputError: the checkpoint has no talker, or no such voice.
+        InputError: if the checkpoint has no talker or no such voice.
     """
     if not model.has_talker:
         raise InputError(
@@ -203,20 +204,20 @@ def speaker_of(model: Any, speaker: str | None) -> str:
 
 
 class _Listener(BaseStreamer):
-    """Notes the tokens of the text and their times."""
+    """Streamer that records the tokens of the text and their times."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.ids: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt, then every token."""
+        """Receive the prompt, then every token."""
         if self.times:
             self.ids.append(int(value))
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Does nothing at the end."""
+        """Do nothing at the end."""
 
 
 def speak_answer(
@@ -227,27 +228,27 @@ def speak_answer(
     speaker: str,
     start: float,
 ) -> Answer:
-    """Answer with text, over an ``OscarCache``, and with the same text spoken.
+    """Answer in text, with an ``OscarCache``, and speak the same text.
 
-    The talker reads the thinker's hidden states of the whole prompt, so a spoken answer cannot go
-    on from a past. The talker's own tokens are sampled by the checkpoint's settings;
-    ``sampling.seed`` makes them repeatable.
+    The talker reads the thinker's hidden states of the whole prompt, so a spoken answer cannot
+    continue a past. The talker's own tokens are sampled with the checkpoint's settings;
+    ``sampling.seed`` makes them reproducible.
 
     Args:
-        family: whose checkpoint has a talker.
-        prompt: of a single row.
-        policy: how the thinker's keys and values are stored.
-        sampling: how the text is generated.
-        speaker: a voice of the checkpoint.
-        start: ``time.perf_counter()`` when the request came.
+        family: family of a checkpoint with a talker.
+        prompt: prompt of a single row.
+        policy: policy that says how the thinker's keys and values are stored.
+        sampling: sampling options of the text.
+        speaker: voice of the checkpoint.
+        start: ``time.perf_counter()`` at the arrival of the request.
     """
     talker = family.outer_model.talker.config
     if not hasattr(talker, "audio_config"):
-        # transformers looks here for the audio tower's window, which the thinker's config has.
+        # transformers looks here for the audio tower's window, which is in the thinker's config.
         talker.audio_config = family.model.config.audio_config
     cache, listener = OscarCache(policy, model=family.model), _Listener()
     cache.expect(prompt.modalities)
-    # Every option is given, as the checkpoint's own would fill the gaps.
+    # Every option is given, as the checkpoint's settings would replace missing ones.
     options: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
         "repetition_penalty": float(sampling.repetition_penalty),
@@ -276,7 +277,7 @@ def speak_answer(
                 thinker_eos_token_id=sorted(ends),
                 thinker_position_ids=prompt.positions,
                 thinker_streamer=listener,
-                # With less than one frame of sound, generate fails.
+                # ``generate`` fails with less than one frame of sound.
                 talker_min_new_tokens=2,
                 **{
                     f"thinker_{name}": value
@@ -284,7 +285,7 @@ def speak_answer(
                 },
             )
         except RuntimeError:
-            # It fails too where the text ends at once, so that there is nothing to speak.
+            # ``generate`` also fails if the text ends at once, with nothing to speak.
             if len(listener.ids) != 1 or listener.ids[0] not in ends:
                 raise
             wave = torch.zeros(0)
@@ -309,7 +310,7 @@ def speak_answer(
 
 
 def _is_heard(prompt: Prompt) -> bool:
-    """Whether the sound of any video is in the prompt."""
+    """Whether the prompt contains the sound of a video."""
     row = prompt.modalities[0]
     return any(
         bool((row[span.start : span.stop] == int(Modality.AUDIO)).any())

@@ -1,6 +1,6 @@
-"""OscarVLPipeline: images, videos and a question in, an answer out, over a packed KV cache.
+"""OscarVLPipeline: answers questions about images and videos with a packed KV cache.
 
-Its base Pipeline, which OscarOmniPipeline has too, loads a checkpoint and answers.
+Its base class Pipeline, which OscarOmniPipeline shares, loads a checkpoint and answers.
 """
 
 from __future__ import annotations
@@ -51,45 +51,45 @@ from oscar_mm.tool_parsers.parser import Piece
 
 _ARGUMENTS = ("images", "prompt", "videos", "system", "messages")
 _REASONING = 8192
-"""Tokens that thinking models are given for their reasoning."""
+"""Additional default tokens for the reasoning of thinking models."""
 
 
 class Pipeline:
-    """Loads a checkpoint and answers prompts made from checked requests.
+    """Base of the pipelines: loads a checkpoint and answers prompts made from checked requests.
 
     Args:
         model: hub id, local folder, name of a bundled model (``oscar_mm.models``), or a loaded
-            model (then with ``processor``, or it is loaded from where the model came from).
+            model (with ``processor``, or its processor is loaded from the model's origin).
         processor: processor of a loaded model.
-        policy: how keys and values are stored: a ``KVPolicy`` or a preset's name.
+        policy: how keys and values are stored: a ``KVPolicy`` or the name of a preset.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
-        device_map: "auto", or where each module goes: whole layers on different GPUs, with the
-            keys and values of each beside it.
-        tp_plan: "auto": each process that torchrun started has a part of every layer, and stores
-            the keys and values of its own heads. All must ask the same, in the same order; they
-            get the same answers (``oscar_mm.pipelines.loading``).
-        dtype: of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
+        device_map: "auto", or the device of each module: whole layers on different GPUs, each with
+            its keys and values.
+        tp_plan: "auto" for tensor parallelism: each process started by torchrun has a part of every
+            layer, and stores the keys and values of its own heads. All processes must make the same
+            requests in the same order, and get the same answers (``oscar_mm.pipelines.loading``).
+        dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
         attn_implementation: attention of the towers ("sdpa", "flash_attention_2", "eager"); by
-            default "sdpa", or what a loaded model has.
-        max_context: most tokens of a conversation with its answer; by default, and at most, what
-            the model was made for. A request with more is refused before it is read.
-        prefill_chunk: read prompts this many tokens at a time, which bounds activations, and
-            between two chunks other prompts; later chunks then read packed history. None: in one
-            go, exact. "auto": 1,024 on a CPU, 32,768 on a GPU, for services.
-        allow_remote: let media be http(s) addresses.
-        limits: bounds on media.
-        video_fps: frames per second that are sampled from videos.
-        prefix_cache: bytes ("2GB") for the beginnings of prompts, so that the same media under the
-            same system prompt are read once. None, the default, keeps none: they take memory
-            beyond the request, and tokens after a shared beginning read it from packed pages.
-        kv_budget: bytes ("8GB") that all chats and requests together may hold: chats that wait
-            are written to disk, and a request that still does not fit is refused before it is
-            read. None: no bound.
-        spill: folder for such chats; True for a temporary one; False to refuse turns instead.
-        model_kwargs: for ``from_pretrained``: quantization_config, revision, ...
+            default "sdpa", or that of a loaded model.
+        max_context: maximum tokens of a conversation including its answer; by default, and at most,
+            the model's context. A larger request is refused before prefill.
+        prefill_chunk: prefill prompts in chunks of this many tokens, which bounds activations and
+            lets other prompts run between two chunks; later chunks then attend to packed history.
+            None: at once, exact. "auto": 1,024 on a CPU, 32,768 on a GPU, for services.
+        allow_remote: allow http(s) addresses as media.
+        limits: limits on media.
+        video_fps: frames per second sampled from videos.
+        prefix_cache: bytes ("2GB") for beginnings of prompts, so that the same media after the
+            same system prompt are prefilled once. None, the default, turns it off: it takes memory
+            beyond the request, and tokens after a shared beginning attend to packed pages.
+        kv_budget: maximum bytes ("8GB") of all chats and requests together: idle chats are written
+            to disk, and a request that still does not fit is refused before prefill. None: no
+            limit.
+        spill: folder for idle chats; True for a temporary folder; False to refuse turns instead.
+        model_kwargs: arguments of ``from_pretrained``: quantization_config, revision, ...
 
     Raises:
-        InputError: arguments that cannot be used; the message says what would be right.
+        InputError: if an argument is invalid; says what would be valid.
     """
 
     name: ClassVar[str]
@@ -143,7 +143,7 @@ class Pipeline:
         )
         self.store.ranks = TPGroup.of(self.model)
         self.store.ranks.check(self.policy)
-        # Of this pipeline and those that ``with_policy`` makes of it.
+        # Shared by this pipeline and those that ``with_policy`` derives from it.
         self._fingerprint = ModelFingerprint(self.model)
         self.media_reader.fit, self.media_reader.sizes = self.family.largest_image, self.family
         longest = self.model.config.get_text_config().max_position_embeddings
@@ -156,8 +156,8 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """Which checkpoint and adapters the model is, see ``model_fingerprint``; saved chats have
-        it."""
+        """Fingerprint of checkpoint and adapters, see ``model_fingerprint``; stored in saved
+        chats."""
         return self._fingerprint()
 
     def chat(
@@ -168,17 +168,18 @@ class Pipeline:
         tools: Sequence[Any] | None = None,
         tool_choice: Any = None,
     ) -> Chat:
-        """A conversation that keeps its cache between turns.
+        """Create a conversation that keeps its cache between turns.
 
         Args:
             system: system prompt.
-            cache_salt: with ``prefix_cache`` only chats of the same salt share beginnings.
-            tools: functions that the model may call, as OpenAI's protocol has them, or Python
+            cache_salt: with ``prefix_cache`` only chats with the same salt share beginnings.
+            tools: functions that the model may call, in the format of OpenAI's API, or Python
                 functions with type hints and a docstring; ``Answer.tool_calls`` has the calls.
-            tool_choice: OpenAI's: "auto", "none", "required", or a function that must be called.
+            tool_choice: as in OpenAI's API: "auto", "none", "required", or a function that must be
+                called.
 
         Raises:
-            InputError: the system prompt is no text, or empty; or tools that cannot be used.
+            InputError: if the system prompt is not text or empty, or the tools are invalid.
         """
         if system is not None:
             self.check_text("system", system)
@@ -188,15 +189,15 @@ class Pipeline:
     def offer(
         self, tools: Sequence[Any] | None, tool_choice: Any = None, *, parallel: bool = True
     ) -> ToolOffer | None:
-        """Check tools; None where none are given or none may be called.
+        """Check tools; None if none are given or none may be called.
 
         Args:
-            tools, tool_choice: as of ``chat``.
-            parallel: whether an answer may hold several calls.
+            tools, tool_choice: see ``chat``.
+            parallel: whether an answer may contain several calls.
 
         Raises:
-            InputError: names the tool, and what would be right; as ``RequestTooLarge`` tools that
-                are too long.
+            InputError: if a tool is invalid, ``RequestTooLarge`` if tools are too long; names the
+                tool and says what would be valid.
         """
         offer = self.family.offer(tools, tool_choice, parallel=parallel)
         if offer is not None:
@@ -204,15 +205,15 @@ class Pipeline:
         return offer
 
     def load_chat(self, path: str | Path) -> Chat:
-        """A chat that ``Chat.save`` wrote, of this model and policy.
+        """Load a chat written by ``Chat.save``, of this model and policy.
 
-        With ``tp_plan`` each rank reads its own file, and as many ranks are needed as wrote it.
+        With ``tp_plan`` each rank reads its own file; the number of ranks must be the same.
 
         Raises:
-            InputError: the file cannot be read, is no chat, was altered or is another model's; or
-                it has no room in ``kv_budget``.
+            InputError: if the file cannot be read, is not a chat, was altered or belongs to another
+                model, or if ``kv_budget`` has no memory for it.
         """
-        # Reading may take long, so others answer meanwhile; then they may have the room.
+        # Without the lock, as reading may take long: other requests may take the memory meanwhile.
         chat = read_chat(
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,
@@ -244,28 +245,27 @@ class Pipeline:
         batch_size: int = 32,
         max_tokens: int = 262_144,
     ) -> list[BatchResult]:
-        """Answer many requests, several at a time; results in the order of the requests.
+        """Answer many requests, several at a time, with results in the order of the requests.
 
         ::
 
             for result in pipe.batch([{"images": ["a.png"], "prompt": "What is it?"}, ...]):
                 print(result.error or result.answer)
 
-        A request is a dict of the arguments of a single question: prompt, images, videos (of
-        Qwen3-Omni also audio and use_audio_in_video), system, and ``RequestOptions`` of its own.
-        It gets the tokens that it would get alone, up to rounding (a matrix product of other
-        size). A request that cannot be used does not stop the others: its result has the error.
-        Answers are text. A pipeline with ``prefix_cache`` reads the beginnings that prompts share
-        once; without, for each.
+        A request is a dict of the arguments of a single question: prompt, images, videos (for
+        Qwen3-Omni also audio and use_audio_in_video), system, and its own ``RequestOptions``. It
+        gets the same tokens as if run alone, up to rounding (matrix products of another size). An
+        invalid request does not stop the others: its result has the error. Answers are text only.
+        With ``prefix_cache`` beginnings shared by prompts are prefilled once.
 
         Args:
-            requests: a list, or an iterator, which is read as answers end.
-            batch_size: most requests that run at once.
-            max_tokens: most tokens that run at once, room for the answers included; a request that
-                is over it by itself runs alone.
+            requests: a list or an iterator; an iterator is consumed as requests end.
+            batch_size: maximum number of running requests.
+            max_tokens: maximum tokens of all running requests, including their longest answers; a
+                larger request runs alone.
 
         Raises:
-            InputError: not a list of requests, or bounds that cannot be.
+            InputError: if ``requests`` is not a list of requests, or a limit is invalid.
         """
         results = self.batch_stream(requests, batch_size=batch_size, max_tokens=max_tokens)
         return sorted(results, key=lambda result: result.index)
@@ -277,23 +277,23 @@ class Pipeline:
         batch_size: int = 32,
         max_tokens: int = 262_144,
     ) -> Iterator[BatchResult]:
-        """Answer many requests; an iterator of results in the order in which they are finished.
+        """Answer many requests, and yield the results in the order in which they finish.
 
-        Arguments and errors are those of ``batch``.
+        Arguments and errors are the same as in ``batch``.
         """
         return batch_results(self, requests, batch_size, max_tokens)
 
     def with_policy(self, policy: str | KVPolicy) -> Self:
-        """A pipeline of the same loaded model that stores keys and values as ``policy`` says.
+        """Return a pipeline of the same loaded model with another policy.
 
-        Both share lock and budget: their chats may be in use at once, from several threads, and
-        count together. Only this one keeps prefixes.
+        Both share lock and budget: their chats may be used concurrently, from several threads, and
+        count together. Only this pipeline has a prefix cache.
 
         Args:
-            policy: a KVPolicy or a preset's name.
+            policy: a KVPolicy or the name of a preset.
 
         Raises:
-            InputError: an unknown preset, or a policy that the model's ranks rule out.
+            InputError: if the preset is unknown, or tensor parallelism does not support the policy.
         """
         twin = copy.copy(self)
         twin.policy = KVPolicy.of(policy)
@@ -309,20 +309,20 @@ class Pipeline:
         return twin
 
     def release_graphs(self) -> None:
-        """Drop captured CUDA graphs; the next answer captures its steps anew.
+        """Drop captured CUDA graphs; the next request captures its steps again.
 
         With ``tp_plan`` call it before ``torch.distributed.destroy_process_group``, which waits
-        until no graph holds an operation of the group.
+        until no graph contains an operation of the group.
         """
         self.engine.release_graphs()
 
     def new_cache(self) -> OscarCache:
-        """An empty cache in the pipeline's store, used under the pipeline's lock."""
+        """Create an empty cache in the pipeline's store; use it under the pipeline's lock."""
         return OscarCache(self.policy, store=self.store)
 
     @property
     def model(self) -> Any:
-        """The model of transformers that writes the text."""
+        """The transformers model that generates text."""
         return self.family.model
 
     @property
@@ -332,22 +332,22 @@ class Pipeline:
 
     @property
     def budget(self) -> KVBudget | None:
-        """The bound on the bytes of all caches; None for no bound."""
+        """Limit on the bytes of all caches; None for no limit."""
         return self.admission.budget
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a conversation with its answer."""
+        """Maximum tokens of a conversation including its answer."""
         return self.admission.max_context
 
     @property
     def prefill_chunk(self) -> int | None:
-        """Tokens of a prompt that are read at a time; None for all at once."""
+        """Tokens per chunk of a long prompt; None if prompts are not split."""
         return self.admission.prefill_chunk
 
     @property
     def limits(self) -> MediaLimits:
-        """Bounds on media."""
+        """Limits on media."""
         return self.media_reader.limits
 
     @property
@@ -362,10 +362,11 @@ class Pipeline:
         return self.media_reader.read(media_parts(images, videos, audio, sound=sound))
 
     def check_text(self, name: str, text: Any, *, may_be_empty: bool = False) -> None:
-        """Refuse what is no text of a user, is empty, or is over the context by itself.
+        """Refuse text that is invalid, empty or longer than the context.
 
         Raises:
-            InputError: names the argument; as ``RequestTooLarge`` a text that is too long.
+            InputError: if the text is refused, ``RequestTooLarge`` if it is too long; names the
+                argument.
         """
         self.admission.check_text(name, text, may_be_empty=may_be_empty)
 
@@ -376,19 +377,19 @@ class Pipeline:
         tools: ToolOffer | None = None,
         template: TemplateOptions = USUAL,
     ) -> Prompt:
-        """Run template and processor on a conversation, whose texts were checked.
+        """Run chat template and processor on a conversation with checked texts.
 
         Args:
             messages: the conversation.
-            media: those of all messages, each kind in order.
-            tools: that the model may call.
-            template: options of the chat template, checked.
+            media: media of all messages, each modality in order.
+            tools: tools that the model may call.
+            template: checked chat-template options.
 
         Raises:
-            InputError: media that the model does not read, or too many.
+            InputError: if the model does not support the media, or there are too many.
         """
         read = self.family.prompt(messages, media, tools, template)
-        # Copies to the device must not come between the steps of others while these are captured.
+        # Under the lock: copies to the device must not disturb the capture of a decode step.
         with self.lock.briefly():
             return read.to(self.family.device)
 
@@ -400,19 +401,19 @@ class Pipeline:
         template: TemplateOptions = USUAL,
         cancelled: Callable[[], bool] = bool,
     ) -> Prompt:
-        """A conversation as the model reads it, which has room together with its answer.
+        """Build the prompt of a conversation, if it fits together with its answer.
 
         Args:
-            messages: the conversation, of which the last is answered or continued.
-            max_new_tokens: of the answer.
-            tools: that the model may call.
-            template: options of the chat template, checked.
+            messages: conversation whose last message is to be answered or continued.
+            max_new_tokens: maximum tokens of the answer.
+            tools: tools that the model may call.
+            template: checked chat-template options.
             cancelled: returns whether the request was cancelled.
 
         Raises:
-            InputError: texts or media that cannot be used; as ``RequestTooLarge`` a request that is
-                too long for ``max_context``, ``kv_budget`` or the GPU, if the headers of its media
-                say so before they are decoded.
+            InputError: if texts or media are invalid; ``RequestTooLarge`` if the request is too
+                long for ``max_context``, ``kv_budget`` or the GPU, before media are decoded if
+                their headers suffice to tell.
         """
         self.admission.check_messages(messages)
 
@@ -446,13 +447,13 @@ class Pipeline:
         """Answer a whole conversation, given as a list of messages.
 
         Args:
-            messages: as of ``oscar_mm.engine.message_lists.messages_from``.
-            tools, tool_choice: as of ``chat``.
+            messages: see ``oscar_mm.engine.message_lists.messages_from``.
+            tools, tool_choice: see ``chat``.
             options: see ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
-            InputError: media, text or numbers that cannot be used; as ``RequestTooLarge`` a
-                conversation that is too long.
+            InputError: if media, text or numbers are invalid; ``RequestTooLarge`` if the
+                conversation is too long.
         """
         start = time.perf_counter()
         offer = self.offer(tools, tool_choice)
@@ -474,8 +475,8 @@ class Pipeline:
             arguments: names of other arguments of the call, for the error message.
 
         Raises:
-            InputError: see ``sampling``; or an option is invalid for the template or not supported
-                by the family.
+            InputError: see ``sampling``; also if an option is invalid for the template or not
+                supported by the family.
         """
         options, of_media = split_media(options, self.family)
         sampling, fields = split_template(options)
@@ -486,17 +487,17 @@ class Pipeline:
         return self.sampling(sampling, known), template, of_media
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
-        """``options`` as a ``Sampling``; None and missing options are the checkpoint's own.
+        """Check sampling options and return them as ``Sampling``.
 
-        Without a temperature the rules of its generation_config hold, and without max_new_tokens
-        ``longest_answer``.
+        None and missing options default to the checkpoint's: without a temperature the settings of
+        its generation_config apply, and without max_new_tokens ``longest_answer``.
 
         Args:
-            options: as of ``SamplingOptions``.
-            arguments: other names that a user may give, for the message.
+            options: see ``SamplingOptions``.
+            arguments: names of other arguments of the call, for the error message.
 
         Raises:
-            InputError: an unknown name, or a value that is not allowed.
+            InputError: if a name is unknown or a value is invalid.
         """
         names = [field.name for field in fields(Sampling)]
         if unknown := options.keys() - names:
@@ -517,9 +518,9 @@ class Pipeline:
         return replace(sampling, grammar=grammar)
 
     def longest_answer(self, text: int = 256) -> int:
-        """The default of max_new_tokens: tokens of text, and more for a model that reasons.
+        """Return the default of max_new_tokens: ``text``, and more for a model that reasons.
 
-        Together they take no more than half of the context, unless the text alone does.
+        Both together take at most half of the context, unless the text alone does.
         """
         if not self.family.thinks:
             return text
@@ -535,10 +536,10 @@ class Pipeline:
         """Return the answer to a prompt as a stream of pieces.
 
         Args:
-            prompt: of a single row, checked.
-            sampling: how tokens are chosen.
-            start: ``time.perf_counter()`` when the request came.
-            tools: that the model may call.
+            prompt: checked prompt of a single row.
+            sampling: sampling options.
+            start: ``time.perf_counter()`` at the arrival of the request.
+            tools: tools that the model may call.
         """
         running_request = self.new_request(prompt, sampling, start, tools)
         running = weakref.ref(running_request)
@@ -556,13 +557,13 @@ class Pipeline:
         start: float,
         tools: ToolOffer | None = None,
     ) -> Request:
-        """An answer to a prompt of a single row, checked, which has not begun.
+        """Create a request without submitting it.
 
         Args:
-            prompt: what the model reads.
-            sampling: how tokens are chosen.
-            start: ``time.perf_counter()`` when the request came.
-            tools: that the model may call.
+            prompt: checked prompt of a single row.
+            sampling: sampling options.
+            start: ``time.perf_counter()`` at the arrival of the request.
+            tools: tools that the model may call.
         """
         return Request(self.engine, prompt, self.new_cache(), sampling, start, tools=tools)
 
@@ -570,13 +571,13 @@ class Pipeline:
 def _pieces(running_request: Request) -> Generator[Piece | Answer, None, None]:
     yield from running_request
     answer = running_request.answer()
-    # Frees the pages of a cancelled generation even if the caller keeps the stream.
+    # Frees the pages of a cancelled request even if the caller keeps the stream.
     del running_request
     yield answer
 
 
 class OscarVLPipeline(Pipeline):
-    """Ask LLaVA-v1.6 or Qwen3-VL about images and videos; keys and values stay in 2-bit pages.
+    """Pipeline of LLaVA-v1.6 and Qwen3-VL for images and videos, with a packed KV cache.
 
     ::
 
@@ -585,7 +586,7 @@ class OscarVLPipeline(Pipeline):
         print(answer.text)
         print(answer.memory)
 
-    The checkpoint's model type says which family it is. Arguments are those of ``Pipeline``.
+    The family is chosen by the checkpoint's model type. Arguments are the same as in ``Pipeline``.
     """
 
     name = "OscarVLPipeline"
@@ -603,19 +604,20 @@ class OscarVLPipeline(Pipeline):
         """Answer one question.
 
         Args:
-            images: one image or a list: path, PIL image, (H, W[, 1, 3 or 4]) array, bytes, or with
-                ``allow_remote`` an http(s) address. None or [] for none.
+            images: one image or a list of images: path, PIL image, (H, W[, 1, 3 or 4]) array,
+                bytes, or with ``allow_remote`` an http(s) address. None or [] for no image.
             prompt: the question.
-            videos: one video or a list, of paths, bytes, addresses or frames. LLaVA reads none.
+            videos: one video or a list of videos: paths, bytes, addresses or frames. LLaVA does not
+                support videos.
             system: system prompt.
-            messages: a whole conversation instead of a prompt, with texts and media in their order,
-                see ``oscar_mm.engine.message_lists.messages_from``.
+            messages: a whole conversation in place of a prompt, with texts and media in order; see
+                ``oscar_mm.engine.message_lists.messages_from``.
             options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
                 for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
-            InputError: media, text or numbers that cannot be used; as ``RequestTooLarge`` a request
-                that is too long for ``max_context``, ``kv_budget`` or the GPU.
+            InputError: if media, text or numbers are invalid; ``RequestTooLarge`` if the request is
+                too long for ``max_context``, ``kv_budget`` or the GPU.
         """
         shown: dict[str, Any] = {"videos": videos, "system": system, "messages": messages}
         return self.stream(images, prompt, **shown, **options).complete()
@@ -630,11 +632,12 @@ class OscarVLPipeline(Pipeline):
         messages: Sequence[Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AnswerStream:
-        """Answer one question; an iterator of pieces of text with the answer as ``result``.
+        """Answer one question and stream the answer.
 
-        Its ``with_reasoning`` gives the pieces of a thinking model's reasoning too. The request is
-        checked and its media are read at once; the model runs as pieces are taken. Arguments and
-        errors are those of a call.
+        Returns an iterator of text pieces, whose ``result`` is the answer at the end; its
+        ``with_reasoning`` includes a thinking model's reasoning. The request is checked and its
+        media are decoded at once; the model runs as pieces are consumed. Arguments and errors are
+        the same as in a call.
         """
         start = time.perf_counter()
         chosen, template, of_media = self.read_options(options, _ARGUMENTS)

@@ -34,7 +34,7 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 
 _LIMITS = MediaLimits()
 _VIDEO_PIXELS = (4096, 25165824)
-"""Least and most pixels of all frames of a video that Qwen3-VL reads."""
+"""Minimum and maximum pixels of all frames of a video in Qwen3-VL."""
 _SIBLINGS: dict[str, tuple[type[Family], str]] = {
     "llava_next": (LlavaNext, "pocket-llava"),
     "qwen3_vl": (Qwen3VL, "pocket-vl"),
@@ -42,8 +42,8 @@ _SIBLINGS: dict[str, tuple[type[Family], str]] = {
     "qwen3_omni_moe": (Qwen3Omni, "pocket-omni"),
 }
 """Family and bundled model of the same architecture, by ``config.model_type``."""
-# One letter for a role is one token of the bundled tokenizers, as a role's name is in the released
-# ones. Vicuna's and Yi's templates write some words more.
+# A role's single letter is one token of the bundled tokenizers, as a role's name is in the released
+# ones. Vicuna's and Yi's templates write a few words more.
 _QWEN_TEMPLATE = """\
 {%- set marks = {'image': '<|vision_start|><|image_pad|><|vision_end|>', \
 'video': '<|vision_start|><|video_pad|><|vision_end|>', \
@@ -62,18 +62,18 @@ _LLAVA_TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Session:
-    """The media and texts of a conversation.
+    """Media and texts of a conversation to plan.
 
     Attributes:
-        images: how many.
-        image_size: width and height of each, in pixels.
+        images: number of images.
+        image_size: width and height of each image, in pixels.
         audio_s: seconds of a recording; 0 for none.
         video_s: seconds of a video file; 0 for none.
-        video_size: width and height of its frames.
-        text_tokens: of all questions and answers.
+        video_size: width and height of the video's frames, in pixels.
+        text_tokens: tokens of all questions and answers.
 
     Raises:
-        InputError: numbers that cannot be.
+        InputError: if a number is invalid.
     """
 
     images: int = 0
@@ -94,14 +94,14 @@ class Session:
                 raise InputError(f"{name}={value!r}: must be seconds, 0 or more")
 
     def media(self, limits: MediaLimits, video_fps: float) -> Media:
-        """Media of these sizes, without content.
+        """Return media of these sizes, without content.
 
         Raises:
-            InputError: one that is over the limits.
+            InputError: if a medium exceeds the limits.
         """
         limits.check_frame(*self.image_size, "image_size")
         limits.check_audio(self.audio_s, "audio_s")
-        # Only the size of a picture counts.
+        # Only the size of a picture matters.
         images: list[Any] = [PictureSize(*self.image_size)] * self.images
         videos = []
         if self.video_s:
@@ -116,14 +116,14 @@ class Session:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tokens and bytes of a conversation.
+    """Tokens and bytes of a conversation.
 
     Attributes:
-        family: name of the model's family; the type of a language model.
-        shape: of the model.
-        policy: of the cache.
-        tokens: by modality: "text", "image", "video", "audio".
-        context: most tokens that the model was made for.
+        family: name of the model's family, or model type of a language model.
+        shape: shape of the model.
+        policy: policy of the cache.
+        tokens: token counts by modality: "text", "image", "video", "audio".
+        context: maximum tokens of the model's context.
     """
 
     family: str
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values under the policy."""
+        """Bytes of keys and values with the policy."""
         return self.shape.kv_bytes(self.policy, self.tokens)
 
     @property
@@ -148,10 +148,9 @@ class Plan:
         return self.shape.kv_bytes(_PLAIN, self.tokens)
 
     def by_modality(self) -> dict[str, tuple[int, int]]:
-        """Bytes in 16-bit precision and under the policy of each modality with tokens; they sum to
-        all.
+        """Return bytes in 16-bit precision and with the policy, by modality; they sum to the total.
 
-        Text counts what it takes by itself, window and sinks among it, each other modality what it
+        Text counts its own bytes, including window and sinks; each other modality counts what it
         adds to those before it.
         """
         tokens: dict[str, int] = {}
@@ -165,14 +164,14 @@ class Plan:
         return sizes
 
     def fits(self, gpu_bytes: float) -> tuple[int, int]:
-        """How many such conversations fit a GPU beside the weights: in 16-bit precision, under the
-        policy."""
+        """Return how many such conversations fit on a GPU next to the weights: in 16-bit precision,
+        and with the policy."""
         how = (_PLAIN, self.policy)
         in_16_bit, packed = (self.shape.conversations(gpu_bytes, one, self.tokens) for one in how)
         return in_16_bit, packed
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, ready for JSON."""
+        """Return all numbers, ready for JSON."""
         return {
             "tokens": dict(self.tokens),
             "total": self.total,
@@ -199,15 +198,15 @@ def plan(
     """Plan a conversation from configuration and processor of a model alone.
 
     Args:
-        model: name of a bundled model, hub id or folder; of a causal language model too. Released
-            models (``oscar_mm.models``) are known by name, without the hub.
+        model: name of a bundled model, hub id or folder; causal language models are supported too.
+            Released models (``oscar_mm.models``) are known by name, without the hub.
         session: media and texts of the conversation.
-        policy: how keys and values would be stored.
-        limits: bounds on media, as of the pipeline.
-        video_fps: frames per second that are sampled from videos.
+        policy: policy that says how keys and values would be stored.
+        limits: limits on media, as in the pipeline.
+        video_fps: frames per second sampled from videos.
 
     Raises:
-        InputError: no such model, media that it does not read, or over the limits.
+        InputError: if there is no such model, or media are not supported or exceed the limits.
     """
     chosen = KVPolicy.of(policy)
     media = session.media(limits, video_fps)
@@ -234,16 +233,16 @@ def plan(
 
 
 def released_skeleton(released: ReleasedModel) -> Family:
-    """A family of the released shapes; its model has no weights, its tokenizer is a bundled one.
+    """Create a family with the shapes of a released model, no weights and a bundled tokenizer.
 
-    Media take as many tokens as with the released processor; the chat template's own text is
-    counted to a few tokens.
+    Media take as many tokens as with the released processor; the text of the chat template is
+    counted to within a few tokens.
     """
     family, sibling = _SIBLINGS[released.family]
     folder = source_of(sibling)
     fields: dict[str, Any] = AutoConfig.from_pretrained(folder).to_dict()
     del fields["model_type"]
-    # The ids of the bundled tokenizer stay.
+    # Keep the token ids of the bundled tokenizer.
     inner = fields.get("thinker_config", fields)
     inner |= {"text_config": dict(released.text), "vision_config": dict(released.vision)}
     if released.audio:
@@ -255,7 +254,7 @@ def released_skeleton(released: ReleasedModel) -> Family:
     else:
         least, most = released.pixels
         processor.image_processor.size = {"shortest_edge": least, "longest_edge": most}
-        # Qwen3-Omni bounds the pixels of a frame, Qwen3-VL those of all frames.
+        # Qwen3-Omni limits the pixels of a frame, Qwen3-VL those of all frames.
         if family is Qwen3Omni:
             video, (least, most) = Qwen2VLVideoProcessor, released.pixels
         else:
@@ -263,7 +262,7 @@ def released_skeleton(released: ReleasedModel) -> Family:
         processor.video_processor = video(
             patch_size=16, merge_size=2, size={"shortest_edge": least, "longest_edge": most}
         )
-        # A word of the timestamps between frames, which the released tokenizers have.
+        # A word of the timestamps between frames, which is one token in released tokenizers.
         processor.tokenizer.add_tokens([" seconds"])
         processor.chat_template = _QWEN_TEMPLATE
     config = AutoConfig.for_model(released.family, **fields)
@@ -271,7 +270,7 @@ def released_skeleton(released: ReleasedModel) -> Family:
 
 
 def _read_tiles(processor: Any, vision: dict[str, Any]) -> list[list[int]]:
-    """Let LLaVA's processor cut images into the released tiles; return their grids, in pixels."""
+    """Make LLaVA's processor use the released tiles; return their grids, in pixels."""
     side = vision["image_size"]
     grids = [[side * rows, side * columns] for rows, columns in _GRIDS]
     processor.image_processor = LlavaNextImageProcessor(

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and with experts, and Qwen3-Omni: images and videos with 3-D positions, sound."""
+"""Qwen3-VL, dense and MoE, and Qwen3-Omni: images and videos with 3-D positions, and audio."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from oscar_mm.modality import Modality, token_modalities
 
 
 def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = False) -> int:
-    """Return the tokens of an image in a prompt; if ``sized``, the processor does not resize it."""
+    """Return the tokens of an image in a prompt; ``sized`` means the processor does not resize."""
     width, height = image.width, image.height
     if not sized:
         width, height = resized(image_processor, width, height)
@@ -47,48 +47,48 @@ def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = Fals
 
 
 def largest_image(image_processor: Any, width: int, height: int) -> tuple[int, int]:
-    """See ``Family.largest_image``: the size to which the processor resizes, if that is smaller."""
+    """See ``Family.largest_image``: the size to which the processor resizes, if it is smaller."""
     if width * height <= pixel_bounds(image_processor)[1]:
         return width, height
     try:
         used = resized(image_processor, width, height)
-        # The processor leaves a strip wider than its limit, and would resize it once more.
+        # Some strips keep more than the maximum of pixels and would be resized again.
         return used if resized(image_processor, *used) == used else (width, height)
-    except ValueError:  # a strip that is too long for the processor, which refuses it later
+    except ValueError:  # The strip is too long for the processor, which refuses it later.
         return width, height
 
 
 def longer_sides(tokens: int) -> list[int]:
-    """Longer sides of all grids of so many tokens, the shortest first."""
+    """Return the longer sides of all grids with so many tokens, ascending."""
     sides = [side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0]
     return [tokens // side for side in reversed(sides)]
 
 
 def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
-    """Arguments of a processor for sampled videos, whose times it keeps."""
+    """Return processor arguments for sampled videos that preserve their timestamps."""
     return {
         "videos": [video.frames for video in videos],
         "video_metadata": [video.metadata for video in videos],
         "do_sample_frames": False,
-        # The present meaning of None, which transformers says will change.
+        # The current meaning of None, which transformers has announced to change.
         "cap_pixels_per_frame": bool(video_processor.cap_pixels_per_frame),
     }
 
 
 _OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
 _FEWEST_TOKENS, _MAX_TOKENS = 4, 16384
-"""Least and most tokens of a picture with a given size, as in qwen-vl-utils. No option may ask for
-more, because the time of a tower grows with the square of the tokens of a picture."""
+"""Minimum and maximum tokens of a picture with a given size, as in qwen-vl-utils. No option may ask
+for more, because the time of a tower grows with the square of a picture's tokens."""
 _FRAME_TOKENS = 128, 768
-"""Least and most tokens of a frame, as in qwen-vl-utils."""
+"""Minimum and maximum tokens of a frame, as in qwen-vl-utils."""
 _VIDEO_TOKENS = 115_200
-"""Most tokens of a video, as in qwen-vl-utils."""
+"""Maximum tokens of a video, as in qwen-vl-utils."""
 
 
 def image_size(
     image_processor: Any, width: int, height: int, options: MediaOptions
 ) -> tuple[int, int]:
-    """See ``Family.image_size``; without options the processor's own bounds apply."""
+    """See ``Family.image_size``; without options the processor's own limits apply."""
     factor = image_processor.patch_size * image_processor.merge_size
     if options.resized is not None:
         bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
@@ -108,7 +108,7 @@ def image_size(
 def frame_size(
     video_processor: Any, width: int, height: int, frames: int, options: MediaOptions
 ) -> tuple[int, int]:
-    """See ``Family.frame_size``; without options the bounds of qwen-vl-utils apply."""
+    """See ``Family.frame_size``; without options the limits of qwen-vl-utils apply."""
     factor = video_processor.patch_size * video_processor.merge_size
     if options.resized is not None:
         bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
@@ -124,8 +124,8 @@ def frame_size(
 
 
 def _resized(size: tuple[int, int], factor: int, least: Any, most: Any) -> tuple[int, int]:
-    """Return a width and height in whole patches whose product is within bounds in pixels."""
-    from qwen_vl_utils.vision_process import smart_resize  # slow to import
+    """Return a width and height in whole patches whose product is within the pixel limits."""
+    from qwen_vl_utils.vision_process import smart_resize  # Slow to import.
 
     width, height = size
     height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
@@ -138,7 +138,7 @@ _GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
 
 
 class Qwen3Family(Family):
-    """Base of Qwen3-VL and Qwen3-Omni: pictures of any size, which options can set."""
+    """Base of Qwen3-VL and Qwen3-Omni, with image sizes that options can set."""
 
     media_options = _OPTIONS
 
@@ -160,7 +160,7 @@ class Qwen3Family(Family):
 class Qwen3VL(Qwen3Family):
     """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking.
 
-    Loading teaches the model to take pixels as bytes, see ``oscar_mm.media.encoder_inputs``.
+    Loading lets the model accept pixels as bytes, see ``oscar_mm.media.encoder_inputs``.
     """
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
@@ -182,7 +182,7 @@ class Qwen3VL(Qwen3Family):
                 setattr(reading, part, SizesKept(getattr(reading, part), sized))
         if videos:
             # The models were trained with a pair of marks around each frame and none around the
-            # video; transformers 5 writes the frames between the template's two marks.
+            # video; transformers 5 inserts the frames between the template's two marks.
             marks = self.processor.vision_start_token, self.processor.vision_end_token
             video = self.processor.video_token
             inputs = reading(
@@ -225,10 +225,10 @@ class Qwen3VL(Qwen3Family):
         return [tokens] if modality is Modality.TEXT else longer_sides(tokens)
 
     def _positions(self, ids: torch.Tensor, grids: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(3, 1, tokens) int64 on the CPU.
+        """Compute (3, 1, tokens) int64 positions on the CPU.
 
-        Never from the model's own rope_deltas: that is one number on the model, overwritten by
-        whichever request comes next.
+        The model's own rope_deltas are not used: that is one number on the model, overwritten by
+        each request.
         """
         if not grids:
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
@@ -242,21 +242,21 @@ class Qwen3VL(Qwen3Family):
 
 
 _FRAME = RATE // 100
-"""Samples from one frame of features to the next."""
+"""Samples between two frames of audio features."""
 _BY_FRAME = ("input_features", "feature_attention_mask")
 
 
 class Qwen3Omni(Qwen3Family):
     """Qwen3-Omni-30B-A3B, Instruct, Thinking and Captioner.
 
-    ``model`` is the thinker, which writes the text; ``outer_model`` also has the talker, where the
-    checkpoint has one. Loading teaches the thinker the argument ``logits_to_keep``, and to take
-    pixels as bytes, and samples (``oscar_mm.media.encoder_inputs``).
+    ``model`` is the thinker, which generates text; ``outer_model`` also has the talker, if the
+    checkpoint has one. Loading lets the thinker accept ``logits_to_keep``, pixels as bytes, and
+    samples (``oscar_mm.media.encoder_inputs``).
 
-    A prompt is made piece by piece, a medium at a time. So a medium gets the same features and
-    positions whatever comes with it (the processor would pad recordings to the longest and take
-    one frame rate for all videos), and silent videos may stand beside videos with sound. Loading
-    also teaches the audio tower to read each recording as if it were alone.
+    A prompt is processed one medium at a time. Thus a medium gets the same features and positions
+    whatever it is combined with (the processor would pad recordings to the longest and use one
+    frame rate for all videos), and videos with and without sound can be mixed. Loading also makes
+    the audio tower process each recording as if it were alone.
     """
 
     model_types = ("qwen3_omni_moe",)
@@ -275,7 +275,7 @@ class Qwen3Omni(Qwen3Family):
 
     @classmethod
     def set_attention(cls, model: Any, towers: str | None) -> None:
-        """See ``Family.set_attention``; the outer model would ignore it."""
+        """See ``Family.set_attention``; set on the thinker, as the outer model would ignore it."""
         chosen = {"vision_config": towers, "audio_config": towers} if towers else {}
         model.thinker.set_attn_implementation({"text_config": IMPLEMENTATION} | chosen)
 
@@ -311,7 +311,7 @@ class Qwen3Omni(Qwen3Family):
         )
 
     def join_media(self, name: str, parts: Sequence[Any]) -> Any:
-        """See ``Family.join_media``; features are padded to the longest, (sounds, ..., frames)."""
+        """See ``Family.join_media``; audio features (sounds, ..., frames) are padded at the end."""
         if name == SAMPLES:
             return [samples for part in parts for samples in part]
         if name in _BY_FRAME:
@@ -323,7 +323,7 @@ class Qwen3Omni(Qwen3Family):
         return super().join_media(name, parts)
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
-        """See ``Family.position_steps``; those of a video follow from its times."""
+        """See ``Family.position_steps``; the positions of a video depend on its timestamps."""
         if modality is Modality.VIDEO:
             return None
         return longer_sides(tokens) if modality is Modality.IMAGE else [tokens]
@@ -338,20 +338,23 @@ class Qwen3Omni(Qwen3Family):
 
     @cached_property
     def thinks(self) -> bool:
-        """See ``Family.thinks``; a checkpoint whose template leaves reasoning out of earlier turns
-        may open it by itself, but one that speaks does not reason."""
+        """See ``Family.thinks``.
+
+        Also True if the template strips reasoning from earlier turns, since such a checkpoint may
+        open it by itself, unless the checkpoint can speak: those do not reason.
+        """
         may_think = self.think_tokens is not None and "</think>" in str(
             self.processor.chat_template
         )
         return super().thinks or (may_think and not self.outer_model.has_talker)
 
     def generation_setting(self, name: str) -> Any:
-        """See ``Family.generation_setting``; checkpoints have the settings of the outer model."""
+        """See ``Family.generation_setting``; settings may be those of the outer model."""
         setting = super().generation_setting(name)
         return getattr(self.outer_model.generation_config, name) if setting is None else setting
 
     def _pieces(self, text: str) -> list[tuple[str, bool]]:
-        """The text in pieces: media with the tokens that open and close them, and the rest."""
+        """Split the text into media with their opening and closing tokens, and the rest."""
         vision = (self.processor.vision_bos_token, self.processor.vision_eos_token)
         audio = (self.processor.audio_bos_token, self.processor.audio_eos_token)
         blocks = [
@@ -363,7 +366,7 @@ class Qwen3Omni(Qwen3Family):
         return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
 
     def _process(self, reading: Any, piece: str, medium: Medium) -> dict[str, torch.Tensor]:
-        """Ids and further arguments of one medium by a processor that reads it."""
+        """Run a processor on one medium; return ids and further arguments of the forward."""
         content, how = medium.content, {"do_resize": False} if medium.sized else {}
         if isinstance(content, Audio):
             inputs = _heard(reading.feature_extractor, content)
@@ -383,13 +386,13 @@ class Qwen3Omni(Qwen3Family):
         return {name: torch.as_tensor(x) for name, x in inputs.items() if name not in unused}
 
     def _interleaved(self) -> dict[str, Any]:
-        """Arguments of the processor for a recording that belongs to the video."""
+        """Return processor arguments for a recording that belongs to the video."""
         if hasattr(self.processor, "load_audio_from_video"):
             return {"load_audio_from_video": True, "audio_from_video_indices": [0]}
-        return {"use_audio_in_video": True}  # older versions of transformers
+        return {"use_audio_in_video": True}  # Older versions of transformers.
 
     def _positions(self, ids: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(3, 1, tokens) float32 of one medium from 0; never from the model's own rope_deltas."""
+        """Compute (3, 1, tokens) float32 positions of one medium from 0, without rope_deltas."""
         audio = inputs.get("feature_attention_mask")
         positions, _ = self.model.get_rope_index(
             ids,
@@ -404,14 +407,14 @@ class Qwen3Omni(Qwen3Family):
 
 
 def _sound(medium: Medium) -> Audio | None:
-    """What is heard of a medium."""
+    """Return the recording of a medium, if it has sound."""
     if medium.modality is Modality.VIDEO:
         return medium.content.sound
     return medium.content if medium.modality is Modality.AUDIO else None
 
 
 def _heard(extractor: Any, sound: Audio) -> dict[str, torch.Tensor]:
-    """Features of a recording and their mask, as the processor asks for them."""
+    """Compute features of a recording and their mask with the processor's options."""
     found = extractor(
         [sound.samples],
         sampling_rate=RATE,
@@ -427,21 +430,21 @@ def _heard(extractor: Any, sound: Audio) -> dict[str, torch.Tensor]:
 
 
 def audio_tokens(samples: int) -> int:
-    """Tokens of a recording: 13 for each second, and an eighth of the frames of the rest."""
+    """Count the tokens of a recording: 13 per second, and an eighth of the remaining frames."""
     seconds, rest = divmod(samples // _FRAME, 100)
-    # Each of three convolutions halves the frames and rounds up.
+    # Each of three convolutions halves the number of frames and rounds up.
     return 13 * seconds + -(-rest // 8)
 
 
 _logits_to_keep: ContextVar[int] = ContextVar("logits_to_keep", default=0)
-"""How many of the last logits the running forward pass keeps; 0 for all."""
+"""Number of trailing logits that the running forward pass keeps; 0 for all."""
 _default_logits: ContextVar[int] = ContextVar("default_logits", default=0)
-"""How many of the last logits a forward pass keeps that is not told; 0 for all."""
+"""Number of trailing logits kept by a forward pass that does not specify it; 0 for all."""
 
 
 @contextmanager
 def last_logits_only() -> Iterator[None]:
-    """Inside, thinkers keep the last token's logits where ``generate`` names no number."""
+    """Keep only the last token's logits within the block unless a forward pass asks for more."""
     token = _default_logits.set(1)
     try:
         yield
@@ -450,9 +453,9 @@ def last_logits_only() -> Iterator[None]:
 
 
 def _teach_logits_to_keep(thinker: Any) -> None:
-    """Let the thinker keep the logits of the last tokens only, as other models do.
+    """Let the thinker keep the logits of the last tokens only, as other models can.
 
-    Without it, the logits of a prompt of 32,000 tokens alone take 20 GB in float32.
+    Without it the logits of a prompt of 32,000 tokens alone take 20 GB in float32.
     """
     if getattr(thinker, "_oscar_keeps_logits", False):
         return
@@ -463,7 +466,7 @@ def _teach_logits_to_keep(thinker: Any) -> None:
         return args, kwargs
 
     def cut(_: Any, args: tuple) -> tuple:
-        # A slice from -0 has all of them.
+        # With 0 the slice from -0 keeps all logits.
         return (args[0][:, -_logits_to_keep.get() :],)
 
     def forget(*_: Any) -> None:
@@ -475,16 +478,16 @@ def _teach_logits_to_keep(thinker: Any) -> None:
 
 
 _later: ContextVar[tuple[Any, ...]] = ContextVar("later", default=())
-"""The audio tower's output for the later recordings of the running call."""
+"""Outputs of the audio tower for the remaining recordings of the running call."""
 
 
 def _read_each_as_alone(tower: Any) -> None:
-    """Let the audio tower give a recording the same features whatever is read with it.
+    """Make the audio tower's features of a recording independent of the other recordings.
 
-    The tower cuts recordings into pieces of a second and pads the pieces of a call to the longest.
-    Its convolutions read padding otherwise than the end of a piece, so that a recording of less
-    than a second would depend on the others. Here recordings share a call only if each by itself
-    would be padded alike.
+    The tower cuts recordings into pieces of one second and pads the pieces of a call to the
+    longest. Its convolutions treat padding differently from the end of a piece, so that a recording
+    of less than a second would depend on the others. Here recordings share a call only if each
+    alone would get the same padding.
     """
     if getattr(tower, "_oscar_reads_each_as_alone", False):
         return
@@ -510,9 +513,9 @@ def _read_each_as_alone(tower: Any) -> None:
         later = _later.get()
         _later.set(())
         if output is None or not later:
-            return None  # an error is under way, or the output is whole
+            return None  # The tower failed, or the output is whole.
         parts = [output, *later]
-        # States of layers, which ``generate`` asks for where the model speaks, are not read.
+        # Hidden states, which ``generate`` requests for speech, are dropped: nothing uses them.
         read = [name for name, value in output.items() if isinstance(value, torch.Tensor)]
         return type(output)(**{name: torch.cat([part[name] for part in parts]) for name in read})
 

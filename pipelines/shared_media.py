@@ -1,6 +1,6 @@
-"""SharedMedia: media that a model reads once, for many questions about them.
+"""SharedMedia: media that are prefilled once for many questions about them.
 
-Multiple choice: the given answer of a question that a model finds likeliest.
+Multiple choice: the likeliest of several given answers to a question.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _QUESTION = "oscar-question"
-"""Stands for the questions to come."""
+"""Stand-in for later questions."""
 
 
 class SharedMedia:
-    """The beginning of a first turn up to its last medium, in a cache that questions continue.
+    """Beginning of a first turn up to its last medium, in a cache that questions continue.
 
-    The media are processed and read once, and all questions share their pages, one after the other
-    or as rows of one batch. A question reads the media from packed pages, so its answer may differ
-    a little from one that read everything at once, whose attention over the prompt is exact; with
+    The media are processed and prefilled once, and all questions share their pages, in sequence or
+    as rows of a batch. A question attends to the media's packed pages, so its answer may differ a
+    little from that of a prompt prefilled at once, whose attention over the prompt is exact; with
     policy "bf16" it does not.
 
     Args:
-        pipe: whose model reads; the pages are in its store.
-        media: decoded, see ``Pipeline.read_media``; may be empty, then nothing is shared.
+        pipe: pipeline that runs the model; the pages are in its store.
+        media: decoded media, see ``Pipeline.read_media``; if empty, nothing is shared.
         system: system prompt.
 
     Raises:
-        InputError: media that the model does not read, or too many of them, or a system prompt
-            that cannot be used.
+        InputError: if the model does not support the media, there are too many of them, or the
+            system prompt is invalid.
     """
 
     def __init__(self, pipe: Pipeline, media: Media, system: str | None = None) -> None:
@@ -56,7 +56,7 @@ class SharedMedia:
         self._cache = OscarCache(pipe.policy, store=pipe.store)
         self._prompt: Prompt | None = None
         self._state: object = None
-        """Of the weights that have read the media."""
+        """State of the weights that prefilled the media."""
         self._parts = media.parts
         self._before, self._shows = "", len(media) > 0
         if self._shows:
@@ -73,7 +73,7 @@ class SharedMedia:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the beginning has; 0 without media."""
+        """Number of tokens of the beginning; 0 without media."""
         return 0 if self._prompt is None else self._prompt.tokens
 
     @property
@@ -82,11 +82,11 @@ class SharedMedia:
         return self._prompt
 
     def read(self) -> None:
-        """Have the model read the media, once; after that only their pages are kept.
+        """Prefill the media, once; after that only their pages are kept.
 
         Raises:
-            RequestTooLarge: they leave no room for an answer.
-            InputError: other weights or adapters have read them.
+            RequestTooLarge: if they leave no memory for an answer.
+            InputError: if weights or adapters have changed since.
         """
         if self._prompt is None:
             return
@@ -109,16 +109,14 @@ class SharedMedia:
         self._prompt = replace(self._prompt, inputs={"input_ids": ids})
 
     def new_request(self, question: str, sampling: Sampling) -> Request:
-        """The answer to a question about the media, which continues their pages; reads the media
-        the first time.
+        """Create a request that continues the media's pages; prefills the media the first time.
 
         Args:
-            question: text.
-            sampling: how to answer.
+            question: text of the question.
+            sampling: sampling options.
 
         Raises:
-            InputError: text that cannot be used; as ``RequestTooLarge`` a question that is too
-                long.
+            InputError: if the text is invalid; ``RequestTooLarge`` if it is too long.
         """
         start = time.perf_counter()
         prompt, past = self._after_media(question, sampling.max_new_tokens)
@@ -130,20 +128,19 @@ class SharedMedia:
         return answer
 
     def question(self, question: str, answers: Sequence[str]) -> Question:
-        """A question about the media with the answers to choose from; reads the media the first
-        time.
+        """Create a multiple-choice question; prefills the media the first time.
 
         Raises:
-            InputError: text that cannot be used, or an answer that is empty or holds control
-                tokens; as ``RequestTooLarge`` a question that is too long.
+            InputError: if the text is invalid, or an answer is empty or contains control tokens;
+                ``RequestTooLarge`` if the question is too long.
         """
         choices = self._continuations(question, answers)
         prompt, past = self._after_media(question, max(map(len, choices)))
         return Question(prompt, past, choices)
 
     def _after_media(self, question: str, most: int) -> tuple[Prompt, OscarCache]:
-        """What the model reads of a question with an answer of so many tokens, and the cache of
-        what comes before."""
+        """Return the prompt of a question, checked with an answer of ``most`` tokens, and the cache
+        that it continues."""
         self.pipe.admission.check_text("prompt", question)
         self.read()
         if self._prompt is None:
@@ -156,10 +153,10 @@ class SharedMedia:
         return prompt, self._cache
 
     def _continuations(self, question: str, answers: Sequence[str]) -> list[list[int]]:
-        """Token ids of answers as they follow the question.
+        """Return the token ids of answers as they follow the question.
 
         Raises:
-            InputError: an answer that is no text, is empty, or holds control tokens.
+            InputError: if an answer is not text, is empty, or contains control tokens.
         """
         self.pipe.admission.check_text("prompt", question)
         for index, answer in enumerate(answers):
@@ -176,7 +173,7 @@ class SharedMedia:
         return [ids[len(start) :].tolist() for ids in rows]
 
     def close(self) -> None:
-        """Give up the pages; questions in progress keep theirs."""
+        """Release the pages; running requests keep theirs."""
         with self.pipe.lock.briefly():
             self._cache.close()
 
@@ -184,7 +181,7 @@ class SharedMedia:
         return first_turn(question, self._parts, self.system)
 
     def _split(self, question: str) -> tuple[str, str, str]:
-        """The rendered first turn: up to its media's last control token, that token, the rest."""
+        """Split the rendered turn: text before its media's last control token, that token, rest."""
         family = self.pipe.family
         text = family.render(self._asked(question))
         if not self._shows:
@@ -198,26 +195,26 @@ class SharedMedia:
         return text[: stop - len(last)], last, text[stop:]
 
     def _rest(self, question: str) -> torch.Tensor:
-        """(1, tokens) ids of the text after the media."""
+        """Return the (1, tokens) ids of the text after the media."""
         before, last, rest = self._split(question)
         if before != self._before:
             raise InputError(
                 "the chat template of this checkpoint writes the question before the media, so "
                 "that questions cannot share them"
             )
-        # The control token stays in front and is cut off after, as a tokenizer may treat the
-        # beginning of a text specially.
+        # The control token is cut off only after tokenization, as a tokenizer may treat the
+        # beginning of a text differently.
         tokenize = self.pipe.family.tokenize
         return tokenize(last + rest)[:, tokenize(last).shape[1] :]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with choices, ready to be read.
+    """Question with choices, ready for prefill.
 
     Attributes:
-        prompt: of a single row.
-        cache: holds what comes before the prompt; it is not changed.
+        prompt: prompt of a single row.
+        cache: cache that the prompt continues; it is not changed.
         choices: token ids of each choice.
     """
 
@@ -228,13 +225,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """How likely a model finds the choices of one question.
+    """Scores of the choices of one question.
 
     Attributes:
-        best: index of the likeliest choice; the first of equals.
-        scores: log-probability of each choice as the whole answer; see ``log_likelihoods``.
-        memory: bytes of the request when its choices were scored.
-        prompt_tokens: tokens of the prompt and what comes before it, media included.
+        best: index of the likeliest choice; the first one in case of a tie.
+        scores: log-probability of each choice as the whole answer, see ``log_likelihoods``.
+        memory: memory report of the request when its choices were scored.
+        prompt_tokens: tokens of the prompt and everything before it, including media.
     """
 
     best: int
@@ -244,15 +241,15 @@ class Choice:
 
 
 def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
-    """Read several questions, then score the choices of each over its pages.
+    """Prefill several questions, then score the choices of each over its pages.
 
     Args:
-        pipe: whose model chooses.
-        questions: with choices.
+        pipe: pipeline whose model scores.
+        questions: questions with choices.
 
     Raises:
-        FloatingPointError: the model's logits are NaN.
-        torch.OutOfMemoryError: too much at once.
+        FloatingPointError: if the model's logits are NaN.
+        torch.OutOfMemoryError: if there are too many questions at once.
     """
     with pipe.lock:
         caches = [question.cache.fork() for question in questions]
@@ -282,20 +279,20 @@ def log_likelihoods(
     caches: Sequence[OscarCache],
     continuations: Sequence[Sequence[Sequence[int]]],
 ) -> list[list[float]]:
-    """Log-probability that an answer is a continuation of its prompt, and ends there.
+    """Return the log-probability that each continuation is the whole answer to its prompt.
 
-    The end counts, so that a continuation is at no disadvantage against its own beginning, which
-    is shorter.
+    The end of the answer counts, so that a continuation has no disadvantage against its own
+    beginning, which is shorter.
 
     Args:
-        reader: of prompts; the lock of its store is held.
-        prompts: of a single row each.
-        caches: hold what comes before the prompts, then the prompts too; the continuations are
-            read on forks, which share their pages.
-        continuations: token ids of each continuation of each prompt; none is empty.
+        reader: prefill runner; the caller has the lock of its store.
+        prompts: prompts of a single row each.
+        caches: caches that the prompts continue, and that then contain the prompts too; the
+            continuations are prefilled on forks, which share their pages.
+        continuations: non-empty token ids of each continuation, by prompt.
 
     Raises:
-        FloatingPointError: the model's logits are NaN.
+        FloatingPointError: if the model's logits are NaN.
     """
     first = reader.prefill_batch(prompts, caches)
     texts = [(row, list(ids)) for row, several in enumerate(continuations) for ids in several]

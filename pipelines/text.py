@@ -1,7 +1,7 @@
-"""Language models: any causal language model of transformers and its tokenizer.
+"""Language models: any causal language model of transformers with its tokenizer.
 
-The commands that compare and inspect take these beside the models of ``pipelines``; to chat with
-one, give an ``OscarCache`` to its ``generate``.
+The commands compare and inspect support these in addition to the models of ``pipelines``; to chat
+with one, pass an ``OscarCache`` to its ``generate``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from oscar_mm.pipelines.loading import (
 )
 
 _CHARACTERS = 16
-"""Characters of a token, more than the average of any text."""
+"""Characters per token, above the average of any text."""
 _VOCABULARY = 16
-"""Fewest tokens of a tokenizer that is not empty."""
+"""Minimum number of tokens of a tokenizer that is not empty."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """A language model that reads plain text.
+    """Language model for plain text.
 
     Attributes:
-        name: as the user gave it.
-        model: in eval mode, with attention "oscar".
-        tokenizer: of the model.
+        name: name given by the user.
+        model: model in eval mode, with attention "oscar".
+        tokenizer: tokenizer of the model.
     """
 
     name: str
@@ -53,16 +53,16 @@ class TextModel:
 
     @property
     def context(self) -> int:
-        """Most tokens that the model was made for."""
+        """Maximum tokens of the model's context."""
         return context_of(self.model.config)
 
     def prompt(self, text: str, most: int) -> Prompt:
-        """The first ``most`` tokens of a text.
+        """Return the first ``most`` tokens of a text as a prompt.
 
         Raises:
-            InputError: there are none.
+            InputError: if the text has no tokens.
         """
-        # A long file is not tokenized to its end.
+        # Avoid tokenizing a long file to its end.
         ids = self._ids(text[: _CHARACTERS * most])
         if ids.shape[1] < most:
             ids = self._ids(text)
@@ -82,13 +82,13 @@ class TextModel:
 
 
 def is_text_model(model: str | Path) -> bool:
-    """Whether a checkpoint is a causal language model that no pipeline reads.
+    """Whether a checkpoint is a causal language model that no pipeline supports.
 
     Args:
         model: name of a bundled model, hub id or folder; only its configuration is read.
 
     Raises:
-        InputError: no such model.
+        InputError: if there is no such model.
     """
     kind = config_of(source_of(model), {}).model_type
     read = {name for group in FAMILIES.values() for one in group for name in one.model_types}
@@ -107,15 +107,15 @@ def load_text_model(
     Args:
         model: hub id or folder.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
-        dtype: by default the checkpoint's, on a CPU float32.
-        options: for ``from_pretrained`` of both, such as ``gguf_file``.
+        dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
+        options: arguments of ``from_pretrained`` for both, such as ``gguf_file``.
 
     Raises:
-        InputError: no such model, one without a tokenizer, or one that keeps states of linear
-            attention, which are no keys and values.
+        InputError: if there is no such model, it has no tokenizer, or it has linear attention,
+            whose states are not keys and values.
     """
     given, target = dict(options or {}), device_of(device)
-    # A folder with weights in one GGUF file has no configuration.
+    # A folder with a GGUF file has no configuration.
     source = str(model) if "gguf_file" in given else source_of(model)
     if "gguf_file" not in given:
         check_source(source, given)
@@ -145,7 +145,7 @@ def _tokenizer(source: str, options: Mapping[str, Any]) -> Any:
     )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
-        # Without its files, transformers makes some tokenizers with next to no vocabulary.
+        # Without its files, transformers creates some tokenizers with almost no vocabulary.
         if len(tokenizer) >= _VOCABULARY and tokenizer("a b", add_special_tokens=False).input_ids:
             return tokenizer
     except _UNREADABLE as error:
@@ -154,10 +154,10 @@ def _tokenizer(source: str, options: Mapping[str, Any]) -> Any:
 
 
 def outline_text_model(model: str | Path) -> PreTrainedModel:
-    """A language model that has shapes but no weights, from its configuration alone.
+    """Create a language model without weights, from its configuration alone.
 
     Raises:
-        InputError: no such model, or one whose keys and values differ in size.
+        InputError: if there is no such model, or its keys and values differ in size.
     """
     source = source_of(model)
     config = config_of(source, {})
@@ -170,10 +170,10 @@ def outline_text_model(model: str | Path) -> PreTrainedModel:
 
 
 def context_of(config: Any) -> int:
-    """Most tokens that a model was made for.
+    """Return the maximum tokens of a model's context.
 
     Raises:
-        InputError: its configuration does not say so.
+        InputError: if the configuration does not specify it.
     """
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not most:
