@@ -1,9 +1,9 @@
-"""Decode steps of answers that a grammar constrains, compared with the same answers without one.
+"""Decode steps of answers constrained by a grammar, compared with unconstrained answers.
 
 python -m benchmarks.grammar [--model qwen3-vl-8b] [--rows 1,16,64] [--tokenizer FOLDER]
 
 A model with random weights writes JSON objects whose strings are random tokens. The time for masks
-grows with the vocabulary of the tokenizer: --tokenizer uses that of a released checkpoint.
+grows with the vocabulary of the tokenizer: --tokenizer uses the one of a released checkpoint.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _objects(text: dict[str, Any]) -> Grammar:
 
 
 GRAMMARS = {"plain": _objects({}), "bounded": _objects({"maxLength": 40})}
-"""Grammars by name. Near the length limit of a string each token is checked by itself, which takes
-about a millisecond for each answer."""
+"""Grammars by name. Near the length limit of a string each token is checked separately, which takes
+about a millisecond per answer."""
 MAX_SHARE, BOUND_ROWS = 0.05, 16
 _TOKENS = 2048
 NOTES = [
@@ -61,7 +61,7 @@ def measured(pipe: Pipeline, rows: int, grammar: Grammar | None, guided: int) ->
     """Measure the median milliseconds of a step, and of its masks.
 
     Args:
-        pipe: the pipeline that answers.
+        pipe: pipeline that runs the answers.
         rows: number of answers.
         grammar: grammar of some of them.
         guided: number of answers with the grammar.

@@ -1,4 +1,4 @@
-"""Decode attention on a GPU: one layer's pages against torch's 16-bit kernels and the memory floor.
+"""Decode attention on a GPU: a layer's pages against torch's 16-bit kernels and the memory floor.
 
 python -m benchmarks.kernels [--quick] [--compare earlier.json]
 """
@@ -28,7 +28,7 @@ from oscar_mm.ops.decode import decode_kernel
 
 MEASURES = ("cold", "graph")
 MAX_ERROR = 2e-3
-"""Largest relative error of an output in bfloat16, whose own rounding is 1.7e-3."""
+"""Maximum relative error of an output in bfloat16, whose own rounding error is 1.7e-3."""
 POLICIES = {
     "standard": KVPolicy.preset("standard"),
     "compact": KVPolicy.preset("compact"),
@@ -60,7 +60,7 @@ NOTES = [
 
 @dataclass(frozen=True)
 class Shape:
-    """Decode attention of one new token; ``context`` counts it too."""
+    """Decode attention of one new token; ``context`` includes it."""
 
     batch: int
     query_heads: int
@@ -89,7 +89,7 @@ _LARGE = (QWEN_BATCH, QWEN_MANY, OMNI_BATCH, LLAVA_BATCH)
 
 @dataclass(frozen=True)
 class Bound:
-    """A policy must reach at least ``least`` of a figure ("floor_share", "speedup") on shapes."""
+    """Minimum of a figure ("floor_share", "speedup") that a policy must reach on some shapes."""
 
     policy: str
     figure: str
@@ -106,7 +106,7 @@ BOUNDS = (
     Bound("compact", "speedup", 5.0, (*_LARGE, QWEN_LONG)),
     Bound("compact", "speedup", 4.0, (OMNI_LONG,)),
     Bound("compact", "speedup", 2.0, (QWEN_SHORT,)),
-    # What the kernels claim in general, on the shapes where 2 bits must reach 5x.
+    # The general claim for the kernels, on the shapes where 2 bits must reach 5x.
     Bound("oscar", "speedup", 4.0, (*_LARGE, QWEN_LONG)),
     Bound("channel, 4 bit", "speedup", 2.5, (*_LARGE, QWEN_LONG)),
 )
@@ -116,7 +116,7 @@ def rate(row: dict[str, Any], peers: list[dict[str, Any]], bandwidth: float) -> 
     """Add to a row its floor, its share of the floor and its speedup over the best peer.
 
     Args:
-        row: has "bytes" that a call must read, and microseconds or None in "us", by measure.
+        row: row with "bytes" that a call must read, and "us": microseconds or None, by measure.
         peers: rows of the 16-bit kernels on the same shape.
         bandwidth: bytes per second of a copy in the same run.
     """
@@ -130,7 +130,7 @@ def rate(row: dict[str, Any], peers: list[dict[str, Any]], bandwidth: float) -> 
 
 
 def check(shape: Shape, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Bounds of a rated row: its value by each measure, and whether the value meets the bound."""
+    """Return the bounds of a rated row: its value by measure, and whether it meets the bound."""
     checks = []
     for bound in BOUNDS:
         if bound.policy == row["name"] and shape in bound.shapes:
@@ -143,7 +143,7 @@ def check(shape: Shape, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verdict(met: dict[str, bool | None]) -> str:
-    """ "met" if every measure meets the bound, else which measures do not, or are missing."""
+    """Return "met" if every measure meets the bound, else the measures that fail or are missing."""
     missed = [measure for measure in MEASURES if met[measure] is False]
     if missed:
         return f"NOT met ({', '.join(missed)})"
@@ -154,7 +154,7 @@ def verdict(met: dict[str, bool | None]) -> str:
 
 
 def bytes_read(layer: OscarLayer, step: StepPlan) -> int:
-    """Bytes of the past that a step attends to: pages, and 16-bit tokens outside of them."""
+    """Return the bytes of the past that a step reads: pages, and 16-bit tokens outside of them."""
     token = 2 * layer.kv_heads * layer.head_dim * layer.dtype.itemsize
     streams = [stream for sequence in step.past for stream in sequence.streams.values()]
     page_bytes = sum(
@@ -168,14 +168,14 @@ def bytes_read(layer: OscarLayer, step: StepPlan) -> int:
 def stored_pair(
     layer: OscarLayer, sequence: SequenceTable, heads: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some KV heads, unpacked to (heads, tokens, head_dim) float64.
+    """Return keys and values of some KV heads, unpacked to (heads, tokens, head_dim) float64.
 
-    Tokens come stream by stream and not in sequence order, which the attention of a last token
-    cannot see.
+    Tokens are ordered by stream, not by position, which makes no difference to the attention of a
+    last token.
     """
     sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for stream in sequence.streams.values():
-        # Float32 rounds nothing on the way.
+        # In float32 unpacking adds no rounding.
         for pair in layer.parts(TokenPlaces.of([stream], layer.device), torch.float32):
             for parts, side in zip(sides, pair, strict=True):
                 parts.append(side[heads].double())
@@ -184,7 +184,7 @@ def stored_pair(
 
 
 def exact(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Float64 attention of queries (heads, group, d) to keys and values (heads, tokens, d)."""
+    """Compute float64 attention of queries (heads, group, d) to (heads, tokens, d) keys, values."""
     scores = queries.double() @ keys.double().transpose(1, 2) * keys.shape[-1] ** -0.5
     return scores.softmax(-1) @ values.double()
 
@@ -195,12 +195,12 @@ def error_of(
     kv_heads: int,
     pair_of: Callable[[int, list[int]], tuple[torch.Tensor, torch.Tensor]],
 ) -> float:
-    """Relative error of the first and last KV heads of the first and last rows.
+    """Return the relative error of the first and last KV heads of the first and last rows.
 
     Args:
         output, queries: (batch, query heads, 1, head_dim).
         kv_heads: number of KV heads.
-        pair_of: gives keys and values, (heads, tokens, head_dim), of a row and KV heads.
+        pair_of: returns keys and values, (heads, tokens, head_dim), of a row and KV heads.
     """
     heads = sorted({0, kv_heads - 1})
     wrong = norm = 0.0
@@ -213,7 +213,7 @@ def error_of(
 
 
 class LayerCall:
-    """A decode step of a synthetic cache: each call attends to the same step again."""
+    """Decode step of a synthetic cache; each call repeats the attention of the same step."""
 
     def __init__(self, policy: KVPolicy, shape: Shape, generator: torch.Generator) -> None:
         past = (shape.batch, shape.kv_heads, shape.context - 1, shape.head_dim)
@@ -223,13 +223,13 @@ class LayerCall:
         self.scaling = shape.head_dim**-0.5
 
     def __call__(self) -> torch.Tensor:
-        """(batch, query heads, 1, head_dim)."""
+        """Return (batch, query heads, 1, head_dim)."""
         return attend_stored(
             self.layer, self.queries, self.keys, self.values, self.scaling, self.step
         )
 
     def error(self) -> float:
-        """Relative error of a call."""
+        """Return the relative error of a call."""
 
         def pair_of(row: int, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
             past = stored_pair(self.layer, self.step.past[row], heads)
@@ -241,7 +241,7 @@ class LayerCall:
 
 
 def _new_tokens(shape: Shape, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Random query, key and value of one token."""
+    """Return random query, key and value of one token."""
     return tuple(
         _normal((shape.batch, heads, 1, shape.head_dim), generator)
         for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
@@ -299,7 +299,7 @@ def _peers(shape: Shape, timer: Timer, generator: torch.Generator) -> list[dict[
 def measure(
     shapes: Sequence[Shape], bandwidth: float, timer: Timer, generator: torch.Generator
 ) -> list[dict[str, Any]]:
-    """Rows of all shapes, rated and checked, on the generator's device."""
+    """Return rated and checked rows of all shapes, on the generator's device."""
     rows = []
     for shape in shapes:
         peers = _peers(shape, timer, generator)
@@ -372,7 +372,7 @@ def _bound(value: float | None, figure: str) -> str:
 
 
 def compare(rows: list[dict[str, Any]], path: Path) -> None:
-    """Print this run's times divided by those of an earlier record."""
+    """Print this run's times relative to those of an earlier record."""
     earlier = Record.load(path)
     before = {(astuple(Shape(**row["shape"])), row["name"]): row["us"] for row in earlier.rows}
     lines = []
@@ -386,7 +386,7 @@ def compare(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record. 2 without a CUDA device."""
+    """Measure, print and record; 2 without a CUDA device."""
     options = parser("benchmarks.kernels", __doc__)
     options.add_argument("--quick", action="store_true", help=f"only {len(QUICK)} shapes")
     options.add_argument("--compare", type=Path, metavar="FILE", help="an earlier run's JSON")

@@ -1,13 +1,13 @@
-"""What a language model loses on real text when its KV cache is stored in few bits.
+"""Loss of a language model on real text when its KV cache is quantized.
 
 python -m benchmarks.language
 python -m benchmarks.language --tokens 1024 2048 4096 7168 --passages 64
-python -m benchmarks.language --add --tokens 4096 --methods compact   # keeps what is recorded
+python -m benchmarks.language --add --tokens 4096 --methods compact   # keeps recorded rows
 python -m benchmarks.language --model qwen2.5-coder-1.5b --passages 12 --methods standard
 python -m benchmarks.language --model ./my-model --text notes.txt
 
-The default model is SmolLM2-135M-Instruct; ``benchmarks.language_models`` has it and others, and
-tells how to get them.
+The default model is SmolLM2-135M-Instruct; ``benchmarks.language_models`` lists it and others, and
+says how to download them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ METHODS = (
     *(method.name for method in rival_methods()),
 )
 STEPWISE = (PUBLISHED, DEFAULT, COMPACT)
-"""Methods that also read a passage's end token by token and continue it freely."""
+"""Methods that also process a passage's end token by token and continue it freely."""
 GENERATED = 200
 NOTES = [
     "The model reads each passage once in 16 bit, and a method stores its keys and values. Then "
@@ -90,7 +90,7 @@ NOTES = [
 
 
 def python_texts() -> dict[str, str]:
-    """Documentation and code that come with Python."""
+    """Return documentation and code that ship with Python."""
     topics = pydoc_data.topics.topics
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     code = [module.read_text("utf-8") for module in modules]
@@ -101,7 +101,7 @@ def python_texts() -> dict[str, str]:
 
 
 def load(name: str, packages: Path, device: str) -> TextModel:
-    """A causal language model in float32.
+    """Load a causal language model in float32.
 
     Args:
         name: key of ``MODELS``, folder or hub id.
@@ -109,7 +109,7 @@ def load(name: str, packages: Path, device: str) -> TextModel:
         device: "cpu", "cuda".
 
     Raises:
-        InputError: no such model, or its packages are not there.
+        InputError: if there is no such model, or its packages are missing.
     """
     if name in MODELS:
         return load_released(name, packages, device)
@@ -123,12 +123,12 @@ def measure(
     options: argparse.Namespace,
     methods: Sequence[Method],
 ) -> Iterator[list[Row]]:
-    """A row for each method, of passages of about one length, so far: after every passage.
+    """Yield after every passage the rows so far: one per method, for passages of similar length.
 
     Args:
-        text_model: reads the passages.
-        texts: by name.
-        tokens: least length of a passage.
+        text_model: model for the passages.
+        texts: texts by name.
+        tokens: minimum length of a passage.
         options: the command line.
         methods: methods to compare.
     """
@@ -147,10 +147,10 @@ def measure(
 
 
 def check(text_model: TextModel, texts: Mapping[str, str], options: argparse.Namespace) -> None:
-    """Check, before the first measurement, that the texts have the longest passages.
+    """Check before the first measurement that the longest passages are available.
 
     Raises:
-        InputError: they are longer than the model's context or than a text.
+        InputError: if they are longer than the model's context or than a text.
     """
     tokens, after = max(options.tokens), max(JUDGED, options.decoded)
     most = longest(tokens, after)
@@ -166,7 +166,7 @@ def check(text_model: TextModel, texts: Mapping[str, str], options: argparse.Nam
 
 
 def table(tokens: int, rows: Sequence[Row]) -> None:
-    """Print the rows of a length."""
+    """Print the rows of one length."""
 
     def pair(row: Row, key: str, factor: float, form: str, less: float = 0) -> str:
         if row.get(key) is None:
@@ -208,9 +208,9 @@ def table(tokens: int, rows: Sequence[Row]) -> None:
 
 
 def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Rows of both, sorted by model and length; a new row replaces that of the same method.
+    """Merge rows, sorted by model and length; a new row replaces an old one of the same method.
 
-    A new row that only says what is missing replaces no measured one.
+    A new row that only reports what is missing does not replace a measured one.
     """
     cell = ("model", "context", "method")
     both = merge_rows(rows, new, cell, lambda row, old: "missing" not in row or "missing" in old)
@@ -218,7 +218,7 @@ def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
 
 def arguments_of(line: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     options = parser("benchmarks.language", __doc__)
     options.add_argument(
         "--model",
@@ -251,7 +251,7 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, line: str) -> None:
-    """Measure and record passage by passage, so that rows stay whatever ends the run."""
+    """Measure and record passage by passage, so that rows are kept if the run is interrupted."""
     if min(*options.tokens, options.passages) < 1 or min(options.stepwise, options.decoded) < 0:
         raise InputError(
             "--tokens and --passages must be 1 or more, --stepwise and --decoded 0 or more"
@@ -287,7 +287,7 @@ def run(options: argparse.Namespace, line: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; 2 for unusable input."""
+    """Run the command; 2 for invalid input."""
     try:
         run(arguments_of(arguments), command("benchmarks.language", arguments))
     except InputError as error:

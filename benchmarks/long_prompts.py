@@ -1,8 +1,8 @@
-"""Long prompts of one client of `oscar-mm serve`, and the short questions of another meanwhile.
+"""Long prompts of one client of `oscar-mm serve`, and another client's short questions meanwhile.
 
 python -m benchmarks.long_prompts [--model pocket-vl] [--device cuda] [--chunks 1024,65536]
 
-A server is started for each of --chunks, which is its --prefill-chunk; it inherits OMP_NUM_THREADS.
+A server is started for each of --chunks, its --prefill-chunk; it inherits OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.serving import serving
 from oscar_mm.threads import thread_count
 
 _ALONE = 5
-"""Short questions before the long prompt."""
+"""Number of short questions before the long prompt."""
 
 
 NOTES = [
@@ -39,22 +39,22 @@ Messages = list[dict[str, str]]
 
 
 def said(role: str, content: str) -> dict[str, str]:
-    """A message."""
+    """Return a message."""
     return {"role": role, "content": content}
 
 
 def one_prompt() -> Messages:
-    """A question of 13,208 tokens of pocket-vl."""
+    """Return a question of 13,208 tokens of pocket-vl."""
     return [said("user", words(4500, 0)[:18_060])]
 
 
 def told_answer() -> Messages:
-    """An answer that the server did not give."""
+    """Return a conversation with an answer that the server did not generate."""
     return [said("user", "Go on."), said("assistant", words(14_000, 1)[:60_000]), said("user", "?")]
 
 
 def told_turns() -> Messages:
-    """Turns that the server does not have."""
+    """Return past turns that are not in the server's cache."""
     turns = [(said("user", f"Q{at}?"), said("assistant", f"A{at}.")) for at in range(2000)]
     return [*(one for turn in turns for one in turn), said("user", "?")]
 
@@ -68,7 +68,7 @@ _numbers = count()
 
 
 def ask(port: int, messages: Messages) -> tuple[float, int]:
-    """Seconds until an answer of one token, and tokens of the prompt; no prefix of it is cached."""
+    """Return the seconds until a one-token answer, and the prompt's tokens; nothing is cached."""
     body = {"messages": messages, "max_tokens": 1, "temperature": 0}
     body |= {"cache_salt": f"benchmark {next(_numbers)}"}
     request = urllib.request.Request(
@@ -83,12 +83,12 @@ def ask(port: int, messages: Messages) -> tuple[float, int]:
 
 
 def short(port: int) -> float:
-    """Seconds that a short question waits."""
+    """Return the seconds that a short question waits."""
     return ask(port, [said("user", f"What is {next(_numbers)}?")])[0]
 
 
 def beside(port: int, long: Future[Any]) -> list[float]:
-    """Seconds that short questions wait, one after another, until a long prompt is answered."""
+    """Return the seconds of short questions, one after another, while a long prompt runs."""
     waits = []
     while not long.done():
         waits.append(short(port))
@@ -96,7 +96,7 @@ def beside(port: int, long: Future[Any]) -> list[float]:
 
 
 def measure(port: int, messages: Messages) -> dict[str, Any]:
-    """Figures of one long prompt."""
+    """Measure the figures of one long prompt."""
     short(port)
     idle = [short(port) for _ in range(_ALONE)]
     alone, tokens = ask(port, messages)
@@ -114,7 +114,7 @@ def measure(port: int, messages: Messages) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure each prompt with each chunk."""
+    """Measure each prompt with each chunk size."""
     line = parser("benchmarks.long_prompts", __doc__)
     line.add_argument("--model", default="pocket-vl")
     line.add_argument("--device", default="cpu", help="of the model: cpu or cuda")

@@ -1,4 +1,4 @@
-"""Bytes that a cache holds: the MemoryReport of an OscarCache with a random conversation.
+"""Memory of a cache: the MemoryReport of an OscarCache with a random conversation.
 
 python -m benchmarks.memory [--long]
 """
@@ -33,7 +33,7 @@ NOTES = [
 
 
 def page_bits(policy: KVPolicy, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM) -> float:
-    """Bits per value of a full page; 16 if the policy packs nothing."""
+    """Return the bits per value of a full page; 16 if the policy packs nothing."""
     if not policy.packs:
         return 16.0
     return PageFormat.of(policy, policy.packed_bits[0], kv_heads, head_dim).bits_per_value
@@ -42,7 +42,7 @@ def page_bits(policy: KVPolicy, kv_heads: int = KV_HEADS, head_dim: int = HEAD_D
 def measure(
     sizes: Iterable[int] = SIZES, presets: Iterable[str] | None = None
 ) -> list[dict[str, Any]]:
-    """One row for each preset and number of tokens."""
+    """Return one row for each preset and number of tokens."""
     rows = []
     for name in presets or KVPolicy.preset_names():
         policy = KVPolicy.preset(name)

@@ -1,9 +1,9 @@
-"""An OpenAI server under load: clients that stream its answers, its /metrics, its memory.
+"""An OpenAI server under load: streaming clients, the server's /metrics and its memory.
 
-``traffic`` runs clients in processes, which need the openai package and no torch; ``main`` is one.
-Its standard input has a ``Load`` as a line of JSON and, after the process has written "ready", the
-time at which to begin (``time.monotonic``). Its standard output then has a ``Traffic`` as a line of
-JSON.
+``traffic`` runs clients in processes, which need the openai package and no torch; ``main`` is the
+program of one process. Its standard input receives a ``Load`` as a line of JSON and, after the
+process has written "ready", the start time (``time.monotonic``). Its standard output then has a
+``Traffic`` as a line of JSON.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 TIMEOUT_S = 600.0
 _LEAD_S = 0.2
-"""Seconds from the last process that is ready to the beginning of a load."""
+"""Seconds from the last ready process to the start of a load."""
 _RETRY_S = 0.5
-"""Seconds after which a refused client sends its next request."""
+"""Seconds until a refused client sends its next request."""
 _POLL_S = 0.5
-"""Seconds between two looks at the server."""
+"""Seconds between two snapshots of the server."""
 _IDLE_S = 10.0
-"""Seconds in which a server must have ended all answers after the last client has gone."""
+"""Seconds for a server to end all requests after the last client has gone."""
 _RUNNING = ("oscar_mm_running", "vllm:num_requests_running")
 _WAITING = ("oscar_mm_waiting", "vllm:num_requests_waiting")
 _TIMES = {
@@ -47,11 +47,11 @@ _TIMES = {
 
 @dataclass
 class Prompt:
-    """The message of a request.
+    """Message of a request.
 
     Attributes:
-        kind: what it has, such as "pictures".
-        content: its parts as the protocol has them; the last is the text.
+        kind: kind of its content, such as "pictures".
+        content: parts in OpenAI's format; the last one is the text.
     """
 
     kind: str
@@ -64,19 +64,20 @@ class Load:
 
     Attributes:
         url: address of the server, with /v1.
-        key: the server's key.
-        model: the model's name at the server.
+        key: API key of the server.
+        model: name of the model at the server.
         options: further fields of each request.
-        prompts: messages; each client sends them in turn, with a number in their text, so that no
-            two requests are the same.
-        new_tokens: tokens that each request asks for.
+        prompts: messages that each client sends in turn, with a number in the text, so that no two
+            requests are the same.
+        new_tokens: requested tokens per answer.
         seconds: time in which clients send requests.
-        clients: clients in a closed loop, each of which sends its next request when the last one
-            has ended; 0 for Poisson arrivals.
+        clients: number of clients in a closed loop, each of which sends its next request when the
+            last one has ended; 0 for Poisson arrivals.
         rate: arrivals per second.
-        leave: share of requests whose client leaves at a random token.
+        leave: share of requests whose client disconnects at a random token.
         first: number of the first client.
-        seed: of arrivals, of the tokens at which clients leave, and of the numbers in texts.
+        seed: seed of arrivals, of the tokens at which clients disconnect, and of the numbers in
+            texts.
     """
 
     url: str
@@ -95,17 +96,17 @@ class Load:
 
 @dataclass
 class Exchange:
-    """A request and its answer as the client sees them.
+    """A request and its answer as observed by the client.
 
     Attributes:
         client: number of the client; -1 with Poisson arrivals.
-        kind: of the prompt.
-        asked: tokens that it asks for.
-        sent: when the request was sent, in seconds since the beginning.
-        pieces: when each piece of text arrived.
-        ended: when the stream ended.
-        tokens: tokens of the answer by the server's count; of an incomplete one its pieces.
-        status: of HTTP, "left" if the client has left, "broken" if the stream ended too early.
+        kind: kind of the prompt.
+        asked: requested tokens.
+        sent: time of sending, in seconds since the start.
+        pieces: times at which pieces of text arrived.
+        ended: time at which the stream ended.
+        tokens: tokens of the answer by the server's count; number of pieces if it is incomplete.
+        status: HTTP status, "left" if the client disconnected, "broken" if the stream ended early.
     """
 
     client: int
@@ -120,11 +121,11 @@ class Exchange:
 
 @dataclass
 class Traffic:
-    """What a process did.
+    """Result of a process.
 
     Attributes:
-        exchanges: its requests.
-        cpu: CPU seconds that it took per second; near 1 it slows what it measures.
+        exchanges: requests of the process.
+        cpu: CPU seconds of the process per second; near 1 it slows down what it measures.
     """
 
     exchanges: list[Exchange]
@@ -135,8 +136,8 @@ class StreamingClients:
     """Clients that share one event loop.
 
     Args:
-        load: their requests.
-        start: when they begin, of ``time.monotonic``.
+        load: requests of the clients.
+        start: start time, of ``time.monotonic``.
     """
 
     def __init__(self, load: Load, start: float) -> None:
@@ -148,7 +149,7 @@ class StreamingClients:
         )
 
     async def run(self) -> list[Exchange]:
-        """Send requests for as long as the load says, and wait for the answers."""
+        """Send requests for the duration of the load, and wait for the answers."""
         await asyncio.sleep(self.start - time.monotonic())
         async with self._api:
             if self.load.clients:
@@ -162,7 +163,7 @@ class StreamingClients:
         return time.monotonic() - self.start
 
     async def _closed_loop(self, client: int) -> None:
-        # The first answers differ in length, so that clients do not stay in step.
+        # The lengths of first answers differ, so that clients do not stay synchronized.
         new_tokens = self.random.randint(1, self.load.new_tokens)
         number = client
         while self._now() < self.load.seconds:
@@ -213,19 +214,19 @@ class StreamingClients:
         except openai.APIStatusError as error:
             exchange.status = str(error.status_code)
         except openai.APIError:
-            pass  # the connection or the stream broke
+            pass  # The connection or the stream broke.
         exchange.tokens, exchange.ended = counted or len(pieces), self._now()
         return exchange
 
 
 def traffic(loads: Sequence[Load]) -> Traffic:
-    """Run loads at once, each in a process of its own.
+    """Run loads concurrently, each in its own process.
 
     Returns:
-        all their exchanges, and the largest share of a CPU.
+        All exchanges, and the largest CPU share of a process.
 
     Raises:
-        RuntimeError: a process failed.
+        RuntimeError: if a process failed.
     """
     line = [sys.executable, "-c", "from benchmarks.openai_server import main; main()"]
     exchanges, cpu = [], 0.0
@@ -261,7 +262,7 @@ def _hear(process: subprocess.Popen[str]) -> str:
 
 
 def main() -> None:
-    """Run the load of standard input."""
+    """Run the load given on standard input."""
     plan = json.loads(sys.stdin.readline())
     load = Load(**plan | {"prompts": [Prompt(**prompt) for prompt in plan["prompts"]]})
     print("ready", flush=True)
@@ -274,12 +275,12 @@ def main() -> None:
 
 @dataclass
 class Snapshot:
-    """A server at one moment; what it does not report is None or empty.
+    """State of a server at one moment; missing figures are None or empty.
 
     Attributes:
-        running, waiting: requests.
+        running, waiting: numbers of requests.
         kv: KV bytes by modality.
-        times: sum and count of the server's own times, by name.
+        times: sum and count of the server's own timings, by name.
         rss: bytes of the server's processes.
     """
 
@@ -291,16 +292,16 @@ class Snapshot:
 
 
 class Server:
-    """A server that answers a load.
+    """Server under load.
 
     Args:
-        url: its address, with or without /v1.
-        process: its process, if this benchmark has started it.
+        url: address of the server, with or without /v1.
+        process: process of the server, if this benchmark has started it.
 
     Attributes:
-        model: the model's name at the server.
-        maker: who made the server, such as "vllm".
-        options: fields of a request for greedy answers of all tokens.
+        model: name of the model at the server.
+        maker: owner of the model as the server reports it, such as "vllm".
+        options: fields of a request for greedy answers of full length.
     """
 
     def __init__(self, url: str, process: psutil.Process | None = None) -> None:
@@ -315,7 +316,7 @@ class Server:
             self.options["ignore_eos"] = True
 
     def prompt_tokens(self, prompt: Prompt, new_tokens: int = 1) -> int:
-        """Tokens of a prompt, by the server's count."""
+        """Return the tokens of a prompt, by the server's count."""
         answer = self.api.chat.completions.create(
             model=self.model,
             messages=[{"role": "user", "content": prompt.content}],  # pyright: ignore
@@ -325,7 +326,7 @@ class Server:
         return answer.usage.prompt_tokens if answer.usage else 0
 
     def snapshot(self) -> Snapshot:
-        """The server now."""
+        """Return the current state of the server."""
         values: defaultdict[str, float] = defaultdict(float)
         kv: dict[str, int] = {}
         request = urllib.request.Request(
@@ -368,7 +369,7 @@ class Server:
 
 @contextmanager
 def watch(server: Server) -> Iterator[list[Snapshot]]:
-    """Inside, snapshots of a server are taken; the list has them all at the end."""
+    """Take snapshots of a server within the block; the list is complete at its end."""
     snapshots, finished = [server.snapshot()], threading.Event()
 
     def look() -> None:
@@ -389,7 +390,7 @@ def watch(server: Server) -> Iterator[list[Snapshot]]:
 
 
 def server_figures(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
-    """What the server reports: peaks, and values after the last answer."""
+    """Summarize what the server reports: peaks, and values after the last answer."""
     before, after = snapshots[0], snapshots[-1]
     fullest = max(snapshots, key=lambda snapshot: sum(snapshot.kv.values()))
     row: dict[str, Any] = {}

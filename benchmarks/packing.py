@@ -1,4 +1,4 @@
-"""Pack, unpack and append of one layer's keys and values on a GPU, against their floors.
+"""Pack, unpack and append of one layer's keys and values on a GPU, compared with their floors.
 
 python -m benchmarks.packing
 """
@@ -33,7 +33,7 @@ POLICIES = {
     "channel, 4 bit": KVPolicy.preset("channel", bits=4),
 }
 MAX_FLOORS, MAX_APPEND_US = 3.0, 8.0
-"""Targets: time of pack in its floors, device time of append in a layer."""
+"""Targets: time of pack relative to its floor, and device time of append in a layer."""
 _VERDICTS = {None: "-", True: "met", False: "NOT met"}
 NOTES = [
     f"pack, unpack: {TOKENS:,} tokens, {KV_HEADS} KV heads of {HEAD_DIM}, bfloat16, balanced; cold "
@@ -44,7 +44,7 @@ NOTES = [
 
 
 def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], int]:
-    """Calls that pack and unpack all tokens, and the bytes that each of them moves."""
+    """Return calls that pack and unpack all tokens, and the bytes that each of them moves."""
     policy = POLICIES[name]
     page_format = PageFormat.of(policy, policy.bits.text, KV_HEADS, HEAD_DIM)
     keys, values = (
@@ -80,7 +80,7 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
 
 
 def _appending(batch: int) -> Callable[[], torch.Tensor]:
-    """A call that appends one token to each of so many sequences."""
+    """Return a call that appends one token to each of ``batch`` sequences."""
     keys, values = (
         torch.randn(batch, KV_HEADS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         for _ in range(2)
@@ -98,7 +98,7 @@ def _appending(batch: int) -> Callable[[], torch.Tensor]:
 
 
 def measure(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
-    """A row for each operation and policy or batch."""
+    """Return a row for each operation and policy or batch."""
     rows: list[dict[str, Any]] = []
     row = partial(dict, floor_us=None, times_floor=None, at_most=None, met=None)
     for name in POLICIES:
@@ -121,7 +121,7 @@ def measure(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record. 2 without a CUDA device."""
+    """Measure, print and record; 2 without a CUDA device."""
     options = parser("benchmarks.packing", __doc__).parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.packing needs a CUDA device", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Our decode steps and batches beside those of transformers and vLLM, one after the other in a run.
+"""Our decode steps and batches compared with transformers' and vLLM's, one by one in a single run.
 
 python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--contexts 2048,32768,131072]
 
-Each runs in processes of its own: ``decode_step`` and ``throughput`` for ours and transformers',
-``vllm_attention`` where vLLM is installed.
+Each runs in its own processes: ``decode_step`` and ``throughput`` for ours and transformers',
+``vllm_attention`` if vLLM is installed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.record import Record, Row, command, device_name, finish, parser,
 
 MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
 WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
-"""Caches of a single sequence; at full memory those that take less for a row than others."""
+"""Caches of a single sequence; at full memory, those with fewer bytes per row than others."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
 ATTENTIONS = {"auto": "vLLM, bf16", "fp8": "vLLM, fp8", "standard": "vLLM, our standard pages"}
 OURS = ("standard, graph", "compact, graph", ATTENTIONS["standard"])
-"""What is compared with the best of the others."""
+"""Our variants, each compared with the best of the others."""
 NOTES = [
     "ms: of a step of one sequence, from its token on the host to the next one there. At full "
     "memory: as many sequences as the GPU has room for, and their tokens per second together.",
@@ -40,7 +40,7 @@ NOTES = [
 
 
 def measured(name: str, arguments: Sequence[str]) -> list[Row]:
-    """Rows of another benchmark, which runs in a process of its own; an error is a row too."""
+    """Run another benchmark in its own process and return its rows, or a row with its error."""
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--out", folder]
         code = subprocess.run(line, check=False).returncode
@@ -51,7 +51,7 @@ def measured(name: str, arguments: Sequence[str]) -> list[Row]:
 
 
 def of_loops(rows: Iterable[Row], *, full: bool) -> Iterator[Row]:
-    """Rows of ``decode_step``; at full memory the largest batches of ``throughput``."""
+    """Yield rows of ``decode_step``; at full memory the largest batches of ``throughput``."""
     for row in rows:
         common = {"model": row["model"], "method": row["way"]}
         if "error" in row:
@@ -68,7 +68,7 @@ def of_loops(rows: Iterable[Row], *, full: bool) -> Iterator[Row]:
 
 
 def of_vllm(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows of ``vllm_attention`` that have an equal in the others."""
+    """Yield rows of ``vllm_attention`` that have a counterpart in the others."""
     for row in rows:
         common = {"model": row["model"], "method": ATTENTIONS.get(row.get("attention", ""), "vLLM")}
         what, _, tokens = str(row.get("what", "")).rpartition(" ")
@@ -82,7 +82,7 @@ def of_vllm(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[Row]:
-    """Rows of ours and of all peers that are installed."""
+    """Yield rows of ours and of all installed peers."""
     small = ["--tiny"] if tiny else []
     steps = ["--models", models, "--contexts", contexts, "--ways", ",".join(WAYS), *small]
     yield from of_loops(measured("decode_step", steps), full=False)
@@ -100,8 +100,8 @@ def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[R
 
 
 def best(rows: Iterable[Row]) -> Iterator[tuple[str, str, float]]:
-    """Where there is a figure of ours, its place, who is the best of the others, and how many times
-    as fast ours is."""
+    """Yield the place of each of our figures, the best of the others there, and our speedup over
+    it."""
     speeds: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         if "error" in row:
@@ -122,7 +122,7 @@ def best(rows: Iterable[Row]) -> Iterator[tuple[str, str, float]]:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print a table, and ours beside the best of the others."""
+    """Print a table, and ours next to the best of the others."""
     contexts = sorted({row["context"] for row in rows if "context" in row})
     full = sorted({row["full"] for row in rows if "full" in row})
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
     record = Record("peers", line, device, rows, NOTES, extra={"complete": False})
     for row in all_rows(options.models, options.contexts, options.full, tiny=options.tiny):
         rows.append(row)
-        record.write(options.out)  # A run that is cut off leaves what it has found.
+        record.write(options.out)  # Keeps the results if the run is interrupted.
     record.extra["complete"] = True
     report(rows)
     finish(record, options.out)

@@ -1,4 +1,4 @@
-"""Time, memory and kernel launches of a GPU, as its events, its allocator and a profiler say."""
+"""Time, memory and kernel launches of a GPU, from its events, its allocator and a profiler."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from oscar_mm.kernels.address_range import bytes_in_ranges
 COLD_REPEATS, GRAPH_CALLS, GRAPH_REPLAYS, COPY_REPEATS = 30, 20, 10, 20
 _WARM_UP = 3
 _TOLERANCE = 1e-2
-"""Relative difference that the order of sums in bfloat16 may make."""
+"""Relative difference allowed for another order of sums in bfloat16."""
 _FLUSH_BYTES = 256 << 20
 _FLUSHES = 4
-"""Zeroings before a timed call. They take about 0.3 ms, in which the host enqueues the call; so the
-time is the device's, unless the host is slower than that."""
+"""Number of memory fills before a timed call. They take about 0.3 ms, in which the host enqueues
+the call; so the measured time is the device's, unless the host takes longer than that."""
 _COPY_BYTES = 1_000_000_000
 _LISTED_KERNELS = 16
 
@@ -29,17 +29,17 @@ Call = Callable[[], torch.Tensor]
 
 
 class Timer:
-    """Times calls on the current device, in microseconds."""
+    """Timer of calls on the current device, in microseconds."""
 
     def __init__(self) -> None:
         self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
         self._sum = torch.empty((), dtype=torch.int64, device="cuda")
 
     def cold(self, call: Call, repeats: int = COLD_REPEATS) -> float:
-        """Median of single calls, each after a flush of the L2 cache.
+        """Return the median of single calls, each after a flush of the L2 cache.
 
-        The flush zeroes 256 MB and then reads them, so that the call does not pay for writing the
-        zeros back to memory.
+        The flush zeroes 256 MB and then reads them, so that writing the zeros back to memory does
+        not count toward the call.
         """
         for _ in range(_WARM_UP):
             call()
@@ -58,25 +58,25 @@ class Timer:
         return start.elapsed_time(end)
 
     def graph(self, call: Call) -> tuple[float | None, str]:
-        """Time of a call in a CUDA graph of 20, or None and why the capture failed.
+        """Return the time of a call in a CUDA graph of 20, or None and why the capture failed.
 
-        Calls follow each other on the same data and read from the L2 cache what fits there.
+        The calls use the same data and read from the L2 cache what fits there.
         """
         graph = torch.cuda.CUDAGraph()
         expected = call()
         torch.cuda.synchronize()
         try:
-            # A failed capture leaves its own stream current; this context restores ours.
+            # A failed capture leaves its own stream current; this context restores the one before.
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 call()
                 with torch.cuda.graph(graph, stream=stream):
                     for _ in range(GRAPH_CALLS):
                         output = call()
-        except Exception as error:  # whatever a launch raises in a capture that it broke
+        except Exception as error:  # A launch may raise anything in a capture that it broke.
             torch.cuda.synchronize()
             return None, _first_cause(error)
-        # A kernel on another stream would escape the capture and seem to take no time.
+        # A kernel on another stream would not be captured and would seem to take no time.
         output.fill_(torch.nan)
         graph.replay()
         if not bool((output - expected).norm() <= _TOLERANCE * expected.norm()):
@@ -92,7 +92,7 @@ class Timer:
         return 1e3 * median(times) / GRAPH_CALLS, ""
 
     def host(self, call: Call) -> float:
-        """Time that the host needs to enqueue a call."""
+        """Return the time that the host takes to enqueue a call."""
         torch.cuda.synchronize()
         start = perf_counter()
         for _ in range(GRAPH_CALLS):
@@ -103,7 +103,7 @@ class Timer:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a device-to-device copy of 1 GB."""
+    """Return bytes read and written per second by a device-to-device copy of 1 GB."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = []
@@ -118,31 +118,31 @@ def copy_bandwidth() -> float:
 
 
 def _first_cause(error: BaseException) -> str:
-    """First line of the first error: the end of a broken capture raises another one."""
+    """Return the first line of the first error, as ending a broken capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def release(device: torch.device) -> None:
-    """Give unused memory back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a GPU has left for this process."""
+    """Return the bytes of a GPU available to this process."""
     release(device)
     return torch.cuda.mem_get_info(device)[0]
 
 
 def allocated(device: torch.device) -> dict[str, int]:
-    """Bytes that torch's allocator and pools of pages have taken on a GPU; {} on a CPU.
+    """Return the bytes taken by torch's allocator and pools of pages on a GPU; {} on a CPU.
 
     Returns:
-        "requested": bytes that callers asked for; "allocated": the same rounded up; "peak": most
-        requested bytes since the last call, with pools as they are now.
+        "requested": bytes requested by callers; "allocated": the same rounded up; "peak": maximum
+        requested bytes since the last call, with the current pools.
     """
     gc.collect()
     if device.type != "cuda":
@@ -161,14 +161,14 @@ def allocated(device: torch.device) -> dict[str, int]:
 def allocated_since(
     before: dict[str, int], after: dict[str, int], ignored: Iterable[torch.Tensor]
 ) -> dict[str, int]:
-    """Bytes that were taken between two calls of ``allocated``; {} on a CPU.
+    """Return the bytes taken between two calls of ``allocated``; {} on a CPU.
 
     Args:
         before, after: results of the two calls.
         ignored: tensors of the benchmark itself, which do not count.
 
     Returns:
-        "requested" and "allocated" bytes; "activations": most bytes on top of these.
+        "requested" and "allocated" bytes; "activations": maximum bytes in addition to these.
     """
     if not after:
         return {}
@@ -182,11 +182,11 @@ def kernel_launches(step: Callable[[], None], device: torch.device) -> dict[str,
     """Run a step under torch's profiler.
 
     Args:
-        step: waits for what it launches.
-        device: on a CPU operations take the place of kernels.
+        step: function that waits for what it launches.
+        device: device of the step; on a CPU operations are counted instead of kernels.
 
     Returns:
-        "launches": number of kernels and copies, also those of a CUDA graph; "busy_ms": sum of
+        "launches": number of kernels and copies, including those of a CUDA graph; "busy_ms": sum of
         their times; "span_ms": from the begin of the first to the end of the last; "most": [name,
         launches, busy ms, added ms] of those with the largest times. Kernels overlap: the added
         time of a kernel is how much later it ends than all before it, so added times sum to the
@@ -197,7 +197,7 @@ def kernel_launches(step: Callable[[], None], device: torch.device) -> dict[str,
     with profile(activities=[activity], acc_events=True) as profiler:
         step()
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    # Calls of the driver are events too, of the CPU; operations of a CPU lie within each other.
+    # Driver calls are events too, but of the CPU; operations of a CPU are nested.
     events = [event for event in profiler.events() if event.device_type == kind]
     events.sort(key=lambda event: (event.time_range.end, event.time_range.start))
     figures: dict[str, list[float]] = {}

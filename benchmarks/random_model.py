@@ -1,8 +1,8 @@
 """Random stand-ins: released models with random weights, caches with random keys and values.
 
-Sizes of models are those of their config.json; they are made on the device, without the hub. An
-answer of an endless pipeline ends at its limit alone. Caches have one layer, which is filled as
-attention "oscar" fills it.
+Sizes of models are those of their config.json; they are created on the device, without the hub.
+Answers of an endless pipeline end only at their limit. Caches have one layer, which is filled in
+the same way as by attention "oscar".
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from tests.tiny_qwen3_omni import OMNI_SPECIAL, ROLES
 from tests.tiny_qwen3_omni import TEMPLATE as QWEN_TEMPLATE
 
 NEVER = 1 << 30
-"""An end token that no model chooses, so that an answer has all its tokens."""
+"""End token that no model samples, so that an answer has full length."""
 _LONGEST_TEXT = 1 << 20
 _ROUND, _ROUND_TEXT = 512, 64
 _PIECE_ELEMENTS = 1 << 26
-"""Elements of the keys that are stored at a time: 128 MB of bfloat16."""
+"""Elements of the keys that are stored at a time: 128 MB in bfloat16."""
 
 
 class Released(ReleasedModel):
     """Shapes of a released model, which a benchmark may change."""
 
     def with_positions(self, least: int) -> Released:
-        """The same with room for at least so many tokens; RoPE needs no weights for them."""
+        """Return the same model with at least so many positions; RoPE needs no weights for them."""
         released = self.text["max_position_embeddings"]
         return replace(self, text=self.text | {"max_position_embeddings": max(released, least)})
 
     def tiny(self) -> Released:
-        """The same in small, for a CPU, with each kind of layer and, up to 4, the query heads of a
-        KV head."""
+        """Return a small version for a CPU, with each type of layer and up to 4 query heads per KV
+        head."""
         queries = min(self.text["num_attention_heads"] // self.text["num_key_value_heads"], 4)
         text = {
             "hidden_size": 64,
@@ -121,22 +121,22 @@ RELEASED = {
 def build(
     released: Released, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> tuple[PreTrainedModel, Any]:
-    """A model with random weights, and a processor with a tokenizer of some hundred tokens.
+    """Create a model with random weights, and a processor with a tokenizer of some hundred tokens.
 
     No weights are initialized on the CPU.
 
     Args:
-        released: the model's shapes.
-        device: where the weights are made.
-        dtype: of the weights.
-        seed: of the weights.
+        released: shapes of the model.
+        device: device on which the weights are created.
+        dtype: dtype of the weights.
+        seed: seed of the weights.
     """
     model_class, config, processor = FAMILIES[released.family](released)
     config.dtype = dtype
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype)
     model = model.to_empty(device=device)
-    # This gives buffers such as the frequencies of RoPE their values, and weights default ones.
+    # Initializes buffers such as RoPE frequencies, and gives weights default values.
     model.initialize_weights()
     _fill(model, torch.Generator(device).manual_seed(seed))
     ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
@@ -150,8 +150,8 @@ def build(
 def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Fill weights so that linear maps keep the size of their input.
 
-    Queries are longer than keys and the embedding is small beside what layers add, so that logits
-    depend on the whole context.
+    Queries are longer than keys and the embedding is small compared with what layers add, so that
+    logits depend on the whole context.
     """
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
@@ -276,10 +276,10 @@ FAMILIES: dict[str, Callable[[Released], tuple[type[PreTrainedModel], Any, Any]]
 
 
 def make_endless(pipe: Pipeline) -> Pipeline:
-    """Make a pipeline's greedy answers end at their limit alone, with text in every token.
+    """Make a pipeline's greedy answers end only at their limit, with text in every token.
 
     Tokens without text, or with a part of a character, get the logit 0, below that of others: a
-    server sends no piece for such a token, so that a client could not tell when it came.
+    server sends no piece for such a token, so that a client could not observe its time.
     """
     tokenizer = pipe.processor.tokenizer
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=True)
@@ -303,15 +303,15 @@ def random_pipeline(
     dtype: str | None = None,
     **options: Any,
 ) -> Pipeline:
-    """A pipeline of a released model with random weights.
+    """Create a pipeline of a released model with random weights.
 
     Args:
         name: key of ``RELEASED``.
-        tiny: whether the model is small.
-        device: of the model; by default a GPU if there is one.
-        device_map: is not supported.
-        dtype: of the model; by default bfloat16, on a CPU float32.
-        options: of the pipeline.
+        tiny: use a small version of the model.
+        device: device of the model; by default a GPU if there is one.
+        device_map: not supported.
+        dtype: dtype of the model; by default bfloat16, on a CPU float32.
+        options: options of the pipeline.
     """
     if device_map is not None:
         raise ValueError("a model with random weights is made on one device")
@@ -331,13 +331,13 @@ def endless_pipeline(
     usual: Callable[[str | Path], Callable[..., Pipeline]] = oscar_mm.pipelines.pipeline_for,
     **options: Any,
 ) -> Pipeline:
-    """A pipeline whose answers end at their limit alone.
+    """Create a pipeline whose answers end only at their limit.
 
     Args:
-        model: key of ``RELEASED``, for random weights, or as of ``pipeline_for``.
-        tiny: whether a random model is small.
-        usual: finds the pipeline of other models.
-        options: of the pipeline.
+        model: key of ``RELEASED``, for random weights, or a model of ``pipeline_for``.
+        tiny: use a small version of a random model.
+        usual: returns the pipeline class of other models.
+        options: options of the pipeline.
     """
     if model in RELEASED:
         return make_endless(random_pipeline(str(model), tiny=tiny, **options))
@@ -345,12 +345,12 @@ def endless_pipeline(
 
 
 def words(count: int, seed: int) -> str:
-    """So many words in a random order."""
+    """Return so many words in a random order."""
     return " ".join(random.Random(seed).choices(TEXT.split(), k=count))
 
 
 def text_and_images(tokens: int) -> torch.Tensor:
-    """(tokens,) modality ids: rounds of 64 text and 448 image tokens."""
+    """Return (tokens,) modality ids: rounds of 64 text and 448 image tokens."""
     in_round = torch.arange(tokens) % _ROUND
     return torch.where(in_round < _ROUND_TEXT, int(Modality.TEXT), int(Modality.IMAGE))
 
@@ -358,7 +358,7 @@ def text_and_images(tokens: int) -> torch.Tensor:
 def begin_step(
     cache: OscarCache, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[OscarLayer, StepPlan]:
-    """Bring new tokens to layer 0; returns the layer and the step that it has to carry out."""
+    """Begin a step with new tokens in layer 0; return the layer and its step plan."""
     cache.attend_packed(None)
     cache.update(keys, values, 0)
     return cache.layers[0], cache.step
@@ -376,13 +376,13 @@ def synthetic_cache(
     generator: torch.Generator,
     answer: int = 0,
 ) -> OscarCache:
-    """A cache of one layer that holds a prompt of text and images, random and bfloat16.
+    """Create a cache of one layer with a prompt of text and images, random and bfloat16.
 
     Args:
         policy: a KVPolicy or the name of a preset.
         shape: batch, KV heads, tokens, head_dim.
-        generator: makes the random numbers; its device is the cache's.
-        answer: how many of the tokens come one at a time, as text, after the prompt.
+        generator: source of the random numbers; its device is the cache's.
+        answer: number of the tokens that are stored one at a time, as text, after the prompt.
     """
     batch, kv_heads, tokens, head_dim = shape
 

@@ -1,4 +1,4 @@
-"""Record: what a benchmark measured, where, when and by what command; tables on the terminal."""
+"""Record: results of a benchmark with machine, time and command line; tables on the terminal."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Row = dict[str, Any]
 RESULTS = Path("benchmarks") / "results"
 _CPU_INFO = Path("/proc/cpuinfo")
 _PLAIN_WIDTH = 150
-"""Columns where the output is no terminal: rows must not wrap in a log."""
+"""Columns of output that is not a terminal: rows must not wrap in a log."""
 
 
 def device_name(device: str) -> str:
-    """Name of the processor for "cpu", of the GPU for "cuda"."""
+    """Return the name of the processor for "cpu", of the GPU for "cuda"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     if _CPU_INFO.is_file():
@@ -41,7 +41,7 @@ def device_name(device: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that the numbers depend on."""
+    """Return the versions of the software that the numbers depend on."""
     names = {
         "oscar_mm": oscar_mm.__version__,
         "python": platform.python_version(),
@@ -54,20 +54,20 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
-    """Date and time in UTC, in seconds."""
+    """Return date and time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass
 class Record:
-    """Result of one benchmark on one machine; its file is this as JSON.
+    """Result of one benchmark on one machine, stored as JSON.
 
     Attributes:
-        benchmark: module name below ``benchmarks``.
-        command: repeats the run.
+        benchmark: name of the module in ``benchmarks``.
+        command: command line that repeats the run.
         device: name of the processor or GPU.
         rows: one dict for each line of the table.
-        notes: what a reader must know to read the rows.
+        notes: what a reader must know to interpret the rows.
         extra: numbers of the whole run, such as the copy bandwidth.
     """
 
@@ -81,12 +81,12 @@ class Record:
     versions: dict[str, str] = field(default_factory=versions)
 
     def path(self, folder: Path) -> Path:
-        """``<benchmark>-<device>.json``."""
+        """Return the file's path: ``<benchmark>-<device>.json``."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
         return folder / f"{self.benchmark}-{slug}.json"
 
     def write(self, folder: Path) -> Path:
-        """Write the file and replace that of an earlier run on such a machine."""
+        """Write the file, replacing that of an earlier run on the same kind of machine."""
         folder.mkdir(parents=True, exist_ok=True)
         path = self.path(folder)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -98,12 +98,12 @@ class Record:
         return cls(**json.loads(path.read_text()))
 
     def earlier(self, folder: Path) -> Record | None:
-        """The record of an earlier run on such a machine, if the folder has one."""
+        """Return the record of an earlier run on such a machine, if the folder has one."""
         path = self.path(folder)
         return Record.load(path) if path.is_file() else None
 
     def continuing(self, earlier: Record) -> Record:
-        """This record with the command and the rows of an earlier one before its own."""
+        """Return this record, preceded by the command and the rows of an earlier one."""
         return replace(
             self,
             command=f"{earlier.command}; {self.command}",
@@ -117,13 +117,13 @@ def merge_rows(
     cell: Sequence[str],
     replaces: Callable[[Row, Row], bool],
 ) -> list[Row]:
-    """Old and new rows, one for each cell.
+    """Merge old and new rows, one for each cell.
 
     Args:
-        rows: of an earlier run.
+        rows: rows of an earlier run.
         new: rows to add.
-        cell: fields that name a cell.
-        replaces: whether a new row (first) takes the place of an old one (second) of its cell.
+        cell: fields that identify a cell.
+        replaces: returns whether a new row (first) replaces an old one (second) of its cell.
     """
     cells = {tuple(row[name] for name in cell): row for row in rows}
     for row in new:
@@ -134,7 +134,7 @@ def merge_rows(
 
 
 def command(module: str, arguments: Sequence[str]) -> str:
-    """The command line of a run, without ``--out``, which names a folder of one machine."""
+    """Return the command line of a run, without ``--out``, which names a folder of one machine."""
     rest = list(arguments)
     if "--out" in rest:
         place = rest.index("--out")
@@ -143,14 +143,14 @@ def command(module: str, arguments: Sequence[str]) -> str:
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Command line of a benchmark, with ``--out``."""
+    """Create the command-line parser of a benchmark, with ``--out``."""
     options = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
     return options
 
 
 def models_of(text: str, known: Collection[str]) -> list[str] | None:
-    """The models that an option names with commas; None, with a line on stderr, if some are
+    """Return the models of a comma-separated option; None, with a line on stderr, if one is
     unknown."""
     names = text.split(",")
     if unknown := set(names) - set(known):
@@ -161,8 +161,10 @@ def models_of(text: str, known: Collection[str]) -> list[str] | None:
 
 
 def device_of(benchmark: str, *, tiny: bool) -> torch.device | None:
-    """Where full-size models run: a GPU, tiny ones anywhere; None, with a line on stderr, without
-    one."""
+    """Return the device of a benchmark: a GPU for full-size models, any device for tiny ones.
+
+    None, with a line on stderr, if there is no GPU.
+    """
     on_gpu = torch.cuda.is_available()
     if not (tiny or on_gpu):
         print(f"benchmarks.{benchmark} needs a CUDA device; --tiny runs anywhere", file=sys.stderr)
@@ -181,7 +183,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
 
 
 def console() -> Console:
-    """The console that tables are printed on."""
+    """Return the console that tables are printed on."""
     return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
 
 
@@ -193,7 +195,7 @@ def finish(record: Record, folder: Path) -> None:
 
 
 class WarningLog(logging.Handler):
-    """Collects the library's warnings, such as operations that run without their kernels."""
+    """Collects the library's warnings, such as those of operations without their kernels."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,8 +1,8 @@
-"""Serving: identical requests at once, and what hostile clients of `oscar-mm serve` cost others.
+"""Serving: concurrent identical requests, and the cost of hostile `oscar-mm serve` clients.
 
 python -m benchmarks.serving [--device cuda]
 
-The server is its own process with the bundled pocket-omni. Clients are threads of this one.
+The server is a process of its own with the bundled pocket-omni. Clients are threads of this one.
 """
 
 from __future__ import annotations
@@ -55,33 +55,33 @@ NOTES = [
 
 
 def base64_of(data: bytes) -> str:
-    """Base64 of bytes."""
+    """Encode bytes as base64."""
     return base64.b64encode(data).decode()
 
 
 def text(words: str) -> dict[str, Any]:
-    """The text part of a message."""
+    """Return the text part of a message."""
     return {"type": "text", "text": words}
 
 
 def image(data: bytes) -> dict[str, Any]:
-    """The image part of a message, from a PNG."""
+    """Return the image part of a message, from a PNG."""
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(data)}"}}
 
 
 def sound(data: bytes, kind: str = "wav") -> dict[str, Any]:
-    """The audio part of a message, from a file's bytes."""
+    """Return the audio part of a message, from a file's bytes."""
     return {"type": "input_audio", "input_audio": {"data": base64_of(data), "format": kind}}
 
 
 def chat_request(*parts: Any, **options: Any) -> bytes:
-    """Body of a request with one message."""
+    """Return the body of a request with one message."""
     body = {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 8} | options
     return json.dumps(body).encode()
 
 
 def blank_png(side: int) -> bytes:
-    """A blank picture whose file is small."""
+    """Return a blank picture whose file is small."""
 
     def piece(kind: bytes, data: bytes) -> bytes:
         return (
@@ -97,7 +97,7 @@ def blank_png(side: int) -> bytes:
 
 
 def half_mp3() -> bytes:
-    """The first bytes of a recording whose header promises more."""
+    """Return a truncated recording, whose header announces more."""
     import soundfile
 
     file = io.BytesIO()
@@ -107,7 +107,7 @@ def half_mp3() -> bytes:
 
 
 def friendly(seed: int) -> list[bytes]:
-    """Requests of all kinds."""
+    """Return requests of all kinds."""
     generator = random.Random(seed)
     card = text("What is the code in picture 1?")
     spoken = text("What was said in clip 1?")
@@ -129,7 +129,7 @@ def friendly(seed: int) -> list[bytes]:
 
 
 def hostile() -> list[bytes]:
-    """Requests that the server must refuse."""
+    """Return requests that the server must refuse."""
     png = image(blank_png(7000))
     uri = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "%41" * 4_000_000}}
     lists = b'{"messages": [' + b"[]," * 4_000_000 + b"[]]}"
@@ -150,9 +150,9 @@ def hostile() -> list[bytes]:
 
 
 _ENDLESS = "import sys; from benchmarks import serving; serving.serve_endless(sys.argv[1:])"
-"""Program of the server whose answers end at their limit alone."""
+"""Program of the server whose answers end only at their limit."""
 _Call = tuple[Callable[[bytes], tuple[int, float]], bytes, bool]
-"""A function that sends a request, the body, and whether the server must answer."""
+"""Function that sends a request, the body, and whether the server must answer."""
 
 
 class Clients:
@@ -167,7 +167,7 @@ class Clients:
         self.port, self.server = port, server
 
     def ask(self, body: bytes) -> tuple[int, float]:
-        """Status and seconds of a request; status 0 if the connection or the stream broke."""
+        """Send a request; return status and seconds, with status 0 if the connection broke."""
         start = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
@@ -185,7 +185,7 @@ class Clients:
         return status, time.perf_counter() - start
 
     def leave(self, body: bytes) -> tuple[int, float]:
-        """Send a request and leave; status 499."""
+        """Send a request and disconnect; return status 499 and seconds."""
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)) as connection:
             head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -193,11 +193,11 @@ class Clients:
         return 499, 0.0
 
     def identical(self, body: bytes, clients: int, count: int) -> dict[str, Any]:
-        """A row of several clients that repeat the same request."""
+        """Measure a row of several clients that repeat the same request."""
         return self._row("identical", [(self.ask, body, True)] * (clients * count), clients)
 
     def mixed(self, clients: int, count: int, share: float, seed: int = 0) -> dict[str, Any]:
-        """A row of requests, a share of them hostile."""
+        """Measure a row of requests, a share of them hostile."""
         kind, bad, calls = friendly(seed), hostile() if share else [], []
         every = round(1 / share) if share else 0
         for index in range(count):
@@ -245,10 +245,10 @@ class Clients:
 
 
 def serve_endless(arguments: Sequence[str]) -> None:
-    """`oscar-mm serve`, until a signal, with a model whose answers end at their limit alone.
+    """Run `oscar-mm serve`, until a signal, with a model whose answers end only at their limit.
 
     Args:
-        arguments: options of the command and --tiny, which makes a random model small; the model
+        arguments: options of the command, and --tiny, which makes a random model small; the model
             is a bundled one, a checkpoint, or one of ``RELEASED`` with random weights.
     """
     tiny = "--tiny" in arguments
@@ -261,7 +261,7 @@ def serve_endless(arguments: Sequence[str]) -> None:
         if model not in RELEASED:
             check_model_source(model)
 
-    # The command takes the functions from there when it runs.
+    # The command imports these functions when it runs.
     setattr(oscar_mm.pipelines, "pipeline_for", pipeline_for)  # noqa: B010
     setattr(command_options, "check_source", check_source)  # noqa: B010
     sys.exit(cli.run(["serve", *(option for option in arguments if option != "--tiny")]))
@@ -269,11 +269,11 @@ def serve_endless(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def serving(*options: str, endless: bool = False) -> Iterator[Clients]:
-    """Inside, a server runs; gives its clients.
+    """Run a server within the block and yield its clients.
 
     Args:
-        options: of `oscar-mm serve`, or of ``serve_endless``.
-        endless: whether its answers end at their limit alone.
+        options: options of `oscar-mm serve`, or of ``serve_endless``.
+        endless: whether answers end only at their limit.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str]) -> int:
     options = command_line.parse_args(arguments)
     rows, load_before = [], os.getloadavg()[0]
     with serving("--model", "pocket-omni", "--device", options.device) as clients:
-        clients.mixed(CLIENTS, 40, 0.0)  # compiles and caches what the first use needs
+        clients.mixed(CLIENTS, 40, 0.0)  # Warm-up.
         rows.append(clients.identical(friendly(0)[1], CLIENTS, options.identical))
         for share in (0.0, HOSTILE, 0.0, HOSTILE):
             rows.append(clients.mixed(CLIENTS, options.requests, share))

@@ -1,4 +1,4 @@
-"""One model on several GPUs: tokens, times and memory beside those of one GPU.
+"""One model on several GPUs: tokens, times and memory compared with one GPU.
 
 python -m benchmarks.several_gpus [--model qwen3-vl-8b] [--context 32768] [--gpus 2] [--tiny]
 """
@@ -37,23 +37,23 @@ NOTES = [
     "parts, one GPU rounds the full sums, and random weights prefer no token by much.",
 ]
 TOKEN_SIDE = 32
-"""Pixels at each side of a picture's token."""
+"""Side of a picture's token, in pixels."""
 
 
 def measure_placement(
     folder: Path, placement: dict[str, Any], pictures: tuple[int, int], answer: int
 ) -> dict[str, Any]:
-    """Figures of this process with a checkpoint.
+    """Measure a checkpoint in this process.
 
     Args:
-        folder: has the checkpoint.
+        folder: folder of the checkpoint.
         placement: the pipeline's argument that places the model.
         pictures: number of pictures, and tokens of each.
         answer: tokens of the answer.
     """
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if devices:
-        torch.cuda.init()  # the reset needs it in a process that has not used a GPU yet
+        torch.cuda.init()  # Required by the reset if this process has not used a GPU yet.
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
     start = perf_counter()
@@ -63,7 +63,7 @@ def measure_placement(
     count, tokens = pictures
     side = TOKEN_SIDE * round(tokens**0.5)
     noise = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    lengths = (answer, answer // 2, answer)  # the first of them warms up
+    lengths = (answer, answer // 2, answer)  # The first one is a warm-up.
     *_, half, result = (
         pipe(images=list(noise), prompt="What is it?", max_new_tokens=tokens, temperature=0)
         for tokens in lengths
@@ -86,7 +86,7 @@ def measure_placement(
 
 
 def by_ranks(folder: Path, gpus: int, pictures: tuple[int, int], answer: int) -> dict[str, Any]:
-    """Figures of rank 0 of processes that torchrun starts, with the bytes of all ranks."""
+    """Run torchrun and return the figures of rank 0, with the bytes of all ranks."""
     run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "--module")
     numbers = map(str, (*pictures, answer))
     subprocess.run(
@@ -105,7 +105,7 @@ def by_ranks(folder: Path, gpus: int, pictures: tuple[int, int], answer: int) ->
 
 
 def as_rank(folder: Path, *numbers: int) -> None:
-    """Write the figures of this process of torchrun to the folder."""
+    """Write the figures of this rank to the folder."""
     figures = measure_placement(folder, {"tp_plan": "auto"}, numbers[:2], numbers[2])
     path = folder / f"rank-{distributed.get_rank()}.json"
     path.write_text(json.dumps(figures))
@@ -115,7 +115,7 @@ def as_rank(folder: Path, *numbers: int) -> None:
 def measure(
     released: Released, gpus: int, pictures: tuple[int, int], answer: int
 ) -> list[dict[str, Any]]:
-    """A row for each way to place the model."""
+    """Return a row for each placement of the model."""
     device, rows = device_of(None), []
     with TemporaryDirectory(prefix="oscar-mm-") as name:
         folder = Path(name)

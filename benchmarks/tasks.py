@@ -22,25 +22,25 @@ from oscar_mm.compare.teacher_forcing import Forced, Recorder
 from oscar_mm.modality import Modality
 
 LOOK = Look(1.0)
-"""Full difficulty with fonts and voices of the training, which the models read best."""
+"""Full difficulty with the fonts and voices of the training, on which the models do best."""
 _MEDIA_AT_ONCE = {"cuda": 6000, "cpu": 120}
 _TOKENS_AT_ONCE = {"cuda": 240_000, "cpu": 8_000}
 _TOWER_IMAGES = 2048
 FRAMES = 230
-"""Mel frames of a clip: 2.3 s."""
+"""Mel frames per clip: 2.3 s."""
 _KINDS = {"read": READ, "find": FIND, "list": LIST}
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task of the table.
+    """Task of the table.
 
     Attributes:
-        kind: "read" one medium, "find" the medium with a text, "list" what three say, "ask" any of
-            the questions of a theme, "copy" them all out.
-        images, clips: number of them in a conversation.
-        theme: what images show: "codes", "receipts", "shapes".
-        ablate: the ablation and the free answers run on it too.
+        kind: "read" one medium, "find" the medium with a text, "list" the content of three, "ask"
+            any of the questions of a theme, "copy" all of them.
+        images, clips: number of images and of clips in a conversation.
+        theme: content of the images: "codes", "receipts", "shapes".
+        ablate: whether the ablation and the free answers use it too.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Like "ask 30 images, receipts"."""
+        """Name such as "ask 30 images, receipts"."""
         media = [f"{self.images} images"] * (self.images > 0)
         media += [f"{self.clips} clips"] * (self.clips > 0)
         theme = f", {self.theme}" if self.theme != "codes" else ""
@@ -59,11 +59,11 @@ class Task:
 
     @property
     def family(self) -> str:
-        """ "copy", whose errors add up over the answer, or "ask"."""
+        """Either "copy", where errors accumulate over the answer, or "ask"."""
         return "copy" if self.kind == "copy" else "ask"
 
     def step(self, rows: int) -> Step:
-        """A number of conversations; with images and clips each has a question about both."""
+        """Create conversations; with images and clips each has a question about both."""
         return Step(
             Plan(self.images, self.clips, frames=FRAMES),
             rows,
@@ -83,8 +83,8 @@ def _about_images(*counts: int, copied: int) -> list[Task]:
     ]
 
 
-# 8 images are 144 tokens of Qwen's models and fill no page outside of the window. Copying 30 images
-# out takes 200 tokens and more; pocket-llava cannot do that yet.
+# 8 images are 144 tokens in Qwen's models and do not fill a page outside of the window. Copying 30
+# images takes 200 tokens and more, which pocket-llava cannot do yet.
 TASKS = {
     "pocket-vl": _about_images(16, 30, 60, 120, 320, copied=30),
     "pocket-llava": [*_about_images(8, 30, 60, 140, copied=8), Task("copy", 30)],
@@ -103,13 +103,13 @@ TASKS = {
 
 @dataclass
 class Conversations:
-    """A batch of conversations of one layout.
+    """Batch of conversations with one layout.
 
     Attributes:
-        prefix: arguments of the decoder for the media and their labels.
+        prefix: decoder arguments of the media and their labels.
         ids: (tokens,) modality ids of the prefix, on the CPU.
         forced: question and answer.
-        sample: what the studio made them of.
+        sample: sample of the studio that they were made of.
     """
 
     prefix: dict[str, Any]
@@ -118,7 +118,7 @@ class Conversations:
     sample: Sample
 
     def prefix_in(self, dtype: torch.dtype) -> dict[str, Any]:
-        """``prefix`` for a model of this dtype."""
+        """Return ``prefix`` for a model of another dtype."""
         prefix = self.prefix | {"inputs_embeds": self.prefix["inputs_embeds"].to(dtype)}
         if "deepstack_visual_embeds" in prefix:
             stages = prefix["deepstack_visual_embeds"]
@@ -127,7 +127,7 @@ class Conversations:
 
     @torch.no_grad()
     def record(self, model: Any) -> Recorder:
-        """Keys and values that the model computes for the prefix."""
+        """Return the keys and values that the model computes for the prefix."""
         recorder = Recorder(model)
         model.get_decoder()(**self.prefix, **as_argument(recorder.cache), use_cache=True)
         return recorder
@@ -136,13 +136,13 @@ class Conversations:
 def load(
     name: str, folder: Path | None, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Pocket:
-    """A pocket model from a folder, or with random weights.
+    """Load a pocket model from a folder, or create it with random weights.
 
-    In float32 methods differ only in how they store keys and values, which are rounded to bfloat16
-    first, as in a 16-bit cache.
+    In float32 methods differ only in how they store keys and values, which are first rounded to
+    bfloat16, as in a 16-bit cache.
 
     Raises:
-        FileNotFoundError: the folder has no model.
+        FileNotFoundError: if the folder has no model.
     """
     pocket = build(name)
     if folder is not None:
@@ -152,12 +152,12 @@ def load(
     pocket.model.to(device).eval()
     pocket.generator.set_attn_implementation({"text_config": IMPLEMENTATION})
     if hasattr(pocket.generator, "set_experts_implementation"):
-        pocket.generator.set_experts_implementation("eager")  # the others want 16-bit weights
+        pocket.generator.set_experts_implementation("eager")  # Others require 16-bit weights.
     return pocket
 
 
 def conversations(studio: Studio, task: Task, prompts: int) -> Iterator[Conversations]:
-    """Batches with at least so many conversations in all, as many at a time as fit.
+    """Yield batches with at least ``prompts`` conversations in total, as many at a time as fit.
 
     A conversation with images and clips has two questions.
     """
@@ -204,22 +204,22 @@ def _conversations(studio: Studio, sample: Sample, plan: Plan) -> Conversations:
 
 
 def _by_row(positions: Tensor, rows: int) -> Tensor:
-    """(3, tokens) or (tokens,) -> (3, rows, tokens) or (rows, tokens)."""
+    """Expand (3, tokens) or (tokens,) to (3, rows, tokens) or (rows, tokens)."""
     shape = (*positions.shape[:-1], rows, positions.shape[-1])
     return positions.unsqueeze(-2).expand(shape)
 
 
 FACTORS = (8.0, 16.0)
-"""Factors of one rotary pair of every layer each; by powers of two rounding stays the same."""
+"""Factors of one rotary pair per layer each; powers of two leave the rounding unchanged."""
 
 
 @contextmanager
 def outlier_channels(model: Any, seed: int) -> Iterator[None]:
-    """Inside, two rotary pairs of each layer have keys 8 and 16 times as large.
+    """Make the keys of two rotary pairs per layer 8 and 16 times as large within the block.
 
-    Queries are as much smaller, so scores stay the same. Both channels of a pair have one factor,
-    because RoPE mixes them. The factors go into the weights of the QK norms, or of the projections
-    in a model without QK norms.
+    Queries are made smaller by the same factors, so scores do not change. Both channels of a pair
+    have the same factor, because RoPE mixes them. The factors are applied to the weights of the QK
+    norms, or of the projections in a model without QK norms.
     """
     generator = torch.Generator().manual_seed(seed)
     saved = []

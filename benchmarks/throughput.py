@@ -25,9 +25,9 @@ from benchmarks.record import Row, show
 CONTEXTS, TINY_CONTEXTS = (32768, 131072), (400,)
 PLAIN, OURS = "dynamic", "compact-graph"
 BOUND_CONTEXT, BATCH, SPEED = 131072, 5.0, 4.5
-"""Context of the bounds; least batch and least tokens per second in multiples of 16 bit."""
+"""Context of the bounds; minimum batch and minimum tokens per second, relative to 16 bit."""
 TINY_ROOM = 4_000_000
-"""Bytes for caches in a rehearsal."""
+"""Bytes for caches in a tiny run."""
 MAX_TRIES = 12
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
@@ -50,10 +50,10 @@ NOTES = [
 def largest(
     decoder: Decoder, variant: CacheVariant, context: int, bandwidth: float, free: int
 ) -> Iterator[Row]:
-    """A row for each batch tried; the last is the largest that fits, if one fits.
+    """Yield a row for each batch tried; the last is the largest that fits, if any fits.
 
     Args:
-        decoder: runs the steps.
+        decoder: decoder that runs the steps.
         variant: kind of the cache.
         context: tokens of each row.
         bandwidth: bytes per second, for the floor of a step.
@@ -68,7 +68,7 @@ def largest(
 
 
 def until_it_fits(rows: int, measure: Callable[[int], Row]) -> Iterator[Row]:
-    """What ``measure`` gives for so many rows, then for fewer ones as long as memory runs out."""
+    """Yield ``measure`` of so many rows, then of fewer ones while memory runs out."""
     for _ in range(MAX_TRIES):
         if not rows:
             return
@@ -82,7 +82,7 @@ def until_it_fits(rows: int, measure: Callable[[int], Row]) -> Iterator[Row]:
 def rows_of(
     decoder: Decoder, bandwidth: float, contexts: Sequence[int], variants: Sequence[str]
 ) -> Iterator[Row]:
-    """Rows of all batches tried, for each context and cache variant."""
+    """Yield the rows of all batches tried, for each context and cache variant."""
     for context in contexts:
         for name in variants:
             free = free_bytes(decoder.device) if decoder.device.type == "cuda" else TINY_ROOM
@@ -90,7 +90,7 @@ def rows_of(
 
 
 def bounds(rows: Sequence[Row]) -> list[Row]:
-    """Bounds of compact for each model and context: the value, and whether it meets the bound."""
+    """Return compact's bounds by model and context: the value, and whether it meets the bound."""
     best = {(row["model"], row["context"], row["way"]): row for row in rows if "error" not in row}
     checks: list[Row] = []
 
@@ -148,7 +148,7 @@ def _figures(row: Row) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; returns what ``sweep`` returns."""
+    """Measure, print and record; return the result of ``sweep``."""
     parser = options_of("throughput", __doc__, CONTEXTS)
     add_variants(parser, (PLAIN, OURS))
     options = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 python -m benchmarks.vllm_answers [--models pocket-vl,pocket-llava] [--questions 200]
     [--policies "standard;standard:window=64"] [--ways graphs,eager,preempted,ngram,ranks]
 
-Each way of running vLLM has its own process. Needs vLLM and a GPU; "ranks" needs two GPUs.
+Each way of running vLLM has its own process. vLLM and a GPU are required; "ranks" needs two GPUs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from oscar_mm.vllm_plugin import additional_config
 _CONTENTS = Path("examples/media/contents.json")
 _FEWEST, _MOST = 4, 16
 _TOKENS = 16
-"""Most tokens of an answer."""
+"""Maximum tokens of an answer."""
 _CONTEXT = 4096
 _TOGETHER = 64
-"""Requests that may run together."""
+"""Maximum number of running requests."""
 WAYS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
@@ -62,7 +62,7 @@ class Question:
     Attributes:
         cards: indices in ``CARDS``, in the order of the images.
         text: the question.
-        right: the answer.
+        right: the right answer.
     """
 
     cards: tuple[int, ...]
@@ -132,7 +132,7 @@ def vllm_answers(model: str, policy: str, way: str, asked: Sequence[Question]) -
 
 
 def child(spec: dict[str, Any]) -> None:
-    """Answer the questions in one way and write the answers down."""
+    """Answer the questions in one way and write the answers to a file."""
     asked = [Question(tuple(item["cards"]), item["text"], item["right"]) for item in spec["asked"]]
     model, policy, way = spec["model"], spec["policy"], spec["way"]
     if way == "ours":

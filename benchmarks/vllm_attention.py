@@ -1,10 +1,10 @@
-"""Our attention inside vLLM beside its own: steps, full memory and prompts, with random weights.
+"""Our attention inside vLLM compared with its own: steps, full memory and prompts, random weights.
 
 python -m benchmarks.vllm_attention [--model qwen3-vl-8b] [--attention auto,fp8,standard,...]
     [--contexts 2048,32768,131072] [--full 32768] [--prompts]
 
-An attention is one of vLLM's KV cache dtypes, or a policy of ours. Each runs in processes of its
-own. Needs vLLM and a GPU.
+An attention is one of vLLM's KV cache dtypes, or a policy of ours. Each runs in its own processes.
+vLLM and a GPU are required.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _TOKENS = 264
 _BEGUN = 4
 """Tokens of each sequence before steps are timed."""
 _SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, 257, 16))
-"""Rows of which vLLM captures a step."""
+"""Batch sizes for which vLLM captures a step."""
 _FURTHER = 1024
-"""Tokens for which vLLM has room beyond the longest context."""
+"""Tokens beyond the longest context that fit into vLLM's cache."""
 _READ_AT_ONCE = 8192
 _PROMPT, _HIT, _LONG = 8192, 7168, 32768
 _LAST_ID = 150_000
@@ -60,8 +60,8 @@ BOUNDS = (
     (f"prompt {_PROMPT}", "auto", "standard", 1 / 1.05),
     (f"prompt {_PROMPT}, {_HIT} known", "auto", "standard", 1 / 1.1),
 )
-"""What is compared, with which attention, which one of ours, and how many times better it must be
-on Qwen3-VL-8B."""
+"""What is compared, with which attention, which of ours, and the required ratio on
+Qwen3-VL-8B."""
 _MIXTURE_BOUNDS = (("full memory 32768", "auto", "standard", 3.5),)
 
 
@@ -84,13 +84,13 @@ def model_folder(name: str, folder: Path) -> Path:
 
 
 def engine_options(attention: str, folder: Path, longest: int, *, filled: bool) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``.
+    """Return arguments for ``vllm.LLM``.
 
     Args:
         attention: one of vLLM's KV cache dtypes, or a policy of ours.
-        folder: of the model.
-        longest: most tokens of a context.
-        filled: whether decoding is timed, on a cache of random values; else prompts are.
+        folder: folder of the model.
+        longest: maximum tokens of a context.
+        filled: whether decoding is timed, with a cache of random values; otherwise prompts are.
     """
     options: dict[str, Any] = {
         "model": str(folder),
@@ -123,13 +123,13 @@ def is_ours(attention: str) -> bool:
 
 
 def tokens_of(count: int, seed: object) -> list[int]:
-    """A random text."""
+    """Return random text as token ids."""
     generator = random.Random(str(seed))
     return [generator.randrange(5, _LAST_ID) for _ in range(count)]
 
 
 def decode(engine: Any, prompts: Sequence[list[int]], tag: str) -> dict[str, float]:
-    """Milliseconds of a step of several sequences together, and tokens per second."""
+    """Measure milliseconds of a step of several sequences together, and tokens per second."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -161,7 +161,7 @@ def decode(engine: Any, prompts: Sequence[list[int]], tag: str) -> dict[str, flo
 
 
 def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> Iterator[Row]:
-    """Rows of one sequence and of full memory."""
+    """Yield rows of one sequence and of full memory."""
     cache = engine.vllm_config.cache_config
     capacity = getattr(cache, "kv_cache_size_tokens", None)
     capacity = capacity or cache.num_gpu_blocks * cache.block_size
@@ -169,7 +169,7 @@ def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> It
     decode(engine, [tokens_of(256, 0)], "warm")
     for context in contexts:
         if context + _TOKENS < capacity:
-            # The second run: the first may compile.
+            # Use the second run, as the first may compile.
             *_, best = (decode(engine, [tokens_of(context, 1)], f"{context}-{i}") for i in (0, 1))
             yield {"what": f"one sequence {context}", "sequences": 1, **best}
     for context in full:
@@ -181,7 +181,7 @@ def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> It
 
 
 def prompt_rows(llm: Any) -> Iterator[Row]:
-    """Rows of prompts."""
+    """Yield rows of prompts."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1, detokenize=False)
@@ -204,7 +204,7 @@ def prompt_rows(llm: Any) -> Iterator[Row]:
 
 
 def child(spec: dict[str, Any]) -> None:
-    """Measure one attention; a line of JSON for each row."""
+    """Measure one attention and write a line of JSON for each row."""
     from vllm import LLM
 
     folder = model_folder(spec["model"], Path(spec["folder"]))
@@ -221,7 +221,7 @@ def child(spec: dict[str, Any]) -> None:
 
 
 def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
-    """The rows of a child; of one that fails or takes too long those until then, and the error."""
+    """Return the rows of a child; if it fails or times out, the rows so far and the error."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
         rows.touch()
@@ -235,7 +235,7 @@ def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
 
 
 def bounds(rows: Iterable[Row]) -> Iterator[tuple[str, float, float]]:
-    """What is compared, how many times better ours is, and how many times it must be."""
+    """Yield what is compared, our ratio, and the required ratio."""
     figures: dict[tuple[str, str, str], float] = {}
     for row in rows:
         if "error" not in row:
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str]) -> int:
         [int(x) for x in text.split(",") if x] for text in (options.contexts, options.full)
     )
     rows: list[Row] = []
-    # A policy's own changes are written with commas.
+    # Separated by semicolons if a policy has several changes, as these contain commas.
     for attention in options.attention.split(";" if ";" in options.attention else ","):
         spec = {"model": options.model, "attention": attention, "contexts": contexts, "full": full}
         for prompts in (False, True) if options.prompts else (False,):
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Rows of both; a figure takes the place of an older one, and what ran again of its errors."""
+    """Merge rows; new figures replace older ones, and errors of what ran again are dropped."""
     again = {(row["model"], row["attention"]) for row in new}
     kept = [x for x in rows if "error" not in x or (x["model"], x["attention"]) not in again]
     return merge_rows(kept, new, ("model", "attention", "what"), lambda row, old: True)
