@@ -63,7 +63,7 @@ class Task:
         return "copy" if self.kind == "copy" else "ask"
 
     def step(self, rows: int) -> Step:
-        """Create conversations; with images and clips each has a question about both."""
+        """Return a step of ``rows`` conversations; with images and clips each asks about both."""
         return Step(
             Plan(self.images, self.clips, frames=FRAMES),
             rows,

@@ -309,7 +309,7 @@ def _threads() -> ThreadPoolExecutor:
 
     def begin() -> None:
         _this_thread.is_of_pool = True
-        torch.get_num_threads()  # Initializes the thread, which would overwrite the setting later.
+        torch.get_num_threads()  # Otherwise lazy initialization resets it later.
         torch.set_num_threads(1)
         started.wait()
 

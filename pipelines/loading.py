@@ -53,7 +53,7 @@ _OWN_ARGUMENTS = {
 }
 """Names not allowed in model_kwargs, and the pipeline's arguments for them."""
 _WHOLE = "replicated_with_grad_allreduce"
-"""Style of transformers that gives every rank the whole module (and matters in training only)."""
+"""Style of transformers that leaves a module whole on every rank; it has an effect in training."""
 _LAYERS = {
     name: style
     for name, style in (Qwen3MoeConfig.base_model_tp_plan or {}).items()
@@ -135,7 +135,7 @@ def load(
 
 
 def outline(model: str | Path) -> Family:
-    """Create a family from configuration and processor alone, whose model has no weights.
+    """Create a family without weights, from configuration and processor alone.
 
     Args:
         model: name of a bundled model, hub id or folder.

@@ -149,16 +149,16 @@ class Chat:
     ) -> AnswerStream:
         """Ask the next question and stream the answer.
 
-        Returns:
-            An iterator of text pieces, whose ``result`` is the answer at the end. Its
-            ``with_reasoning`` includes a thinking model's reasoning.
-
         Args:
             prompt, images, videos, audio, parts, messages, use_audio_in_video, options: see
                 ``ask``.
             cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory allow, instead
                 of refusing a turn whose longest answer does not fit.
             tools: the chat's tools with another tool choice, for this turn.
+
+        Returns:
+            An iterator of text pieces, whose ``result`` is the answer at the end. Its
+            ``with_reasoning`` includes a thinking model's reasoning.
 
         Raises:
             InputError: see ``ask``.

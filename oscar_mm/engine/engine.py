@@ -286,7 +286,7 @@ class Engine:
                     self._groups.freed = True
                     self._reading.remove(answer)
                 for answer in (*self._groups.drop_ended(), *reading):
-                    # Slots are kept: another thread may be using its own.
+                    # Slots are released later, as a finalizer may interrupt a slot operation.
                     answer.room = answer.chunks = None
             finally:
                 self.lock.release()
@@ -440,7 +440,7 @@ class Engine:
         return True
 
     def _is_short(self, answer: Request) -> bool:
-        """Whether a prompt can share its prefill pass, which excludes it from the prefix cache."""
+        """Whether a prompt may share a prefill pass; not if its media may be shared by prefix."""
         shares = self.prefixes is not None and answer.prompt.media
         return (
             answer.prompt.tokens <= self.reader.max_varlen_tokens

@@ -34,7 +34,7 @@ _LONG_CHUNK = 1 << 15
 
 
 def usual_chunk(device: torch.device) -> int:
-    """Return a service's chunk size in tokens; attention within a single chunk is exact."""
+    """Return a service's chunk size in tokens; attention over shorter prompts is exact."""
     return _CHUNK.get(device.type, _LONG_CHUNK)
 
 

@@ -268,7 +268,7 @@ class RunningBatches:
         """Return the ratio of prefill time to decode time.
 
         Args:
-            others: prompts that are prefilled together, not counting one of them.
+            others: number of further prompts in the same prefill pass.
         """
         others += self._waiting()
         return min(max(_READING * others / max(len(self.live), 1), 1.0), _MAX_READING)

@@ -375,7 +375,7 @@ class SamplerGroup:
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Sample (rows,) tokens from (rows, vocabulary) logits, and record them in the edits."""
-        # Rows with NaN get an arbitrary token, which the host replaces by ``BROKEN``.
+        # Rows with NaN get an arbitrary token; the host gets ``BROKEN`` instead.
         scores = logits.float().nan_to_num(0.0, math.inf, -math.inf)
         for edit in self._edits:
             edit.apply_(scores)
