@@ -440,7 +440,7 @@ class Engine:
         return True
 
     def _is_short(self, answer: Request) -> bool:
-        """Whether a prompt may share a prefill pass; not if its media may be shared by prefix."""
+        """Whether a prompt may share a prefill pass; media for the prefix cache rule that out."""
         shares = self.prefixes is not None and answer.prompt.media
         return (
             answer.prompt.tokens <= self.reader.max_varlen_tokens

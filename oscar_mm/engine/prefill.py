@@ -312,8 +312,8 @@ def prefill(
     """Prefill a prompt, with the towers running on part of the media at a time.
 
     At once, attention over the prompt is exact. In chunks, activations take the memory of a chunk
-    instead of that of the prompt. In return, later chunks attend to the packed history of earlier
-    ones, so attention over the prompt is no longer exact (except with policy "bf16") and slower.
+    instead of that of the prompt. The cost: later chunks attend to the packed history of earlier
+    ones, so attention over the prompt is slower and no longer exact (except with policy "bf16").
     Towers run on whole media, except that a video without sound is split between frames; for a
     batch of several rows they run on all media at once.
 

@@ -118,7 +118,7 @@ class RunningBatch:
         self._pending.append(answer)
 
     def finish_early(self) -> None:
-        """Commit an already launched step before the batch changes; its work would be lost.
+        """Commit an already launched step before the batch changes; otherwise its work is lost.
 
         If the step fails, requests that are about to join are not affected.
         """
@@ -186,7 +186,7 @@ class RunningBatch:
 
 
 class RunningBatches:
-    """All decoding requests: in one shared batch, or in batches of their own.
+    """All requests that decode: in one shared batch, or in batches of their own.
 
     Use it under the lock of the store.
 
