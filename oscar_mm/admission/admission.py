@@ -443,7 +443,7 @@ class Admission:
         for device in self._slot_bytes_by_device():
             if (free := free_bytes(device)) is None:
                 continue
-            # Rank 0's number, as all ranks must make the same decision.
+            # All ranks must make the same decision.
             room = self.store.ranks.all_min(free, device) + self._free_bytes(device)
             if (needed := self._device_bytes(device, growth, tokens)) > room:
                 yield device, needed, room
