@@ -119,7 +119,7 @@ class DecodeRunner:
         self._ranks = TPGroup.of(model)
         self.rows: list[RequestState | None] = []
         self._by_size: dict[int, GraphRunner] = {}
-        self._choices = Sampler([], device, self._ranks)
+        self._sampler = Sampler([], device, self._ranks)
         self._chosen: SampledTokens | None = None
 
     @property
@@ -146,11 +146,11 @@ class DecodeRunner:
         """Set the rows to decode, in the order of the cache's rows."""
         self.rows = list(rows)
         samplers = [None if row is None else row.sampler for row in rows]
-        self._choices, self._chosen = Sampler(samplers, self._device, self._ranks), None
+        self._sampler, self._chosen = Sampler(samplers, self._device, self._ranks), None
 
     def choose(self, logits: torch.Tensor) -> None:
         """Sample the first token of each row from the (batch, vocabulary) logits of its prompt."""
-        self._give(self._choices(logits))
+        self._give(self._sampler(logits))
 
     @property
     def is_ahead(self) -> bool:
@@ -173,7 +173,7 @@ class DecodeRunner:
             steps.place([0 if row is None else row.position for row in live])
         else:
             tokens = chosen.tokens
-        chosen = self._choices(steps(tokens, ended))
+        chosen = self._sampler(steps(tokens, ended))
         # Keeps the device busy while the host waits for the tokens.
         if ahead:
             last_comes = torch.tensor([row is None or row.last_comes for row in self.rows])

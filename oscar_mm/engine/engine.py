@@ -100,8 +100,8 @@ class Engine:
         self._queue: deque[Request] = deque()
         self._reading: deque[Request] = deque()
         """Requests whose memory is reserved and whose prompts are prefilled in chunks."""
-        self._groups = RunningBatches(family, store, self._threads.wake, self.runnable_count)
-        self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._groups)
+        self._batches = RunningBatches(family, store, self._threads.wake, self.runnable_count)
+        self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._batches)
         self._advancing = self._left = False
         self._work = threading.Event()
         """Wakes the step thread: requests were submitted, or a thread waits for memory."""
@@ -128,7 +128,7 @@ class Engine:
 
     @property
     def _begun(self) -> list[Request]:
-        return [*self._reading, *self._groups.live]
+        return [*self._reading, *self._batches.live]
 
     @property
     def waiting(self) -> int:
@@ -147,8 +147,8 @@ class Engine:
         """
         with self.lock:
             for twin in list(self._twins):
-                twin._groups.forget_batch()
-                twin._groups.settle_ended()
+                twin._batches.forget_batch()
+                twin._batches.settle_ended()
         gc.collect()
 
     def submit(self, request: Request) -> None:
@@ -187,8 +187,8 @@ class Engine:
                     )
                 except BaseException as error:  # Fails the requests; the step thread survives.
                     with self.lock:
-                        for answer in (*self._queue, *self._begun):
-                            answer.fail(error)
+                        for request in (*self._queue, *self._begun):
+                            request.fail(error)
                     self.drop_ended()
                     self._threads.wake()
                 # A thread may wait for a request that was cancelled before any step.
@@ -223,10 +223,10 @@ class Engine:
             if self._left:
                 self.drop_ended()
 
-    def next_ended(self, answers: Collection[Request]) -> list[Request]:
+    def next_ended(self, requests: Collection[Request]) -> list[Request]:
         """Wait until some of the given requests have ended, and return these."""
-        self.run_until(lambda: any(answer.ended for answer in answers))
-        return [answer for answer in answers if answer.ended]
+        self.run_until(lambda: any(request.ended for request in requests))
+        return [request for request in requests if request.ended]
 
     @contextmanager
     def wait_for_memory(self, begin: Callable[[], Result]) -> Iterator[Result]:
@@ -260,34 +260,34 @@ class Engine:
 
     def _stop_waiting(self, begin: Callable[[], object]) -> None:
         self._memory_waiters.remove(begin)
-        self._groups.freed = True  # This waiter alone may have blocked the queue.
+        self._batches.freed = True  # This waiter alone may have blocked the queue.
 
     def _wait_for_end(self) -> None:
         """Run steps until one of the running requests has ended."""
         with self.lock:
-            running = [answer for twin in self._twins for answer in twin._begun]
-        self.run_until(lambda: not running or any(answer.ended for answer in running))
+            running = [request for twin in self._twins for request in twin._begun]
+        self.run_until(lambda: not running or any(request.ended for request in running))
 
     def drop_ended(self) -> None:
         """Drop ended requests: now, or after the step that is running."""
         # A finalizer may call this in any thread at any point, even within this method.
         with self._queue_guard:
-            for answer in list(self._queue):
-                if answer.ended:
-                    self._groups.freed = True
+            for request in list(self._queue):
+                if request.ended:
+                    self._batches.freed = True
                     with suppress(ValueError):
-                        self._queue.remove(answer)
+                        self._queue.remove(request)
         self._left = True
-        if not (self._advancing or self._groups.stepping) and self.lock.acquire(blocking=False):
+        if not (self._advancing or self._batches.stepping) and self.lock.acquire(blocking=False):
             try:
                 self._left = False
-                reading = [answer for answer in self._reading if answer.ended]
-                for answer in reading:
-                    self._groups.freed = True
-                    self._reading.remove(answer)
-                for answer in (*self._groups.drop_ended(), *reading):
+                reading = [request for request in self._reading if request.ended]
+                for request in reading:
+                    self._batches.freed = True
+                    self._reading.remove(request)
+                for request in (*self._batches.drop_ended(), *reading):
                     # Slots are released later, as a finalizer may interrupt a slot operation.
-                    answer.room = answer.chunks = None
+                    request.reservation = request.chunks = None
             finally:
                 self.lock.release()
 
@@ -303,17 +303,17 @@ class Engine:
         """Prefill the prompts that have memory, then run a decode step."""
         self._advancing = True
         try:
-            self._groups.settle_ended()
+            self._batches.settle_ended()
             twins = list(self._twins)
-            if not self.running or any(twin._groups.freed for twin in twins):
+            if not self.running or any(twin._batches.freed for twin in twins):
                 for twin in twins:
-                    twin._groups.freed = twin._blocked = False
+                    twin._batches.freed = twin._blocked = False
             if not self.running:
                 self._prepare()
             # Decode steps already ran between the layers of the prefill.
             if self._admit() and not self._read_on():
-                self._groups.step()
-            self._groups.settle_ended()
+                self._batches.step()
+            self._batches.settle_ended()
         finally:
             self._advancing = False
 
@@ -334,7 +334,7 @@ class Engine:
         added = [{bits: int(slots[0]) for bits, slots in x.added.items()} for x in growths]
         self.store.trim_surplus(sum(self.store.bytes_of(slots) for slots in added))
         if self.reader.refresh():
-            self._groups.forget_batch()
+            self._batches.forget_batch()
 
     def _admit(self) -> bool:
         """Admit requests that have memory, and prefill short prompts together.
@@ -343,20 +343,20 @@ class Engine:
             False if requests remain because other threads want the lock, to submit or end requests.
         """
         while self._queue and not self._blocked and self.running < self.max_rows:
-            self._groups.settle_ended()  # Requests may have ended during the last prefill.
-            with self._beginning() as answers:
-                self._take_first(answers)
-                if not answers:
+            self._batches.settle_ended()  # Requests may have ended during the last prefill.
+            with self._beginning() as requests:
+                self._take_first(requests)
+                if not requests:
                     self._blocked = True
                     return True
-                if answers[0].unread.tokens > self.reader.max_at_once:
-                    self._reading.extend(answers)
+                if requests[0].unread.tokens > self.reader.max_at_once:
+                    self._reading.extend(requests)
                 else:
-                    self._fill_batch(answers)
-                    self._begin(answers)
+                    self._fill_batch(requests)
+                    self._begin(requests)
             self._threads.wake_followers()
-            if self.runnable_count() and self._groups.fills_pauses:
-                self._groups.step()
+            if self.runnable_count() and self._batches.fills_pauses:
+                self._batches.step()
                 self._threads.wake()
             if self._queue and self.lock.is_contended:
                 return False
@@ -370,41 +370,41 @@ class Engine:
         """
         if not self._reading:
             return False
-        answer = self._reading[0]
+        request = self._reading[0]
         try:
-            with self._beginning() as answers:
-                answers.append(answer)
-                self._begin(answers)
+            with self._beginning() as requests:
+                requests.append(request)
+                self._begin(requests)
         finally:
             self._reading.rotate(-1)
-            if answer.ended or answer.chunks is None:
-                self._reading.remove(answer)
-        return bool(self._reading) and self._groups.steps_while_reading
+            if request.ended or request.chunks is None:
+                self._reading.remove(request)
+        return bool(self._reading) and self._batches.steps_while_reading
 
     @contextmanager
     def _beginning(self) -> Iterator[list[Request]]:
         """Fail the requests in the yielded list if the block raises, and settle those that end."""
-        answers: list[Request] = []
+        requests: list[Request] = []
         try:
-            yield answers
+            yield requests
         except BaseException as error:
-            for answer in answers:
-                answer.fail(error)
+            for request in requests:
+                request.fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            for answer in answers:
-                if answer.ended:
-                    answer.settle()
-                    self._groups.freed = True
+            for request in requests:
+                if request.ended:
+                    request.settle()
+                    self._batches.freed = True
 
     def _take_first(self, taken: list[Request]) -> None:
         """Dequeue the first request that gets memory or fails."""
-        for place, answer in enumerate(list(self._queue)):
+        for place, request in enumerate(list(self._queue)):
             overtakes = place > 0 or bool(self._memory_waiters)
             if overtakes and self._skipped_head >= _OVERTAKES:
                 return
-            if self._take(answer, taken):
+            if self._take(request, taken):
                 self._skipped_head = self._skipped_head + 1 if overtakes else 0
                 return
 
@@ -412,155 +412,155 @@ class Engine:
         """Dequeue the following requests that get memory and fit into the same prefill pass."""
         tokens = taken[0].unread.tokens
         while self._is_short(taken[0]) and self.running + len(taken) < self.max_rows:
-            following = next(iter(list(self._queue)), None)
+            next_request = next(iter(list(self._queue)), None)
             if (
-                following is None
-                or tokens + following.prompt.tokens > self.reader.max_varlen_tokens
-                or not self._is_short(following)
-                or not self._take(following, taken)
+                next_request is None
+                or tokens + next_request.prompt.tokens > self.reader.max_varlen_tokens
+                or not self._is_short(next_request)
+                or not self._take(next_request, taken)
             ):
                 return
-            tokens += following.unread.tokens
+            tokens += next_request.unread.tokens
 
-    def _take(self, answer: Request, taken: list[Request]) -> bool:
+    def _take(self, request: Request, taken: list[Request]) -> bool:
         """Reserve memory for a request and dequeue it; return False if it has to wait."""
         try:
-            if not answer.ended:
-                self._reserve(answer)
+            if not request.ended:
+                self._reserve(request)
         except MemoryBusy as error:
             # A request that has just ended may not have released its pages yet.
-            if taken or self._groups.freed or any(twin.running for twin in self._twins):
+            if taken or self._batches.freed or any(twin.running for twin in self._twins):
                 return False
-            answer.fail(error)
+            request.fail(error)
         except Exception as error:
-            answer.fail(error)
-        taken.append(answer)
+            request.fail(error)
+        taken.append(request)
         with self._queue_guard, suppress(ValueError):
-            self._queue.remove(answer)
+            self._queue.remove(request)
         return True
 
-    def _is_short(self, answer: Request) -> bool:
+    def _is_short(self, request: Request) -> bool:
         """Whether a prompt may share a prefill pass; media for the prefix cache rule that out."""
-        shares = self.prefixes is not None and answer.prompt.media
+        shares = self.prefixes is not None and request.prompt.media
         return (
-            answer.prompt.tokens <= self.reader.max_varlen_tokens
-            and answer.prompt_logprobs is None
-            and not (shares or answer.cache.linear_layers)
-            and self._groups.joins(answer)
+            request.prompt.tokens <= self.reader.max_varlen_tokens
+            and request.prompt_logprobs is None
+            and not (shares or request.cache.linear_layers)
+            and self._batches.joins(request)
         )
 
-    def _reserve(self, answer: Request) -> None:
+    def _reserve(self, request: Request) -> None:
         """Match the prefix cache and reserve memory for the remaining prompt and the output.
 
         Raises:
             MemoryBusy: if the memory is reserved by other requests; nothing has changed then.
         """
-        prompt, cache, prefix = answer.prompt, answer.cache, None
-        if self.prefixes is not None and not answer.has_past:
-            answer.reader_state = self._reader_state()
-            if answer.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
-                prefix = self.prefixes.find(prompt, answer.reader_state)
+        prompt, cache, prefix = request.prompt, request.cache, None
+        if self.prefixes is not None and not request.has_past:
+            request.reader_state = self._reader_state()
+            if request.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
+                prefix = self.prefixes.find(prompt, request.reader_state)
         if prefix is not None:
             prompt, cache = remaining(prompt, prefix.get_seq_length()), prefix
         try:
-            answer.room = self._room(answer, prompt, cache)
+            request.reservation = self._reservation(request, prompt, cache)
         except BaseException:
             if prefix is not None:
                 prefix.close()
             raise
-        answer.unread, answer.cache = prompt, cache
+        request.unread, request.cache = prompt, cache
 
     def _reader_state(self) -> tuple[object, ...]:
         """Return what keys and values depend on apart from the prompt: processor settings, weights
         and adapters."""
         return processor_settings(self.family.processor), self.reader.state
 
-    def _room(self, answer: Request, prompt: Prompt, cache: OscarCache) -> object:
-        growth = self.admission.growth(prompt, answer.sampling.max_new_tokens, cache)
+    def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
+        growth = self.admission.growth(prompt, request.sampling.max_new_tokens, cache)
         return self.admission.reserve(growth, prompt, cache)
 
-    def _begin(self, answers: list[Request]) -> None:
+    def _begin(self, requests: list[Request]) -> None:
         """Prefill prompts, or a chunk of one, and sample the first token of each complete one."""
-        live = [answer for answer in answers if not answer.ended]
+        live = [request for request in requests if not request.ended]
         read = self._read_beginnings(live) if live else []
         if not read:
             return
         logits = torch.cat([row for _, row in read])
-        samplers, ranks = [answer.sampler for answer, _ in read], TPGroup.of(self.family.model)
+        samplers, ranks = [request.sampler for request, _ in read], TPGroup.of(self.family.model)
         chosen = Sampler(samplers, logits.device, ranks)(logits)
         tokens = chosen.listed()
         logprobs = chosen.logprobs(tokens)
-        for place, ((answer, _), token) in enumerate(zip(read, tokens, strict=True)):
-            if not answer.ended:  # The request may have been cancelled during prefill.
-                answer.next_logprob = logprobs.get(place)
-                answer.take(token)
-            if self.prefixes is not None and not answer.has_past and answer.error is None:
+        for place, ((request, _), token) in enumerate(zip(read, tokens, strict=True)):
+            if not request.ended:  # The request may have been cancelled during prefill.
+                request.next_logprob = logprobs.get(place)
+                request.take(token)
+            if self.prefixes is not None and not request.has_past and request.error is None:
                 state = self._reader_state()
-                if state == answer.reader_state:  # Weights and settings are unchanged.
-                    self.prefixes.keep(answer.prompt, state, answer.cache)
-            if not answer.ended:
-                self._groups.join(answer)
+                if state == request.reader_state:  # Weights and settings are unchanged.
+                    self.prefixes.keep(request.prompt, state, request.cache)
+            if not request.ended:
+                self._batches.join(request)
 
-    def _read_beginnings(self, answers: list[Request]) -> list[tuple[Request, torch.Tensor]]:
+    def _read_beginnings(self, requests: list[Request]) -> list[tuple[Request, torch.Tensor]]:
         """Prefill prompts together, or one by one if that fails, or a chunk of a single prompt.
 
         Returns:
             The requests whose prompts are complete, with (1, vocabulary) logits; empty once all
             requests have ended.
         """
-        several = len(answers) > 1
-        pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in answers]
+        several = len(requests) > 1
+        pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in requests]
         try:
-            found = self._read_next(answers)
+            found = self._read_next(requests)
             for past in pasts:
                 if past is not None:
                     past.close()
-            return [(x, row) for x, row in zip(answers, found, strict=True) if row is not None]
+            return [(x, row) for x, row in zip(requests, found, strict=True) if row is not None]
         except Cancelled as error:
-            for answer, past in zip(answers, pasts, strict=True):
-                if not answer.ended:  # Raised by a foreign hook, not by our own check.
-                    answer.fail(error)
-                answer.cache.reset()
+            for request, past in zip(requests, pasts, strict=True):
+                if not request.ended:  # Raised by a foreign hook, not by our own check.
+                    request.fail(error)
+                request.cache.reset()
                 if past is not None:
                     past.close()
             return []
         except Exception as error:
             if not several:
-                answers[0].fail(error)
+                requests[0].fail(error)
                 return []
         # Outside the handler, whose error keeps activations alive through its frames.
-        for answer, past in zip(answers, pasts, strict=True):
+        for request, past in zip(requests, pasts, strict=True):
             if past is None:
-                answer.cache.reset()
+                request.cache.reset()
             else:
-                answer.cache.close()
-                answer.cache, answer.room = past, None
-        for answer in answers:
+                request.cache.close()
+                request.cache, request.reservation = past, None
+        for request in requests:
             try:
-                if answer.room is None:
-                    answer.room = self._room(answer, answer.unread, answer.cache)
+                if request.reservation is None:
+                    request.reservation = self._reservation(request, request.unread, request.cache)
             except Exception as error:
-                answer.fail(error)
-        live = [answer for answer in answers if not answer.ended]
-        return [one for answer in live for one in self._read_beginnings([answer])]
+                request.fail(error)
+        live = [request for request in requests if not request.ended]
+        return [one for request in live for one in self._read_beginnings([request])]
 
-    def _read_next(self, answers: list[Request]) -> Sequence[torch.Tensor | None]:
+    def _read_next(self, requests: list[Request]) -> Sequence[torch.Tensor | None]:
         """Prefill the prompts of several requests, or the next chunk of a single one.
 
         Returns:
             Logits of each prompt; None for a prompt with chunks left.
         """
-        if len(answers) > 1:
-            prompts, caches = [x.unread for x in answers], [x.cache for x in answers]
+        if len(requests) > 1:
+            prompts, caches = [x.unread for x in requests], [x.cache for x in requests]
             return self.reader.prefill_batch(
-                prompts, caches, cancelled=lambda: all(answer.ended for answer in answers)
+                prompts, caches, cancelled=lambda: all(request.ended for request in requests)
             )
-        [answer] = answers
-        if answer.chunks is None:
-            answer.chunks = self.reader.read_in_chunks(
-                answer.unread, answer.cache, lambda: answer.ended, answer.prompt_logprobs
+        [request] = requests
+        if request.chunks is None:
+            request.chunks = self.reader.read_in_chunks(
+                request.unread, request.cache, lambda: request.ended, request.prompt_logprobs
             )
-        logits = next(answer.chunks)
+        logits = next(request.chunks)
         if logits is not None:
-            answer.chunks = None
+            request.chunks = None
         return [logits]

@@ -109,7 +109,7 @@ class Request(RequestState):
         """Prefills the remaining chunks of a partly prefilled prompt."""
         self.reader_state: object = None
         """State of processor and model at admission, if the engine has a prefix cache."""
-        self.room: object | None = None
+        self.reservation: object | None = None
         """The memory reservation, in effect while referenced."""
         self.cancelled = False
         top = sampling.prompt_logprobs
@@ -198,7 +198,7 @@ class Request(RequestState):
 
     def settle(self) -> None:
         """Release the memory of an ended request, under the engine's lock. Idempotent."""
-        self.room = self.chunks = None
+        self.reservation = self.chunks = None
         if not (self._keeps_cache or self.cache.closed):
             if self.error is None:
                 self.cache.shrink()

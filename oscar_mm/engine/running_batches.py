@@ -110,19 +110,19 @@ class RunningBatch:
     @property
     def live(self) -> list[Request]:
         """Requests that have not ended."""
-        seated = [answer for answer in self._rows if answer is not None]
-        return [answer for answer in (*seated, *self._pending) if not answer.ended]
+        seated = [request for request in self._rows if request is not None]
+        return [request for request in (*seated, *self._pending) if not request.ended]
 
-    def join(self, answer: Request) -> None:
+    def join(self, request: Request) -> None:
         """Add a prefilled request, whose first token has been sampled, at the next step."""
-        self._pending.append(answer)
+        self._pending.append(request)
 
     def finish_early(self) -> None:
         """Commit an already launched step before the batch changes; otherwise its work is lost.
 
         If the step fails, requests that are about to join are not affected.
         """
-        seated = [answer for answer in self._rows if answer is not None and not answer.ended]
+        seated = [request for request in self._rows if request is not None and not request.ended]
         changes = bool(self._pending) or self._size(self.live) != len(self._rows)
         if seated and changes and self.batch.is_ahead:
             self._run(lambda: self.batch.step(ahead=False), seated)
@@ -144,8 +144,8 @@ class RunningBatch:
                 raise FloatingPointError(NOT_STORABLE)
         except BaseException as error:
             self.failed = True
-            for answer in live:
-                answer.fail(error)
+            for request in live:
+                request.fail(error)
             if not isinstance(error, Exception):
                 raise
 
@@ -155,16 +155,16 @@ class RunningBatch:
         A step that was launched early may have processed the final token of a request, or a token
         after which its logits are NaN.
         """
-        if not any(answer.ended for answer in live) and self.batch.is_ahead:
+        if not any(request.ended for request in live) and self.batch.is_ahead:
             self.batch.step(ahead=False)
-        return any(answer.ended for answer in live)
+        return any(request.ended for request in live)
 
     def drop_ended(self) -> list[Request]:
         """Remove and return the ended requests."""
         ended = [x for x in (*self._rows, *self._pending) if x is not None and x.ended]
-        self._pending = [answer for answer in self._pending if not answer.ended]
-        for place, answer in enumerate(self._rows):
-            if answer is not None and answer.ended:
+        self._pending = [request for request in self._pending if not request.ended]
+        for place, request in enumerate(self._rows):
+            if request is not None and request.ended:
                 self._rows[place] = self.batch.rows[place] = None
                 if self.view is not None:
                     self.view.clear_row(place)
@@ -219,29 +219,29 @@ class RunningBatches:
     @property
     def live(self) -> list[Request]:
         """Requests that decode."""
-        return [answer for group in self._groups for answer in group.live]
+        return [request for group in self._batches for request in group.live]
 
-    def joins(self, answer: Request) -> bool:
+    def joins(self, request: Request) -> bool:
         """Whether a request may share a batch with others."""
-        return not answer.sampling.deterministic and has_full_attention(self.family.model)
+        return not request.sampling.deterministic and has_full_attention(self.family.model)
 
-    def join(self, answer: Request) -> None:
+    def join(self, request: Request) -> None:
         """Start to decode a prefilled request, whose first token has been sampled."""
         if not self.live:
             self.wait_since = DeviceTimer(self.family.device)
         if self._shared is not None and self._shared.failed:
             self.forget_batch()
-        if self.joins(answer):
+        if self.joins(request):
             if self._shared is None:
                 view = BatchView(self._store)
-                view.sigmas = answer.cache.sigmas  # The model's; those of an old chat may differ.
-                self._shared = RunningBatch(self._batch(answer, view), view)
+                view.sigmas = request.cache.sigmas  # The model's; those of an old chat may differ.
+                self._shared = RunningBatch(self._batch(request, view), view)
             view = self._shared.view
-            if view is not None and view.can_take(answer.cache):
-                self._shared.join(answer)
+            if view is not None and view.can_take(request.cache):
+                self._shared.join(request)
                 return
-        self._alone.append(RunningBatch(self._batch(answer, answer.cache), None))
-        self._alone[-1].join(answer)
+        self._alone.append(RunningBatch(self._batch(request, request.cache), None))
+        self._alone[-1].join(request)
 
     def forget_batch(self) -> None:
         """Let later requests decode in a new batch."""
@@ -254,7 +254,7 @@ class RunningBatches:
         begin = DeviceTimer(self.family.device)
         self.stepping = True
         try:
-            for group in self._groups:
+            for group in self._batches:
                 group.finish_early()
                 self.settle_ended()
                 group.step()
@@ -291,20 +291,20 @@ class RunningBatches:
 
     def settle_ended(self) -> None:
         """Remove ended requests and release what they own."""
-        for answer in self.drop_ended():
-            answer.settle()
+        for request in self.drop_ended():
+            request.settle()
 
     def drop_ended(self) -> list[Request]:
         """Remove and return ended requests; requests pending in a failed batch join another."""
-        ended = [answer for group in self._groups for answer in group.drop_ended()]
+        ended = [request for group in self._batches for request in group.drop_ended()]
         self.freed |= bool(ended)
-        failed = [group for group in self._groups if group.failed]
+        failed = [group for group in self._batches if group.failed]
         self._alone = [group for group in self._alone if group.live and not group.failed]
         if self._shared is not None and self._shared.failed:
             self._shared = None
         for group in failed:
-            for answer in group.live:
-                self.join(answer)
+            for request in group.live:
+                self.join(request)
         return ended
 
     def yield_to_waiters(self, cache: OscarCache) -> None:
@@ -352,11 +352,11 @@ class RunningBatches:
                 hook.remove()
 
     @property
-    def _groups(self) -> list[RunningBatch]:
+    def _batches(self) -> list[RunningBatch]:
         return [*([] if self._shared is None else [self._shared]), *self._alone]
 
-    def _batch(self, answer: Request, cache: OscarCache) -> DecodeRunner:
-        positions = answer.prompt.positions
+    def _batch(self, request: Request, cache: OscarCache) -> DecodeRunner:
+        positions = request.prompt.positions
         return DecodeRunner(self.family.model, cache, positions.shape[:-2], positions.device)
 
 
@@ -403,7 +403,7 @@ class LayeredPrefill:
         prompts: Sequence[Prompt],
         cancelled: Callable[[], bool] | None,
     ) -> None:
-        self._groups, self._cache, self._others = groups, cache, len(prompts) - 1
+        self._batches, self._cache, self._others = groups, cache, len(prompts) - 1
         self._decodes = bool(groups.live)  # No requests join during the pass.
         self._waits = self._decodes or sum(prompt.tokens for prompt in prompts) > MAX_TOKENS
         self._cancelled, self._thread = cancelled, threading.get_ident()
@@ -423,16 +423,16 @@ class LayeredPrefill:
         Raises:
             Cancelled: see ``stop_if_cancelled``.
         """
-        if self._groups.stepping or threading.get_ident() != self._thread:
+        if self._batches.stepping or threading.get_ident() != self._thread:
             return
         if self._waits:
             self._wait_for_layers()
         self.stop_if_cancelled()
-        self._groups.yield_to_waiters(self._cache)
+        self._batches.yield_to_waiters(self._cache)
         if self._layer_end is None or not self._decodes:
             return
-        step_seconds = self._groups.pace.seconds()
-        share = self._groups.reading_share(self._others)
+        step_seconds = self._batches.pace.seconds()
+        share = self._batches.reading_share(self._others)
         # Limited: if steps have become slower, prompts must not starve.
         owed = min(self._owed + self._turn.owed(share), _MAX_OWED * share * step_seconds)
         waited = owed + self._layer_end.since(self._turn.end)
@@ -459,14 +459,14 @@ class LayeredPrefill:
 
     def _step(self, count: int, step_seconds: float) -> None:
         """Run up to ``count`` decode steps, as long as requests decode."""
-        begin, made = DeviceTimer(self._groups.family.device), 0
+        begin, made = DeviceTimer(self._batches.family.device), 0
         with self._cache.paused():
-            while self._groups.live and made < count:
-                self._groups.step()
-                self._groups._wake()
+            while self._batches.live and made < count:
+                self._batches.step()
+                self._batches._wake()
                 made += 1
         self._turn = _Interleave(
-            self._turn.end, begin, self._groups.wait_since, made * step_seconds
+            self._turn.end, begin, self._batches.wait_since, made * step_seconds
         )
 
     @property
@@ -477,7 +477,7 @@ class LayeredPrefill:
 
     def _wait_for_layers(self) -> None:
         """Wait for the launched layers, except the last few, which stay in flight on a GPU."""
-        self._launched.append(DeviceTimer(self._groups.family.device))
+        self._launched.append(DeviceTimer(self._batches.family.device))
         in_flight = self._max_in_flight if self._launched[-1].comes_later else 0
         while len(self._launched) > in_flight:
             before, self._layer_end = self._layer_end or self._turn.end, self._launched.pop(0)

@@ -182,7 +182,7 @@ def test_running_answers_go_on_beside_who_leaves(qwen3_vl_folder: Path) -> None:
     layers = pipe.model.get_decoder().layers
 
     def steps_come(*_: Any) -> None:
-        pipe.engine._groups.pace = running_batches.StepTimer()
+        pipe.engine._batches.pace = running_batches.StepTimer()
 
     hook = layers[0].register_forward_hook(steps_come)
     left, after = made(pipe, LONG), made(pipe, LONG)

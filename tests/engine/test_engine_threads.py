@@ -252,13 +252,13 @@ def test_no_thread_waits_for_a_step_that_nobody_makes(qwen3_vl_folder: Path, row
 
 def test_a_thread_of_its_own_makes_all_steps(plain, monkeypatch) -> None:
     expected, steppers, seen = alone(plain), set[int](), list[int]()
-    step = plain.engine._groups.step
+    step = plain.engine._batches.step
 
     def noted() -> None:
         steppers.add(threading.get_ident())
         step()
 
-    monkeypatch.setattr(plain.engine._groups, "step", noted)
+    monkeypatch.setattr(plain.engine._batches, "step", noted)
     for _ in range(2):
         steppers.clear()
         answers = [made(plain, prompt) for prompt in SHORT]

@@ -51,7 +51,7 @@ def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
 
     def meets(_: torch.Tensor) -> None:
         fails[0] = not first.ended
-        pipe.engine._groups.pace = running_batches.StepTimer()
+        pipe.engine._batches.pace = running_batches.StepTimer()
 
     monkeypatch.setattr(graph_runner.GraphRunner, "__call__", call)
     pipe.engine.submit(second)
@@ -76,7 +76,7 @@ def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch)
     layers = pipe.model.get_decoder().layers
 
     def layer_begins(*_: Any) -> None:
-        pipe.engine._groups.pace = running_batches.StepTimer()
+        pipe.engine._batches.pace = running_batches.StepTimer()
         during.append(len(first[0].tokens))
 
     hooks = [layer.register_forward_pre_hook(layer_begins) for layer in layers]
@@ -173,7 +173,7 @@ def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_who_joins(
     answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
     for answer in answers[:2]:
         pipe.engine.submit(answer)
-    groups = pipe.engine._groups
+    groups = pipe.engine._batches
     pipe.engine.run_until(lambda: bool(groups._shared and groups._shared.batch.is_ahead))
     right, failed = GraphRunner.__call__, []
 
@@ -227,7 +227,7 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
         return right(*arguments)
 
     def layer_ends(_: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not pipe.engine._groups.stepping:
+        if not pipe.engine._batches.stepping:
             begins = spent["layers"] < 50 * layer_seconds
             work("layers", layer_seconds if begins else later_seconds)
 

@@ -103,7 +103,7 @@ def test_who_leaves_between_chunks(qwen3_vl_folder: Path, policy: str, leaves: i
         pipe,
         {
             4: answers[leaves].cancel,
-            6: lambda: rooms.append(answers[leaves].room),
+            6: lambda: rooms.append(answers[leaves].reservation),
         },
     ):
         for answer in answers:

@@ -91,15 +91,15 @@ def test_an_answer_that_is_left_while_it_gets_its_room(qwen3_vl_folder, monkeypa
     right = type(pipe.admission).reserve
 
     def reserve(*args: Any) -> Any:
-        room = right(*args)
+        reservation = right(*args)
         answer.cancel()
-        return room
+        return reservation
 
     monkeypatch.setattr(type(pipe.admission), "reserve", reserve)
     pipe.engine.submit(answer)
     pipe.engine.submit(after)
     run(pipe, [after])
-    assert answer.room is None and answer.tokens == []
+    assert answer.reservation is None and answer.tokens == []
     assert pipe.budget.taken_bytes == pipe.budget.used_bytes
 
 
