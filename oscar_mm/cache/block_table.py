@@ -1,8 +1,9 @@
-"""Slots: which are free, which hold the tokens of a row, and how many several streams have.
+"""Block tables and slot pools: which slots are free, and which store the tokens of a sequence.
 
-A slot is a page, or has one token in 16-bit precision. SlotPool has the free ones. A Row of the
-batch has a Stream for the tokens of each modality. SlotSet has the slots of some streams, each
-once."""
+A slot is a page or the place of one token in 16-bit precision. ``SlotPool`` has the free list and
+the reference counts. A ``SequenceTable`` is one row of the batch; it has a ``ModalityTable`` (a
+stream) for the tokens of each modality. ``SlotSet`` is the union of the slots of several streams.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 
 class SlotPool:
-    """Free list and reference counts of slots. Slots are shared by forks of a sequence.
+    """Free list and reference counts of slots. Forks of a sequence share slots.
 
     Attributes:
-        promises: how often slots were given out or foretold. If it has grown since a free slot was
-            foretold, others may have written to that slot.
+        epoch: number of allocations and planned allocations; a change after a free slot was planned
+            means that others may have written to that slot.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class SlotPool:
 
     @property
     def capacity(self) -> int:
-        """Slots that pools must hold."""
+        """Number of slots that pools must have."""
         return len(self._references)
 
     @property
@@ -48,10 +49,10 @@ class SlotPool:
         return self.capacity - self.free
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` slots with one owner each.
+        """Return ``count`` slots with one owner each.
 
-        A pool grows to what is asked for, and by at least a thirty-second, so that a prompt wastes
-        nothing and a long answer seldom moves the pool.
+        The pool grows to the requested size and by at least a thirty-second of its capacity: a
+        prompt wastes no memory, and a long answer seldom moves the pool.
         """
         if not count:
             return []
@@ -67,13 +68,13 @@ class SlotPool:
         return slots
 
     def plan_ahead(self, index: int) -> int | None:
-        """The slot that the allocation after ``index`` others will give; None if pools must grow
-        for it."""
+        """Return the slot that is allocated after ``index`` others; None if the pool must grow for
+        it."""
         self.epoch += 1
         return self._free[-1 - index] if index < len(self._free) else None
 
     def claim(self, slots: Sequence[int]) -> None:
-        """Give slots one owner each that were foretold, and neither given nor foretold to others
+        """Allocate planned slots, which must not have been allocated or planned for others
         since."""
         self.epoch += 1
         for slot in slots:
@@ -89,45 +90,46 @@ class SlotPool:
             self._references[slot] += 1
 
     def release(self, slots: Iterable[int]) -> None:
-        """Take an owner from each slot; a slot without owners is free."""
+        """Remove an owner from each slot; a slot without owners is free."""
         for slot in slots:
             self._references[slot] -= 1
             if not self._references[slot]:
                 self._free.append(slot)
 
     def retain(self, slots: Iterable[int]) -> None:
-        """Add an owner to each slot, also to free ones, which are not free then."""
+        """Add an owner to each slot; free slots leave the free list."""
         kept = set(slots)
         if any(not self._references[slot] for slot in kept):
             self._free = [slot for slot in self._free if slot not in kept]
         self.share(kept)
 
     def compact(self) -> list[int]:
-        """Leave out the free slots: slot i of now is the i-th of the returned ones of before."""
+        """Drop the free slots and return the old ids of the others: the i-th of them becomes slot
+        i."""
         kept = [slot for slot, owners in enumerate(self._references) if owners]
         self._references = [self._references[slot] for slot in kept]
         self._free = []
         return kept
 
     def owners(self, slot: int) -> int:
-        """How many owners a slot has."""
+        """Return the number of owners of a slot."""
         return self._references[slot]
 
     def is_shared(self, slot: int) -> bool:
-        """Whether the slot has more than one owner and so must not be written to."""
+        """Return whether the slot has more than one owner, so that it must not be written to."""
         return self._references[slot] > 1
 
 
 class NoFreeSlotsError(Exception):
-    """A pool would have to grow."""
+    """Raised if a planned allocation would make a pool grow."""
 
 
 class DryRunSlots:
-    """Tells the slots that a ``SlotPool`` would give, and takes none back.
+    """Dry-run allocator: predicts the allocations of a ``SlotPool`` without making them.
 
     Attributes:
-        given: the slots that were told.
-        counted: slots whose owners were asked for.
+        given: predicted slots.
+        counted: slots whose owners were queried.
     """
 
     def __init__(self, slots: SlotPool) -> None:
@@ -135,7 +137,7 @@ class DryRunSlots:
         self.given, self.counted = list[int](), list[int]()
 
     def allocate(self, count: int) -> list[int]:
-        """The slots that would be given next."""
+        """Return the next ``count`` slots that the pool would allocate."""
         taken = len(self.given)
         found = [self._slots.plan_ahead(taken + index) for index in range(count)]
         given = [slot for slot in found if slot is not None]
@@ -145,36 +147,36 @@ class DryRunSlots:
         return given
 
     def release(self, slots: Sequence[int]) -> None:
-        """Nothing is given back."""
+        """Do nothing: a dry run releases no slots."""
 
     def is_shared(self, slot: int) -> bool:
-        """Whether a slot has more than one owner."""
+        """Return whether a slot has more than one owner."""
         self.counted.append(slot)
         return self._slots.is_shared(slot)
 
     def owners(self, slot: int) -> int:
-        """How many owners a slot has."""
+        """Return the number of owners of a slot."""
         return self._slots.owners(slot)
 
 
 @dataclass
 class ModalityTable:
-    """Which slots hold a stream, the same ones in every layer; tokens are in sequence order.
+    """Slots of a stream: the tokens of one modality in sequence order, the same slots in every
+    layer.
 
     An entry of the stream is a page and the range of its tokens that are in use. Tokens are packed
-    once, in order, each to the place after the one before; places of a page that are not in use
-    anymore after a crop are written again. A page out of whose middle tokens were forgotten has two
-    entries, one after the other.
+    once, in order, each into the next place; places that a crop has freed are written again. A page
+    with forgotten tokens in its middle has two consecutive entries.
 
-    Copies share what they have of pages: a long stream is copied at every step.
+    Copies share the tuples of their pages, since a long stream is copied at every step.
 
     Attributes:
-        modality: of all its tokens.
-        bits: of its pages; ``PLAIN`` where all tokens stay in 16-bit precision.
-        pages: id of each entry's page.
-        starts: first token of the page that an entry uses.
-        stops: the token after the last one, more than its start.
-        slots: ids of the slots of the tokens in 16-bit precision, which come after those in pages.
+        modality: modality of all tokens.
+        bits: format of the pages; ``PLAIN`` if all tokens stay in 16-bit precision.
+        pages: page id of each entry.
+        starts: first used token of each entry's page.
+        stops: end of each entry's range, exclusive and greater than its start.
+        slots: slot ids of the tokens in 16-bit precision, which follow the packed ones.
     """
 
     modality: Modality
@@ -189,16 +191,16 @@ class ModalityTable:
 
     @property
     def packed(self) -> int:
-        """Tokens in pages."""
+        """Number of packed tokens."""
         return sum(self.stops) - sum(self.starts)
 
     @property
     def tokens(self) -> int:
-        """All tokens of the stream."""
+        """Number of tokens of the stream."""
         return self.packed + len(self.slots)
 
     def entries(self) -> np.ndarray:
-        """(entries, 2) int32: the page, and stop + ``START`` * start."""
+        """Return (entries, 2) int32: page, and stop + ``START`` * start."""
         columns = self.pages, self.starts, self.stops
         if self._known is None or any(
             mine is not known for mine, known in zip(columns, self._known[0], strict=True)
@@ -208,7 +210,7 @@ class ModalityTable:
         return self._known[1]
 
     def copy(self) -> ModalityTable:
-        """A second stream over the same slots; the caller adds the owners."""
+        """Return a copy that shares the slots; the caller adds the owners."""
         return ModalityTable(
             self.modality,
             self.bits,
@@ -221,22 +223,24 @@ class ModalityTable:
 
     @property
     def room(self) -> int:
-        """Places after the last token in pages, in the same page."""
+        """Free places after the last packed token, in the same page."""
         return PAGE_TOKENS - self.stops[-1] if self.pages else 0
 
     @property
     def stores_center(self) -> bool:
-        """Whether the last page, once it is full, stores ``STORED_CENTER`` of this stream."""
+        """Whether the last page, once it is full, stores the ``STORED_CENTER`` tokens of this
+        stream."""
         return bool(self.pages) and self.starts[-1] <= STORED_CENTER.start
 
     def move_last_page(self, page: int) -> None:
-        """Have another page, with the same tokens, in the last entry's place."""
+        """Replace the last entry's page by another one with the same tokens."""
         self.pages = (*self.pages[:-1], page)
 
     def fill(self, in_last: int, pages: list[int], in_new: int) -> None:
-        """Let more tokens be packed: ``in_last`` in the last page's room, others in new pages."""
+        """Append packed tokens: ``in_last`` to the last page, ``in_new`` to new pages."""
         if in_last:
-            # Decoding does so at every step: entries stay known.
+            # Decoding does this at every step: update the cached entries instead of rebuilding
+            # them.
             entries = self.entries().copy()
             entries[-1, 1] += in_last
             self.stops = (*self.stops[:-1], self.stops[-1] + in_last)
@@ -248,9 +252,9 @@ class ModalityTable:
             self.stops += (*(PAGE_TOKENS,) * full, in_new - full * PAGE_TOKENS)
 
     def drop_last(self, count: int) -> tuple[list[int], list[int]]:
-        """Forget the last ``count`` tokens; returns the ids of pages and slots given up.
+        """Remove the last ``count`` tokens and return the ids of the pages and slots to release.
 
-        A page that is cut counts fewer tokens; those that stay are never quantized again.
+        A cut page keeps its bytes with fewer tokens in use; these are never quantized again.
         """
         left = len(self.slots) - min(count, len(self.slots))
         count -= len(self.slots) - left
@@ -266,16 +270,16 @@ class ModalityTable:
         return list(pages), slots
 
     def cut_pages(self, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Take the packed tokens start to stop - 1 of the stream out.
+        """Remove the packed tokens start to stop - 1 of the stream.
 
         Returns:
-            pages of the entries that were there, and of those that there are in their place: the
-            caller adds owners to the second, then takes them from the first.
+            Pages of the entries that were replaced, and pages of their replacements: the caller
+            adds owners to the latter, then removes owners from the former.
         """
         ends = np.cumsum(np.subtract(self.stops, self.starts))
         first = int(np.searchsorted(ends, start, side="right"))
         last = int(np.searchsorted(ends, stop, side="left"))
-        # What is left of the entries with the first and the last token that is taken out.
+        # What is left of the first and the last affected entry.
         keep_to = self.stops[first] - int(ends[first] - start)
         keep_from = self.stops[last] - int(ends[last] - stop)
         left = [
@@ -296,30 +300,34 @@ class ModalityTable:
 
 
 def min_page_tokens(policy: KVPolicy, bits: Bits) -> int:
-    """Tokens with which a stream page begins: so many that it takes no more bytes than they do in
-    16 bit, with heads of 64 channels; with larger ones it takes less."""
+    """Return the number of tokens that begin a stream page.
+
+    With them, the page takes no more bytes than the tokens take in 16-bit precision at 64 channels
+    per head; larger heads take less.
+    """
     scales = PAGE_TOKENS // min(policy.key_group, 64) + PAGE_TOKENS // min(policy.value_group, 64)
     return 4 * (bits.keys + bits.values) + scales + policy.center
 
 
 SINK = len(Modality)
-"""Stream codes are the modality, plus this for the sinks of a modality that is packed."""
+"""Offset of the stream codes of sinks: a code is the modality, plus this for the sinks of a packed
+modality."""
 NOWHERE = 255
-"""Stream code of padding and forgotten tokens: they have an index but are not stored."""
+"""Stream code of padding and forgotten tokens, which have an index but are not stored."""
 _NOWHERE = bytes([NOWHERE])
 _SECOND = np.array([0, SECOND], np.int32)
 
 
 @dataclass
 class SequenceTable:
-    """One row of the batch: the stream of every token, and the streams.
+    """Block table of one row of the batch: the stream of every token, and the streams.
 
     Attributes:
-        codes: of every token.
-        streams: by code.
-        stored: tokens in streams.
-        spare: slots of 16 bit that are this sequence's, and free. The token that leaves the window
-            at a decode step leaves its slot to those that come next.
+        codes: stream code of every token.
+        streams: streams by code.
+        stored: number of tokens in streams.
+        spare: unused 16-bit slots that this sequence owns; a token that leaves the window in a
+            decode step leaves its slot to later tokens.
     """
 
     codes: bytearray = field(default_factory=bytearray)
@@ -329,22 +337,22 @@ class SequenceTable:
 
     @property
     def in_16_bit(self) -> int:
-        """Tokens in 16-bit precision."""
+        """Number of tokens in 16-bit precision."""
         return sum(len(stream.slots) for stream in self.streams.values())
 
     def positions(self, code: int) -> np.ndarray:
-        """Indices of the stream's tokens in the sequence, ascending."""
+        """Return the ascending sequence indices of a stream's tokens."""
         return np.flatnonzero(np.frombuffer(self.codes, dtype=np.uint8) == code)
 
     def real_tokens(self, count: int) -> np.ndarray:
-        """(count,) bool: which of the last ``count`` tokens are stored, not padding."""
+        """Return (count,) bool: which of the last ``count`` tokens are stored."""
         return np.frombuffer(bytes(self.codes[-count:]), dtype=np.uint8) != NOWHERE
 
     def entries(self, bits: tuple[Bits | None, Bits | None]) -> Entries:
-        """Pages and slots of 16 bit, for attention over what is stored.
+        """Return the pages and 16-bit slots that attention reads.
 
         Args:
-            bits: of the first and the second format of pages.
+            bits: first and second page format.
         """
         pages, slots = list[np.ndarray](), list[int]()
         for stream in self.streams.values():
@@ -356,22 +364,25 @@ class SequenceTable:
         return found, np.array(slots, np.int32)
 
     def before(self) -> SequenceTable:
-        """The streams as they are now. The codes go on growing, beyond what these streams hold; a
-        stream that changes is replaced by its changed copy."""
+        """Return a snapshot of the streams.
+
+        The codes are shared and may grow beyond the snapshot; a stream that changes is replaced by
+        its changed copy.
+        """
         return SequenceTable(self.codes, self.streams.copy(), self.stored)
 
     def copy(self) -> SequenceTable:
-        """A second sequence over the same slots but the spare ones; the caller adds the owners."""
+        """Return a copy that shares all slots but the spare ones; the caller adds the owners."""
         streams = {code: stream.copy() for code, stream in self.streams.items()}
         return SequenceTable(self.codes[:], streams, self.stored)
 
     def stored_positions(self, code: int) -> np.ndarray:
-        """``positions`` among the stored tokens only."""
+        """Return ``positions`` counted among the stored tokens only."""
         codes = np.frombuffer(self.codes, dtype=np.uint8)
         return np.flatnonzero(codes[codes != NOWHERE] == code)
 
     def renumber(self, bits: Bits, ids: Mapping[int, int]) -> None:
-        """Slots of a kind have other ids from now on."""
+        """Replace the ids of one kind of slots."""
         for stream in self.streams.values():
             if bits == PLAIN:
                 stream.slots = [ids[slot] for slot in stream.slots]
@@ -381,8 +392,8 @@ class SequenceTable:
             self.spare = [ids[slot] for slot in self.spare]
 
     def recent(self, window: int) -> bytes:
-        """Stream codes of the last ``window`` stored tokens."""
-        # Seldom more than one turn: many tokens in a row are padding or forgotten.
+        """Return the stream codes of the last ``window`` stored tokens."""
+        # More than one pass only if many consecutive tokens are padding or forgotten.
         size = window + 1
         while True:
             stored = self.codes[-size:].replace(_NOWHERE, b"")
@@ -392,19 +403,21 @@ class SequenceTable:
 
 
 class SlotSet:
-    """Slots of pages by their bits, and under ``PLAIN`` slots of tokens in 16-bit precision.
+    """Slots of several streams: pages by their bits, and 16-bit slots under ``PLAIN``.
 
-    Entries of a stream, rows of a batch and forks may name the same slot; its bytes are there once.
+    Entries of a stream, rows of a batch and forks may refer to the same slot, which is counted
+    once.
     """
 
     def __init__(self) -> None:
-        # Slot -> how often it is named, and the modality of its tokens; in the order of the names.
+        # Slot -> number of references, and slot -> modality of its tokens; in order of first
+        # reference.
         self._names = defaultdict[Bits, Counter[int]](Counter)
         self._modalities = defaultdict[Bits, dict[int, str]](dict)
 
     @classmethod
     def of(cls, streams: Iterable[ModalityTable]) -> SlotSet:
-        """The slots of streams of one store."""
+        """Return the slots of streams of one store."""
         found = cls()
         for stream in streams:
             for bits, slots in ((stream.bits, stream.pages), (PLAIN, stream.slots)):
@@ -415,7 +428,7 @@ class SlotSet:
         return found
 
     def slots(self, bits: Bits) -> list[int]:
-        """Ids of one kind, in the order in which streams name them first."""
+        """Return the ids of one kind, in order of first reference."""
         return list(self._names.get(bits, ()))
 
     @property
@@ -424,11 +437,11 @@ class SlotSet:
         return Counter({bits: len(names) for bits, names in self._names.items()})
 
     def by_modality(self, bits: Bits) -> Counter[str]:
-        """Modality ("text", "image", "video", "audio") -> number of slots of one kind."""
+        """Return modality ("text", "image", "video", "audio") -> number of slots of one kind."""
         return Counter(self._modalities.get(bits, {}).values())
 
     def shared(self, allocators: Mapping[Bits, SlotPool]) -> Counter[Bits]:
-        """Bits -> number of slots that others hold too."""
+        """Return bits -> number of slots that also have owners outside this set."""
         found = Counter[Bits]()
         for bits, names in self._names.items():
             owners = allocators[bits].owners

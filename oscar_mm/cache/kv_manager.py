@@ -1,13 +1,15 @@
-"""KV cache manager: what the coming tokens are, and which token is where. Host-side, once for all
-layers; layers only move bytes.
+"""KV cache manager: maps every token of a sequence to a slot, once for all layers.
 
-Callers and attention announce tokens (``PendingModalities``). A forward pass brings every layer the
-keys and values of the same new tokens. The KV cache manager decides once what is to happen to them
-(a ``StepPlan``: slots to fill, slots to write) and every layer carries it out on its own pools. New
-tokens are in 16-bit precision. A token that has left the window is packed: it takes the next slot
-of its stream's last page. Where that one is full it waits until enough tokens do for another page,
-and where pages are packed as a whole until a page is full.
-Crop, fork, beam reordering, forgetting tokens and reset are changes of the KV cache manager alone.
+It runs on the host; layers only move bytes. Callers and attention announce new tokens
+(``PendingModalities``). In a forward pass every layer receives the keys and values of the same new
+tokens. The KV cache manager plans their storage once (a ``StepPlan``: tokens to pack, slots to
+write), and every layer carries the plan out on its own pools.
+
+New tokens are stored in 16-bit precision. A token that leaves the window is packed into the next
+place of its stream's last page. If that page is full, tokens wait until there are enough of them to
+begin another page; policies with whole-page packing wait for a full page.
+
+Crop, fork, beam reordering, forgetting tokens and reset change only the KV cache manager's tables.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _NUMBERS = itertools.count()
 
 
 class PendingModalities:
-    """Modality ids of tokens to come, taken in pieces as they come."""
+    """Modality ids of announced tokens, consumed one forward pass at a time."""
 
     def __init__(self) -> None:
         self._packed = False
@@ -52,8 +54,7 @@ class PendingModalities:
     def announce(
         self, modalities: torch.Tensor | None, attention_mask: torch.Tensor | None
     ) -> None:
-        """Expect these tokens instead of those announced before; ``OscarCache.expect`` has the
-        arguments and errors."""
+        """Replace the announced tokens; see ``OscarCache.expect`` for arguments and errors."""
         if modalities is None:
             if attention_mask is None:
                 raise InputError("expect: give modalities, attention_mask or both")
@@ -75,17 +76,17 @@ class PendingModalities:
         self._ids = ids
 
     def attention(self, *, packed: bool, padding: torch.Tensor | None = None) -> None:
-        """Attention "oscar" (``packed``) or another one runs the coming forward pass.
+        """Set the attention of the next forward pass: "oscar" (``packed``) or another one.
 
         Args:
-            packed: whether the past is read from its pages.
-            padding: (batch, tokens), False or 0 for padding; None if nothing is known of it.
+            packed: whether attention reads the past from its pages.
+            padding: (batch, tokens), False or 0 for padding; None if unknown.
         """
         self._packed = packed
         self._padding = None if padding is None else padding.to("cpu").numpy().astype(bool)
 
     def take(self, batch: int, tokens: int) -> np.ndarray:
-        """(batch, tokens) int8 modality ids of the coming forward pass; -1 for padding."""
+        """Return (batch, tokens) int8 modality ids of the next forward pass; -1 marks padding."""
         ids = self._announced(batch, tokens)
         if ids is None:
             ids = np.zeros((batch, tokens), dtype=np.int8)
@@ -93,7 +94,7 @@ class PendingModalities:
                 warnings.warn(
                     "OscarCache: a batch without expect(attention_mask=...): if it has padding, "
                     "that is stored too. Call cache.expect, or use attention 'oscar'",
-                    stacklevel=7,  # who called OscarCache.update, through ``torch_modes.eager``
+                    stacklevel=7,  # the caller of OscarCache.update, through ``torch_modes.eager``
                 )
         padding, self._padding = self._padding, None
         if padding is not None:
@@ -101,10 +102,11 @@ class PendingModalities:
         return ids
 
     def take_packed(self) -> bool:
-        """Whether attention "oscar" runs the forward pass that has begun.
+        """Return whether attention "oscar" runs the current forward pass, and reset the
+        announcement.
 
-        The next pass has to announce itself again: one with a mask of four dimensions does not,
-        and it gets past and new tokens, whatever its attention is.
+        Each pass announces itself. A pass with a four-dimensional mask does not: it gets past and
+        new tokens unpacked, whatever its attention is.
         """
         packed, self._packed = self._packed, False
         return packed
@@ -124,21 +126,21 @@ class PendingModalities:
 
 
 class KVCacheManager:
-    """Sequences of a batch and the slots that hold them.
+    """Sequences of a batch and the slots that store them.
 
     Args:
-        store: that the slots are of.
-        owns_slots: False where other KV cache managers have the same sequences and give the slots
-            back.
+        store: page store of the slots.
+        owns_slots: False if other KV cache managers own the same sequences and release the slots.
 
     Attributes:
-        number: of this ledger, which no other one has.
-        changes: grows with every change of a sequence. ``PageStore.trim`` counts its own.
+        number: process-wide unique id of this KV cache manager.
+        changes: counter of changes to the sequences; ``PageStore.trim`` has its own counter.
     """
 
     def __init__(self, store: PageStore, *, owns_slots: bool = True) -> None:
         self.store, self.policy, self.allocators = store, store.policy, store.allocators
-        # Always the same list: the store takes its slots back once the KV cache manager is gone.
+        # Never replaced: the store releases the slots in this list when the KV cache manager is
+        # collected.
         self.sequences: list[SequenceTable] = []
         self.number, self.changes = next(_NUMBERS), 0
         self._foretold: _PlannedStep | None = None
@@ -146,36 +148,36 @@ class KVCacheManager:
             store.register(self)
 
     def fork(self) -> KVCacheManager:
-        """A ledger of the same sequences, over the same slots; what it adds is its own."""
+        """Return a KV cache manager with copies of the sequences that share their slots."""
         twin = KVCacheManager(self.store)
         twin.hold([sequence.copy() for sequence in self.sequences])
         return twin
 
     def hold(self, sequences: list[SequenceTable]) -> None:
-        """Put these sequences in the place of those before, as an owner of all their slots."""
+        """Replace the sequences and become an owner of all their slots."""
         old = self.sequences[:]
         self.changes += 1
-        # In this order, so that whatever interrupts it no slot is given back twice.
+        # In this order, an interruption never releases a slot twice.
         self.store.share(sequences)
         self.sequences[:] = sequences
         self.store.release(old)
 
     @property
     def length(self) -> int:
-        """Tokens of a row, padding included; the same for all rows."""
+        """Tokens of each row, padding included; the same for all rows."""
         return len(self.sequences[0].codes) if self.sequences else 0
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The same as long as the sequences and the ids of their slots are."""
+        """Value that changes whenever a sequence or a slot id changes."""
         return self.number, self.changes, self.store.trims
 
     def advance(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
-        """Take in new tokens: (batch, tokens) modality ids, -1 for padding.
+        """Add new tokens to the sequences and return the plan that stores them.
 
         Args:
-            modalities: a list of (tokens,) instead for rows of unequal length, whose new tokens
-                come one row after the other as a batch of one.
+            modalities: (batch, tokens) modality ids, -1 for padding; or a list of (tokens,) for
+                rows of different lengths, whose new tokens are concatenated into a batch of one.
         """
         self.store.collect()
         version = self.version
@@ -195,14 +197,14 @@ class KVCacheManager:
         return step
 
     def planned(self, modalities: np.ndarray) -> StepPlan | None:
-        """The ``StepPlan`` of ``advance`` for (batch, 1) tokens, if it needs no more room.
+        """Plan the ``StepPlan`` of ``advance`` for (batch, 1) tokens without changing any sequence.
 
-        No sequence changes, and nobody sees what the step writes before ``advance``, whose step
-        names this one as ``planned`` if it does the same. Slots that were free may be foretold to
-        others too (``SlotPool.epoch``).
+        If ``advance`` then receives the same tokens, its plan has this one as ``planned``. What a
+        layer writes for this plan becomes visible only after ``advance``. Free slots may be planned
+        for other sequences too (see ``SlotPool.epoch``).
 
         Returns:
-            None where a page would be copied or a pool grown, or no token stored.
+            The plan; None if a page would be copied, a pool would grow or no token would be stored.
         """
         self.store.collect()
         self._foretold = None
@@ -219,7 +221,7 @@ class KVCacheManager:
             return None
         finally:
             for row, (length, *_) in zip(rows, before, strict=True):
-                del row.codes[length:]  # They are the sequence's own.
+                del row.codes[length:]  # The codes are shared with the sequence.
         step.past = self.sequences
         if step.copies or not (step.writes is not None or step.fillings):
             return None
@@ -251,14 +253,14 @@ class KVCacheManager:
             del sequence.codes[-count:]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Make the batch these rows of it, in this order, with repetition: slots are shared."""
+        """Replace the batch by these of its rows, in this order; repeated rows share slots."""
         for row in rows:
             if not 0 <= row < len(self.sequences):
                 raise IndexError(f"row {row} of a cache of {len(self.sequences)} sequences")
         self.hold([self.sequences[row].copy() for row in rows])
 
     def forget(self, row: int, start: int, stop: int) -> None:
-        """Take the tokens start to stop - 1 of a row out; its length and positions stay."""
+        """Remove tokens start to stop - 1 of a row; its length and positions stay the same."""
         if not 0 <= row < len(self.sequences):
             raise InputError(f"forget: row {row} of a cache of {len(self.sequences)} sequences")
         if not 0 <= start <= stop <= self.length:
@@ -287,30 +289,30 @@ class KVCacheManager:
         sequence.codes[start:stop] = bytes([NOWHERE]) * (stop - start)
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences."""
         self.select([])
 
     def streams(self) -> Iterator[ModalityTable]:
-        """All streams of all rows."""
+        """Yield the streams of all rows."""
         for sequence in self.sequences:
             yield from sequence.streams.values()
 
     @property
     def spare(self) -> int:
-        """Slots of 16 bit that rows have to spare."""
+        """Number of spare 16-bit slots of all rows."""
         return sum(len(row.spare) for row in self.sequences)
 
     def holds_all(self, held: SlotSet) -> bool:
-        """Whether these sequences have all slots of the store that anybody has.
+        """Return whether these sequences own every used slot of the store.
 
         Args:
-            held: of their streams.
+            held: slots of the sequences' streams.
         """
         taken = held.counts + Counter({PLAIN: self.spare})
         return all(slots.used == taken[bits] for bits, slots in self.allocators.items())
 
     def release_spare(self) -> None:
-        """Give back the slots that rows have to spare."""
+        """Release the spare slots of all rows."""
         for row in self.sequences:
             if row.spare:
                 self.changes += 1
@@ -319,18 +321,18 @@ class KVCacheManager:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables: one per token, four per slot of 16 bit, eight per page's entry."""
+        """Bytes of the tables: one per token, four per 16-bit slot, eight per page entry."""
         ids = sum(2 * len(stream.pages) + len(stream.slots) for stream in self.streams())
         return sum(len(sequence.codes) for sequence in self.sequences) + 4 * ids
 
 
 class _SequenceSnapshot(NamedTuple):
-    """A sequence as it is, to be compared later.
+    """State of a sequence for a later comparison.
 
     Attributes:
-        length: of the sequence.
-        stored: tokens.
-        streams: in whose place a step puts others where it changes them.
+        length: tokens of the sequence, padding included.
+        stored: number of stored tokens.
+        streams: streams of the sequence; a step replaces each stream that it changes.
     """
 
     length: int
@@ -342,7 +344,7 @@ class _SequenceSnapshot(NamedTuple):
         return cls(len(row.codes), row.stored, list(row.streams.values()))
 
     def is_of(self, row: SequenceTable) -> bool:
-        """Whether the sequence has not changed since."""
+        """Return whether the sequence is unchanged since the snapshot."""
         return (
             (len(row.codes), row.stored) == self[:2]
             and len(row.streams) == len(self.streams)
@@ -351,19 +353,20 @@ class _SequenceSnapshot(NamedTuple):
 
 
 class _PlannedStep(NamedTuple):
-    """What ``KVCacheManager.advance`` is to do if it comes as foretold.
+    """Result of ``KVCacheManager.planned``, which ``advance`` applies if the expected tokens
+    arrive.
 
     Attributes:
-        step: that was foretold.
-        version: ``KVCacheManager.version`` then.
-        promises: ``PageStore.epoch`` once all was foretold.
-        before: the step, each sequence.
+        step: the planned step.
+        version: ``KVCacheManager.version`` when the step was planned.
+        epoch: ``PageStore.epoch`` after planning.
+        before: each sequence before the step.
         modalities: (batch, 1) ids of the tokens.
         codes: stream code of each row's token.
-        rows: the sequences after the step, but for their codes.
-        given: slots that the step takes.
-        freed: slots of 16 bit that each row gives up.
-        owners: how many owners slots have that the step writes to or empties.
+        rows: sequences after the step, without their codes.
+        given: slots that the step allocates.
+        freed: 16-bit slots that each row releases.
+        owners: number of owners of each slot that the step writes to or empties.
     """
 
     step: StepPlan
@@ -384,7 +387,8 @@ class _PlannedStep(NamedTuple):
         version: tuple[int, ...],
         store: PageStore,
     ) -> bool:
-        """Whether these tokens do what was foretold; rows that have ended since do nothing."""
+        """Return whether the plan is valid for these tokens; padding in rows that have ended is
+        allowed."""
         if modalities.shape != self.modalities.shape:
             return False
         changed = modalities != self.modalities
@@ -406,7 +410,8 @@ class _PlannedStep(NamedTuple):
         sequences: list[SequenceTable],
         allocators: Mapping[Bits, SlotPool],
     ) -> StepPlan:
-        """Change the sequences and allocators as foretold, and give the step that does it."""
+        """Apply the plan to the sequences and allocators, and return the step that carries it
+        out."""
         step = StepPlan(planned=self.step, real=real_tokens(modalities))
         step.past = [SequenceTable(row.codes, row.streams, row.stored) for row in sequences]
         goes_on = (modalities[:, 0] != PADDING).tolist()
