@@ -1,7 +1,7 @@
-"""OscarLayer: one layer of a cache, which moves its bytes in and out of the store's pools.
+"""Cache layer: moves the bytes of one layer in and out of the store's pools.
 
-TokenPlaces: where it reads the tokens of streams. LinearLayer: a layer of linear attention in the
-same cache.
+``TokenPlaces`` locates the tokens of streams in the pools. ``LinearLayer`` is a layer of linear
+attention in the same cache.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from oscar_mm.policy import Bits, KVPolicy
 from oscar_mm.quant.basis import Basis
 
 _GPU_PAGES = 256
-"""Pages that are unpacked at a time: 32,768 tokens, 134 MB of 8 heads of 128 in 16-bit
+"""Pages that a GPU unpacks at a time: 32,768 tokens, 134 MB with 8 heads of 128 channels in 16-bit
 precision."""
 _CPU_PAGES = 16
-"""Pages that a CPU unpacks at a time: parts that stay in its caches are quicker."""
+"""Pages that a CPU unpacks at a time; small parts stay in its caches."""
 
 
 class LayerCache(Protocol):
-    """What a layer needs of the cache that has it."""
+    """Interface of the cache that owns a layer."""
 
     policy: KVPolicy
     store: PageStore
@@ -44,23 +44,23 @@ class LayerCache(Protocol):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a layer's new keys and values, (batch, KV heads, tokens, head_dim) each."""
+        """Add a layer's new keys and values, (batch, KV heads, tokens, head_dim) each."""
         ...
 
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
-        """Check what a layer has stored of so many new tokens of each row."""
+        """Check what a layer has stored for this number of new tokens per row."""
         ...
 
     def real_tokens(self, count: int) -> torch.Tensor:
-        """(batch, count) bool on the CPU: which of the last tokens are no padding."""
+        """Return (batch, count) bool on the CPU: which of the last tokens are not padding."""
         ...
 
     def get_seq_length(self) -> int:
-        """Tokens of a row, padding included."""
+        """Return the tokens of each row, padding included."""
         ...
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(length of the keys in the coming forward pass, 0)."""
+        """Return (length of the keys in the next forward pass, 0)."""
         ...
 
 
@@ -69,8 +69,7 @@ class Pages(NamedTuple):
 
     Attributes:
         slots: (n,) int32.
-        used: first token of each page that is in use, and the one after the last; None if all
-            tokens are.
+        used: first and end of the used tokens of each page; None if all pages are full.
     """
 
     slots: torch.Tensor
@@ -78,11 +77,11 @@ class Pages(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """Where a layer reads all tokens of some streams: those in pages first, stream by stream.
+    """Places of all tokens of some streams: packed tokens first, stream by stream.
 
     Attributes:
         pages: bits -> pages.
-        slots: (n,) int64, of the tokens in 16-bit precision.
+        slots: (n,) int64, slots of the tokens in 16-bit precision.
     """
 
     pages: dict[Bits, Pages]
@@ -90,7 +89,7 @@ class TokenPlaces(NamedTuple):
 
     @classmethod
     def of(cls, streams: Iterable[ModalityTable], device: torch.device) -> TokenPlaces:
-        """The places of all tokens of these streams, for layers on a device."""
+        """Return the places of all tokens of these streams, for layers on a device."""
         packed: dict[Bits, list[ModalityTable]] = {}
         slots: list[int] = []
         for stream in streams:
@@ -115,7 +114,7 @@ def _pages(streams: list[ModalityTable], device: torch.device) -> Pages:
 
 
 class OscarLayer(CacheLayerMixin):
-    """One layer of an ``OscarCache``: its basis, and what a ``StepPlan`` does to its pools."""
+    """One layer of an ``OscarCache``: its basis, and the execution of step plans on its pools."""
 
     is_compileable = False
     is_sliding = False
@@ -124,13 +123,13 @@ class OscarLayer(CacheLayerMixin):
 
     def __init__(self, cache: LayerCache, index: int) -> None:
         self.is_initialized = False
-        # Weak, so that slots go back as soon as nobody has the cache.
+        # Weak, so that slots are released as soon as the cache is unreferenced.
         self._cache, self.index = weakref.ref(cache), index
         self.sigma: torch.Tensor | None = None
 
     @property
     def cache(self) -> LayerCache:
-        """The cache that has this layer; RuntimeError if it is gone."""
+        """The cache of this layer; RuntimeError if it was garbage-collected."""
         cache = self._cache()
         if cache is None:
             raise RuntimeError("the cache of this layer is gone")
@@ -138,7 +137,7 @@ class OscarLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor:
-        """Not there: models read it of a cross-attention whose keys do not grow."""
+        """Always raises: models read it for cross-attention, whose keys do not grow."""
         raise NotImplementedError(
             "OscarLayer.keys: keys and values are in pages (OscarCache.unpacked makes a copy); for "
             "cross-attention use a DynamicCache"
@@ -147,7 +146,7 @@ class OscarLayer(CacheLayerMixin):
     values = keys  # pyright: ignore[reportAssignmentType] no attribute, so that none is taken
 
     def fork(self, cache: LayerCache) -> OscarLayer:
-        """The same layer for a fork of the cache: the same pools and the same basis."""
+        """Return this layer for a fork of the cache, with the same pools and basis."""
         twin = copy.copy(self)
         twin._cache = weakref.ref(cache)
         if self.is_initialized:
@@ -155,7 +154,7 @@ class OscarLayer(CacheLayerMixin):
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take shapes, dtype and device from the first keys: (batch, KV heads, tokens, d)."""
+        """Read shape, dtype and device from the first keys: (batch, KV heads, tokens, d)."""
         if key_states.shape != value_states.shape:
             raise InputError(
                 f"layer {self.index}: keys {tuple(key_states.shape)} and values "
@@ -167,12 +166,12 @@ class OscarLayer(CacheLayerMixin):
     def use_pools(
         self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Find or make the pools of this layer in the cache's store."""
+        """Get the pools of this layer from the cache's store."""
         pools = self.cache.store.layer(self.index, kv_heads, head_dim, dtype, device)
         self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
         self.recent, self.pages = pools.recent, pools.pages
         self.formats = pools.formats
-        # Set by whatever finds that it cannot be stored; read where waiting costs nothing.
+        # Overflow flag, set on the device and polled only where a sync is free.
         with torch.inference_mode(False):
             self.bad = torch.zeros(1, dtype=torch.int32, device=device)
         self.is_initialized = True
@@ -189,17 +188,16 @@ class OscarLayer(CacheLayerMixin):
         """Store a chunk, (batch, KV heads, tokens, head_dim) each, as the step says.
 
         Args:
-            keys, values: of the chunk.
-            step: where its tokens go.
-            beside: as of ``oscar_mm.ops.append``.
+            keys, values: keys and values of the chunk.
+            step: plan of where its tokens go.
+            beside: see ``oscar_mm.ops.append``.
 
         Raises:
-            FloatingPointError: as ``OscarCache.check_overflow``.
+            FloatingPointError: see ``OscarCache.check_overflow``.
         """
         page_store = self.cache.store
         page_store.layers[self.index].reserve(page_store.allocators)
-        # In one dtype, so that pages do not depend on whether tokens were in 16-bit precision
-        # before.
+        # One dtype, so that pages do not depend on whether tokens were in 16-bit precision before.
         dtype = self.recent.storage.dtype
         keys, values = (
             (x if x.stride(-1) == 1 else x.contiguous()).to(dtype) for x in (keys, values)
@@ -214,14 +212,17 @@ class OscarLayer(CacheLayerMixin):
         step.finish(self.index)
 
     def copy_pages(self, step: StepPlan) -> None:
-        """Copy the pages that a step is to fill and that others have too."""
+        """Copy the shared pages that a step fills."""
         for bits, source, target in step.copies:
             pages = self.pages[bits].storage
             pages[target] = pages[source]
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan) -> None:
-        """Pack what a step says, out of tokens in 16-bit precision and new ones; keys and values
-        are (batch, KV heads, tokens, head_dim) each, and any where the step packs no new token."""
+        """Execute a step's pack jobs on tokens in 16-bit precision and new ones.
+
+        Keys and values are (batch, KV heads, tokens, head_dim) each; they are not read if the step
+        packs no new token.
+        """
         policy, by_token = self.cache.policy, self.cache.policy.by_token
         tables = step.slots_on(self.device) if by_token else step.whole_pages_on(self.device)
         for bits, of_bits in tables.items():
@@ -232,10 +233,10 @@ class OscarLayer(CacheLayerMixin):
             )
 
     def check_stored(self) -> None:
-        """Look whether all that was stored can be read again; waits for the device.
+        """Check that everything stored can be read again; waits for the device.
 
         Raises:
-            FloatingPointError: keys or values held NaN, infinity or numbers beyond float16.
+            FloatingPointError: if keys or values contained NaN, infinity or numbers beyond float16.
         """
         if bool(self.bad):
             raise FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
@@ -243,9 +244,9 @@ class OscarLayer(CacheLayerMixin):
     def parts(
         self, places: TokenPlaces, dtype: torch.dtype
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values, (KV heads, n, head_dim) each, a part at a time.
+        """Yield keys and values, (KV heads, n, head_dim) each, a part at a time.
 
-        In the model's coordinates; first those in pages, then those in 16-bit precision.
+        They are in the model's coordinates, packed tokens first.
         """
         most = _CPU_PAGES if self.device.type == "cpu" else _GPU_PAGES
         for bits, (slots, used) in places.pages.items():
@@ -264,7 +265,8 @@ class OscarLayer(CacheLayerMixin):
     def with_past(
         self, step: StepPlan, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unpacked past and new tokens of a step, (batch, KV heads, length, head_dim) each."""
+        """Return the unpacked past and the new tokens of a step, (batch, KV heads, length,
+        head_dim) each."""
         past = self.cache.get_seq_length() - keys.shape[2]
         if not past:
             return keys, values
@@ -274,10 +276,11 @@ class OscarLayer(CacheLayerMixin):
     def unpacked(
         self, sequences: list[SequenceTable], length: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stored keys and values in sequence order: (batch, KV heads, length, head_dim) each.
+        """Return the stored keys and values in sequence order, (batch, KV heads, length, head_dim)
+        each.
 
-        In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding
-        or forgotten.
+        They are in the model's coordinates and, by default, its dtype; padding and forgotten tokens
+        are 0.
         """
         dtype = dtype or self.dtype
         shape = (2, len(sequences), self.kv_heads, length, self.head_dim)
@@ -294,24 +297,24 @@ class OscarLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not for direct use: an ``OscarCache`` needs all its layers to take the same chunk."""
+        """Internal: call it through ``OscarCache``, where all layers receive the same chunk."""
         return self.cache.update(key_states, value_states, self.index)
 
     def get_seq_length(self) -> int:
-        """Tokens of a row, padding included."""
+        """Return the tokens of each row, padding included."""
         return self.cache.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length of keys after ``query_length`` more tokens, 0)."""
+        """Return (length of the keys after ``query_length`` more tokens, 0)."""
         return self.cache.get_mask_sizes(query_length, self.index)
 
     def get_max_length(self) -> int:
-        """-1: unbounded."""
+        """Return -1: unbounded."""
         return -1
 
 
 class LinearLayer(LinearAttentionLayer):
-    """Transformers' own layer of linear attention, which holds a state instead of tokens."""
+    """Layer of linear attention of transformers, which stores a state instead of tokens."""
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -320,7 +323,7 @@ class LinearLayer(LinearAttentionLayer):
         return [state for state in both if state is not None]
 
     def fork(self) -> LinearLayer:
-        """A layer of the same states, in tensors of its own."""
+        """Return a layer with copies of the state's tensors."""
         twin = copy.copy(self)
         for name, by_state in vars(self).items():
             if isinstance(by_state, dict):
@@ -331,13 +334,13 @@ class LinearLayer(LinearAttentionLayer):
 
 @torch.no_grad()
 def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
-    """Pack the tokens of a step that packs at its end, by one launch for all layers of a kind.
+    """Pack the tokens of a step that packs at its end, with one launch for all layers of a kind.
 
     Args:
-        layers: that have carried out the rest of the step.
+        layers: layers that have carried out the rest of the step.
 
     Raises:
-        FloatingPointError: as ``OscarCache.check_overflow``.
+        FloatingPointError: see ``OscarCache.check_overflow``.
     """
     kinds = defaultdict[tuple[Any, ...], list[OscarLayer]](list)
     for layer in layers:
@@ -356,7 +359,7 @@ def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
 
 
 def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
-    """The layers whose ``check_stored`` raises; waits once for each device."""
+    """Return the layers whose ``check_stored`` would raise; waits once for each device."""
     by_device = defaultdict[torch.device, list[OscarLayer]](list)
     for layer in layers:
         by_device[layer.device].append(layer)
@@ -369,7 +372,8 @@ def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
 
 
 def _joined(pages: torch.Tensor, used: list[tuple[int, int]] | None) -> torch.Tensor:
-    """(n, KV heads, 128, head_dim) -> (KV heads, tokens in use, head_dim)."""
+    """Concatenate the used tokens of (n, KV heads, 128, head_dim) pages: (KV heads, tokens,
+    head_dim)."""
     if used is None:
         return pages.transpose(0, 1).flatten(1, 2)
     kept = [page[:, start:stop] for page, (start, stop) in zip(pages, used, strict=True)]

@@ -1,7 +1,7 @@
-"""PageStore: the slots that caches keep their pages in, and the bytes under them in every layer.
+"""Page store: the slots of several caches, and their bytes in every layer.
 
-All layers of a model store the same tokens, so slots are allocated once for all of them: a
-``SlotPool`` hands out the ids, each layer's ``Pool`` has the bytes of its layer under them.
+All layers of a model store the same tokens, so each slot is allocated once for all layers: a
+``SlotPool`` allocates the ids, and each layer's ``Pool`` stores the layer's bytes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.threads import FairLock
 
 _TRIMMING = 0.02
-"""Most of the time that goes into moving slots together."""
+"""Maximum share of time that compaction takes."""
 _SMALL_BYTES = 1 << 26
-"""Bytes that a CPU moves in some 20 ms."""
+"""Bytes that a CPU moves in about 20 ms."""
 _GAIN = 128
-"""Most bytes that are moved after an answer for one that is free then."""
+"""Maximum bytes moved after an answer per byte that becomes free."""
 _COPY_BYTES = 1 << 26
-"""Bytes that are copied at once where a pool is compacted in place."""
+"""Bytes copied at once while a pool is compacted in place."""
 
 
 class Pool:
-    """The slots of one layer, on a GPU at an address that stays where the driver can do that.
+    """The slots of one layer; on a GPU their address is fixed if the driver supports it.
 
     Attributes:
-        storage: (capacity, *slot_shape), uninitialized until written; another tensor after each
-            change of the capacity.
-        capacity: slots.
-        bytes_each: bytes of a slot, whether there is one or not.
-        moves: how often the storage has got another address.
+        storage: (capacity, *slot_shape), uninitialized until written; replaced by another tensor
+            when the capacity changes.
+        capacity: number of slots.
+        bytes_each: bytes per slot, even if there is none.
+        moves: number of address changes of the storage.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Pool:
         self.capacity = self.moves = 0
         self.bytes_each = math.prod(slot_shape) * dtype.itemsize
         self._range: AddressRange | None = None
-        # A pool that is made in inference mode must be writable outside of it too.
+        # A pool made in inference mode must be writable outside of it too.
         with torch.inference_mode(False):
             self.storage = torch.empty((0, *slot_shape), dtype=dtype, device=device)
 
     def reserve(self, capacity: int) -> None:
-        """Grow to ``capacity`` slots, keeping what is stored.
+        """Grow to ``capacity`` slots and keep the stored bytes.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; the pool is as before.
+            torch.OutOfMemoryError: if the device has too little memory; the pool is unchanged.
         """
         before, moves = self.capacity, self._range is None
         if capacity <= before:
@@ -78,7 +78,7 @@ class Pool:
         self.moves += moves
 
     def keep(self, slots: list[int]) -> None:
-        """Shrink to these slots, which ascend."""
+        """Shrink to these slots, given in ascending order."""
         if self._range is None:
             with torch.inference_mode(False):
                 self.storage, self.capacity = self.storage[slots], len(slots)
@@ -87,7 +87,7 @@ class Pool:
         count = max(1, _COPY_BYTES // max(1, self.slot_bytes))
         for start in range(0, len(slots), count):
             run = slots[start : start + count]
-            # No later slot is overwritten, as slots only move to lower ids.
+            # Slots only move to lower ids, so no slot still to be read is overwritten.
             if run[-1] >= start + len(run):
                 self.storage[start : start + len(run)] = self.storage[run]
         self._resize(self._range, len(slots))
@@ -100,37 +100,41 @@ class Pool:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot; 0 as long as there is none."""
+        """Bytes of one slot; 0 while there is none."""
         return self.bytes_each if self.capacity else 0
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the pool takes of its device, also what no slot uses of its last piece."""
+        """Bytes of device memory, including the unused rest of the last piece."""
         return self.storage.nbytes if self._range is None else self._range.nbytes
 
     def free_bytes(self, used: int) -> int:
-        """Bytes of all slots but so many, as far as the device gets them back without these slots:
-        of a GPU's pieces only whole ones."""
+        """Return the bytes that the device would get back if only ``used`` slots were kept.
+
+        A GPU gets back whole pieces only.
+        """
         kept = used * self.slot_bytes
         free = self.storage.nbytes - kept
         return free if self._range is None else min(free, self._range.surplus(kept))
 
 
 def unpacked_dtype(policy: KVPolicy, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of tokens that are not packed, of a model of a dtype: 16 bit, unless a policy packs
-    nothing at all."""
+    """Return the dtype of unpacked tokens for a model's dtype.
+
+    It has 16 bits, unless the policy packs nothing at all.
+    """
     return torch.bfloat16 if policy.packs and dtype == torch.float32 else dtype
 
 
 class LayerShape(NamedTuple):
-    """What one layer of a model stores for every token."""
+    """Shape and dtype of what one layer of a model stores for every token."""
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        """In words."""
+        """Describe the shape in words."""
         return f"{self.kv_heads} KV heads of {self.head_dim} channels in {self.dtype}"
 
 
@@ -164,21 +168,21 @@ class LayerPools:
         self.by_bits: dict[Bits, Pool] = {**self.pages, PLAIN: self.recent}
 
     def reserve(self, allocators: Mapping[Bits, SlotPool]) -> None:
-        """Let the pools hold all slots that were given out."""
+        """Grow the pools to all allocated slots."""
         for bits, pool in self.by_bits.items():
             pool.reserve(allocators[bits].capacity)
 
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Bytes of a store's pools, each once, whoever holds them.
+    """Bytes of a store's pools; a shared slot counts once.
 
     Attributes:
-        used_bytes: of slots that some cache holds.
-        free_bytes: of slots that nobody holds, as far as ``PageStore.trim`` gives them back; they
-            are used again before the pools grow.
-        rounding_bytes: all else that the pools take: a GPU gives a pool memory in pieces (2 MiB),
-            and slots in use do not fill the last one. Reports of a cache leave them out.
+        used_bytes: bytes of slots that some cache owns.
+        free_bytes: bytes of slots without an owner that ``PageStore.trim`` returns to the device;
+            they are reused before the pools grow.
+        rounding_bytes: the rest of the pools: a GPU allocates memory for a pool in pieces (2 MiB),
+            and the slots in use do not fill the last piece. A cache's reports exclude it.
     """
 
     used_bytes: int
@@ -187,16 +191,16 @@ class StoreReport:
 
     @property
     def pool_bytes(self) -> int:
-        """What the pools take on their devices."""
+        """Total device memory of the pools."""
         return self.used_bytes + self.free_bytes + self.rounding_bytes
 
 
 class SlotOwner(Protocol):
-    """Has slots of a store."""
+    """Owner of slots of a store."""
 
     @property
     def sequences(self) -> list[SequenceTable]:
-        """Its rows; always the same list, which the store releases once the owner is gone."""
+        """Its rows; always the same list, which the store releases when the owner is collected."""
         ...
 
 
@@ -206,25 +210,26 @@ class PageStore:
         store = PageStore("compact")
         chats = [OscarCache("compact", store=store) for _ in range(3)]
 
-    Caches have pages in common only by ``OscarCache.fork``: pages are in the basis (balancing) of
-    the cache that packed them, and a fork inherits it. Slots that a cache no longer needs go back
-    to the store, and are used again before its pools grow; ``trim`` gives them back to the device.
+    Caches share pages only by ``OscarCache.fork``: pages are in the basis (balancing) of the cache
+    that packed them, and a fork inherits it. Slots that a cache no longer needs return to the store
+    and are reused before its pools grow; ``trim`` returns their memory to the device.
 
-    Threads: one forward pass at a time. Whoever uses caches of one store from several threads
-    holds ``lock`` for a whole forward pass and for each operation on a cache (fork, forget, crop,
-    close, save, load). A cache may be garbage-collected at any time in any thread.
+    Threads: one forward pass at a time. A thread that uses caches of a shared store acquires
+    ``lock`` for a whole forward pass and for each operation on a cache (fork, forget, crop, close,
+    save, load). A cache may be garbage-collected at any time in any thread.
 
     Args:
-        policy: of all its caches: a KVPolicy or a preset's name.
-        lock: by default one of its own.
-        ranks: the processes of which each stores other heads; by default one.
+        policy: policy of all caches: a KVPolicy or a preset's name.
+        lock: lock to share; by default a new one.
+        ranks: processes that each store some of the heads; by default this process alone.
 
     Attributes:
-        allocators: bits -> slots of that kind, the same ids in every layer.
+        allocators: bits -> slots of that kind, with the same ids in every layer.
         layers: layer index -> its pools, made by the first cache that reaches the layer.
-        lock: that a thread holds while it uses one of the caches.
-        trims: how often slots have got other ids.
-        paused: forward passes that stand between two layers; slots keep their ids meanwhile.
+        lock: lock that a thread holds while it uses one of the caches.
+        trims: number of times that slots were renumbered.
+        paused: number of forward passes suspended between two layers; slots keep their ids
+            meanwhile.
     """
 
     def __init__(
@@ -242,23 +247,23 @@ class PageStore:
         self.paused = 0
         self._pools: list[Pool] = []
         self._reserved: tuple[int, ...] = ()
-        """Pools and slots at the last ``reserve``."""
+        """Number of pools and of slots at the last ``reserve``."""
         self._owners: weakref.WeakSet[SlotOwner] = weakref.WeakSet()
-        self._joining = threading.Lock()  # held for an instant: a new cache waits for no pass
+        self._joining = threading.Lock()  # held briefly, so that a new cache waits for no pass
         self._dropped: deque[list[SequenceTable]] = deque()
 
     def register(self, owner: SlotOwner) -> None:
-        """Take in an owner, whose slots come back when it is gone.
+        """Add an owner, whose slots are released when it is garbage-collected.
 
-        A finalizer runs between any two steps of any thread, so it only leaves a note, and
-        ``collect`` gives the slots back.
+        A finalizer can run at any point in any thread, so it only queues the sequences; ``collect``
+        releases the slots.
         """
         with self._joining:
             self._owners.add(owner)
         weakref.finalize(owner, self._dropped.append, owner.sequences).atexit = False
 
     def _registered(self) -> list[SlotOwner]:
-        """The owners that are there now; others may join while somebody goes through them."""
+        """Return the current owners; other threads may register more while the caller iterates."""
         with self._joining:
             return list(self._owners)
 
@@ -270,10 +275,10 @@ class PageStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerPools:
-        """The pools of a layer, made at the first call.
+        """Return the pools of a layer, made at the first call.
 
         Raises:
-            InputError: they exist and are for keys of another shape, dtype or device.
+            InputError: if the pools exist for keys of another shape, dtype or device.
         """
         wanted = (kv_heads, head_dim, dtype, device)
         pools = self.layers.get(index)
@@ -289,8 +294,11 @@ class PageStore:
         return pools
 
     def reserve(self) -> None:
-        """Let all pools hold the slots that were given out: at once, before a forward pass, as a
-        GPU that gets memory waits for the work on its way. Most steps find that they do."""
+        """Grow all pools to the allocated slots.
+
+        Called once before a forward pass, since a GPU allocation waits for queued work. Most steps
+        need no growth.
+        """
         slots = [allocator.capacity for allocator in self.allocators.values()]
         wanted = len(self._pools), self.trims, *slots
         if wanted == self._reserved:
@@ -304,7 +312,7 @@ class PageStore:
         self._change_owners(sequences, SlotPool.share)
 
     def release(self, sequences: Iterable[SequenceTable]) -> None:
-        """Take an owner from every slot of the sequences."""
+        """Remove an owner from every slot of the sequences."""
         self._change_owners(sequences, SlotPool.release)
 
     def _change_owners(
@@ -318,27 +326,27 @@ class PageStore:
             change(self.allocators[PLAIN], sequence.spare)
 
     def collect(self) -> None:
-        """Take back the slots of caches that were garbage-collected."""
+        """Release the slots of garbage-collected caches."""
         while self._dropped:
             self.release(self._dropped.popleft())
 
     def trim(self) -> None:
-        """Give free slots back to the device. Between forward passes only, as slots get other ids:
-        where one is ``paused``, nothing happens.
+        """Return free slots to the device.
 
-        A pool whose address stays is compacted in place; of others one at a time is copied, so that
-        much memory is needed on the way.
+        Slots are renumbered, so this runs between forward passes only and does nothing while one is
+        ``paused``. Pools at a fixed address are compacted in place; others are copied one at a
+        time, which temporarily needs memory for the copy.
         """
         if self.paused:
             return
-        owners = self._registered()  # None goes from here on, and comes back with old ids.
+        owners = self._registered()  # Strong references: none may be collected meanwhile.
         self.collect()
         for bits, slots in self.allocators.items():
             if not slots.free:
                 continue
             self.trims += 1
             for pools in self.layers.values():
-                # Of a forward pass that was interrupted a pool may not have all slots yet.
+                # After an interrupted forward pass a pool may lack some slots.
                 pools.by_bits[bits].reserve(slots.capacity)
             kept = slots.compact()
             for pools in self.layers.values():
@@ -348,25 +356,28 @@ class PageStore:
                 sequence.renumber(bits, new_ids)
 
     def trim_surplus(self, soon: int = 0) -> None:
-        """``trim`` where it is worth moving the slots that are in use, and in a small share of all
-        time: a server gives up caches all the time.
+        """``trim`` if it is worth moving the slots in use and takes a small share of all time.
+
+        A server closes caches all the time.
 
         Args:
-            soon: bytes of slots that the next prompts take.
+            soon: bytes of slots that the next prompts will take.
         """
         report = self.memory()
-        is_time = self._is_time or not report.used_bytes  # Nothing is moved then.
+        is_time = self._is_time or not report.used_bytes  # Then nothing is moved.
         if report.free_bytes - soon > (report.used_bytes + soon) // 4 and is_time:
             self._trim_timed()
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether all pools are: on a GPU most free slots lie in pieces of memory that others are
-        in."""
+        """Whether all pools are on the CPU.
+
+        On a GPU most free slots lie in pieces of memory that also contain used slots.
+        """
         return all(pools.device.type == "cpu" for pools in self.layers.values())
 
     def trim_after_answer(self) -> None:
-        """``trim`` where little is in use, or where it gains and takes a small share of all
+        """``trim`` if few bytes are in use, or if it gains enough and takes a small share of all
         time."""
         report = self.memory()
         if not report.free_bytes:
@@ -386,16 +397,17 @@ class PageStore:
 
     @property
     def version(self) -> int:
-        """The same as long as no pool has moved; a pool that needs to grow moves when it does."""
+        """Value that changes whenever a pool moves; pools without a fixed address move when they
+        grow."""
         return sum([pool.moves for pool in self._pools])
 
     @property
     def epoch(self) -> int:
-        """How often slots were given out or foretold; ``SlotPool`` says what that tells."""
+        """Number of allocations and planned allocations; see ``SlotPool``."""
         return sum(slots.epoch for slots in self.allocators.values())
 
     def bytes_by_modality(self) -> dict[str, int]:
-        """Bytes of the slots in use by modality, each once, whoever holds them."""
+        """Return the bytes of the slots in use by modality; a shared slot counts once."""
         self.collect()
         owners = self._registered()
         rows = (row for owner in owners for row in owner.sequences)
@@ -407,7 +419,7 @@ class PageStore:
         return found
 
     def bytes_of(self, counts: Mapping[Bits, int], device: torch.device | None = None) -> int:
-        """Bytes of so many slots of each kind, in all layers or in those of a device."""
+        """Return the bytes of these numbers of slots in all layers, or in those of a device."""
         return sum(
             count * pools.by_bits[bits].slot_bytes
             for pools in self.layers.values()
@@ -416,7 +428,7 @@ class PageStore:
         )
 
     def memory(self) -> StoreReport:
-        """Bytes of the pools, used and free, whoever holds them; each once."""
+        """Return the used and free bytes of the pools; a shared slot counts once."""
         self.collect()
         used = free = total = 0
         for pools in self.layers.values():

@@ -1,4 +1,4 @@
-"""Attention of a layer over its stored tokens and over new ones, before these are stored.
+"""Paged attention of a layer: over stored tokens, and over new ones before they are stored.
 
 ``LayerCall`` and ``KeyLength`` carry a cache through a model's forward pass.
 """
@@ -32,8 +32,8 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.torch_modes import eager
 
 _PLANNED_TOKENS = 8192
-"""Tokens from which on torch may choose cuDNN for a prompt, which plans each new length for 38 ms;
-attention of all 36 layers over 2,000 tokens takes 3 ms (H200)."""
+"""Minimum length of a prompt for which torch may choose cuDNN, which plans each new length for 38
+ms; attention of all 36 layers over 2,000 tokens takes 3 ms (H200)."""
 
 
 def attend_stored(
@@ -44,17 +44,17 @@ def attend_stored(
     scaling: float,
     step: StepPlan,
 ) -> torch.Tensor:
-    """Attention over the past of a step and, causally, over its chunk; before ``append``.
+    """Compute attention over the past of a step and, causally, over its chunk; before ``append``.
 
-    A chunk of few tokens attends to the packed pages (``oscar_mm.ops.decode``). For a longer one
-    the past is unpacked, a bounded part at a time.
+    A short chunk attends to the packed pages (``oscar_mm.ops.decode``). For a longer one the past
+    is unpacked, a bounded part at a time.
 
     Args:
-        layer: of the cache.
+        layer: layer of the cache.
         queries: (batch, query heads, tokens, head_dim).
         keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
         scaling: factor of the scores.
-        step: what ``append`` will do with the chunk.
+        step: plan with which ``append`` will store the chunk.
 
     Returns:
         (batch, query heads, tokens, head_dim); 0 for queries that are padding.
@@ -66,7 +66,7 @@ def attend_stored(
     if empty and step.real is None and step.lengths is None:
         return _causal(queries, keys, values, scaling)
     chunk = _ChunkAttention(layer, step, queries, keys, values, scaling)
-    # Of a single token a row is padding as a whole, so its output can be taken out afterwards.
+    # With a single new token a row is all padding or none, so its output can be masked afterwards.
     if step.lengths is not None:
         return chunk.in_line() if can_attend_varlen(queries) else chunk.by_rows()
     new = keys.shape[2]
@@ -75,7 +75,7 @@ def attend_stored(
 
 
 class _Plan(NamedTuple):
-    """How all layers of a kind attend in a step."""
+    """Arguments of attention in a step that all layers of a kind share."""
 
     formats: tuple[PageFormat, ...]
     tables: Tables
@@ -86,7 +86,7 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class _ChunkAttention:
-    """New tokens of a layer that are to attend to a past."""
+    """Attention of a layer's new tokens to a past."""
 
     layer: OscarLayer
     step: StepPlan
@@ -96,17 +96,17 @@ class _ChunkAttention:
     scaling: float
 
     def max_decoded(self, rows: Sequence[SequenceTable]) -> int:
-        """Most new tokens of each of some rows that attend to the packed pages."""
+        """Return the maximum number of new tokens per row that attend to the packed pages."""
         layer, group = self.layer, self.queries.shape[1] // self.keys.shape[1]
         in_16_bit = sum(len(stream.slots) for row in rows for stream in row.streams.values())
-        # Those in 16-bit precision gain nothing, so they must be few.
+        # Tokens in 16-bit precision gain nothing, so they must be few.
         packed = 4 * in_16_bit <= sum(row.stored for row in rows)
         return max_total_tokens(
             tuple(layer.formats.values()) if packed else (), group, layer.device
         )
 
     def decoded(self) -> torch.Tensor:
-        """Attend by the decode kernel, or by the operation ``decode`` where there is none."""
+        """Attend with the decode kernel, or with the operation ``decode`` if there is no kernel."""
         layer, output = self.layer, self._decoded(self.queries, self.keys, self.values)
         in_rows = self.step.real
         if in_rows is None:
@@ -125,7 +125,7 @@ class _ChunkAttention:
         values: torch.Tensor,
         row: int | None = None,
     ) -> torch.Tensor:
-        """Attend to the packed pages and tokens in 16-bit precision of all rows, or of one."""
+        """Attend to the packed pages and 16-bit tokens of all rows, or of one row."""
         layer, plan = self.layer, self._plan(queries, keys, row)
         pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
         states = (queries, keys, values, pages, layer.recent.storage, layer.sigma)
@@ -162,7 +162,7 @@ class _ChunkAttention:
         return step.once(layers_alike, make)
 
     def in_line(self) -> torch.Tensor:
-        """Attend to rows that follow each other, many of them in a launch."""
+        """Attend in varlen batches: rows that follow each other share a launch."""
         step, device = self.step, self.layer.device
         output = torch.empty_like(self.queries)
         for run in step.once(("runs", device), lambda: list(varlen_batches(step, device))):
@@ -177,7 +177,7 @@ class _ChunkAttention:
         return output
 
     def by_rows(self) -> torch.Tensor:
-        """Attend a row at a time, as the rows' pasts are of unequal length."""
+        """Attend one row at a time, since the rows' pasts differ in length."""
         output = torch.zeros_like(self.queries)
         for row, place, tokens in self._tokens_of_rows():
             queries, keys, values = (
@@ -189,7 +189,8 @@ class _ChunkAttention:
     def _merged(
         self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Attend to a row's past, a part at a time if its new tokens are many, and to these."""
+        """Attend to a row's new tokens and its past; for many new tokens the past is unpacked in
+        parts."""
         if self.step.lengths is not None and not self.step.past[row].stored:
             return _causal(queries, keys, values, self.scaling)
         past = self.step.past[row]
@@ -202,7 +203,8 @@ class _ChunkAttention:
         return merged.output()
 
     def _tokens_of_rows(self) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
-        """Each row that has new tokens, its place in the batch, and its tokens without padding."""
+        """Yield each row with new tokens, its place in the batch, and its tokens without
+        padding."""
         if self.step.lengths is not None:
             stops = accumulate(self.step.lengths)
             for row, (length, stop) in enumerate(zip(self.step.lengths, stops, strict=True)):
@@ -215,9 +217,9 @@ class _ChunkAttention:
                 yield row, row, torch.from_numpy(self.step.real[row]).to(self.layer.device)
 
     def _past(self, row: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of a row's past, (KV heads, n, head_dim) each, a part at a time.
+        """Yield keys and values of a row's past in parts, (KV heads, n, head_dim) each.
 
-        Streams of all modalities together: the fewer parts, the fewer launches.
+        Streams of all modalities are combined: fewer parts need fewer launches.
         """
         layer = self.layer
         make = partial(TokenPlaces.of, self.step.past[row].streams.values(), layer.device)
@@ -228,7 +230,8 @@ def _causal(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     if queries.shape[2] < _PLANNED_TOKENS and has_flash(queries):
-        # Called by name, as ``sdpa_kernel`` would choose for all threads of the process.
+        # Called directly, since ``sdpa_kernel`` would switch the backend for all threads of the
+        # process.
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(queries, keys, values, 0.0, True, scale=scaling)[0]
     return scaled_dot_product_attention(
@@ -237,19 +240,19 @@ def _causal(
 
 
 class KeyLength(int):
-    """Length of the keys, as ``get_mask_sizes`` returns it, that knows its cache."""
+    """Length of the keys, returned by ``get_mask_sizes``, with a reference to its cache."""
 
     cache: Any
 
     def __new__(cls, length: int, cache: Any) -> KeyLength:
-        """An int with the attribute ``cache``: an OscarCache, or what takes its place."""
+        """Make an int with the attribute ``cache``: an OscarCache or its stand-in."""
         self = super().__new__(cls, length)
         self.cache = cache
         return self
 
 
 class LayerCall:
-    """The new tokens of one layer in one forward pass, on their way through attention."""
+    """The new tokens of one layer in one forward pass, passed to attention."""
 
     def __init__(self, layer: OscarLayer, step: StepPlan) -> None:
         self._layer, self._step = layer, step
@@ -267,8 +270,8 @@ class LayerCall:
         """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.paged_attention``.
 
         Args:
-            visible: what a query sees of what is stored, (batch, 1 or query heads, new tokens,
-                all tokens) bool, or numbers that are added to the scores; None for causal.
+            visible: which tokens each query attends to, (batch, 1 or query heads, new tokens, all
+                tokens) bool, or numbers added to the scores; None for causal attention.
         """
         layer, step, asked = self._layer, self._step, query.dtype
         query = query.to(key.dtype)
@@ -278,13 +281,13 @@ class LayerCall:
             keys, values = layer.with_past(step, key, value)
             output = scaled_dot_product_attention(
                 *(query, keys, values, self._stored(visible)), scale=scaling, enable_gqa=True
-            ).nan_to_num()  # a query that is padding sees nothing
-        # A step that packs at its end writes to no slot that it reads.
+            ).nan_to_num()  # padding attends to nothing
+        # A step that packs at its end never writes to a slot that it reads.
         layer.append(key, value, step, beside=step.packs_at_end)
         return output.to(asked)
 
     def _stored(self, visible: torch.Tensor) -> torch.Tensor:
-        """A mask without what is not stored: padding and forgotten tokens."""
+        """Mask out tokens that are not stored: padding and forgotten ones."""
 
         def real() -> torch.Tensor:
             return self._layer.cache.real_tokens(visible.shape[-1])[:, None, None]

@@ -1,8 +1,8 @@
-"""Placement: which slots new tokens take, and the slots that a request will take.
+"""Placement: which slots new tokens take, and a forecast of the slots of a request.
 
-``TokenPlacer`` follows the rules with the tokens of a prompt, and then with those of its answer one
-by one, and tells what every layer is to do with them; ``slot_forecast`` tells the result
-beforehand, by formulas over the length of the answer.
+``TokenPlacer`` applies the rules to the tokens of a prompt and then to each token of the answer,
+and plans what every layer does. ``slot_forecast`` computes the resulting slot counts in advance, by
+formulas over the length of the answer.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Count = TypeVar("Count", int, np.ndarray)
 _MAX_SPARE = 32
 Indices = np.ndarray | list[int]
 _SMALL_WINDOW = 4
-"""A smaller one has too few keys for a page's center."""
+"""Minimum window whose keys suffice for a page's center."""
 
 
 def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Count:
-    """How many of a stream's tokens that have left the window are packed.
+    """Return how many of a stream's tokens outside the window are packed.
 
-    Of a stream page those for which the last page has room, and whole pages of the others; what is
-    left of these begins a page when it is so much that the page takes no more bytes than it does in
-    16 bit. So it is the same whether tokens come one by one or together.
+    A stream page first takes as many tokens as it has free places. The rest fills whole pages, and
+    the remainder begins a page if the page takes no more bytes than its tokens take in 16-bit
+    precision. The result does not depend on whether tokens arrive one by one or together.
 
     Args:
-        waiting: tokens of the stream that are in 16-bit precision and not in the window; of an
-            array each number by itself.
-        room: places that the stream's last page has for them.
+        waiting: number of the stream's tokens in 16-bit precision outside the window; arrays are
+            computed elementwise.
+        room: free places in the stream's last page.
     """
     if bits == PLAIN:
         return waiting * 0
@@ -56,16 +56,16 @@ def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Cou
 
 
 def max_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, room: int) -> int:
-    """Slots of 16 bit that a sequence may have to spare when a decode step brings it a token.
+    """Return the maximum number of spare 16-bit slots of a sequence after a decode step.
 
-    One, where a token leaves its slot to the next. Else so many are asked for at once, as nobody
-    else can take them from a step that was launched ahead, and pools grow seldom; few next to the
-    tokens that the sequence has in 16-bit precision.
+    It is one if each token leaves its slot to the next. Otherwise several are allocated at once:
+    other sequences cannot take them from an in-flight step, and pools seldom grow. Their number
+    stays small relative to the sequence's tokens in 16-bit precision.
 
     Args:
-        bits: of the token's stream.
-        in_16_bit: tokens that the sequence has there.
-        room: places that the stream's last page has.
+        bits: page format of the new token's stream.
+        in_16_bit: number of the sequence's tokens in 16-bit precision.
+        room: free places in the stream's last page.
     """
     if room and bits.packed and policy.by_token:
         return 1
@@ -73,7 +73,8 @@ def max_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, room: int) -> int:
 
 
 def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
-    """For each row the indices of its tokens that are not padding; None if all are real."""
+    """Return for each row the indices of its tokens that are not padding; None if there is no
+    padding."""
     real = modalities != PADDING
     if real.all():
         return None
@@ -84,11 +85,11 @@ def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
 
 
 class TokenPlacer:
-    """How new tokens change sequences, and what every layer is to do.
+    """Adds new tokens to sequences and plans what every layer does.
 
     Attributes:
-        freed: slots of 16 bit that each row gives up, once all rows have theirs, so that none
-            depends on what another one packs.
+        freed: 16-bit slots that each row releases; they are released after all rows have been
+            placed, so that no row's slots depend on what another row packs.
     """
 
     def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool | DryRunSlots]) -> None:
@@ -101,7 +102,7 @@ class TokenPlacer:
     def of(
         self, sequences: list[SequenceTable], modalities: np.ndarray | Sequence[np.ndarray]
     ) -> StepPlan:
-        """Take modality ids into the sequences, as of ``KVCacheManager.advance``."""
+        """Add tokens to the sequences and return the plan; see ``KVCacheManager.advance``."""
         step = self._step
         if isinstance(modalities, np.ndarray):
             step.real = real_tokens(modalities)
@@ -121,7 +122,7 @@ class TokenPlacer:
         return step
 
     def _line_up(self, starts: np.ndarray) -> None:
-        """Name new tokens as those of a batch of one, where each row begins at its start."""
+        """Convert rows and token indices to those of a batch of one with concatenated rows."""
 
         def lined_up(source: np.ndarray, row: int) -> np.ndarray:
             return np.where(source >= 0, source + starts[row], source)
@@ -137,13 +138,16 @@ class TokenPlacer:
             writes[0] = 0
 
     def _stream_code(self, sequence: SequenceTable, modality: int, stored: int) -> int:
-        """Stream code of a token that comes after so many stored ones."""
+        """Return the stream code of a token that follows ``stored`` stored ones."""
         sink = stored < self._policy.sinks and self._policy.bits_for(Modality(modality)).packed
         return modality + SINK if sink else modality
 
     def _take_one(self, row: int, sequence: SequenceTable, modality: int) -> None:
-        """A token of a decode step. It gets a spare slot, and the token that leaves the window
-        leaves its own: nothing is allocated at most steps."""
+        """Place the token of a decode step.
+
+        It takes a spare slot, and the token that leaves the window leaves its own slot: most steps
+        allocate nothing.
+        """
         if modality == PADDING:
             sequence.codes.append(NOWHERE)
             return
@@ -191,21 +195,21 @@ class TokenPlacer:
         for code, stream in sequence.streams.items():
             new = np.flatnonzero(codes == code)
             in_window = recent.count(code)
-            # Of other streams nothing is packed, as nothing would be token by token.
+            # No token of other streams has left the window: as with token by token, nothing is
+            # packed.
             if before.count(code) + len(new) > in_window:
                 emptied, new = self._pack(row, sequence, code, new, in_window)
                 self._recent.release(emptied)
             if len(new):
                 left.append((stream, new))
-        # At once, so that the pool grows to what is needed and no further.
+        # One allocation, so that the pool grows only to what is needed.
         slots = self._recent.allocate(sum(len(new) for _, new in left)) if left else []
         for stream, new in left:
             self._write(row, stream, new, slots[: len(new)])
             slots = slots[len(new) :]
 
     def _own_stream(self, sequence: SequenceTable, code: int) -> ModalityTable:
-        """The stream of a code, which the step may change: the one before it stays as it is. A new
-        one if the sequence has none."""
+        """Replace a stream by a copy that the step may change, or by a new stream; return it."""
         stream = sequence.streams.get(code)
         if stream is None:
             modality = Modality(code % SINK)
@@ -215,7 +219,7 @@ class TokenPlacer:
         return own
 
     def _write(self, row: int, stream: ModalityTable, new: Indices, slots: list[int]) -> None:
-        """Put new tokens into slots of 16 bit."""
+        """Write new tokens to 16-bit slots."""
         for column, entries in zip(self._writes, ([row] * len(new), new, slots), strict=True):
             column.extend(entries)
         stream.slots += slots
@@ -223,10 +227,10 @@ class TokenPlacer:
     def _pack(
         self, row: int, sequence: SequenceTable, code: int, new: Indices, in_window: int
     ) -> tuple[list[int], Indices]:
-        """Pack what is to be packed of a stream, old and new tokens together.
+        """Pack the tokens of a stream that are due, stored and new ones together.
 
         Returns:
-            slots of 16 bit that are free then, and the new tokens that are left.
+            The 16-bit slots that become free, and the new tokens that are left.
         """
         stream, policy = sequence.streams[code], self._policy
         waiting = max(0, len(stream.slots) + len(new) - in_window)
@@ -250,9 +254,9 @@ class TokenPlacer:
         return emptied, new[count - len(emptied) :]
 
     def _own_last_page(self, stream: ModalityTable, slots: SlotPool | DryRunSlots) -> int:
-        """The last page, or its copy if others have it too."""
+        """Return the last page, or its copy if other sequences share it."""
         page = stream.pages[-1]
-        # A page out of whose middle tokens were forgotten has two entries, both of this stream.
+        # A page with forgotten tokens in its middle has two entries, both of this stream.
         if slots.is_shared(page) and slots.owners(page) > stream.pages.count(page):
             [own] = slots.allocate(1)
             self._step.copies.append((stream.bits, page, own))
@@ -269,15 +273,15 @@ class TokenPlacer:
         first: int,
         pages: list[int],
     ) -> None:
-        """Choose the tokens whose mean is the center of pages that begin.
+        """Choose the tokens whose mean is the center of each new page.
 
-        They are a page's first one, and those of its stream that are in the window when that one
-        leaves it: the same ones whether tokens come one by one or together. A small window has too
-        few: the tokens are 32 of those that come together, or of the page before.
+        They are the page's first token and those of its stream that are in the window when the
+        first token leaves it: the same whether tokens arrive one by one or together. A small window
+        has too few; then they are 32 of the tokens that arrive together, or of the page before.
 
         Args:
-            source: of the stream's tokens, those in 16-bit precision and new ones.
-            first: of them the first that goes to the first of the pages.
+            source: sources of the stream's tokens, those in 16-bit precision and new ones.
+            first: index in ``source`` of the first token of the new pages.
         """
         starts = first + PAGE_TOKENS * np.arange(len(pages))
         stops = np.minimum(starts + CENTER_TOKENS, len(source))
@@ -297,12 +301,12 @@ class TokenPlacer:
 
 @dataclass(frozen=True, eq=False)
 class SlotForecast:
-    """Slots of a sequence after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``:
-    tokens in 16-bit precision).
+    """Slots of a sequence after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``: tokens in
+    16-bit precision).
 
     Attributes:
-        held: all slots that the sequence has then.
-        added: slots that it has taken by then. What it had before is not given back meanwhile, as a
+        held: all slots of the sequence.
+        added: slots allocated so far; slots that it had before are not released meanwhile, since a
             turn continues a fork.
     """
 
@@ -310,7 +314,8 @@ class SlotForecast:
     added: dict[Bits, np.ndarray]
 
     def until(self, answer: int) -> SlotForecast:
-        """The slots up to so many tokens of the answer; 0 and fewer are the prompt alone."""
+        """Return the forecast up to ``answer`` tokens of the answer; 0 or less means the prompt
+        alone."""
         stop = max(0, answer) + 1
         return SlotForecast(
             held={bits: counts[:stop] for bits, counts in self.held.items()},
@@ -319,27 +324,27 @@ class SlotForecast:
 
 
 def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> np.ndarray:
-    """Bytes after 0, 1, 2, ... tokens of the answer.
+    """Return the bytes after 0, 1, 2, ... tokens of the answer.
 
     Args:
-        slots: of a ``SlotForecast``, by bits.
-        slot_bytes: of one slot, by bits.
+        slots: slot counts of a ``SlotForecast``, by bits.
+        slot_bytes: bytes of one slot, by bits.
     """
     sizes = [counts.astype(np.int64) * slot_bytes[bits] for bits, counts in slots.items()]
     return np.sum(sizes, axis=0)
 
 
 def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
-    """Bytes by which pools without free slots grow; unlike slots they do not shrink meanwhile.
+    """Return the bytes by which pools without free slots grow; pools never shrink meanwhile.
 
     Args:
-        slots: of a ``SlotForecast``, by bits.
-        slot_bytes: of one slot, by bits.
+        slots: slot counts of a ``SlotForecast``, by bits.
+        slot_bytes: bytes of one slot, by bits.
     """
     total = 0
     for bits, counts in slots.items():
         first, most = int(counts[0]), int(counts.max())
-        # As ``SlotPool`` grows: the prompt takes what it needs, an answer a bit in advance.
+        # Same growth as in ``SlotPool``: exact for the prompt, slightly ahead of the answer.
         total += slot_bytes[bits] * (most if most == first else most + most // 32)
     return total
 
@@ -347,20 +352,20 @@ def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int])
 def slot_forecast(
     policy: KVPolicy, new: np.ndarray, answer: int, past: SequenceTable | None = None
 ) -> SlotForecast:
-    """The slots that one sequence will take.
+    """Return the slots that one sequence will take.
 
     Args:
-        policy: how keys and values are stored.
-        new: (tokens,) modality ids of a prompt; padding, -1, is left out.
-        answer: tokens of text that are stored after it.
-        past: what the sequence holds before.
+        policy: storage of keys and values.
+        new: (tokens,) modality ids of a prompt; padding, -1, is ignored.
+        answer: number of text tokens that are stored after the prompt.
+        past: sequence that the prompt continues.
     """
     past = SequenceTable() if past is None else past
     codes = new[new != PADDING].astype(np.uint8)
     sinks = max(0, policy.sinks - past.stored)
     packs = np.array([policy.bits_for(modality).packed for modality in Modality])
     codes[:sinks] += (SINK * packs[codes[:sinks]]).astype(np.uint8)
-    # Of the answer, in the 16-bit stream of the sinks and in the usual one.
+    # Tokens of the answer in the 16-bit stream of the sinks, and in the text stream.
     time = np.arange(answer + 1)
     left = max(0, sinks - len(codes)) if packs[Modality.TEXT] else 0
     said = {int(Modality.TEXT): np.maximum(time - left, 0)}
@@ -370,7 +375,7 @@ def slot_forecast(
     recent = recent[len(recent) - min(policy.window, len(recent)) :]
     held = {bits: np.zeros(answer + 1, np.int64) for bits in (*policy.packed_bits, PLAIN)}
     added = {bits: np.zeros(answer + 1, np.int64) for bits in held}
-    # All that are packed, and those of them whose slots no past has.
+    # All packed tokens, and those of them whose slots are not shared with the past.
     all_packed, own_packed = np.zeros_like(time), np.zeros_like(time)
     rooms: dict[int, np.ndarray] = {}
     for code in sorted({*past.streams, *np.unique(codes).tolist(), *said}):
@@ -390,7 +395,7 @@ def slot_forecast(
             begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
             held[bits] += len(set(stream.pages)) + begun
             rooms[code] = room + begun * PAGE_TOKENS - packed
-            # The page whose room is filled is copied first.
+            # A page that is continued is copied first.
             added[bits] += begun + ((packed > 0) & (room > 0))
         all_packed += packed
         own_packed += np.maximum(packed - len(stream.slots), 0)
@@ -398,14 +403,14 @@ def slot_forecast(
         added[PLAIN] += total - packed - np.maximum(len(stream.slots) - packed, 0)
     in_16_bit = np.concatenate([[past.in_16_bit], held[PLAIN][:-1]])
     new_packed, new_own = (np.diff(counts, prepend=0) for counts in (all_packed, own_packed))
-    most = (in_16_bit // 4).clip(1, _MAX_SPARE)  # as ``max_spare`` has it
+    most = (in_16_bit // 4).clip(1, _MAX_SPARE)  # same rule as ``max_spare``
     said_codes = np.where(time <= left, Modality.TEXT + SINK, int(Modality.TEXT))
-    # Spare slots; a prompt of one token comes as the tokens of the answer do.
+    # Spare slots. A prompt of one token is placed like a token of the answer.
     first = 0 if len(new) == len(codes) == 1 else 1
     said_codes[:1] = codes[:1] if first == 0 else said_codes[:1]
     for code in rooms if policy.by_token else ():
         most[(said_codes == code) & (rooms[code] > 0)] = 1
-    # Without a window the new token is among those that are packed.
+    # Without a window the new token itself is packed.
     is_packed = (new_packed > 0) & (policy.window == 0)
     emptied = np.maximum(new_own - is_packed, 0)
     spare, found = 0, [0] * first
@@ -421,7 +426,7 @@ def slot_forecast(
 
 
 def _in_window(recent: np.ndarray, code: int, time: np.ndarray, window: int) -> np.ndarray:
-    """How many of the tokens before the answer are of a stream and in the window still."""
-    # By how many of the last ones are looked at, from none to all.
+    """Return how many tokens before the answer are in a stream and still in the window."""
+    # Entry n counts the stream's tokens among the last n.
     counts = np.concatenate([[0], (recent[::-1] == code).cumsum()])
     return counts[(window - time).clip(0, len(recent))]

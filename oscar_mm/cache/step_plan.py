@@ -1,7 +1,7 @@
-"""Step: what one forward pass does to the pools of every layer, and its tables on a device.
+"""Step plan: what one forward pass does to the pools of every layer, and its tables on a device.
 
-The tables are made anew for each step, or written into tensors that stay (``GraphTables``), for a
-graph that is replayed.
+The tables are made anew for each step, or written into fixed tensors (``GraphTables``) for the
+replay of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _INCOMPLETE = (
 
 @dataclass(eq=False)
 class PackJob:
-    """Tokens of one stream that are packed.
+    """Tokens of one stream to pack.
 
     Attributes:
-        row: of the batch.
-        bits: of the pages.
-        pages: that they go to, one after the other.
+        row: row of the batch.
+        bits: format of the pages.
+        pages: consecutive target pages.
         first: place of the first token in the first page.
-        source: (n,) int64 of each token, the index of a new one or ~slot of 16 bit.
-        begins: for each page that begins, the sources of the tokens whose mean is its center; none
-            where it is the mean of keys that the page ``before`` stores.
-        before: page of the same stream.
+        source: (n,) int64, for each token the index of a new one or ~slot of a 16-bit one.
+        begins: for each new page the sources of the tokens whose mean is its center; empty if the
+            center is the mean of keys that the page ``before`` stores.
+        before: earlier page of the same stream.
     """
 
     row: int
@@ -57,21 +57,22 @@ class PackJob:
     before: int = 0
 
     def after_write(self, slot: int) -> PackJob:
-        """The same filling, of tokens before it, once the only new token is in a slot of 16 bit."""
+        """Return the job, whose own tokens are stored, once the only new token is in a 16-bit
+        slot."""
         begins = {page: np.where(x >= 0, ~slot, x) for page, x in self.begins.items()}
         return replace(self, begins=begins)
 
     @property
     def tiles(self) -> int:
-        """Tiles of pages that it has a part of."""
+        """Number of page tiles that the job touches."""
         return -(-(self.first + len(self.source)) // TILE) - self.first // TILE
 
     def whole_pages(self) -> np.ndarray:
-        """(pages, 128) int32 as ``oscar_mm.ops.pack`` takes them."""
+        """Return (pages, 128) int32 for ``oscar_mm.ops.pack``."""
         return self.source.astype(np.int32).reshape(-1, PAGE_TOKENS)
 
     def beginnings(self) -> np.ndarray:
-        """(pages that begin, 36) int32 as ``oscar_mm.ops.store`` takes them."""
+        """Return (new pages, 36) int32 for ``oscar_mm.ops.store``."""
         begins = np.zeros((len(self.begins), HEAD + CENTER_TOKENS), np.int32)
         for line, (page, source) in zip(begins, self.begins.items(), strict=True):
             line[:HEAD] = page, self.row, len(source), 0 if len(source) else self.before
@@ -80,7 +81,7 @@ class PackJob:
 
 
 def store_jobs(fillings: Sequence[PackJob]) -> np.ndarray:
-    """(jobs, 20) int32 as ``oscar_mm.ops.store`` takes them, for one filling after the other."""
+    """Return (jobs, 20) int32 for ``oscar_mm.ops.store``, ordered by pack job."""
     first, counts, rows = np.array([(x.first, len(x.source), x.row) for x in fillings]).T
     tiles = first // TILE
     lengths = -(-(first + counts) // TILE) - tiles
@@ -101,7 +102,8 @@ def store_jobs(fillings: Sequence[PackJob]) -> np.ndarray:
 
 
 class WholePages(NamedTuple):
-    """Pages of one format to pack: ``source``, ``rows``, ``slots`` of ``oscar_mm.ops.pack``."""
+    """Whole pages of one format to pack: ``source``, ``rows``, ``slots`` of
+    ``oscar_mm.ops.pack``."""
 
     source: torch.Tensor
     rows: torch.Tensor
@@ -109,18 +111,18 @@ class WholePages(NamedTuple):
 
 
 class SlotTables(NamedTuple):
-    """Slots of one format to fill: ``jobs`` and ``begins`` of ``oscar_mm.ops.store``."""
+    """Pack tables of one format: ``jobs`` and ``begins`` of ``oscar_mm.ops.store``."""
 
     jobs: torch.Tensor
     begins: torch.Tensor
 
 
 class AttentionShape(NamedTuple):
-    """What the tables of attention depend on besides the sequences, the same for many layers.
+    """Parameters of the attention tables besides the sequences; many layers have the same ones.
 
     Attributes:
-        bits: of the first and the second format of pages.
-        kv_heads, columns, workers: as of ``oscar_mm.ops.decode_tables.arrays_of``.
+        bits: first and second page format.
+        kv_heads, columns, workers: see ``oscar_mm.ops.decode_tables.arrays_of``.
     """
 
     bits: tuple[Bits | None, Bits | None]
@@ -129,7 +131,7 @@ class AttentionShape(NamedTuple):
     workers: int
 
     def over(self, past: Sequence[SequenceTable]) -> tuple[list[Entries], int, int, int]:
-        """Arguments of ``arrays_of`` and ``tables_of`` for these sequences."""
+        """Return the arguments of ``arrays_of`` and ``tables_of`` for these sequences."""
         entries = [row.entries(self.bits) for row in past]
         return entries, self.kv_heads, self.columns, self.workers
 
@@ -140,24 +142,25 @@ class StepPlan:
     done it.
 
     Attributes:
-        copies: (bits, source, target): a page that others have too is copied before it is filled.
-        fillings: tokens to pack. All are read before anything is written to 16 bit, because a slot
-            that is emptied may be handed out again in the same step (but not in a decode step,
-            which may pack at its end).
-        writes: (3, n) int64: row and index of a new token, slot of 16 bit that it is written to.
-        real: for each row the indices of its tokens that are not padding; None if all are real.
-        lengths: new tokens of each row, where these come one row after the other as a batch of one;
-            None for a row of the batch each.
-        past: the sequences before the step. Their slots stay as they are until a layer carries
-            the step out, so attention over the past and the new tokens comes first.
+        copies: (bits, source, target) of shared pages to copy before they are filled.
+        fillings: tokens to pack. All are read before any 16-bit slot is written, because a slot
+            that is emptied may be reused in the same step (but not in a decode step, which may pack
+            at its end).
+        writes: (3, n) int64: row and index of a new token, target 16-bit slot.
+        real: for each row the indices of its tokens that are not padding; None if there is no
+            padding.
+        lengths: new tokens of each row if the rows are concatenated into a batch of one; None if
+            each is a row of the batch.
+        past: the sequences before the step. Their slots do not change until a layer carries the
+            step out, so attention over the past and the new tokens comes first.
         from_pages: whether attention "oscar" runs the forward pass and reads the past from its
-            pages; None until the first layer's keys come in.
-        foretold: a step of before that does the same, or more: what it writes of a row that has
-            ended since lies in slots and places that are free.
-        layers: indices of the layers that are to carry it out; None in the first pass of a cache,
-            whose layers are not known before.
-        fixed: where a graph finds the tables of attention, of fillings and of ``writes``; None
-            makes new ones.
+            pages; None until the first layer's keys arrive.
+        planned: an earlier step that does the same or more; what it writes for a row that has ended
+            since goes to slots and places that are free.
+        layers: indices of the layers that carry the step out; None in the first pass of a cache,
+            whose layers are not yet known.
+        fixed: fixed tensors for the tables of attention, of ``fillings`` and of ``writes``; None
+            makes new tables.
     """
 
     copies: list[tuple[Bits, int, int]] = field(default_factory=list)
@@ -171,39 +174,40 @@ class StepPlan:
     layers: frozenset[int] | None = None
     fixed: GraphTables | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
-    # Index of each layer whose keys have come in -> whether it has carried out the step.
+    # Index of each layer whose keys have arrived -> whether it has carried out the step.
     _progress: dict[int, bool] = field(default_factory=dict)
 
     def enter(self, layer: int) -> None:
-        """Note that a layer's keys come in.
+        """Record that a layer's keys have arrived.
 
         Raises:
-            RuntimeError: the layer has missed an earlier step, or has stopped in this one.
+            RuntimeError: if the layer missed an earlier step or stopped in this one.
         """
         if layer in self._progress or (self.layers is not None and layer not in self.layers):
             raise RuntimeError(_INCOMPLETE.format(layer))
         self._progress[layer] = False
 
     def finish(self, layer: int) -> None:
-        """Note that a layer has carried out the step."""
+        """Record that a layer has carried out the step."""
         self._progress[layer] = True
 
     def is_finished(self, layer: int) -> bool:
-        """Whether a layer has carried out the step."""
+        """Return whether a layer has carried out the step."""
         return self._progress.get(layer, False)
 
     def check_finished(self, layers: Iterable[int]) -> None:
-        """Raise RuntimeError if one of these layers has not carried out the step."""
+        """Raise RuntimeError if any of these layers has not carried out the step."""
         for layer in layers:
             if not self.is_finished(layer):
                 raise RuntimeError(_INCOMPLETE.format(layer))
 
     def restart(self) -> None:
-        """Forget what layers did of the step, as it had no effect: all are to carry it out."""
+        """Reset the progress of all layers after a pass that had no effect."""
         self._progress.clear()
 
     def sources(self) -> dict[Bits, set[int]]:
-        """Slots that layers read when they carry it out, some of which nobody owns any more."""
+        """Return the slots that layers read when they carry out the step; some no longer have an
+        owner."""
         tokens = [one.source for one in self.fillings]
         tokens += [source for one in self.fillings for source in one.begins.values()]
         found = {PLAIN: {~slot for some in tokens for slot in some.tolist() if slot < 0}}
@@ -213,12 +217,12 @@ class StepPlan:
 
     @property
     def packs_at_end(self) -> bool:
-        """Whether its tokens are packed when all layers have written theirs to 16 bit, for all
-        layers at once (``OscarCache.end_step``), not by each layer."""
+        """Whether tokens are packed for all layers at once after the last layer's writes
+        (``OscarCache.end_step``), not by each layer."""
         return self.fixed is not None and self.fixed.packs_at_end
 
     def whole_pages_on(self, device: torch.device) -> dict[Bits, WholePages]:
-        """Bits -> whole pages to pack, moved to a device once for all its layers."""
+        """Return bits -> whole pages to pack, uploaded once for all layers of a device."""
 
         def tables(fillings: list[PackJob]) -> WholePages:
             source = np.concatenate([one.whole_pages() for one in fillings])
@@ -229,13 +233,13 @@ class StepPlan:
         return self.once(("whole pages", device), lambda: self._by_bits(tables))
 
     def tables(self, attention: AttentionShape, device: torch.device) -> Tables:
-        """Tables of attention over ``past``, on a device."""
+        """Return the tables of attention over ``past`` on a device."""
         if self.fixed is not None:
             return self.fixed.tables(self.past, attention, device)
         return tables_of(*attention.over(self.past), device)
 
     def slots_on(self, device: torch.device) -> dict[Bits, SlotTables]:
-        """Bits -> slots to fill, moved to a device once for all its layers."""
+        """Return bits -> pack tables, uploaded once for all layers of a device."""
         if self.fixed is not None:
             return self.fixed.slots(device)
 
@@ -251,13 +255,13 @@ class StepPlan:
         return {bits: tables([one for one in self.fillings if one.bits == bits]) for bits in found}
 
     def filled(self) -> None:
-        """Note that its tokens are packed already: there is nothing left to pack."""
+        """Record that the tokens are already packed: no pack jobs remain."""
         self.fillings = []
         self._made = {key: made for key, made in self._made.items() if key[0] != "whole pages"}
 
     def writes_on(self, device: torch.device) -> torch.Tensor | None:
-        """``writes`` as ``oscar_mm.ops.append`` takes them, (n, 3) int32, moved to a device once
-        for all its layers."""
+        """Return ``writes`` for ``oscar_mm.ops.append``, (n, 3) int32, uploaded once for all layers
+        of a device."""
         if self.fixed is not None:
             return self.fixed.writes(device)
         writes = self.writes
@@ -270,20 +274,20 @@ class StepPlan:
         return self.once(("writes", device), make)
 
     def once(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made once for all layers that ask with the same key."""
+        """Return the result of ``make``, cached under ``key`` for all layers."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
 
 _MIN_ITEMS, _MIN_RECENTS = 64, 128
-"""Least room for pages and for tokens in 16-bit precision: sinks, the window and, in the streams of
-a few modalities, tokens that wait for a page."""
+"""Minimum capacity for pages and for tokens in 16-bit precision: sinks, the window and, in the
+streams of a few modalities, tokens that wait for a page."""
 _WRITES = "writes"
 
 
 class _Room(NamedTuple):
-    """A tensor with the tables of attention, and room for more."""
+    """A tensor with the attention tables and spare capacity."""
 
     longest: tuple[int, int]
     whole: torch.Tensor
@@ -293,7 +297,8 @@ class _Room(NamedTuple):
     def of(
         cls, attention: AttentionShape, past: Sequence[SequenceTable], device: torch.device
     ) -> _Room:
-        """A new tensor with room for twice the items, and twice the tokens in 16-bit precision."""
+        """Allocate a tensor with capacity for twice the pages and twice the tokens in 16-bit
+        precision."""
         items, recents = lengths_of(arrays_of(*attention.over(past)))
         longest = max(_MIN_ITEMS, 2 * items), max(_MIN_RECENTS, 2 * recents)
         arrays = arrays_of(*attention.over(past), longest)
@@ -302,37 +307,37 @@ class _Room(NamedTuple):
 
 
 class GraphTables:
-    """The tables that ``StepPlan`` would make anew for each step, in tensors that are written over.
+    """Fixed-address copies of a step's tables, updated in place for CUDA graph replay.
 
-    Layers ask for their tables during a forward pass; from then on ``refill`` writes what a later
-    step needs into the same tensors.
+    Layers request their tables during a forward pass; from then on ``refill`` writes those of later
+    steps into the same tensors.
 
     Args:
-        rows: of the batch.
-        policy: of the cache.
+        rows: number of rows of the batch.
+        policy: policy of the cache.
 
     Attributes:
-        version: grows whenever a tensor had to be replaced, after which a graph that was captured
-            before reads stale tables.
-        packs_at_end: whether what is packed is in 16-bit precision at the end of the step, the new
-            token too: in no window it is not.
+        version: counter of replaced tensors; a graph captured before a change reads stale tables.
+        packs_at_end: whether all tokens to pack, the new one included, are in 16-bit precision at
+            the end of the step; false without a window.
     """
 
     def __init__(self, rows: int, policy: KVPolicy) -> None:
         self.rows, self.version, self._policy = rows, 0, policy
         self.packs_at_end = policy.by_token and policy.window > 0
-        # Of the tables of a row: as many as the tokens with which a page begins need tiles.
+        # Table lines per row: the tiles of the tokens that begin a page.
         self._lines = {
             bits: -(-min_page_tokens(policy, bits) // TILE) for bits in policy.packed_bits
         }
         self._rooms: dict[tuple[AttentionShape, torch.device], _Room] = {}
-        # Of a step's own tokens, by kind; and by kind and device what layers have asked for.
+        # Tables of a step's own tokens by kind; and, by kind and device, tensors that layers
+        # requested.
         self._tokens: dict[str, np.ndarray] = {}
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @property
     def known(self) -> bool:
-        """Whether layers have asked yet."""
+        """Whether layers have requested tables."""
         return bool(self._rooms)
 
     def refill(self, past: Sequence[SequenceTable]) -> None:
@@ -346,10 +351,10 @@ class GraphTables:
                 _write(room.whole, laid_out(arrays))
 
     def refill_tokens(self, step: StepPlan) -> None:
-        """Write where a step, which ``takes`` accepts, puts its tokens and what it packs.
+        """Write the tables of a step's new tokens and pack jobs; ``takes`` must accept the step.
 
-        Whole pages are not packed by tables. With ``packs_at_end`` a new token is named by its
-        slot.
+        Whole pages are not packed by tables. With ``packs_at_end`` a new token is referred to by
+        its slot.
         """
         writes = np.full((self.rows, 3), -1, dtype=np.int32)
         if step.writes is not None:
@@ -381,9 +386,11 @@ class GraphTables:
         self.refill_tokens(step)
 
     def takes(self, step: StepPlan) -> bool:
-        """Whether there is room for what a step packs: of each row tokens of one stream, in one
-        page and in as many tiles as have those with which a page begins; of a policy that packs
-        whole pages, none of the new tokens."""
+        """Return whether the tables have capacity for the pack jobs of a step.
+
+        Each row may pack tokens of one stream into one page, in no more tiles than the tokens that
+        begin a page need. A policy that packs whole pages may pack no new token.
+        """
         if not self._policy.by_token:
             return not any((filling.source >= 0).any() for filling in step.fillings)
         rows = [filling.row for filling in step.fillings]
@@ -394,18 +401,19 @@ class GraphTables:
     def tables(
         self, past: Sequence[SequenceTable], attention: AttentionShape, device: torch.device
     ) -> Tables:
-        """``StepPlan.tables`` of the step that ``refill`` has written."""
+        """Return ``StepPlan.tables`` of the step that ``refill`` wrote last."""
         if (attention, device) not in self._rooms:
             self._rooms[attention, device] = _Room.of(attention, past, device)
             self.version += 1
         return self._rooms[attention, device].tables
 
     def writes(self, device: torch.device) -> torch.Tensor:
-        """(rows, 3) int32 as ``oscar_mm.ops.append`` takes them, slot -1 for rows without."""
+        """Return (rows, 3) int32 for ``oscar_mm.ops.append``; slot -1 marks rows without a new
+        token."""
         return self._upload(_WRITES, device)
 
     def slots(self, device: torch.device) -> dict[Bits, SlotTables]:
-        """``StepPlan.slots_on``, with lines for each row and page -1 in those without."""
+        """Return ``StepPlan.slots_on`` with lines for each row; page -1 marks unused lines."""
         return {
             bits: SlotTables(
                 *(self._upload(f"{bits} {kind}", device) for kind in ("jobs", "begins"))
