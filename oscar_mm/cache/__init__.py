@@ -1,1 +1,2 @@
-"""The cache: pages by modality, pools, streams, and the transformers Cache over them."""
+"""The KV cache: pages by modality, slot pools, block tables, and the transformers Cache over
+them."""

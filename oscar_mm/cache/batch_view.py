@@ -1,4 +1,4 @@
-"""BatchView: rows of several caches as the batch of one forward pass."""
+"""Batch view: rows of several caches as the batch of one forward pass."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from oscar_mm.errors import InputError
 class BatchView(OscarCache):
     """Several caches of one row each, as one cache of several rows.
 
-    The rows stay those of the caches: a step on the view adds a token to each of them, and a step
-    that does not reach all layers leaves all of them incomplete. The view owns no slots. Its rows
-    may be of unequal length, without padding, as long as attention is causal and unbounded. All
-    have the same balancing.
+    The caches keep their rows: a step on the view adds a token to each of them, and a step that
+    does not reach all layers leaves all of them incomplete. The view owns no slots. Its rows may
+    differ in length, without padding, as long as attention is causal and unbounded. All rows have
+    the same balancing.
 
     Args:
-        store: of all the caches.
+        store: page store of all the caches.
     """
 
     def __init__(self, store: PageStore) -> None:
@@ -35,10 +35,11 @@ class BatchView(OscarCache):
         self._caches: list[OscarCache | None] = []
 
     def set_rows(self, caches: Sequence[OscarCache | None]) -> None:
-        """Make these caches the rows; None for a row that is computed and not looked at.
+        """Set the rows of the batch.
 
         Args:
-            caches: of one row each, or empty; ``can_take`` accepts each.
+            caches: caches of one row each, or empty ones, that ``can_take`` accepts; None marks
+                padding, whose output is ignored.
         """
         self._caches = list(caches)
         self.kv_manager.changes += 1
@@ -49,25 +50,26 @@ class BatchView(OscarCache):
             self.replayed(StepPlan())
 
     def can_take(self, cache: OscarCache) -> bool:
-        """Whether a cache may be a row: of this store, with attention in all layers and the same
-        balancing."""
+        """Return whether a cache may be a row.
+
+        It needs the same store, attention in all layers and the same balancing.
+        """
         fits = cache.store is self.store and not cache.linear_layers
         return fits and balanced_alike(self, cache)
 
     def settle(self) -> None:
-        """After a prompt: give caches that were empty their layers."""
+        """Give caches that were empty before a prompt their layers."""
         for cache in self._caches:
             if cache is not None and not cache.layers:
                 cache.layers += [layer.fork(cache) for layer in self.layers]
 
     def clear_row(self, place: int) -> None:
-        """Put a row of which nothing is looked at any more in the place of a row that has ended; a
-        step that was launched ahead stays good."""
+        """Replace a finished row with an empty one; an already launched step stays valid."""
         self._caches[place] = None
         self.kv_manager.sequences[place] = SequenceTable()
 
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
-        """Begin the next forward pass of the rows, see ``OscarCache.begin``."""
+        """Begin the next forward pass of the rows; see ``OscarCache.begin``."""
         step = super().begin(modalities)
         for cache in self._caches:
             if cache is not None:
@@ -76,13 +78,13 @@ class BatchView(OscarCache):
         return step
 
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
-        """Leave the check to ``pop_overflow``: what cannot be stored is one row's, not all
-        rows'."""
+        """Leave the check to ``pop_overflow``, since an overflow concerns one row, not all of
+        them."""
         if layer.device.type == "cpu" or tokens > 1:
             self.unchecked = True
 
     def pop_overflow(self) -> bool:
-        """Whether some row brought keys or values that cannot be stored since the last call."""
+        """Return whether any row's keys or values could not be stored since the last call."""
         if not self.unchecked:
             return False
         self.unchecked = False
@@ -92,11 +94,11 @@ class BatchView(OscarCache):
         return bool(found)
 
     def fork(self) -> OscarCache:
-        """Not supported: fork the caches."""
+        """Raise InputError: fork the caches instead."""
         raise InputError("a BatchView is not forked: fork the caches that are its rows")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Not supported: pickle the caches."""
+        """Raise InputError: pickle the caches instead."""
         raise InputError("a BatchView is not pickled: pickle the caches that are its rows")
 
 
@@ -109,10 +111,10 @@ def _row_of(cache: OscarCache | None) -> SequenceTable:
 
 
 def balanced_alike(one: OscarCache, other: OscarCache) -> bool:
-    """Whether two caches have the same balancing in all layers; one that knows no balancing yet
-    takes any.
+    """Return whether two caches have the same balancing in all layers.
 
-    A chat that an earlier version saved has the balancing of that version.
+    A cache whose balancing is not known yet fits any other. A chat saved by an earlier version has
+    that version's balancing.
     """
     mine, theirs = one.balancing, other.balancing
     if mine is None or theirs is None:

@@ -1,4 +1,4 @@
-"""OscarCache: a transformers Cache that stores keys and values in 2-bit pages by modality."""
+"""OscarCache: a transformers Cache that stores keys and values in low-bit pages by modality."""
 
 from __future__ import annotations
 
@@ -40,33 +40,36 @@ _TWO_STATES = (
 )
 
 _USER = 5
-"""Who called ``update``, by frames above ``_take``: those of ``eager`` lie between."""
+"""Stack level of the caller of ``update``, seen from ``_take``; frames of ``eager`` are in
+between."""
 _ARGUMENT = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 
 
 def as_argument(cache: Any) -> dict[str, Any]:
-    """A cache as the keyword argument of models and ``generate``: ``cache`` since transformers
-    5.24, ``past_key_values`` before."""
+    """Return a cache as the keyword argument of models and ``generate``.
+
+    It is ``cache`` since transformers 5.24, ``past_key_values`` before.
+    """
     return {_ARGUMENT: cache}
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """The cache among a call's keyword arguments or in a model's output, or None."""
+    """Return the cache in a call's keyword arguments or in a model's output, or None."""
     return arguments.get(_ARGUMENT)
 
 
 def balancing_of(model: torch.nn.Module, policy: KVPolicy) -> dict[int, torch.Tensor]:
-    """Sigma by layer of a model, as the policy wants it; empty where nothing is balanced.
+    """Return a model's sigma by layer for a policy; empty if nothing is balanced.
 
     Raises:
-        InputError: the policy does not fit a model that is divided among ranks.
+        InputError: if the policy does not fit a model that is divided among ranks.
     """
     TPGroup.of(model).check(policy)
     return sigmas_of_model(model, centered=policy.centers_keys) if policy.balances else {}
 
 
 class OscarCache(Cache):
-    """Keys and values in pages by modality, packed as a ``KVPolicy`` says.
+    """Keys and values in pages by modality, packed according to a ``KVPolicy``.
 
     A drop-in for any decoder of transformers::
 
@@ -74,32 +77,32 @@ class OscarCache(Cache):
         model.generate(**inputs, cache=cache)  # past_key_values before transformers 5.24
 
     With attention "oscar" (``model.set_attn_implementation("oscar")``) the past is read from its
-    pages; with any other implementation it is unpacked for each layer in turn, to the same result.
-    A prompt's attention is exact in both: its keys and values are packed after their layer's
-    attention is done. Tokens of a later chunk see the packed past. Layers with linear attention
-    (Qwen3-Next, Qwen3.5, Jamba) keep their state as it is, in transformers' own layers.
+    pages; with any other implementation it is unpacked for each layer in turn, with the same
+    result. A prompt's attention is exact in both cases: its keys and values are packed after their
+    layer's attention. Tokens of a later chunk attend to the packed past. Layers with linear
+    attention (Qwen3-Next, Qwen3.5, Jamba) keep their unmodified state in transformers' own layers.
 
-    The cache learns of padding from attention "oscar"; with other implementations, and to store
+    Attention "oscar" passes the padding on to the cache. With other implementations, or to store
     images, video and audio in streams of their own, call ``expect`` before a prompt.
 
     Args:
         policy: a KVPolicy or a preset's name.
-        model: whose keys and values the cache will hold; its weights give the query-key
+        model: model whose keys and values the cache will store; its weights give the query-key
             balancing. Without it keys are stored unbalanced, and the cache warns once.
-        store: where the pages are kept, shared with other caches of the same model and policy; by
-            default a store of its own.
+        store: page store to share with other caches of the same model and policy; by default a new
+            one.
 
     Raises:
-        InputError: the store is of another policy, or the policy does not fit a model that is
+        InputError: if the store has another policy, or the policy does not fit a model that is
             divided among ranks.
     """
 
     layers: list[Any]
     """An OscarLayer for each layer with attention, a LinearLayer for each with linear attention."""
     step: StepPlan | None
-    """What the latest forward pass does; None before the first one."""
+    """Plan of the latest forward pass; None before the first one."""
     sigmas: Mapping[int, torch.Tensor | None] | None
-    """Balancing by layer, for layers that take in their first keys; None where it is not known."""
+    """Balancing by layer, for layers without keys so far; None if unknown."""
 
     def __init__(
         self,
@@ -119,32 +122,33 @@ class OscarCache(Cache):
         self.sigmas = None if model is None else balancing_of(model, self.policy)
         self._expected = PendingModalities()
         self._warned = False
-        # Whether layers on a GPU have taken in a prompt or pages since the last check.
+        # Whether layers on a GPU have stored a prompt or pages since the last check.
         self.unchecked = False
 
     def expect(
         self, modalities: torch.Tensor | None = None, *, attention_mask: torch.Tensor | None = None
     ) -> None:
-        """Tell the cache what the next tokens are; those after them are text.
+        """Announce the next tokens; tokens after them are text.
 
         Args:
             modalities: (batch, tokens): 0 text, 1 image, 2 video, 3 audio, -1 padding (see
                 ``oscar_mm.modality.token_modalities``).
-            attention_mask: (batch, tokens), 0 for padding; alone, all other tokens are text.
+            attention_mask: (batch, tokens), 0 for padding; without modalities, all other tokens are
+                text.
 
         Raises:
-            InputError: shapes or ids that cannot be.
+            InputError: if shapes or ids are invalid.
         """
         self._expected.announce(modalities, attention_mask)
 
     def attend_packed(self, mask: torch.Tensor | None) -> bool:
-        """Attention "oscar" announces a forward pass.
+        """Announce a forward pass with attention "oscar".
 
         Args:
-            mask: (batch, tokens held and new ones) bool, False for what nobody sees.
+            mask: (batch, stored and new tokens) bool, False for tokens that no query attends to.
 
         Returns:
-            whether the mask hides tokens that are held; new ones are not stored where it is False.
+            Whether the mask hides stored tokens; new tokens are not stored where it is False.
         """
         if mask is None:
             self._expected.attention(packed=True)
@@ -156,10 +160,10 @@ class OscarCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a layer's new keys and values, (batch, KV heads, tokens, head_dim) after RoPE.
+        """Add a layer's new keys and values, (batch, KV heads, tokens, head_dim) after RoPE.
 
         Returns:
-            with attention "oscar" the new tokens, marked for it; else past and new tokens.
+            With attention "oscar" the new tokens, marked for it; otherwise past and new tokens.
         """
         dtype = autocast_dtype(key_states)
         return self._take(key_states.to(dtype), value_states.to(dtype), layer_idx)
@@ -181,9 +185,9 @@ class OscarCache(Cache):
         if step.from_pages is None:
             step.from_pages = self._expected.take_packed()
         if step.from_pages:
-            # A cache has one dtype, though autocast may be on in some forward passes only.
+            # A cache has one dtype, but autocast may be on in only some forward passes.
             key_states, value_states = (x.to(layer.dtype) for x in (key_states, value_states))
-            # A view, so that no stored tensor leads back to this layer.
+            # A view, so that no stored tensor references this layer.
             key_states = key_states.view_as(key_states)
             key_states.oscar_chunk = LayerCall(layer, step)  # pyright: ignore[reportAttributeAccessIssue]
             return key_states, value_states
@@ -193,14 +197,16 @@ class OscarCache(Cache):
 
     @property
     def balancing(self) -> Mapping[int, torch.Tensor | None] | None:
-        """Sigma by layer: of the stored tokens, or, where there are none yet, of those to come.
-        None where nothing is stored and the model is not known."""
+        """Sigma by layer: of the stored tokens, or of future ones if none is stored yet.
+
+        None if nothing is stored and the model is unknown.
+        """
         if not self.layers:
             return self.sigmas
         return {layer.index: layer.sigma for layer in self.packed_layers}
 
     def _sigma(self, layer_idx: int) -> torch.Tensor | None:
-        """The balancing of a layer that takes in its first keys."""
+        """Return the balancing of a layer that receives its first keys."""
         if self.sigmas is not None:
             return self.sigmas.get(layer_idx)
         if self.policy.balances and not self._warned:
@@ -209,7 +215,7 @@ class OscarCache(Cache):
         return None
 
     def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> StepPlan:
-        """The step of this forward pass: made by the first layer, carried out by all."""
+        """Return the plan of this forward pass, made at its first layer."""
         step, rows = self.step, self.kv_manager.sequences
         if step is None or step.is_finished(layer.index):
             batch, _, tokens, _ = key_states.shape
@@ -220,32 +226,33 @@ class OscarCache(Cache):
         return step
 
     def _layer(self, index: int) -> OscarLayer | LinearLayer:
-        """A layer, made an empty ``OscarLayer`` if it was not there."""
+        """Return a layer, and add empty ``OscarLayer``s up to it if missing."""
         while len(self.layers) <= index:
             self.layers.append(OscarLayer(self, len(self.layers)))
         return self.layers[index]
 
     @property
     def packed_layers(self) -> list[OscarLayer]:
-        """The layers that have taken in keys and values."""
+        """Layers that have received keys and values."""
         return [x for x in self.layers if isinstance(x, OscarLayer) and x.is_initialized]
 
     @property
     def linear_layers(self) -> list[LinearLayer]:
-        """The layers of linear attention, which hold a state instead of keys and values."""
+        """Layers of linear attention, which store a state instead of keys and values."""
         return [layer for layer in self.layers if isinstance(layer, LinearLayer)]
 
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
-        """Begin the next forward pass: decide what every layer is to do with the new tokens.
+        """Begin the next forward pass: plan what every layer does with the new tokens.
 
-        ``update`` does this by itself; a caller that does it first gives the next forward pass.
+        ``update`` calls this itself; a caller that calls it first supplies the modalities of the
+        next forward pass.
 
         Args:
             modalities: (batch, tokens) int8 modality ids, -1 for padding; or a list of (tokens,),
-                as of ``KVCacheManager.advance``.
+                see ``KVCacheManager.advance``.
 
         Raises:
-            RuntimeError, FloatingPointError: as ``check_complete``.
+            RuntimeError, FloatingPointError: see ``check_complete``.
         """
         self.check_complete()
         step = self.kv_manager.advance(modalities)
@@ -256,16 +263,21 @@ class OscarCache(Cache):
         return step
 
     def replayed(self, step: StepPlan) -> None:
-        """Count a step as carried out by all layers although their code did not run: a graph did
-        it, or the pages come from a file or from other caches."""
+        """Record a step as carried out by all layers without their code having run.
+
+        A CUDA graph did it, or the pages come from a file or from other caches.
+        """
         for layer in self.packed_layers:
             step.finish(layer.index)
         self.step = step
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, while a forward pass on this cache stands between two layers, other caches of the
-        store may make whole passes: what this one has yet to read is not given to them."""
+        """Allow whole passes of the store's other caches while this cache's forward pass is
+        suspended.
+
+        The pass is suspended between two layers; slots that it has yet to read are not reallocated.
+        """
         sources = {} if self.step is None else self.step.sources()
         for bits, slots in sources.items():
             self.store.allocators[bits].retain(slots)
@@ -279,25 +291,30 @@ class OscarCache(Cache):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The same as long as a captured step holds: it is the same ledger, and pools stay where
-        they are."""
+        """Value that changes whenever a captured step becomes invalid: with another KV cache
+        manager, or when a pool moves."""
         return self.kv_manager.number, self.store.version
 
     @eager
     def end_step(self, indices: Iterable[int] | None = None) -> None:
-        """Pack what a step on fixed tables leaves for its end, at once for the layers with these
-        indices, which have taken in the step's tokens; by default for all."""
+        """Pack the tokens that a step on fixed tables leaves for its end, in one launch per kind of
+        layer.
+
+        Args:
+            indices: layers that have stored the step's tokens; by default all.
+        """
         if self.step is not None and self.step.packs_at_end:
             some = self.packed_layers if indices is None else [self.layers[i] for i in indices]
             pack_together(some, self.step)
 
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
-        """Check what a layer has stored of so many new tokens of each row.
+        """Check what a layer has stored for this number of new tokens per row.
 
-        Nothing waits for a GPU: there a prompt is checked before the next step.
+        It never waits for a GPU, where a prompt is checked before the next step.
 
         Raises:
-            FloatingPointError: on a CPU, keys or values that ``OscarLayer.check_stored`` refuses.
+            FloatingPointError: on a CPU, for keys or values that ``OscarLayer.check_stored``
+                rejects.
         """
         if layer.device.type == "cpu":
             layer.check_stored()
@@ -305,13 +322,13 @@ class OscarCache(Cache):
             self.unchecked = True
 
     def check_complete(self) -> None:
-        """Raise if a forward pass did not reach all layers, or brought what cannot be stored.
+        """Raise if a forward pass missed a layer, or its keys or values could not be stored.
 
-        Layers with linear attention cannot tell: some models write to their states in place.
+        Layers with linear attention are not checked: some models write to their states in place.
 
         Raises:
-            RuntimeError: the cache can only be reset or closed.
-            FloatingPointError: of a prompt, on a GPU; on a CPU its forward pass raises it.
+            RuntimeError: if the cache is incomplete; it can only be reset or closed.
+            FloatingPointError: for a prompt on a GPU; on a CPU its forward pass raises it.
         """
         layers = self.packed_layers
         if self.step is not None:
@@ -322,7 +339,8 @@ class OscarCache(Cache):
             self.unchecked = False
 
     def real_tokens(self, count: int) -> torch.Tensor:
-        """(batch, count) bool on the CPU: which of the last ``count`` tokens are no padding."""
+        """Return (batch, count) bool on the CPU: which of the last ``count`` tokens are not
+        padding."""
         rows = [sequence.real_tokens(count) for sequence in self.kv_manager.sequences]
         return torch.from_numpy(np.stack(rows))
 
@@ -330,13 +348,14 @@ class OscarCache(Cache):
     def unpacked(
         self, layer_idx: int, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer in sequence order: (batch, KV heads, length, head_dim) each.
+        """Return a layer's keys and values in sequence order, (batch, KV heads, length, head_dim)
+        each.
 
-        In the model's coordinates and, if no other is asked for, dtype; 0 where a token is padding
-        or forgotten.
+        They are in the model's coordinates and, by default, its dtype; padding and forgotten tokens
+        are 0.
 
         Raises:
-            InputError: the layer has linear attention.
+            InputError: if the layer has linear attention.
         """
         if self._is_linear(layer_idx):
             raise InputError(f"layer {layer_idx} has linear attention: a state, no keys and values")
@@ -345,15 +364,16 @@ class OscarCache(Cache):
         )
 
     def memory(self) -> MemoryReport:
-        """Bytes held, by modality and by kind."""
+        """Return the stored bytes by modality and by kind."""
         return measure(self.kv_manager, self.packed_layers, self.linear_layers)
 
     def shrink(self) -> None:
-        """After an answer, between forward passes: give back what was there for its next tokens.
+        """Release memory reserved for the next tokens; call it after an answer, between forward
+        passes.
 
-        Slots of 16 bit that were asked for in advance are free then. On a CPU free slots go back to
-        the device too, while no other cache holds slots of the store: but for its tables, a
-        conversation takes no more than in 16-bit precision.
+        Spare 16-bit slots become free. On a CPU, free slots also return to the device unless
+        another cache owns slots of the store: apart from its tables, a conversation takes no more
+        memory than in 16-bit precision.
         """
         self.kv_manager.release_spare()
         if self.store.is_on_cpu and self.kv_manager.holds_all(
@@ -362,13 +382,13 @@ class OscarCache(Cache):
             self.store.trim_after_answer()
 
     def fork(self) -> OscarCache:
-        """A cache with the same past, over the same pages: only tables are copied.
+        """Return a cache with the same past over the same pages: only tables are copied.
 
-        Each of the two goes on by itself, and may be cut, reset or closed: a page that both hold is
+        Both caches continue independently and may be cropped, reset or closed: a shared page is
         copied before either adds a token to it. The fork has the balancing of this cache.
 
         Raises:
-            RuntimeError: in the middle of a forward pass, or after one that was interrupted.
+            RuntimeError: during a forward pass, or after an interrupted one.
         """
         self.check_complete()
         if self.closed:
@@ -386,35 +406,36 @@ class OscarCache(Cache):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:
-        """A fork: as independent as a copy, without the copy."""
+        """Return a fork: as independent as a copy, without copied pages."""
         return self.fork()
 
     __copy__ = fork
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what the cache holds; it gets a store of its own where it is read again.
+        """Pickle the contents; unpickling puts them in a new store.
 
         Raises:
-            RuntimeError: in the middle of a forward pass, or after one that was interrupted.
+            RuntimeError: during a forward pass, or after an interrupted one.
         """
         announced = self.sigmas, self._expected
         return _unpickled, (self.policy, self.closed, announced, Snapshot.of(self))
 
     def forget(self, start: int, stop: int, row: int = 0) -> None:
-        """Drop the tokens ``start`` to ``stop - 1`` of a row; their pages are free at once.
+        """Drop the tokens ``start`` to ``stop - 1`` of a row and release their pages at once.
 
-        The row's length and the other tokens' positions stay (they are in the keys): the tokens
-        become like padding. Nothing is quantized again; 16-bit tokens behind them move up. With
-        another attention than "oscar", the attention_mask must be 0 for them from then on.
+        The row's length and the other tokens' positions (which are part of the keys) stay the same:
+        the tokens become like padding. Nothing is quantized again; later 16-bit tokens close the
+        gap. With an attention other than "oscar", the attention_mask must be 0 for them from then
+        on.
 
         Args:
             start, stop: indices in the row, counted from 0, padding included.
-            row: of the batch.
+            row: row of the batch.
 
         Raises:
-            InputError: tokens or a row that are not there.
-            RuntimeError: in the middle of a forward pass, or after one that was interrupted.
-            NotImplementedError: the state of a linear-attention layer has seen them.
+            InputError: if the tokens or the row do not exist.
+            RuntimeError: during a forward pass, or after an interrupted one.
+            NotImplementedError: if a linear-attention layer's state already includes them.
         """
         if self.linear_layers:
             raise NotImplementedError(f"OscarCache.forget: {_ONE_STATE}")
@@ -423,27 +444,27 @@ class OscarCache(Cache):
 
     @eager
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of a row, padding included."""
+        """Return the tokens of each row, padding included."""
         return self.kv_manager.length
 
     @eager
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(length of the keys in the coming forward pass, 0)."""
+        """Return (length of the keys in the next forward pass, 0)."""
         self._expected.attention(packed=False)
         return KeyLength(self.kv_manager.length + query_length, self), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: unbounded."""
+        """Return -1: unbounded."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row (the sign is transformers').
 
-        Tokens in 16-bit precision are dropped; a packed page that is cut keeps its codes and counts
-        fewer tokens. Nothing is quantized again.
+        Tokens in 16-bit precision are dropped; a cut page keeps its codes with fewer tokens in use.
+        Nothing is quantized again.
 
         Raises:
-            NotImplementedError: the state of a linear-attention layer has seen them.
+            NotImplementedError: if a linear-attention layer's state already includes them.
         """
         if tokens_to_remove and self.linear_layers:
             raise NotImplementedError(f"OscarCache.crop: {_ONE_STATE}")
@@ -455,7 +476,7 @@ class OscarCache(Cache):
         self.kv_manager.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i what row ``beam_idx[i]`` was; beams share the slots of their history."""
+        """Replace each row i by row ``beam_idx[i]``; beams share the slots of their history."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -477,17 +498,18 @@ class OscarCache(Cache):
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """Whether a linear-attention layer, by default the last one, has a state."""
+        """Return whether a linear-attention layer, by default the last one, has a state."""
         if not self.linear_layers or (layer_idx is not None and not self._is_linear(layer_idx)):
             return False
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """State of a linear-attention layer's convolution; None before the first tokens."""
+        """Return the convolution state of a linear-attention layer; None before the first
+        tokens."""
         return super().get_conv_state(layer_idx, state_idx) if self._is_linear(layer_idx) else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """State of a linear-attention layer's recurrence; None before the first tokens."""
+        """Return the recurrent state of a linear-attention layer; None before the first tokens."""
         if not self._is_linear(layer_idx):
             return None
         return super().get_recurrent_state(layer_idx, state_idx)
@@ -495,14 +517,14 @@ class OscarCache(Cache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Store a convolution's state; a layer becomes linear by its first such update."""
+        """Store a convolution's state; the first such update makes the layer a linear one."""
         self._use_linear(layer_idx, state_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Store a recurrence's state; a layer becomes linear by its first such update."""
+        """Store a recurrence's state; the first such update makes the layer a linear one."""
         self._use_linear(layer_idx, state_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
@@ -524,7 +546,7 @@ class OscarCache(Cache):
             self.layers[index] = LinearLayer()
 
     def reset(self) -> None:
-        """Forget everything, balancing too; pools of a store of its own are given up."""
+        """Remove all tokens and the balancing; a store of its own is replaced by an empty one."""
         self.kv_manager.clear()
         if self._own_store:
             self.store = PageStore(self.policy)
@@ -533,41 +555,41 @@ class OscarCache(Cache):
         self._expected, self.unchecked = PendingModalities(), False
 
     def close(self) -> None:
-        """Give up all pages; the cache takes no more tokens. A second time does nothing."""
+        """Release all pages and accept no more tokens. A second call does nothing."""
         self.reset()
         self.closed = True
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 before the first tokens."""
+        """Number of rows; -1 before the first tokens."""
         return len(self.kv_manager.sequences) or -1
 
     @property
     def is_initialized(self) -> bool:
-        """Whether tokens have come in."""
+        """Whether any layer has received tokens."""
         return bool(self.packed_layers)
 
     def offload(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: pages are small enough to stay."""
+        """Not supported: pages cannot be offloaded."""
         raise NotImplementedError("OscarCache.offload: pages cannot be offloaded")
 
     def prefetch(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported, as nothing is offloaded."""
+        """Not supported: pages cannot be offloaded."""
         raise NotImplementedError("OscarCache.prefetch: pages cannot be offloaded")
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: pools follow the first keys."""
+        """Not supported: pools take their shape from the first keys."""
         raise NotImplementedError("OscarCache.early_initialization: pools follow the first keys")
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: there are no pages for the keys of sparse attention's indexer."""
+        """Not supported: there are no pages for the indexer keys of sparse attention."""
         raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be held")
 
 
 def _unpickled(
     policy: KVPolicy, closed: bool, announced: tuple[Any, Any], snapshot: Snapshot
 ) -> OscarCache:
-    """The cache that ``OscarCache.__reduce__`` takes apart."""
+    """Restore the cache that ``OscarCache.__reduce__`` pickled."""
     cache = OscarCache(policy)
     cache.closed, (cache.sigmas, cache._expected) = closed, announced
     snapshot.placed(cache)

@@ -1,10 +1,10 @@
-"""A safetensors file with a checksum over all that it holds, written as a whole or not at all.
+"""Safetensors files with a checksum over all content, written atomically.
 
-The file's metadata holds a SHA-256 of the texts and of the tensors' names, dtypes, shapes and
-bytes. Anything that reads safetensors can read the file.
+The file's metadata contains a SHA-256 of the texts and of the tensors' names, dtypes, shapes and
+bytes. Any reader of safetensors can read the file.
 
-Older files hold a SHA-256 of the whole file instead, computed with zeros in the checksum's own
-place; they are read too.
+Older files contain a SHA-256 of the whole file instead, computed with zeros in the place of the
+checksum; they can still be read.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from oscar_mm.files import whole_file
 _NAME = "oscar_mm.digest"
 _OLD_NAME = "oscar_mm.sha256"
 _BLANK = "0" * 64
-# Each is unique in a header: within a text, quotes are escaped.
+# Both are unique in a header, since quotes within a text are escaped.
 _OLD_PLACE = f'"{_OLD_NAME}":"'.encode()
 _END_OF_TENSOR = re.compile(rb'"data_offsets":\[\d+,(\d+)\]')
 _MAX_HEADER = 1 << 24
-"""Bytes; a text of a million tokens has room. What is parsed may take twenty times as much."""
+"""Maximum bytes of a header; enough for a text of a million tokens. The parsed header may take
+twenty times as much."""
 _SHOWN = 200
-"""Characters of what others' errors and files say."""
+"""Maximum characters shown of other libraries' errors."""
 
 
 class Kind(NamedTuple):
-    """A tensor's dtype, as safetensors calls it ("U8", "I64", "BF16"), and shape."""
+    """Dtype of a tensor, as safetensors names it ("U8", "I64", "BF16"), and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,11 +51,12 @@ Content = tuple[dict[str, torch.Tensor], dict[str, str]]
 def write_checked(
     path: str | Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]
 ) -> None:
-    """Write tensors and texts, readable by the owner only; an old file stays until all is on disk.
+    """Write tensors and texts, readable by the owner only; an old file stays until the new one is
+    complete.
 
     Raises:
-        InputError: the file cannot be written, or the texts are too long to be read again; nothing
-            is left of it.
+        InputError: if the file cannot be written, or the texts are too long to be read again; no
+            partial file is left.
     """
     path = Path(path)
     try:
@@ -71,16 +73,17 @@ def write_checked(
 
 
 def read_checked(path: str | Path, accept: Accept) -> Content:
-    """Tensors, on the CPU, and texts of a file that ``write_checked`` wrote.
+    """Return the tensors, on the CPU, and the texts of a file written by ``write_checked``.
 
-    The checksum finds accidents, not forgers: anyone can compute it.
+    The checksum detects accidents, not forgery: anyone can compute it.
 
     Args:
-        accept: is given the texts and the tensors' kinds before more than the header is read, and
-            raises if the file will not do.
+        accept: callback for the texts and the tensors' kinds, called before anything but the header
+            is read; it raises to reject the file.
 
     Raises:
-        InputError: the file cannot be read, is none of ours, truncated or altered.
+        InputError: if the file cannot be read, was not written by oscar_mm, is truncated or was
+            altered.
     """
     path = Path(path)
     try:
@@ -110,7 +113,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
 
 
 def _header(file: BinaryIO, path: Path) -> bytes:
-    """The bytes that should be the header; safetensors alone parses them."""
+    """Return the bytes of the header without parsing them, which is left to safetensors."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= _MAX_HEADER:
@@ -124,7 +127,7 @@ def _header(file: BinaryIO, path: Path) -> bytes:
 
 
 def _refusal(path: Path, header: bytes) -> InputError:
-    """Why safetensors does not read a file."""
+    """Return the error for a file that safetensors cannot read."""
     size, ends = path.stat().st_size, [int(end) for end in _END_OF_TENSOR.findall(header)]
     whole = 8 + len(header) + max(ends, default=0)
     if not ends or size == whole:
@@ -146,7 +149,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> st
 
 
 def _old_digest(file: BinaryIO, header: bytes) -> str:
-    """SHA-256 of a whole file, with zeros in the place of its checksum."""
+    """Return the SHA-256 of a whole file, with zeros in the place of its checksum."""
     place = header.index(_OLD_PLACE) + len(_OLD_PLACE)
     blank = header[:place] + _BLANK.encode() + header[place + len(_BLANK) :]
     checksum = hashlib.sha256(len(header).to_bytes(8, "little") + blank)

@@ -1,8 +1,9 @@
-"""Saved caches of version 1, turned into what the present version would save.
+"""Conversion of saved caches of version 1 to the current format.
 
-They have tokens in 16-bit precision in blocks of 32, ``layer.<i>.blocks`` (n, 2, KV heads, 32,
-head_dim), and the ids of blocks in ``blocks``; a stream's number of them follows from its number of
-tokens in 16 bit. Pages of key_axis "token" are token by token, whatever head_dim is.
+They store tokens in 16-bit precision in blocks of 32, ``layer.<i>.blocks`` (n, 2, KV heads, 32,
+head_dim), and the ids of blocks in ``blocks``; the number of a stream's blocks follows from its
+number of tokens in 16-bit precision. Pages of key_axis "token" are stored token by token for every
+head_dim.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ _SUFFIX = ".blocks"
 
 
 def check_policy(policy: KVPolicy) -> None:
-    """Raise ValueError if no file of version 1 can be of a policy."""
+    """Raise ValueError if a file of version 1 cannot have this policy."""
     if policy.center or not set(policy.bits) <= set(_BITS):
         raise ValueError("its policy is not one of version 1")
 
 
 def kinds_now(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
-    """Names, dtypes and shapes as the present version has them, but with blocks counted instead of
-    their tokens.
+    """Return names, dtypes and shapes in the current format, but with the number of blocks in place
+    of the number of tokens.
 
     Raises:
-        KeyError, ValueError: blocks are of another shape, or tensors have the names of now.
+        KeyError, ValueError: if blocks have another shape, or tensors have names of the current
+            format.
     """
     found = dict(kinds)
     if named := [name for name in found if name == "recent" or _is_of_layer(name, ".recent")]:
@@ -49,13 +51,13 @@ def kinds_now(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
 def tensors_now(
     tensors: Mapping[str, torch.Tensor], formats: Mapping[str, PageFormat]
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a file whose kinds were checked, as the present version has them.
+    """Convert the tensors of a file whose kinds were checked to the current format.
 
     Args:
-        formats: of the tensors that are pages.
+        formats: page formats by tensor name.
 
     Raises:
-        ValueError: blocks and streams do not fit together.
+        ValueError: if blocks and streams are inconsistent.
     """
     found = dict(tensors)
     blocks, tails = found.pop("blocks").numpy().astype(np.int64), found["streams"].numpy()[:, 3]
@@ -87,7 +89,7 @@ def tensors_now(
 
 
 def _pages_now(pages: torch.Tensor, page_format: PageFormat) -> torch.Tensor:
-    """Pages of key_axis "token", (n, page_bytes) uint8, in the present order."""
+    """Reorder pages of key_axis "token", (n, page_bytes) uint8, to the current order."""
     found = torch.zeros_like(pages)
     heads = pages[:, : page_format.head_bytes * page_format.kv_heads]
     heads = heads.unflatten(1, (page_format.kv_heads, -1))

@@ -1,4 +1,4 @@
-"""MemoryReport: the bytes that a cache holds, by modality and by kind, against 16 bit."""
+"""Memory report: the bytes of a cache by modality and by kind, compared with 16-bit precision."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _TAILS = "tails: tokens outside of pages, not packed"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a cache holds. Every byte is in exactly one modality and in exactly one kind.
+    """Bytes of a cache. Every byte belongs to exactly one modality and exactly one kind.
 
-    Slots that caches share (``OscarCache.fork``) are in the report of each of them; free slots of
-    a store are in a cache's report while no other cache holds slots of the store, as far as
-    ``PageStore.trim`` would give them back.
+    Slots that caches share (``OscarCache.fork``) are in the report of each of them. The store's
+    free slots that ``PageStore.trim`` would return to the device are in a cache's report while no
+    other cache owns slots of the store.
 
     Attributes:
-        kv_bytes: all bytes held: pools (used and free slots), states of linear-attention layers,
+        kv_bytes: total bytes: pools (used and free slots), states of linear-attention layers,
             balancing vectors, tables.
-        bf16_bytes: bytes of the same tokens as plain 16-bit keys and values, and of the states.
-        values: key and value elements stored (2 * layers * KV heads * head_dim * tokens).
+        bf16_bytes: bytes of the same tokens as plain 16-bit keys and values, plus the states.
+        values: number of stored key and value elements (2 * layers * KV heads * head_dim * tokens).
         by_modality: bytes of "text", "image", "video", "audio", and "shared" (tables, balancing
             vectors, states and free slots).
-        by_kind: bytes of "codes", "scales" (and zeros), "norms", "tails" (tokens in the model's
-            dtype: recent ones, sinks, those that wait for a page), "states" (of linear attention),
-            "tables" (page tables, token map, balancing vectors), "unused" (free slots of the
-            pools, and slots that the next tokens of an answer will take).
-        tokens: stored tokens by modality, summed over the batch; of shared slots counted once
-            for each sequence.
-        shared_bytes: how many of kv_bytes other caches hold too.
+        by_kind: bytes of "codes", "scales" (and zeros), "norms", "tails" (unpacked tokens: the
+            window, sinks, tokens that wait for a page), "states" (linear attention), "tables" (page
+            tables, token map, balancing vectors), "unused" (free slots of the pools, and spare
+            slots for the next tokens of an answer).
+        tokens: stored tokens by modality, summed over the batch; tokens in shared slots count once
+            per sequence.
+        shared_bytes: part of kv_bytes that other caches also own.
         by_device: bytes by device; page tables and token map are on "cpu".
-        ranks: processes that store the other heads of the same layers; 1 if there are none. The
-            report is of one process.
+        ranks: number of processes that store the heads of the same layers; 1 without tensor
+            parallelism. The report covers one process.
     """
 
     kv_bytes: int
@@ -62,16 +62,17 @@ class MemoryReport:
 
     @property
     def ratio(self) -> float:
-        """bf16_bytes / kv_bytes: how many times smaller than 16 bit. 1.0 for an empty cache."""
+        """Compression factor compared with 16-bit precision, bf16_bytes / kv_bytes; 1.0 for an
+        empty cache."""
         return self.bf16_bytes / self.kv_bytes if self.kv_bytes else 1.0
 
     @property
     def bits_per_value(self) -> float:
-        """Bits held per key or value element, everything counted. 0.0 for an empty cache."""
+        """Stored bits per key or value element, including all overhead; 0.0 for an empty cache."""
         return self.kv_bytes * 8 / self.values if self.values else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, ready for JSON."""
+        """Return all numbers as a JSON-serializable dict."""
         return {
             "kv_bytes": self.kv_bytes,
             "bf16_bytes": self.bf16_bytes,
@@ -86,7 +87,7 @@ class MemoryReport:
         }
 
     def __str__(self) -> str:
-        """A table of a few lines."""
+        """Format the report as a short table."""
         if not self.kv_bytes:
             return "KV cache: empty"
         per_token = 2 * self.values / max(1, sum(self.tokens.values()))
@@ -139,9 +140,10 @@ class MemoryReport:
 
 
 def token_bytes(kv_manager: KVCacheManager, start: int, stop: int, row: int = 0) -> int:
-    """Bytes that tokens ``start`` to ``stop - 1`` of a row take: their part of pages and slots.
+    """Return the bytes of tokens ``start`` to ``stop - 1`` of a row: their share of pages and
+    slots.
 
-    Tables and what is not in use of a page are in the whole report only; padding takes nothing.
+    Tables and unused parts of pages are excluded; padding takes no bytes.
     """
     return span_bytes(kv_manager, [(start, stop)], row)[0]
 
@@ -149,11 +151,11 @@ def token_bytes(kv_manager: KVCacheManager, start: int, stop: int, row: int = 0)
 def span_bytes(
     kv_manager: KVCacheManager, spans: Sequence[tuple[int, int]], row: int = 0
 ) -> list[int]:
-    """``token_bytes`` of many spans, (start, stop) each, by one look at the tokens."""
+    """Return ``token_bytes`` of several spans, (start, stop) each, in one pass over the tokens."""
     sequence, ends = kv_manager.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
     total = np.zeros(len(ends))
     for code, stream in sequence.streams.items():
-        # Of the stream's tokens those before a span, and those before its end.
+        # Number of the stream's tokens before each span's start, and before its end.
         both = np.searchsorted(sequence.positions(code), ends)
         packed = np.diff(np.minimum(both, stream.packed))[:, 0]
         in_16_bit = np.diff(both)[:, 0] - packed
@@ -168,12 +170,12 @@ def span_bytes(
 def measure(
     kv_manager: KVCacheManager, packed: Sequence[OscarLayer], linear: Sequence[LinearLayer]
 ) -> MemoryReport:
-    """Add up the tensors that a cache holds, layer by layer, and its tables.
+    """Add up the tensors of a cache, layer by layer, and its tables.
 
     Args:
-        ledger: of the cache.
-        packed: its layers that have taken in keys and values.
-        linear: its layers of linear attention.
+        kv_manager: KV cache manager of the cache.
+        packed: layers that have received keys and values.
+        linear: layers of linear attention.
     """
     kv_manager.store.collect()
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -225,15 +227,15 @@ def _add_pools(
     *,
     alone: bool,
 ) -> None:
-    """Add one layer's pools.
+    """Add the pools of one layer.
 
-    Within a forward pass a layer may be a step behind the tables: its bytes are all counted, as
-    unused where the tables speak of slots that it does not have yet.
+    During a forward pass a layer may be a step behind the tables. Slots that it does not have yet
+    are ignored.
 
     Args:
-        slots: that the cache holds.
-        spare: slots of 16 bit that the next tokens will take.
-        alone: count the free slots too.
+        slots: slots of the cache.
+        spare: number of 16-bit slots reserved for the next tokens.
+        alone: whether to include the free slots.
     """
     for bits, pool in pools.by_bits.items():
         held = 0

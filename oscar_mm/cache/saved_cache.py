@@ -1,18 +1,18 @@
-"""Save a cache to a file and load it again: pages, tails and tables, bit for bit.
+"""Save a cache to a file and load it again: pages, unpacked tokens and tables, bit for bit.
 
-Tensors of the file (slots are renumbered from 0; a slot that sequences share is written once):
+Tensors of the file (slots are renumbered from 0; a shared slot is written once):
 
     codes                (rows, tokens) uint8       stream code of every token
-    streams              (n, 4) int64               row, stream code, entries, tokens in 16-bit
-    precision entries              (entries, 3) int32         page, first token in use, the one
-    after the last recent               (tokens,) int32            slots of 16 bit, stream by stream
+    streams              (n, 4) int64               row, stream code, entries, 16-bit tokens
+    entries              (entries, 3) int32         page, first token in use, end (exclusive)
+    recent               (tokens,) int32            16-bit slots, stream by stream
     layer.<i>.pages.<b>  (pages, page_bytes) uint8  see ``oscar_mm.pages.layout``
     layer.<i>.recent     (slots, 2, KV heads, head_dim)
     layer.<i>.sigma      (KV heads or 1, head_dim) float32, only with balancing
     given.<name>         tensors of the caller
 
-and one text, JSON: format version, the model's fingerprint, policy, layers, what the caller gave.
-Files of version 1 (``oscar_mm.cache.first_version``) are read too.
+The file also has one text, JSON: format version, the model's fingerprint, policy, layers and the
+caller's metadata. Files of version 1 (``oscar_mm.cache.first_version``) can be read too.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from oscar_mm.pages.layout import PageFormat, all_finite
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 FORMAT_VERSION = 2
-"""Goes up with any change of this file's tensors or of the bytes of a page."""
+"""Increases with any change of the file's tensors or of the bytes of a page."""
 _ADDED: dict[str, Any] = {"value_scale": "plain", "center": False}
-"""Fields of the policy that older files do not name, as their pages were made."""
+"""Policy fields missing in older files, with the values by which their pages were packed."""
 _TEXT = "oscar_mm.cache"
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -55,9 +55,9 @@ _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
 _CHECKED_BYTES = 1 << 26
 """Bytes of pages or tokens that are checked at a time."""
 _MOST = 512.0
-"""Sigma and its inverse are below that (``oscar_mm.quant.balance``)."""
+"""Upper bound of sigma and of its inverse (``oscar_mm.quant.balance``)."""
 _SHOWN = 200
-"""Characters of what a file says."""
+"""Maximum characters shown of an error in a file."""
 
 Device = torch.device | str
 
@@ -69,15 +69,15 @@ def save_cache(
     fingerprint: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a cache to one safetensors file, as a whole or not at all.
+    """Write a cache to one safetensors file, atomically.
 
     Args:
-        path: is replaced if it exists.
-        fingerprint, metadata: as of ``cache_content``.
+        path: file to write or replace.
+        fingerprint, metadata: see ``cache_content``.
 
     Raises:
-        InputError: the file cannot be written, or metadata cannot be saved.
-        RuntimeError, NotImplementedError: as of ``cache_content``.
+        InputError: if the file cannot be written, or metadata cannot be saved.
+        RuntimeError, NotImplementedError: see ``cache_content``.
     """
     content = cache_content(cache, path, fingerprint=fingerprint, metadata=metadata)
     write_checked(path, *content)
@@ -90,20 +90,20 @@ def cache_content(
     fingerprint: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> Content:
-    """Copy to the host what a file of a cache holds, for ``write_checked``, which needs no lock.
+    """Copy the content of a cache's file to the host, for ``write_checked``, which needs no lock.
 
-    Only slots in use are copied; of stream pages (``PageFormat.by_token``) only places in use.
-    What has been forgotten of another page that is still in use is in its codes.
+    Only slots in use are copied; unused places of stream pages (``PageFormat.by_token``) are
+    cleared. In other pages still in use, forgotten tokens remain part of the codes.
 
     Args:
-        path: of the file, for messages.
-        fingerprint: of the model; only a model with the same one can continue the file.
-        metadata: the caller's own, by name: tensors, arrays, or what JSON can hold.
+        path: path of the file, for messages.
+        fingerprint: fingerprint of the model; only a model with the same one can continue the file.
+        metadata: the caller's values by name: tensors, arrays or JSON values.
 
     Raises:
-        InputError: metadata cannot be saved.
-        RuntimeError: in the middle of a forward pass, or after one that was interrupted.
-        NotImplementedError: layers hold states of linear attention.
+        InputError: if metadata cannot be saved.
+        RuntimeError: during a forward pass, or after an interrupted one.
+        NotImplementedError: if layers have states of linear attention.
     """
     if cache.linear_layers:
         raise NotImplementedError(f"{path}: states of linear attention cannot be saved")
@@ -122,7 +122,7 @@ def cache_content(
         for bits, pool in layer.pages.items():
             pages = pool.storage[slots[bits]].cpu()
             if layer.formats[bits].by_token:
-                # What nobody has was never written, or is forgotten.
+                # Unused places were never written, or are forgotten tokens.
                 layer.formats[bits].clear_unused(pages, in_use[bits])
             tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
         recent = layer.recent.storage[slots[PLAIN]].cpu()
@@ -152,13 +152,13 @@ def cache_content(
 
 @dataclass(frozen=True)
 class SavedCache:
-    """What a file holds, checked: read without any lock, as nothing of a store is touched.
+    """Checked content of a file, read without a lock, since it touches no store.
 
     Attributes:
-        policy: of the cache.
-        tables: its sequences.
-        tensors: of all layers, by name.
-        shapes: of the layers.
+        policy: policy of the cache.
+        tables: tables of its sequences.
+        tensors: tensors of all layers, by name.
+        shapes: shapes of the layers.
         given: the caller's metadata.
     """
 
@@ -177,16 +177,16 @@ class SavedCache:
         policy: str | KVPolicy | None = None,
         layers: Sequence[LayerShape] | None = None,
     ) -> SavedCache:
-        """Read a file that anyone may have made: its header's counts and shapes are checked first.
+        """Read an untrusted file: counts and shapes in its header are checked first.
 
         Args:
-            fingerprint: of the model that is to go on with it.
-            policy: the policy that it must have; any by default.
-            layers: of the model; any by default.
+            fingerprint: fingerprint of the model that will continue the cache.
+            policy: required policy; any by default.
+            layers: layer shapes of the model; any by default.
 
         Raises:
-            InputError: the file is no saved cache, of an unknown version, of another model or
-                policy, truncated or altered, or holds what no cache holds.
+            InputError: if the file is not a saved cache, has an unknown version, belongs to another
+                model or policy, is truncated or altered, or has content that no cache can have.
         """
         wanted = None if policy is None else KVPolicy.of(policy)
         accepted: list[tuple[dict[str, Any], KVPolicy, list[LayerShape]]] = []
@@ -213,7 +213,7 @@ class SavedCache:
                         for bits in found.packed_bits
                     },
                 )
-            # Earlier files have them in the model's dtype, of larger numbers and more bytes.
+            # Earlier files store them in the model's dtype, which may be larger.
             for index, shape in enumerate(shapes):
                 name = f"layer.{index}.{_name(PLAIN)}"
                 tensors[name] = tensors[name].to(unpacked_dtype(found, shape.dtype))
@@ -237,15 +237,15 @@ class SavedCache:
     def placed(
         self, store: PageStore | None = None, device: Device | Mapping[int, Device] = "cpu"
     ) -> OscarCache:
-        """A cache over slots of its own, into which all is copied.
+        """Return a cache with new slots and a copy of the content.
 
         Args:
-            store: whose slots; by default of a store of its own.
-            device: of the layers that the store does not have yet; by layer index where they
-                differ.
+            store: page store of the slots; by default a new one.
+            device: device of the layers that the store does not have yet; a mapping by layer index
+                if they differ.
 
         Raises:
-            InputError: the store is of another model or policy.
+            InputError: if the store has another model or policy.
         """
         cache = OscarCache(self.policy, store=store)
         try:
@@ -279,16 +279,17 @@ def load_cache(
     store: PageStore | None = None,
     device: Device | Mapping[int, Device] = "cpu",
 ) -> tuple[OscarCache, dict[str, Any]]:
-    """A cache as it was saved, with slots of its own, and the caller's metadata.
+    """Return a saved cache with new slots, and the caller's metadata.
 
     Args:
-        fingerprint: of the model that is to go on with it.
-        policy: the policy that it must have; the store's, or any, by default.
-        store: whose slots; by default of a store of its own.
-        device: of the layers that the store does not have yet; by layer index where they differ.
+        fingerprint: fingerprint of the model that will continue the cache.
+        policy: required policy; by default the store's, or any.
+        store: page store of the slots; by default a new one.
+        device: device of the layers that the store does not have yet; a mapping by layer index if
+            they differ.
 
     Raises:
-        InputError: as ``SavedCache.read`` and ``SavedCache.placed`` raise it.
+        InputError: see ``SavedCache.read`` and ``SavedCache.placed``.
     """
     wanted = policy if policy is not None else store and store.policy
     saved = SavedCache.read(path, fingerprint=fingerprint, policy=wanted)
@@ -311,7 +312,7 @@ def _as_damaged(path: str | Path) -> Iterator[None]:
 
 
 def _exact(device: Device) -> torch.device:
-    """The device with an index, as tensors name theirs."""
+    """Return the device with an index, as in a tensor's ``device``."""
     return torch.empty(0, device=device).device
 
 
@@ -367,7 +368,8 @@ def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
 
 
 def _balance_now(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The field that earlier files have with the balancing by a prompt; their sigma is stored."""
+    """Return the current value of ``balance`` for policies that balanced by a prompt; sigma is in
+    the file."""
     return {"balance": "weights"} if policy.get("balance") in ("auto", "prompt") else {}
 
 
@@ -377,10 +379,10 @@ def _checked_shapes(
     policy: KVPolicy,
     model: Sequence[LayerShape] | None,
 ) -> list[LayerShape]:
-    """The shapes of every layer, by the header.
+    """Return the shapes of all layers according to the header.
 
     Raises:
-        ValueError: a tensor should not be there, or does not fit the others.
+        ValueError: if a tensor is unexpected or inconsistent with the others.
     """
     layers, rest = text["layers"], dict(kinds)
     # An empty cache has no layers yet.
@@ -396,7 +398,7 @@ def _checked_shapes(
     for index, about in enumerate(layers):
         recent = rest[f"layer.{index}.{_name(PLAIN)}"]
         _, _, heads, width = recent.shape
-        # Earlier files have them in the model's dtype, and do not say it.
+        # Earlier files store them in the model's dtype and do not name it.
         dtype, stored = (_DTYPES.get(x) for x in (about.get("dtype", recent.dtype), recent.dtype))
         if dtype is None or stored not in (dtype, unpacked_dtype(policy, dtype)):
             raise ValueError(f"layer {index}: tokens in 16 bit are {recent.dtype}")
@@ -434,7 +436,7 @@ def _check_content(
     tables: SavedTables,
     shapes: list[LayerShape],
 ) -> None:
-    """Raise ValueError if layers have other slots than the tables, or hold what is no number."""
+    """Raise ValueError if the layers' slots do not match the tables, or contain NaN or infinity."""
     if tables.counts[PLAIN] and not shapes:
         raise ValueError("0 layers")
     for index, shape in enumerate(shapes):
@@ -457,7 +459,7 @@ def _check_balancing(
     tables: SavedTables,
     layers: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raise ValueError if a layer has pages without the balancing by which they were packed."""
+    """Raise ValueError if a layer's pages and its balancing are inconsistent."""
     has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
     for index, about in enumerate(layers):
         if has_pages and not about["balanced"]:

@@ -1,4 +1,4 @@
-"""Snapshot: tables, pages and states of a cache by themselves, out of its store, and back."""
+"""Snapshot: copies of the tables, pages and states of a cache, independent of its store."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from oscar_mm.policy import PLAIN, Bits
 
 
 class PackedLayer(NamedTuple):
-    """What a layer with attention has in the slots of a cache.
+    """Contents of an attention layer's slots.
 
     Attributes:
-        shape: of its keys and values.
-        slots: bits -> what is in the slots of that kind, in the order of their numbers.
-        sigma: balancing of the layer, as of ``Basis``.
+        shape: shape and dtype of its keys and values.
+        slots: bits -> contents of the slots of that kind, in order of slot number.
+        sigma: balancing of the layer; see ``Basis``.
     """
 
     shape: LayerShape
@@ -30,7 +30,7 @@ class PackedLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: OscarLayer, slots: dict[Bits, list[int]]) -> PackedLayer:
-        """The layer's part of these slots, copied."""
+        """Copy the layer's part of these slots."""
         pools = {**layer.pages, PLAIN: layer.recent}
         copied = {bits: pool.storage[slots[bits]] for bits, pool in pools.items()}
         shape = LayerShape(layer.kv_heads, layer.head_dim, layer.dtype)
@@ -39,11 +39,11 @@ class PackedLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A cache by itself, between forward passes; it can be pickled, as tensors can.
+    """Contents of a cache between forward passes; it can be pickled.
 
     Attributes:
         tables: sequences over slots that are numbered from 0.
-        layers: of the cache; None for one that has taken in nothing.
+        layers: layers of the cache; None for a layer without tokens.
     """
 
     tables: SavedTables
@@ -51,10 +51,10 @@ class Snapshot:
 
     @classmethod
     def of(cls, cache: Any) -> Snapshot:
-        """Copy what an ``OscarCache`` holds.
+        """Copy the contents of an ``OscarCache``.
 
         Raises:
-            RuntimeError: in the middle of a forward pass, or after one that was interrupted.
+            RuntimeError: during a forward pass, or after an interrupted one.
         """
         cache.check_complete()
         tables, slots = renumbered(cache.kv_manager)
@@ -67,7 +67,7 @@ class Snapshot:
         return cls(tables, layers)
 
     def placed(self, cache: Any) -> None:
-        """Fill an ``OscarCache`` that is empty, on the devices of the copied tensors."""
+        """Fill an empty ``OscarCache``, on the devices of the copied tensors."""
         for index, found in enumerate(self.layers):
             if isinstance(found, LinearLayer):
                 cache.layers.append(found)
@@ -87,12 +87,13 @@ class Snapshot:
 def fill(
     cache: Any, tables: SavedTables, slots_of: Callable[[OscarLayer], dict[Bits, torch.Tensor]]
 ) -> None:
-    """Give an empty cache slots of its own, and put into them what the tables' slots hold.
+    """Allocate slots for an empty cache and copy the saved slots into them.
 
     Args:
-        cache: an ``OscarCache`` with its layers, which have their pools.
-        tables: of its sequences.
-        slots_of: bits -> contents of a layer's slots, in the order of the tables' numbers.
+        cache: an ``OscarCache`` whose layers have their pools.
+        tables: tables of the sequences.
+        slots_of: function that returns bits -> contents of a layer's slots, in the order of the
+            tables' numbers.
     """
     ids = {
         bits: slots.allocate(tables.counts[bits]) for bits, slots in cache.store.allocators.items()

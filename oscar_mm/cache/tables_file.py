@@ -1,4 +1,4 @@
-"""The tables of a cache as tensors of a file, and back, every number checked."""
+"""Conversion of a cache's tables to tensors of a file and back, with every number checked."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MAX_ROWS, _MAX_TOKENS = 4096, 1 << 25
 
 @dataclass
 class SavedTables:
-    """Sequences over slots that are numbered from 0; arrays as ``oscar_mm.cache.saved_cache`` says.
+    """Sequences over slots numbered from 0; see ``oscar_mm.cache.saved_cache`` for the arrays.
 
     Attributes:
-        counts: bits -> slots of that kind.
+        counts: bits -> number of slots of that kind.
     """
 
     KINDS: ClassVar = {
@@ -33,7 +33,7 @@ class SavedTables:
         "entries": ("I32", 3),
         "recent": ("I32", None),
     }
-    """Dtype and columns of each."""
+    """Dtype and number of columns of each array."""
 
     policy: KVPolicy
     codes: np.ndarray
@@ -43,7 +43,7 @@ class SavedTables:
     counts: dict[Bits, int]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The arrays by name, as they are saved."""
+        """Return the arrays by name, as they are saved."""
         return {name: torch.from_numpy(getattr(self, name)) for name in self.KINDS}
 
     @classmethod
@@ -51,7 +51,7 @@ class SavedTables:
         """Check dtypes, shapes and counts of a file's tensors before any of them is read.
 
         Raises:
-            KeyError, ValueError: they are no tables of a cache.
+            KeyError, ValueError: if they are not the tables of a cache.
         """
         for name, (dtype, width) in cls.KINDS.items():
             found = kinds[name]
@@ -69,10 +69,10 @@ class SavedTables:
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor], policy: KVPolicy) -> SavedTables:
-        """The tables of a file's tensors, whose kinds were checked.
+        """Read the tables from a file's tensors, whose kinds were checked.
 
         Raises:
-            ValueError: they are no tables of a cache.
+            ValueError: if they are not the tables of a cache.
         """
         arrays = {name: tensors[name].numpy() for name in cls.KINDS}
         tables = cls(policy, **arrays, counts={})
@@ -81,7 +81,7 @@ class SavedTables:
         return tables
 
     def _parts(self) -> list[tuple[int, ModalityTable]]:
-        """Row and stream, with its code's modality, of every line of ``streams``."""
+        """Return row and stream, with its code's modality, for every line of ``streams``."""
         parts, entry, slot = [], 0, 0
         for row, code, entries, count in self.streams.tolist():
             modality = Modality(code % SINK)
@@ -93,7 +93,7 @@ class SavedTables:
         return parts
 
     def _check_streams(self) -> None:
-        """Counts of every stream: in range, and as many tokens as the codes say."""
+        """Check that the counts of every stream are in range and match the codes."""
         rows, length = self.codes.shape
         if not np.isin(self.codes, [*range(2 * SINK), NOWHERE]).all():
             raise ValueError("unknown stream codes")
@@ -125,7 +125,7 @@ class SavedTables:
                 raise ValueError(f"row {index} has other tokens than its streams")
 
     def _checked_counts(self) -> dict[Bits, int]:
-        """Bits -> number of slots, whose ids go from 0 without gaps."""
+        """Return bits -> number of slots; check that their ids go from 0 without gaps."""
         named: dict[Bits, set[int]] = {bits: set() for bits in (*self.policy.packed_bits, PLAIN)}
         for _, stream in self._parts():
             if stream.pages and stream.bits == PLAIN:
@@ -140,7 +140,7 @@ class SavedTables:
         return {bits: len(slots) for bits, slots in named.items()}
 
     def places_in_use(self) -> dict[Bits, np.ndarray]:
-        """Bits -> (pages, 128) bool: which tokens of each page some stream has."""
+        """Return bits -> (pages, 128) bool: which tokens of each page are part of a stream."""
         used = {
             bits: np.zeros((count, PAGE_TOKENS), dtype=bool)
             for bits, count in self.counts.items()
@@ -152,7 +152,7 @@ class SavedTables:
         return used
 
     def sequences(self, slots: dict[Bits, list[int]]) -> list[SequenceTable]:
-        """The sequences over these slots: number i is the i-th of its kind."""
+        """Return the sequences over these slots: number i is the i-th of its kind."""
         made = [SequenceTable(bytearray(codes.tobytes())) for codes in self.codes]
         for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
             stream.pages = tuple(slots[stream.bits][page] for page in stream.pages)
@@ -163,8 +163,8 @@ class SavedTables:
 
 
 def renumbered(kv_manager: KVCacheManager) -> tuple[SavedTables, dict[Bits, list[int]]]:
-    """Tables of a KV cache manager with slots numbered from 0, and the slots under these
-    numbers."""
+    """Return the tables of a KV cache manager with slots numbered from 0, and the slot of each
+    number."""
     rows = kv_manager.sequences if kv_manager.length else []
     held = SlotSet.of(stream for row in rows for stream in row.streams.values())
     slots = {bits: held.slots(bits) for bits in kv_manager.allocators}

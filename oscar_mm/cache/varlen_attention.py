@@ -1,7 +1,7 @@
-"""Attention of prompts in line: new tokens of several rows, one row after the other.
+"""Variable-length (varlen) prefill attention over concatenated prompts.
 
-The pasts of many rows are unpacked into one tensor, where each row's new tokens follow them, so
-that a layer takes a dozen launches for all rows instead of some twenty for each.
+The pasts of many rows are unpacked into one tensor, each followed by the row's new tokens, so that
+a layer needs about a dozen launches for all rows instead of about twenty per row.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits
 
 _MAX_KEYS = 16384
-"""Past and new tokens of the rows of a run: 67 MB of 8 heads of 128 in 16-bit precision, as much
-again while they are unpacked."""
+"""Maximum past and new tokens of a varlen batch: 67 MB with 8 heads of 128 channels in 16-bit
+precision, and as much again while they are unpacked."""
 _MAX_ERROR = 0.02
-"""Relative error of flash attention in 16-bit precision: far above its rounding, far below a wrong
-mask's."""
+"""Maximum relative error of flash attention in 16-bit precision: far above its rounding error, far
+below the error of a wrong mask."""
 _log = logging.getLogger(__name__)
 
 
 class LongSequence(NamedTuple):
-    """A row whose past is too long for a run.
+    """A row whose past is too long for a varlen batch.
 
     Attributes:
-        row: its number.
-        tokens: its new ones.
+        row: index of the row.
+        tokens: range of its new tokens.
     """
 
     row: int
@@ -49,18 +49,18 @@ class LongSequence(NamedTuple):
 
 
 class VarlenBatch(NamedTuple):
-    """Rows that attend in one launch, and where their keys lie next to each other: those of a row
-    follow each other, new tokens last.
+    """Rows that attend in one launch, and the layout of their concatenated keys: row by row, each
+    row's new tokens last.
 
     Attributes:
-        tokens: new ones of all rows.
-        pages: bits -> (pages,) int32, and (pages * 128,) int64 places of their tokens; what is not
-            in use goes to the place after the last key.
-        slots: (n,) int64 of tokens in 16-bit precision, and their places.
-        new_places: (new tokens,) int64.
-        query_ends, key_ends: (rows + 1,) int32, where rows begin and end.
-        longest: most new tokens of a row, and most keys.
-        keys: of all rows.
+        tokens: range of the new tokens of all rows.
+        pages: bits -> (pages,) int32, and (pages * 128,) int64 places of their tokens; unused
+            tokens go to the place after the last key.
+        slots: (n,) int64 slots of the tokens in 16-bit precision, and their places.
+        new_places: (new tokens,) int64 places of the new tokens.
+        query_ends, key_ends: (rows + 1,) int32 boundaries of the rows.
+        longest: maximum new tokens of a row, and maximum keys of a row.
+        keys: total number of keys.
     """
 
     tokens: slice
@@ -81,7 +81,7 @@ class VarlenBatch(NamedTuple):
         tokens: slice,
         device: torch.device,
     ) -> VarlenBatch:
-        """The run of some rows, with their new tokens and keys, for layers on a device."""
+        """Return the varlen batch of these rows, new tokens and keys, for layers on a device."""
         key_ends = np.cumsum([0, *keys])
         pages: dict[Bits, list[int]] = {}
         places: dict[Bits, list[np.ndarray]] = {}
@@ -125,16 +125,16 @@ class VarlenBatch(NamedTuple):
 
 
 def varlen_batches(step: StepPlan, device: torch.device) -> Iterator[VarlenBatch | LongSequence]:
-    """The rows of a step in runs, for layers on a device.
+    """Split the rows of a step into varlen batches.
 
     Args:
-        step: with ``lengths``.
-        device: of the layers.
+        step: plan with ``lengths``.
+        device: device of the layers.
     """
     past, lengths = step.past, step.lengths or []
     keys = [row.stored + new for row, new in zip(past, lengths, strict=True)]
     ends = list(accumulate(lengths, initial=0))
-    begins, filled = [0], 0  # A long row is alone.
+    begins, filled = [0], 0  # A long row gets a batch of its own.
     for row, count in enumerate(keys):
         if row and filled + count > _MAX_KEYS:
             begins.append(row)
@@ -149,14 +149,17 @@ def varlen_batches(step: StepPlan, device: torch.device) -> Iterator[VarlenBatch
 
 
 def can_attend_varlen(queries: torch.Tensor) -> bool:
-    """Whether ``attend_varlen`` takes queries, (batch, query heads, tokens, head_dim)."""
+    """Return whether ``attend_varlen`` supports queries, (batch, query heads, tokens, head_dim)."""
     return has_flash(queries) and _agrees(queries.device, queries.dtype, queries.shape[3])
 
 
 @cache
 def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch's flash attention gives here what ``flash_varlen`` says: the operation is not
-    documented, and other versions of torch may choose another one. Said once in the log if not."""
+    """Check that torch's flash attention computes what ``flash_varlen`` promises; log a mismatch
+    once.
+
+    The operation is undocumented, and other versions of torch may choose another one.
+    """
     new, whole = (3, 5, 1), (13, 5, 10)
     generator = torch.Generator(device).manual_seed(0)
     queries, keys, values = (
@@ -183,7 +186,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     try:
         found = flash_varlen(queries, keys, values, run, 0.1)
         error = relative_error(found, expected)
-    except (RuntimeError, TypeError) as reason:  # It is missing, or takes other arguments.
+    except (RuntimeError, TypeError) as reason:  # The operation is missing or has changed.
         error = reason
     if isinstance(error, float) and error < _MAX_ERROR:
         return True
@@ -199,7 +202,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def _alone(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """``flash_varlen`` of a single row, in float32."""
+    """Reference for ``flash_varlen`` with a single row, in float32."""
     query, key, value = (x.float().transpose(0, 1)[None] for x in (queries, keys, values))
     seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=queries.device)
     seen = seen.tril(len(keys) - len(queries))
@@ -215,11 +218,11 @@ def attend_varlen(
     values: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Causal attention of the new tokens of a run's rows, each to its row; before ``append``.
+    """Compute causal attention of each row's new tokens to that row; before ``append``.
 
     Args:
-        layer: of the cache.
-        run: its rows.
+        layer: layer of the cache.
+        run: the rows.
         queries: (1, query heads, new tokens, head_dim).
         keys, values: (1, KV heads, new tokens, head_dim).
         scaling: factor of the scores.
@@ -242,7 +245,7 @@ def attend_varlen(
         sides.index_copy_(2, places, recent)
     for side, new in zip(sides, (keys, values), strict=True):
         side.index_copy_(1, run.new_places, new[0])
-    # Without what lies behind the last key.
+    # Drop the place for unused tokens.
     by_token = sides[:, :, : run.keys].transpose(1, 2)
     found = flash_varlen(queries[0].transpose(0, 1), by_token[0], by_token[1], run, scaling)
     return found.transpose(0, 1)[None]
@@ -255,12 +258,12 @@ def flash_varlen(
     run: VarlenBatch,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention of rows that follow each other; the last query of a row sees its last key.
+    """Compute attention of concatenated rows; the last query of a row attends up to its last key.
 
     Args:
         queries: (queries, query heads, head_dim).
         keys, values: (keys, KV heads, head_dim).
-        run: where rows begin and end.
+        run: boundaries of the rows.
         scaling: factor of the scores.
 
     Returns:
