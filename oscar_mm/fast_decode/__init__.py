@@ -1,1 +1,2 @@
-"""Decode steps of known decoders in few launches, as CUDA graphs; the cache runs without."""
+"""Decode steps of supported decoders in few launches, as CUDA graphs; the cache works without
+them."""

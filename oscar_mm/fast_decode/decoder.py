@@ -1,14 +1,14 @@
-"""FastDecoder: a decoder's forward pass for one token of each row, in few launches.
+"""Fast decoder: a decoder's forward pass for one token of each row, in few launches.
 
-A step of transformers' modules launches some forty small operations a layer, between which memory
-stands still. Here the same arithmetic takes seven: two norms, the gate and both residual sums are
-part of the products around them (``oscar_mm.fast_decode.linear``). The modules stay the owners of
-weights, embeddings, frequencies of RoPE and mixtures of experts.
+A step of transformers' modules launches about forty small kernels per layer, leaving memory
+bandwidth idle between launches. Here the same arithmetic takes seven: two norms, the gate and both
+residual sums are fused into the products around them (``oscar_mm.fast_decode.linear``). The modules
+still own the weights, embeddings, RoPE frequencies and mixtures of experts.
 
-Layers may be on several devices, which makes as many parts, and divided among ranks. ``supports``
-tells which models may run so: it knows every hook of ours, of accelerate where it only moves
-tensors from one device to the next, and of transformers where it divides a layer among ranks. A
-module with anything else around it runs by itself.
+Layers may be spread over several devices, as one part per device, and divided among ranks.
+``supports`` decides which models may run this way. It recognizes the hooks of oscar_mm, those of
+accelerate that only move tensors from one device to the next, and those of transformers that divide
+a layer among ranks. A module with any other hook runs by itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from oscar_mm.modules import devices, modules_of, run_as_written
 from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
 
 Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
-"""Makes of a function on fixed tensors of a device one that does the same again, maybe without
-running it."""
+"""Function that turns work on fixed tensors of a device into a replay of it; it may do so without
+running the work."""
 KNOWN_LAYERS = (
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
@@ -46,17 +46,17 @@ KNOWN_LAYERS = (
     "Qwen3VLMoeTextDecoderLayer",
     "Qwen3OmniMoeThinkerTextDecoderLayer",
 )
-"""Classes of transformers with this arithmetic."""
+"""Decoder layer classes of transformers with this arithmetic."""
 _DIVIDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
 }
-"""Products that ranks divide, and the dimension: 0 for some outputs from all inputs, 1 for all
-outputs from some inputs, to be added up."""
+"""Products that ranks divide, and the dimension: 0 for some of the outputs from all inputs, 1 for
+partial sums of all outputs from some of the inputs."""
 
 
 def supports(model: Any) -> bool:
-    """Whether the decoder is of a known kind, and nobody has changed how its modules run."""
+    """Return whether the decoder is of a supported kind and its modules run unmodified."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers = getattr(decoder, "layers", ())
     return (
@@ -71,24 +71,24 @@ def supports(model: Any) -> bool:
 
 
 def has_full_attention(model: Any) -> bool:
-    """Whether every token attends to all before it, not to a sliding window."""
+    """Return whether every token attends to all earlier ones, without a sliding window."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "sliding_window", None) is None
 
 
 def is_sharded(module: nn.Module, dimension: int | None = None) -> bool:
-    """Whether a rank has a part of a module's weights only.
+    """Return whether a rank has only a part of a module's weights.
 
     Args:
-        dimension: by which; None for any.
+        dimension: dimension of the division; None for any.
     """
-    # A DTensor's.
+    # Present on a DTensor.
     placements = getattr(module._parameters.get("weight"), "placements", ())
     return any(one.is_shard(dimension) for one in placements)
 
 
 def _has_known_parts(layer: Any) -> bool:
-    """Whether norms are RMS norms and the gate is silu; a layer may have got others."""
+    """Return whether norms are RMS norms and the gate is silu; both may have been replaced."""
     mlp, names = layer.mlp, ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
     norms = [one for name, one in layer.named_modules() if name.rpartition(".")[2] in names]
     gate = getattr(mlp if hasattr(mlp, "gate_proj") else mlp.experts, "act_fn", None)
@@ -96,7 +96,7 @@ def _has_known_parts(layer: Any) -> bool:
 
 
 def _is_divided_as_known(layer: Any) -> bool:
-    """Whole, or with heads and what is between the MLP's products divided."""
+    """Return whether the layer is whole, or divided by heads and by the MLP's inner width."""
     divided = {module for module in modules_of(layer) if is_sharded(module)}
     for block in (layer.self_attn, layer.mlp):
         products = {one: name for name, one in block.named_children() if name in _DIVIDED_BY}
@@ -114,8 +114,8 @@ class _Product(NamedTuple):
     """Weights of one launch of ``linear``.
 
     Attributes:
-        weights, biases: as of ``linear``; of a rank its part.
-        ranks: among which the inputs are divided, so that what they find is added up.
+        weights, biases: see ``linear``; with several ranks the local shard.
+        ranks: group among which the inputs are divided, so that the outputs are summed.
     """
 
     weights: States
@@ -139,7 +139,7 @@ class _Product(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """Multiply as ``linear`` does; weights divided by inputs have neither norm nor gate."""
+        """Multiply as ``linear`` does; weights divided by inputs support neither norm nor gate."""
         if self.ranks.count == 1:
             return linear(x, *self[:2], norm=norm, residual=residual, gated=gated)
         if self.ranks.rank == 0:
@@ -152,13 +152,13 @@ class _Product(NamedTuple):
 
 @dataclass(frozen=True)
 class FastLayer:
-    """A decoder layer's weights, and its arithmetic in few launches."""
+    """Weights of a decoder layer, and its arithmetic in few launches."""
 
     attention: Any
     attention_norm: Norm
     projections: _Product
     heads: tuple[int, ...]
-    """How many query, key and value heads there are; of a rank its own."""
+    """Number of query, key and value heads of this rank."""
     head_norms: tuple[Norm, Norm] | None
     output: _Product
     mlp_norm: Norm
@@ -166,11 +166,11 @@ class FastLayer:
     gate_and_up: _Product | None
     down: _Product | None
     experts: Experts | None
-    """Weights of a mixture that is whole; a divided one is left to its module."""
+    """Weights of an undivided mixture; a divided one runs as its own module."""
 
     @classmethod
     def of(cls, layer: Any) -> FastLayer:
-        """The weights of a layer of transformers, of a kind that ``supports`` knows."""
+        """Collect the weights of a transformers layer that ``supports`` accepts."""
         attention, mlp = layer.self_attn, layer.mlp
         head_norms = None
         if hasattr(attention, "q_norm"):
@@ -194,7 +194,7 @@ class FastLayer:
     def __call__(
         self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """(rows, hidden size) after the layer, of one token of each row."""
+        """Run the layer on one token of each row, (rows, hidden size)."""
         return self.feed_forward(self.attended(rows, len(rows), cosine, sine, cache))
 
     def attended(
@@ -206,26 +206,26 @@ class FastLayer:
         cache: OscarCache,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(tokens, hidden size) after attention, a new tensor.
+        """Return (tokens, hidden size) after attention, as a new tensor.
 
         Args:
-            rows: (tokens, hidden size), of one sequence after the other.
-            batch: sequences.
+            rows: (tokens, hidden size), one sequence after the other.
+            batch: number of sequences.
             cosine, sine: (tokens, head_dim).
-            cache: takes the tokens' keys and values.
-            mask: as of ``oscar_mm.attention.attend``.
+            cache: cache that stores the tokens' keys and values.
+            mask: see ``oscar_mm.attention.attend``.
         """
         heads = self.projected(rows)
         self.turn_(heads, cosine, sine)
         return self.output(self.attend(heads, batch, cache, mask), residual=rows)
 
     def projected(self, rows: torch.Tensor) -> torch.Tensor:
-        """(tokens, query, key and value heads, head_dim) of (tokens, hidden size)."""
+        """Project (tokens, hidden size) to (tokens, query, key and value heads, head_dim)."""
         states = self.projections(rows, norm=self.attention_norm)
         return states.view(len(rows), -1, self.attention.head_dim)
 
     def turn_(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
-        """Norms and RoPE of query and key heads, in place."""
+        """Apply norms and RoPE to query and key heads, in place."""
         queries, keys, _ = self.heads
         rope_(heads[:, : queries + keys], queries, cosine, sine, self.head_norms)
 
@@ -236,7 +236,7 @@ class FastLayer:
         cache: OscarCache,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(tokens, query heads * head_dim) that attention finds; arguments as of ``attended``."""
+        """Return the output of attention, (tokens, query heads * head_dim); see ``attended``."""
         attention, sides = self.attention, heads.split(self.heads, 1)
         query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in sides)
         key, value = cache.update(key, value, attention.layer_idx)
@@ -244,7 +244,7 @@ class FastLayer:
         return found.reshape(len(heads), -1)
 
     def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden size) after the MLP or the mixture of experts, a new tensor."""
+        """Return (tokens, hidden size) after the MLP or the mixture of experts, as a new tensor."""
         if self.gate_and_up is None or self.down is None:
             return self._by_experts(rows)
         between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
@@ -259,10 +259,10 @@ class FastLayer:
 
 @dataclass(frozen=True)
 class _Part:
-    """Layers one after the other on a device.
+    """Consecutive layers on one device.
 
     Attributes:
-        kept: what comes from another device, at addresses that stay.
+        kept: fixed tensors for the states that come from another device.
     """
 
     device: torch.device
@@ -270,7 +270,7 @@ class _Part:
     kept: list[torch.Tensor] = field(default_factory=list)
 
     def brought(self, states: States) -> States:
-        """The states on this device."""
+        """Return the states on this device."""
         if all(x.device == self.device for x in states):
             return states
         if not self.kept:
@@ -281,10 +281,10 @@ class _Part:
 
 
 class FastDecoder:
-    """A model, for one token of each row at a time, of an answer's rows.
+    """A model for decode steps: one token of each row at a time.
 
     Args:
-        model: of transformers, with attention "oscar"; one that ``supports`` accepts.
+        model: transformers model with attention "oscar" that ``supports`` accepts.
     """
 
     def __init__(self, model: Any) -> None:
@@ -304,19 +304,19 @@ class FastDecoder:
 
     @property
     def devices(self) -> set[torch.device]:
-        """The devices that it computes on."""
+        """Devices on which the layers run."""
         return {part.device for part in self._parts}
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """Logits, (batch, vocabulary), where the ids are.
+        """Compute logits, (batch, vocabulary), on the device of the ids.
 
         Args:
             ids: (batch, 1) tokens.
-            positions: (batch, 1), or (axes, batch, 1) with M-RoPE, of which transformers' models
-                take the last three.
-            cache: takes the tokens' keys and values.
+            positions: (batch, 1), or (axes, batch, 1) with M-RoPE, whose last three axes
+                transformers' models use.
+            cache: cache that stores the tokens' keys and values.
         """
         states = ids, positions
         for part in self._parts:
@@ -326,11 +326,11 @@ class FastDecoder:
     def recorded(
         self, record: Record, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> Callable[[], torch.Tensor]:
-        """The same as a function that does it again, each part recorded; called once before.
+        """Capture the computation part by part and return its replay; call the decoder once before.
 
         Args:
-            record: records a part.
-            ids, positions: at addresses that stay.
+            record: function that captures a part.
+            ids, positions: inputs at fixed addresses.
         """
         given = ids, positions
         replays = [
@@ -348,7 +348,7 @@ class FastDecoder:
         return replay
 
     def _computed(self, part: _Part, states: States, cache: OscarCache) -> States:
-        """What the next part is given; at last the logits alone."""
+        """Return the inputs of the next part; for the last part only the logits."""
         if part is self._parts[0]:
             states = self._begun(*states)
             cache.attend_packed(None)
@@ -363,7 +363,8 @@ class FastDecoder:
         return (self._head(self._norm.at_once(rows)),)
 
     def _begun(self, ids: torch.Tensor, positions: torch.Tensor) -> States:
-        """Embeddings, (batch, hidden size), and angles' cosines and sines, (batch, head_dim)."""
+        """Return embeddings, (batch, hidden size), and cosines and sines of RoPE, (batch,
+        head_dim)."""
         hidden = self._embed(ids)
         angles = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
         cosine, sine = (x.expand(len(ids), 1, -1)[:, 0].contiguous() for x in angles)
@@ -371,7 +372,8 @@ class FastDecoder:
 
 
 def _beside(embed: Any, rotary: nn.Module) -> nn.Module:
-    """RoPE's frequencies where the embeddings are; accelerate puts them where layers end."""
+    """Return the RoPE module on the device of the embeddings; accelerate puts it where layers
+    end."""
     device = embed.weight.device
     if devices(rotary) == {device}:
         return rotary

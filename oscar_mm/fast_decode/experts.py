@@ -1,12 +1,12 @@
-"""mixture: a mixture of experts for some rows, each by the experts that its router chooses.
+"""Mixture of experts for some rows, each routed to its top experts.
 
     residual + sum over the chosen k of share_k * (silu(n Wg_k^T) * (n Wu_k^T)) Wd_k^T,  n = norm(x)
 
-The kernels read the chosen experts' weights where they are, each once. For a few rows
-csrc/experts/experts.cu does all in two launches, row by row. For more, csrc/experts/route.cu puts
-the rows of each expert next to each other, csrc/linear/linear_rows.cu multiplies them by the
-expert's matrices, and csrc/experts/combine.cu adds up what a row's experts have found. For a prompt
-csrc/experts/prompt.cu copies the rows next to each other, and torch's grouped products multiply
+The kernels read the chosen experts' weights in place, each once. For a few rows
+csrc/experts/experts.cu takes two launches, row by row. For more, csrc/experts/route.cu groups the
+rows by expert, csrc/linear/linear_rows.cu multiplies them by the expert's matrices, and
+csrc/experts/combine.cu adds up the outputs of each row's experts. For a prompt
+csrc/experts/prompt.cu copies the rows grouped by expert, and torch's grouped products multiply
 them.
 """
 
@@ -62,17 +62,17 @@ from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 _MAX_CHOSEN, _MAX_EXPERTS = 32, 512
 MAX_GROUPED = 512
-"""Rows that our own products take at most, grouped by expert; more are a prompt's."""
+"""Maximum rows of our own grouped products; more rows use the kernels for prompts."""
 _MAX_PROMPT_ROWS = 1 << 16
 ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
 _EARLY = 2
 """Pieces of the second kernel that do not wait for the first. With one, steps take 1% longer, with
-three as long (30B-A3B after 32K tokens, H100)."""
+three as long as with two (30B-A3B after 32K tokens, H100)."""
 _checker = ArgumentChecker("mixture")
 
 
 def _choice_macros(made: Choosing) -> dict[str, str | int]:
-    """Macros of how rows choose their experts (csrc/experts/choice.cuh)."""
+    """Return the macros of the routing (csrc/experts/choice.cuh)."""
     return {
         "CHOSEN": made.chosen,
         "EXPERTS": made.experts,
@@ -93,7 +93,7 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Specialization:
-    """What the two kernels are compiled for."""
+    """Compile-time parameters of the two kernels for a few rows."""
 
     rows: int
     experts: int
@@ -104,12 +104,12 @@ class Specialization:
     dtype: torch.dtype
 
     def macros(self, down: bool, limit: int, tma: bool) -> dict[str, str | int]:
-        """Macros that csrc/experts/experts.cu is compiled with.
+        """Return the macros of csrc/experts/experts.cu.
 
         Args:
-            down: of the second kernel.
-            limit: bytes of shared memory that a thread block may have.
-            tma: copies by TMA.
+            down: whether for the second kernel.
+            limit: maximum bytes of shared memory per thread block.
+            tma: whether to copy by TMA.
         """
         piece = min(PIECE, self.between if down else self.width)
         return {
@@ -124,7 +124,8 @@ class Specialization:
         }
 
     def shared_bytes(self, macros: dict[str, str | int]) -> int:
-        """Shared memory of a thread block: pieces, then rows of x, then the norm's weight."""
+        """Return the shared memory of a thread block: pieces, then rows of x, then the norm's
+        weight."""
         pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"])
         if macros["DOWN"]:
             return 2 * (pieces + self.rows * self.chosen * self.between)
@@ -132,7 +133,7 @@ class Specialization:
 
 
 class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=0.02):
-    """The two kernels of a mixture."""
+    """The two kernels of a mixture for a few rows."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -150,7 +151,7 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
             self._kernels.append((kernel, shared))
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
-        """Launch."""
+        """Launch the kernels."""
         x, weight, epsilon, router, gate_and_up, down, *_ = arguments
         made = self.specialization
         logits = linear(x, [router], norm=Norm(weight, epsilon))
@@ -175,7 +176,8 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
         kernel: Callable[[Any], torch.Tensor],
         device: torch.device,
     ) -> float:
-        """Largest relative error of a row that chooses clearly, without the residual stream."""
+        """Return the largest relative error of a row with unambiguous routing, without the residual
+        stream."""
         made = specialization
         arguments = clear_choices([0] * made.rows, made, made.width, made.between, device)
         return error_of(kernel, arguments)
@@ -198,10 +200,10 @@ class CombineParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class GroupedSpecialization:
-    """What the kernels for more rows are compiled for."""
+    """Compile-time parameters of the kernels for more rows."""
 
     columns: int
-    """Most rows of a group."""
+    """Maximum rows of a group."""
     experts: int
     chosen: int
     normalized: bool
@@ -209,24 +211,27 @@ class GroupedSpecialization:
 
     @classmethod
     def of(cls, rows: int, experts: Experts, dtype: torch.dtype) -> GroupedSpecialization:
-        """What serves so many rows of x. Groups of 16 leave more room for weights on their way,
-        and are seldom too small while an expert has six rows on average."""
+        """Return the specialization for this number of rows of x.
+
+        Groups of 16 leave more shared memory for weights in flight, and are seldom too small while
+        an expert has six rows on average.
+        """
         count = len(experts.router)
         columns = 8 if rows <= 8 else 16 if rows * experts.chosen <= 6 * count else 32
         return cls(columns, count, experts.chosen, experts.normalized, dtype)
 
     def macros(self) -> dict[str, str | int]:
-        """Macros that route.cu and combine.cu are compiled with."""
+        """Return the macros of route.cu and combine.cu."""
         return _choice_macros(self) | {"COLUMNS": self.columns}
 
     def products(self, gated: bool) -> RowsSpecialization:
-        """What linear_rows.cu is compiled for: the experts' first matrices, or the second."""
+        """Return the specialization of linear_rows.cu for the experts' first or second matrices."""
         return RowsSpecialization(self.columns, gated, self.dtype, grouped=True)
 
 
 def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:
-    """Tilings of the experts' first matrices and of the second, where a thread block may have so
-    many bytes of shared memory."""
+    """Return the tilings of the experts' first and second matrices for a thread block's maximum
+    shared memory."""
     first = tiling_for(shared_bytes)
     return first, replace(first, span=min(first.span, 384))
 
@@ -238,7 +243,7 @@ def _combined(
     shares: torch.Tensor,
     places: torch.Tensor,
 ) -> torch.Tensor:
-    """What a row's experts have found, added up by the kernel of combine.cu."""
+    """Add up the outputs of each row's experts with the kernel of combine.cu."""
     x, output = arguments.x, arguments.result()
     params = CombineParams(*addresses(found, shares, places, x, output), x.shape[1])
     grid, block = (len(x), 1, 1), (COMBINE_THREADS, 1, 1)
@@ -249,7 +254,7 @@ def _combined(
 class GroupedKernels(
     OperationKernel[GroupedSpecialization], operation="grouped_mixture", bound=0.02
 ):
-    """The kernels of a mixture for many rows."""
+    """The kernels of a mixture for up to ``MAX_GROUPED`` rows."""
 
     def __init__(self, specialization: GroupedSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -267,7 +272,7 @@ class GroupedKernels(
             self._products.append((kernel, tiling.threads, launch))
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
-        """Launch."""
+        """Launch the kernels."""
         x, weight, epsilon, router, gate_and_up, down, chosen, _ = arguments
         stream, rows = current_stream(x.device), len(x)
         normed = Norm(weight, epsilon).at_once(x)
@@ -309,8 +314,11 @@ class GroupedKernels(
         kernel: Callable[[Any], torch.Tensor],
         device: torch.device,
     ) -> float:
-        """Largest relative error of a row that chooses clearly, without the residual stream; some
-        experts have more rows than a group."""
+        """Return the largest relative error of a row with unambiguous routing, without the residual
+        stream.
+
+        Some experts have more rows than a group.
+        """
         kinds = [1, 2, 3, *[0] * (specialization.columns + 2)]
         return error_of(kernel, clear_choices(kinds, specialization, 544, 64, device))
 
@@ -326,25 +334,25 @@ class PromptParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PromptSpecialization:
-    """What the kernels for the rows of a prompt are compiled for."""
+    """Compile-time parameters of the kernels for the rows of a prompt."""
 
     experts: int
     chosen: int
     normalized: bool
     dtype: torch.dtype = torch.bfloat16
-    """The one that torch's grouped products take."""
+    """The only dtype that torch's grouped products support."""
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros that prompt.cu and combine.cu are compiled with."""
+        """Macros of prompt.cu and combine.cu."""
         return _choice_macros(self)
 
 
 class PromptKernels(OperationKernel[PromptSpecialization], operation="prompt_mixture", bound=0.02):
     """The kernels of a mixture for the rows of a prompt, around torch's grouped products.
 
-    Transformers' module copies the experts' inputs and outputs three times more, in twice the time
-    of the products (8,192 tokens, H200).
+    The module of transformers copies the experts' inputs and outputs three more times, in twice the
+    time of the products (8,192 tokens, H200).
     """
 
     def __init__(self, specialization: PromptSpecialization, device: torch.device) -> None:
@@ -355,7 +363,7 @@ class PromptKernels(OperationKernel[PromptSpecialization], operation="prompt_mix
         self._combine = self._load("experts/combine.cu", macros)
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
-        """Launch."""
+        """Launch the kernels."""
         x, weight, epsilon, router, gate_and_up, down, chosen, _ = arguments
         (rows, width), count, stream = x.shape, router.shape[0], current_stream(x.device)
         normed = Norm(weight, epsilon).at_once(x)
@@ -380,8 +388,11 @@ class PromptKernels(OperationKernel[PromptSpecialization], operation="prompt_mix
         kernel: Callable[[Any], torch.Tensor],
         device: torch.device,
     ) -> float:
-        """Largest relative error of a row that chooses clearly, without the residual stream; the
-        last thread block has fewer rows than others."""
+        """Return the largest relative error of a row with unambiguous routing, without the residual
+        stream.
+
+        The last thread block has fewer rows than the others.
+        """
         kinds = [1, 2, 3, *[0] * 30]
         return error_of(kernel, clear_choices(kinds, specialization, 544, 64, device))
 
@@ -389,7 +400,7 @@ class PromptKernels(OperationKernel[PromptSpecialization], operation="prompt_mix
 def expert_kernels(
     x: torch.Tensor, experts: Experts
 ) -> ExpertKernels | GroupedKernels | PromptKernels | None:
-    """The kernels for (rows, width) x; None where there are none."""
+    """Return the kernels for (rows, width) x; None if there are none."""
     rows, width = x.shape
     count, both, _ = experts.gate_and_up.shape
     if not x.is_cuda or not rows or x.dtype not in ELEMENTS:
@@ -414,9 +425,7 @@ def expert_kernels(
 
 
 def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
-    """A layer's mixture of experts with its norm and the residual stream, for some rows.
-
-    This is the operation, called directly, without its checks.
+    """Apply a layer's norm, mixture of experts and residual sum: the operation without its checks.
 
     Args:
         x: (rows, width).

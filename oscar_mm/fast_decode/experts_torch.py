@@ -1,4 +1,4 @@
-"""Arguments of mixture, mixture by PyTorch operations, and how far kernels are from it."""
+"""Arguments of ``mixture``, ``mixture`` with PyTorch operations, and the error of kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Experts(NamedTuple):
         router: (experts, width).
         gate_and_up: (experts, 2 * between, width), the gates' outputs first.
         down: (experts, width, between).
-        chosen: experts of a row.
+        chosen: number of experts per row.
         normalized: whether the shares of a row's experts add up to 1.
     """
 
@@ -37,8 +37,8 @@ class MixtureArguments(NamedTuple):
     Attributes:
         x: (rows, width), contiguous.
         norm: (width,), weight of the RMSNorm of x.
-        epsilon: of the norm.
-        router, gate_and_up, down, chosen, normalized: as of ``Experts``.
+        epsilon: epsilon of the norm.
+        router, gate_and_up, down, chosen, normalized: see ``Experts``.
     """
 
     x: torch.Tensor
@@ -51,21 +51,21 @@ class MixtureArguments(NamedTuple):
     normalized: bool
 
     def result(self) -> torch.Tensor:
-        """(rows, width) without data."""
+        """Return an uninitialized result, (rows, width)."""
         return torch.empty_like(self.x)
 
 
 class Choosing(Protocol):
-    """How rows choose their experts, of a specialization of kernels."""
+    """Routing parameters of a kernel specialization."""
 
     @property
     def experts(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         ...
 
     @property
     def chosen(self) -> int:
-        """Experts of a row."""
+        """Number of experts per row."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class Choosing(Protocol):
 
 
 def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
-    """``mixture`` by PyTorch operations, for a few rows: weights are copied."""
+    """``mixture`` with PyTorch operations, for a few rows: weights are copied."""
     x, weight, epsilon, router, gate_and_up, down, count, normalized = arguments
     normed = Norm(weight, epsilon)(x)
     shares, chosen = _choices(linear(normed, router), count, normalized)
@@ -92,7 +92,7 @@ def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
 def _choices(
     logits: torch.Tensor, count: int, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, count) float32 shares and int64 numbers of the experts that a router chooses."""
+    """Return the shares and indices of the chosen experts, (rows, count) float32 and int64."""
     shares, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, -1)
     return shares / shares.sum(-1, keepdim=True) if normalized else shares, chosen
 
@@ -104,26 +104,26 @@ def clear_choices(
     between: int,
     device: torch.device,
 ) -> MixtureArguments:
-    """A mixture of random experts whose router's logits are far apart, so that rounding does not
-    change which are the largest.
+    """Return a mixture of random experts with unambiguous routing: rounding does not change the top
+    logits.
 
     Args:
-        kinds: of each row; those of a kind are the same.
-        made: how rows choose, and the dtype.
-        width: of a row.
+        kinds: kind of each row; rows of a kind are equal.
+        made: routing parameters and dtype.
+        width: width of a row.
         between: width between an expert's matrices.
     """
     dtype = made.dtype
     generator = torch.Generator(device).manual_seed(0)
-    # In the dtype at once: this runs beside a model, and float32 copies would count.
+    # Directly in this dtype: a model is loaded, and float32 copies would take extra memory.
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     norm, different = Norm(random(width), 1e-5), max(kinds) + 1
-    # Kinds have elements in places of their own.
+    # Kinds have nonzero elements in disjoint places.
     own = torch.arange(width, device=device) * different // width
     rows = random(different, width) * (own == torch.arange(different, device=device)[:, None])
     directions = norm(rows).float()
     directions /= directions.square().sum(1, keepdim=True)
-    # The largest are the smallest numbers, which are rounded least.
+    # The top logits have the smallest magnitude, so they are rounded least.
     steps = -torch.stack(
         [torch.randperm(made.experts, generator=generator, device=device) for _ in range(different)]
     )
@@ -138,6 +138,6 @@ def clear_choices(
 
 
 def error_of(kernel: Callable[[Any], torch.Tensor], arguments: MixtureArguments) -> float:
-    """Largest relative error of a row, without the residual stream."""
+    """Return the largest relative error of a row, without the residual stream."""
     x = arguments.x
     return relative_error(kernel(arguments) - x, experts_by_torch(arguments) - x)

@@ -1,4 +1,4 @@
-"""gate_: silu(gate) * up of a feed-forward layer's products, in one launch."""
+"""Gate: silu(gate) * up of a feed-forward layer's products, in one launch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Params(ctypes.Structure):
 
 
 class GateKernel(OperationKernel[torch.dtype], operation="gate", bound=0.01):
-    """The kernel for gates and ups of a dtype."""
+    """CUDA kernel of ``gate_`` for a dtype."""
 
     def __init__(self, specialization: torch.dtype, device: torch.device) -> None:
         super().__init__(specialization, device)
         self._kernel = self._load("linear/gate.cu", {"ELEMENT": ELEMENTS[specialization]})
 
     def __call__(self, gates: torch.Tensor, ups: torch.Tensor) -> None:
-        """Launch; there is at least one row."""
+        """Launch; requires at least one row."""
         rows, width = gates.shape
         params = Params(*addresses(gates, ups), gates.stride(0), rows, width)
         blocks = -(-rows * width // (_AT_ONCE * THREADS))
@@ -45,7 +45,7 @@ class GateKernel(OperationKernel[torch.dtype], operation="gate", bound=0.01):
         kernel: Callable[[torch.Tensor, torch.Tensor], None],
         device: torch.device,
     ) -> float:
-        """Largest relative error of a row, of halves of wider rows."""
+        """Return the largest relative error of a row, for halves of wider rows."""
         generator = torch.Generator(device).manual_seed(0)
         both = torch.randn(37, 2 * 264, generator=generator, device=device, dtype=specialization)
         expected = both.clone()
@@ -55,10 +55,10 @@ class GateKernel(OperationKernel[torch.dtype], operation="gate", bound=0.01):
 
 
 def gate_(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
-    """Write silu(gates) * ups into gates, and return them.
+    """Write silu(gates) * ups into gates, and return gates.
 
     Args:
-        gates, ups: (rows, width) of one dtype, contiguous or halves of wider rows.
+        gates, ups: (rows, width) of the same dtype, contiguous or halves of wider rows.
     """
     takes = (
         gates.is_cuda

@@ -1,10 +1,10 @@
-"""Decode steps: one token of every row through the model, eagerly or as a CUDA graph.
+"""Graph runner: decode steps, one token of every row, run eagerly or replayed as a CUDA graph.
 
-Eagerly a step costs the host ten times what it costs the GPU. A captured step is launched at once;
-what changes from step to step (tokens, positions, where the past is and where the new tokens go)
-lies in tensors that are written over before each replay. A step may be launched early, before the
-host has seen the tokens that feed it: the host learns only later which tokens were chosen and which
-rows have ended, and the device goes on as if none had.
+An eager step takes ten times as long on the host as on the GPU. A captured step is a single launch;
+whatever changes from step to step (tokens, positions, the places of the past and of the new tokens)
+is in tensors that are updated before each replay. A step may be launched early, before the host has
+read the tokens that feed it: the host learns only later which tokens were chosen and which rows
+have ended, and the device continues as if none had.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from oscar_mm.tensor_parallel import TPGroup
 
 
 class GraphInputs:
-    """Prepares the decode steps of a cache for a graph, which reads their tables where it found
-    them when it was captured.
+    """Prepares the decode steps of a cache for a graph, which reads their tables at fixed
+    addresses.
 
-    ``OscarCache.begin`` begins a step and ``OscarCache.replayed`` ends it; between the two a step
-    that ``fix`` accepts may be replayed as long as ``version`` is that of the capture.
+    ``OscarCache.begin`` begins a step and ``OscarCache.replayed`` ends it; in between, a step that
+    ``fix`` accepts may be replayed while ``version`` is the same as at the capture.
 
     Args:
-        cache: that the steps add tokens to.
-        rows: of its batch.
+        cache: cache that the steps extend.
+        rows: number of rows of its batch.
     """
 
     def __init__(self, cache: OscarCache, rows: int) -> None:
@@ -47,44 +47,46 @@ class GraphInputs:
 
     @property
     def is_ready(self) -> bool:
-        """Whether layers have asked for their tables: before that nothing can be captured."""
+        """Whether layers have requested their tables; nothing can be captured before."""
         return self._tables.known
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The same as long as a capture holds: tables and pools stay where they are. ``fix`` lets
-        pools grow, so what was asked for before a step is fixed may not hold for it."""
+        """Value that changes when tables or pools move, which invalidates captures.
+
+        ``fix`` may grow pools, so read it after a step is fixed.
+        """
         return self._tables.version, *self._cache.version
 
     def fix(self, step: StepPlan) -> bool:
-        """Write what a step needs to where a graph reads it.
+        """Write a step's tables to the fixed tensors of the graph.
 
         Returns:
-            False if the step does what no graph has in it: it is as before then.
+            False if no graph can run the step, which is left unchanged.
         """
         if not self._tables.takes(step):
             return False
         self._cache.store.reserve()
-        # No graph has these copies in it.
+        # Graphs do not include these copies.
         for layer in self._cache.packed_layers if step.copies else ():
             layer.copy_pages(step)
         step.copies = []
         self._tables.write(step)
-        # A row that has ended is computed like the others, and nobody looks at what comes of it.
+        # A finished row is computed like the others; its output is ignored.
         step.fixed, step.real = self._tables, None
         if step.fillings and not self._cache.policy.by_token:
             self._pack_whole_pages(step)
         return True
 
     def plan_ahead(self, modalities: np.ndarray) -> StepPlan | None:
-        """The step that ``OscarCache.begin`` would give, fixed; the cache stays as it is.
+        """Return the fixed step that ``OscarCache.begin`` would return, without changing the cache.
 
         Args:
             modalities: (batch, 1) int8 modality ids, -1 for padding.
 
         Returns:
-            None where a page would be copied or packed as a whole, a pool would grow, or no token
-            would be stored.
+            The step; None if a page would be copied or packed as a whole, a pool would grow, or no
+            token would be stored.
         """
         step = self._cache.kv_manager.planned(modalities)
         if step is None or (step.fillings and not self._cache.policy.by_token):
@@ -93,9 +95,9 @@ class GraphInputs:
 
     @contextmanager
     def dry_run(self, step: StepPlan) -> Iterator[None]:
-        """Let layers that run meanwhile carry out this step, for a capture or before its time.
+        """Let layers carry out this step within the block, for a capture or an early launch.
 
-        Afterwards the cache's own step, and what layers have done of this one, are as before.
+        On exit the cache's own step and the progress of this one are restored.
         """
         cache = self._cache
         before, cache.step = cache.step, step
@@ -108,37 +110,37 @@ class GraphInputs:
     def _pack_whole_pages(self, step: StepPlan) -> None:
         """Pack the pages that leave the window, before the step.
 
-        Otherwise that comes after attention, whose tables still list the slots of 16 bit: they are
-        read, and not written to before the new token is.
+        Normally this comes after attention, whose tables still list their 16-bit slots. Packing
+        first is safe: these slots are not overwritten before the new token is stored.
         """
         for layer in self._cache.packed_layers:
-            # None of the new tokens is packed, so any tokens stand for them.
+            # No new token is packed, so any tokens can stand in for them.
             some = layer.recent.storage[:1, 0, :, None, :].expand(len(step.past), -1, -1, -1)
             layer.pack(some, some, step)
         step.filled()
 
 
 SWITCH = "OSCAR_MM_CUDA_GRAPHS"
-"""Environment variable: "off" leaves steps eager."""
+"""Environment variable; "off" keeps steps eager."""
 Result = TypeVar("Result")
 _CAPTURES = threading.Lock()
 _log = logging.getLogger("oscar_mm")
 _TRIES = 4
-"""Captures that may fail one after the other before all further steps are eager."""
+"""Consecutive failed captures after which all further steps are eager."""
 _EAGER_STEPS = 16
-"""Steps between a capture that failed and the next try: other threads may have broken it."""
+"""Steps between a failed capture and the next try: another thread may have broken it."""
 
 
 class InflightStep(NamedTuple):
-    """A step that was launched before its time.
+    """A step that was launched early.
 
-    It has written keys and values only where nothing is stored, so nothing needs to be taken back.
+    It has written keys and values only to unused places, so it can be dropped without cleanup.
 
     Attributes:
-        tokens: (batch,) ids that it was launched with.
-        step: as it was foretold: where it has put the tokens of rows that had not ended, and what
-            it has packed.
-        logits: (batch, vocabulary) that come of it.
+        tokens: (batch,) input ids.
+        step: the planned step, with the places of the tokens of rows that had not ended, and the
+            tokens that it packed.
+        logits: (batch, vocabulary) output.
     """
 
     tokens: torch.Tensor
@@ -146,21 +148,21 @@ class InflightStep(NamedTuple):
     logits: torch.Tensor
 
     def is_step(self, tokens: torch.Tensor, step: StepPlan) -> bool:
-        """Whether it has done what a step with these tokens does."""
+        """Return whether it has done what a step with these tokens does."""
         return tokens is self.tokens and step.planned is self.step
 
 
 class GraphRunner:
-    """The decode steps of a batch of so many rows.
+    """Runs the decode steps of a batch with a fixed number of rows.
 
     Args:
-        model: a model of transformers that generates, with attention "oscar" in its decoder.
-        cache: what a step attends to and adds to.
-        rows: of the batch.
+        model: a generative transformers model with attention "oscar" in its decoder.
+        cache: cache that a step attends to and extends.
+        rows: number of rows of the batch.
         axes: leading axes of its position ids: 1 or 3 or 4 for M-RoPE, () for plain RoPE.
-        device: of the model's inputs.
-        record: how a step is captured; None for eager steps only. By default a CUDA graph where
-            one can be had, unless ``SWITCH`` is "off".
+        device: device of the model's inputs.
+        record: capture function; None for eager steps only. By default CUDA graphs if supported,
+            unless ``SWITCH`` is "off".
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class GraphRunner:
         self.model, self.cache, self.axes = model, cache, axes
         self._ranks = TPGroup.of(model)
         self._layers = FastDecoder(model) if supports(model) else None
-        # What a step is fed with, at addresses that stay.
+        # Inputs of a step, at fixed addresses.
         self._ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
         self._positions = torch.zeros(rows, dtype=torch.long, device=device)
         self._positions = self._positions.view(*[1] * len(axes), -1, 1)
@@ -184,13 +186,13 @@ class GraphRunner:
         self._early: InflightStep | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
-        """Version of the steps when one was captured."""
+        """Version of the steps at the last capture."""
         self._failures = self._eager_left = 0
-        """Captures that have failed since the last one that did not, and steps to the next try."""
+        """Consecutive failed captures, and steps until the next try."""
 
     @property
     def records(self) -> bool:
-        """Whether steps are captured, so that their number of rows should seldom change."""
+        """Whether steps are captured, so that the number of rows should seldom change."""
         return self._record is not None
 
     @property
@@ -199,17 +201,18 @@ class GraphRunner:
         return self._early is not None
 
     def place(self, positions: Sequence[int]) -> None:
-        """Set the (batch,) RoPE positions of the next step's tokens; each step comes one after."""
+        """Set the (batch,) RoPE positions of the next step's tokens; each later step adds one."""
         placed = torch.tensor(positions, dtype=torch.long).view(self._positions.shape)
         self._positions.copy_(placed)
         self._early = None
 
     def __call__(self, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
-        """Logits (batch, vocabulary) after one more token of each row; overwritten by a later step.
+        """Add one token to each row and return logits (batch, vocabulary), overwritten by a later
+        step.
 
         Args:
             tokens: (batch,) ids.
-            ended: (batch,) bool on the CPU: rows that go on as padding, which is not stored.
+            ended: (batch,) bool on the CPU: rows that continue as padding, which is not stored.
         """
         early, self._early = self._early, None
         if self._record is None:
@@ -222,13 +225,13 @@ class GraphRunner:
         return logits
 
     def ahead(self, tokens: torch.Tensor, ended: torch.Tensor) -> None:
-        """Launch the step that comes next, if that is a replay which only appends tokens.
+        """Launch the next step early if it is a replay that only appends tokens.
 
-        The cache stays as it is. A call with the same tokens, in which more rows may have ended,
-        makes it the next step; without one it has never been.
+        The cache does not change. A call with the same tokens, in which more rows may have ended,
+        makes it the next step; otherwise it has no effect.
 
         Args:
-            tokens, ended: as of a step.
+            tokens, ended: see ``__call__``.
         """
         if self._replay is None:
             return
@@ -241,10 +244,10 @@ class GraphRunner:
         self._early = InflightStep(tokens, step, logits)
 
     def _recorder(self) -> Record | None:
-        """CUDA graphs, where that is known to work."""
+        """Return the capture function of CUDA graphs if they are known to work."""
         if self._layers is not None:
             return recorder(self._layers.devices)
-        # What modules of several devices or ranks say to each other in a graph was never tried.
+        # Communication between devices or ranks within a graph is untested for plain modules.
         places = devices(self.model)
         alone = self._ranks.count == 1 and places == {self._ids.device}
         return recorder(places) if alone and has_full_attention(self.model) else None
@@ -252,7 +255,7 @@ class GraphRunner:
     def _on_fixed_tables(
         self, tokens: torch.Tensor, ended: torch.Tensor, early: InflightStep | None
     ) -> torch.Tensor:
-        """A step that is replayed, or was launched early, or is captured where that needs to be."""
+        """Run a step: use its early launch, replay it, or capture it if necessary."""
         step = self.cache.begin(_codes(ended))
         if early is not None and early.is_step(tokens, step):
             self.cache.replayed(step)
@@ -263,7 +266,7 @@ class GraphRunner:
         return self._by_record(step)
 
     def _repeatable(self) -> torch.Tensor:
-        """The step, on tensors that stay where they are."""
+        """Run the step on tensors at fixed addresses."""
         positions = self._expanded_positions()
         if self._layers is not None:
             return self._layers(self._ids, positions, self.cache)
@@ -281,10 +284,10 @@ class GraphRunner:
 
     def _by_record(self, step: StepPlan) -> torch.Tensor:
         if not self._steps.is_ready:
-            # The first step is eager: it asks for tables, and for kernels that are compiled now.
+            # The first step is eager: it requests tables, and compiles kernels.
             return self._repeatable()
         if self._version != self._steps.version:
-            self._replay = None  # its memory goes back before the next one takes some
+            self._replay = None  # release its memory before the next capture
             if self._eager_left:
                 self._eager_left -= 1
             else:
@@ -296,7 +299,7 @@ class GraphRunner:
         return logits
 
     def _capture(self, step: StepPlan) -> None:
-        """Record the step; if that fails, steps are eager until another try succeeds."""
+        """Capture the step; on failure, steps are eager until another try succeeds."""
         record, version, cause = self._record, self._steps.version, None
         try:
             with self._steps.dry_run(step):
@@ -306,14 +309,14 @@ class GraphRunner:
                 elif record is not None:
                     self._replay = record(self._repeatable, self._ids.device)
         except Exception as error:
-            # The end of a broken capture raises over the error that broke it.
+            # Ending a broken capture raises an error that hides the cause.
             cause = error.__context__ or error
-        # Among ranks all or none: what is launched ahead is more than an eager rank would do.
+        # All ranks or none: a rank with a graph launches steps ahead, which an eager rank does not.
         if self._ranks.all(self._replay is not None, self._ids.device):
             self._version, self._failures = version, 0
             return
         self._replay, self._version, self._eager_left = None, None, _EAGER_STEPS
-        # Another try would find the same operation; the log has the reason for it already.
+        # Another try would fail at the same operation; its reason is already in the log.
         final = isinstance(cause, NotCapturable)
         self._failures = _TRIES if final else self._failures + 1
         _log.log(
@@ -326,7 +329,7 @@ class GraphRunner:
 
 
 def _codes(ended: torch.Tensor) -> np.ndarray:
-    """(batch, 1) modality ids of a step's tokens, as the KV cache manager takes them."""
+    """Return (batch, 1) modality ids of a step's tokens for the KV cache manager."""
     return np.where(ended.numpy(), np.int8(PADDING), np.int8(Modality.TEXT))[:, None]
 
 
@@ -335,36 +338,36 @@ def capture_cuda_graph(
     device: torch.device,
     pool: Any = None,
 ) -> Callable[[], Result]:
-    """Capture a function's work on a GPU; what comes back launches it and returns the same tensors
-    again.
+    """Capture a function's work on a GPU and return its replay, which returns the same tensors.
 
-    Other threads may use the GPU meanwhile, but not wait for all of it, which breaks the capture.
+    Other threads may use the GPU meanwhile, but must not synchronize the device, which breaks the
+    capture.
 
     Args:
-        function: what to capture.
+        function: work to capture.
         device: the GPU.
-        pool: memory (``torch.cuda.graph_pool_handle``) of several small graphs that are replayed
-            in the order of their captures; by default a graph has its own, for which torch gives
-            back what it keeps unused.
+        pool: shared memory pool (``torch.cuda.graph_pool_handle``) of several small graphs that are
+            replayed in the order of their captures; by default a pool of its own, for which torch
+            first releases its unused memory.
 
     Raises:
-        Exception: what the function raises, or torch as the capture is broken. Another try may
+        Exception: what the function raises, or torch if the capture is broken. Another try may
             succeed.
     """
     graph, aside = torch.cuda.CUDAGraph(), _capture_stream(device)
     own_pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    # One capture at a time, as they share a stream. Other threads may allocate meanwhile: they are
-    # not part of it.
+    # One capture at a time, since captures share a stream. Allocations of other threads are not
+    # part of it.
     with _CAPTURES:
         with torch.cuda.device(device):
-            # A thread's first product makes a handle of cuBLAS, which allocates: no capture may.
+            # A thread's first product creates a cuBLAS handle, which allocates; a capture must not.
             torch.cuda.current_blas_handle()
             if pool is None:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
         try:
-            # Out of the stream again also where the capture fails at its end. Not by
-            # ``torch.cuda.graph``, which waits and gives memory back before each of many.
+            # Leaves the stream even if the capture fails at its end. Not ``torch.cuda.graph``,
+            # which synchronizes and releases memory before each of many captures.
             with torch.cuda.stream(aside):
                 graph.capture_begin(own_pool, capture_error_mode="thread_local")
                 try:
@@ -385,10 +388,10 @@ def capture_cuda_graph(
 def _end_broken_capture(device: int, pool: Any) -> None:
     """Tell torch's generator and allocator that a capture is over.
 
-    The end of a broken capture raises before it does so. Random numbers would be refused from then
-    on, and memory that several streams have used would never be free again.
+    Ending a broken capture raises before it does so. Without this, random numbers would fail from
+    then on, and memory used by several streams would never be freed.
     """
-    # A copy of the generator's state is part of no capture.
+    # A copy of the generator's state belongs to no capture.
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
     with suppress(RuntimeError):  # the allocator knows already
@@ -396,11 +399,12 @@ def _end_broken_capture(device: int, pool: Any) -> None:
 
 
 def recorder(devices: set[torch.device], *, small: bool = False) -> Record | None:
-    """CUDA graphs where they can be had, for steps that attend by our kernels.
+    """Return the capture function of CUDA graphs, if supported, for steps whose attention uses our
+    kernels.
 
     Args:
-        devices: on which steps compute.
-        small: whether the graphs are many small ones, which share their memory.
+        devices: devices of the steps.
+        small: whether there are many small graphs, which then share their memory.
     """
     if kernels_disabled() or os.environ.get(SWITCH) == "off":
         return None
@@ -412,5 +416,6 @@ def recorder(devices: set[torch.device], *, small: bool = False) -> Record | Non
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one that graphs of a GPU are captured on: cuBLAS keeps 32 MiB for every stream it saw."""
+    """Return the capture stream of a GPU; there is only one, since cuBLAS keeps 32 MiB per
+    stream."""
     return torch.cuda.Stream(device)

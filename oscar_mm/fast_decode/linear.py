@@ -1,10 +1,11 @@
-"""linear: a few rows times weight matrices, with what a decoder layer has around them.
+"""Linear: a few rows times weight matrices, fused with the operations around them in a decoder
+layer.
 
 y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
 
-There is a kernel for a few rows, csrc/linear/linear.cu, and one for more, linear_rows.cu, in front
-of which rms_norm.cu normalizes the rows. Both read the weights once at the speed of memory, and
-begin to before the launch in front of them has ended.
+There is a kernel for a few rows, csrc/linear/linear.cu, and one for more, linear_rows.cu, preceded
+by rms_norm.cu for the norm. Both read the weights once at full memory bandwidth, and begin before
+the preceding kernel has ended.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ from oscar_mm.kernels.self_check import OperationKernel, relative_error
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 FEW_ROWS = 2
-"""Rows with which the kernel for a few is fastest; with four, matrix units take 17% less (H200)."""
+"""Number of rows up to which the kernel for a few is fastest; with four, matrix units take 17% less
+(H200)."""
 WORST_ERROR = 0.02
-"""Relative error of a kernel that is right: above the rounding of 16 bit, below that of a wrong
-row."""
+"""Maximum relative error of a correct kernel: above the rounding error in 16-bit precision, below
+the error of a wrong row."""
 MAX_ROWS = 4
-"""Rows of the kernel for a few."""
+"""Maximum rows of the kernel for a few."""
 AT_ONCE = 256
 WARPS, PIECE = 16, 1024
 """Warps of a thread block, and elements of a piece."""
 _MAX_PARTS = 3
 _ADDRESSES, _SIZES = ctypes.c_void_p * _MAX_PARTS, ctypes.c_int * _MAX_PARTS
 MAX_COLUMNS = 24
-"""Rows of x that the kernel for more rows takes. With 32, cuBLAS is as fast on an H200; with 16, a
+"""Maximum rows of x of the kernel for more rows. With 32, cuBLAS is as fast on an H200; with 16, a
 fifth slower, with 8, a third."""
 _FRAGMENT = 8
 """Columns of a matrix product, and half its rows."""
@@ -71,24 +73,24 @@ def linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """Rows times one to three matrices: the operation, called directly, without its checks.
+    """Multiply rows by one to three matrices: the operation ``linear`` without its checks.
 
     Args:
-        x, weights, biases, norm, residual, gated: as of ``LinearArguments``; no biases for none.
+        x, weights, biases, norm, residual, gated: see ``LinearArguments``; empty biases mean none.
 
     Returns:
-        (rows, outputs of all, or of one if gated).
+        (rows, total outputs); (rows, outputs of one matrix) if gated.
     """
     return _linear(LinearArguments.of(x, weights, biases, norm, residual, gated))
 
 
 def kernel_for(arguments: LinearArguments) -> LinearKernel | LinearRowsKernel | None:
-    """The kernel to use; None for PyTorch operations."""
+    """Return the kernel to use; None for PyTorch operations."""
     x, has_norm = arguments.x, arguments.norm is not None
     rows, width = x.shape
     if not x.is_cuda or x.dtype not in ELEMENTS or width % AT_ONCE:
         return None
-    # The kernels' gate has no biases.
+    # Gated kernels do not support biases.
     if arguments.gated and any(bias is not None for bias in arguments.biases):
         return None
     for kernel in _kernels(rows, arguments.gated, x.dtype, x.device):
@@ -100,7 +102,7 @@ def kernel_for(arguments: LinearArguments) -> LinearKernel | LinearRowsKernel | 
 def _kernels(
     rows: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> Iterator[LinearKernel | LinearRowsKernel | None]:
-    """The fastest first."""
+    """Yield candidate kernels, the fastest first."""
     if FEW_ROWS < rows <= MAX_COLUMNS and uses_tma(device):
         yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype), device)
     if rows <= MAX_ROWS:
@@ -119,7 +121,7 @@ class Matrices(ctypes.Structure):
 
     @classmethod
     def of(cls, arguments: LinearArguments, output: torch.Tensor) -> Matrices:
-        """Matrices of a launch, whose tensors must outlive it."""
+        """Return the matrices of a launch; their tensors must outlive it."""
         weights = arguments.weights
         return cls(
             _ADDRESSES(*addresses(*weights)),
@@ -138,14 +140,14 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Specialization:
-    """What the kernel for a few rows is compiled for."""
+    """Compile-time parameters of the kernel for a few rows."""
 
     rows: int
     gated: bool
     dtype: torch.dtype
 
     def macros(self, depth: int, tma: bool) -> dict[str, str | int]:
-        """Macros that csrc/linear/linear.cu is compiled with."""
+        """Return the macros of csrc/linear/linear.cu."""
         return {
             "ROWS": self.rows,
             "GATED": int(self.gated),
@@ -158,16 +160,16 @@ class Specialization:
 
 
 def depth_for(shared_bytes: int) -> int:
-    """Pieces of a warp on their way, where a thread block may have so many bytes of shared memory.
+    """Return the number of pieces in flight per warp for a thread block's maximum shared memory.
 
-    Three, 96 KiB of a thread block, keep an H200's memory busy. What is asked for next comes after
-    all that is on its way, so with more it only comes later.
+    Three, 96 KiB per thread block, saturate an H200's memory. Loads arrive in order, so more pieces
+    would only delay later loads.
     """
     return 3 if shared_bytes >= 200 << 10 else 2
 
 
 class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WORST_ERROR):
-    """The kernel for up to ``MAX_ROWS`` rows."""
+    """CUDA kernel for up to ``MAX_ROWS`` rows."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -177,7 +179,7 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         self._blocks, self._min_shared = multiprocessors(device), exclusive_shared_bytes(device)
 
     def takes(self, width: int, norm: bool) -> bool:
-        """Whether rows of so many elements fit its shared memory."""
+        """Return whether rows of this width fit its shared memory."""
         return self._shared_bytes(width, norm) <= self._kernel.shared_limit
 
     def _shared_bytes(self, width: int, norm: bool) -> int:
@@ -185,7 +187,7 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         return max(needed, self._min_shared)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
-        """Launch."""
+        """Launch the kernel."""
         x, norm, output = arguments.x, arguments.norm, arguments.result()
         matrices = Matrices.of(arguments, output)
         self._kernel.launch(
@@ -204,7 +206,7 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         kernel: Callable[[Any], torch.Tensor],
         device: torch.device,
     ) -> float:
-        """Largest relative error of a row."""
+        """Return the largest relative error of a row."""
         rows, gated = specialization.rows, specialization.gated
         many = (3000, 3000) if gated else (3000, 7, 31)
         problems = (rows, 256, (5, 5)), (rows, PIECE + 768, many)
@@ -234,28 +236,28 @@ class NormParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class RowsSpecialization:
-    """What the kernel for more rows is compiled for."""
+    """Compile-time parameters of the kernel for more rows."""
 
     columns: int
     """Rows of x, rounded up to whole fragments."""
     gated: bool
     dtype: torch.dtype
     grouped: bool = False
-    """Groups of rows, each with matrices of its own; ``columns`` is of a group."""
+    """Whether each group of rows has its own matrices; ``columns`` is then the size of a group."""
 
     @classmethod
     def of(cls, rows: int, gated: bool, dtype: torch.dtype) -> RowsSpecialization:
-        """What serves so many rows of x."""
+        """Return the specialization for this number of rows of x."""
         return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype)
 
 
 class Launch(NamedTuple):
-    """How a problem is cut up.
+    """Partition of a problem.
 
     Attributes:
-        step: outputs of a sweep.
+        step: outputs per sweep.
         depth: stages in shared memory.
-        shared_bytes: of a thread block.
+        shared_bytes: shared memory per thread block.
     """
 
     step: int
@@ -265,7 +267,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of a thread block and its stages; names as in csrc/linear/linear_rows.cu."""
+    """Sizes of a thread block and its stages; same names as in csrc/linear/linear_rows.cu."""
 
     consumers: int = 8
     producers: int = 4
@@ -274,7 +276,7 @@ class Tiling:
     span: int = 512
 
     def macros(self, specialization: RowsSpecialization) -> dict[str, str | int]:
-        """Macros that csrc/linear/linear_rows.cu is compiled with."""
+        """Return the macros of csrc/linear/linear_rows.cu."""
         return {
             "COLUMNS": specialization.columns,
             "GATED": int(specialization.gated),
@@ -290,23 +292,23 @@ class Tiling:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads per block."""
         return (self.consumers + self.producers) * 32
 
     def outputs(self, gated: bool) -> int:
-        """Most outputs of a sweep."""
+        """Return the maximum outputs of a sweep."""
         return self.sweep // (2 if gated else 1)
 
     def launch(self, specialization: RowsSpecialization, outputs: int, limit: int) -> Launch:
-        """Cut up the outputs of a thread block.
+        """Partition the outputs of a thread block.
 
         Args:
-            specialization: of the kernel.
-            outputs: of the thread block that has most.
-            limit: bytes of shared memory that a thread block may have.
+            specialization: specialization of the kernel.
+            outputs: maximum outputs of a thread block.
+            limit: maximum bytes of shared memory per thread block.
 
         Returns:
-            With a depth below 2 where the shared memory is too small.
+            The partition; its depth is below 2 if the shared memory is too small.
         """
         sides = 2 if specialization.gated else 1
         sweeps = -(-outputs * sides // self.sweep)
@@ -320,14 +322,14 @@ class Tiling:
 
 
 def tiling_for(shared_bytes: int) -> Tiling:
-    """Where a thread block may have so many bytes of shared memory."""
+    """Return the tiling for a thread block's maximum shared memory."""
     return Tiling() if shared_bytes >= 200 << 10 else Tiling(sweep=32, span=256)
 
 
 class LinearRowsKernel(
     OperationKernel[RowsSpecialization], operation="linear_rows", bound=WORST_ERROR
 ):
-    """The kernel for 3 to ``MAX_COLUMNS`` rows, by matrix units, with that of the norm."""
+    """CUDA kernel for 3 to ``MAX_COLUMNS`` rows on matrix units, with the kernel of the norm."""
 
     def __init__(self, specialization: RowsSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -338,7 +340,7 @@ class LinearRowsKernel(
         self._blocks = multiprocessors(device)
 
     def takes(self, width: int, norm: bool) -> bool:
-        """Whether rows may have so many elements."""
+        """Return whether the kernel supports rows of this width."""
         fits = self._cut(self.tiling.sweep * self._blocks).depth >= 2
         return fits and width % 32 == 0 and not (norm and width > WIDEST_NORM)
 
@@ -370,7 +372,8 @@ class LinearRowsKernel(
     def disagreement(
         specialization: RowsSpecialization, kernel: LinearRowsKernel, device: torch.device
     ) -> float:
-        """Over whole and part fragments, one sweep and two, a part of a stage and many stages."""
+        """Return the worst error over full and partial fragments, one sweep and two, a partial
+        stage and many."""
         columns, gated = specialization.columns, specialization.gated
         many = kernel.tiling.sweep * multiprocessors(device) // 2 + 700
         problems = (
@@ -388,14 +391,14 @@ def worst_error(
     device: torch.device,
     problems: Iterable[tuple[int, int, tuple[int, ...]]],
 ) -> float:
-    """Largest relative error of a row of a kernel's, with and without norm, bias and residual.
+    """Return a kernel's largest relative error of a row, with and without norm, bias and residual.
 
     Args:
-        kernel: takes x and weights of ``dtype``.
-        problems: rows, width, and outputs of each of the weights.
+        kernel: kernel for x and weights of ``dtype``.
+        problems: rows, width, and outputs of each weight matrix.
     """
     generator = torch.Generator(device).manual_seed(0)
-    # In the dtype at once: this runs beside a model, and float32 copies would count.
+    # Directly in this dtype: a model is loaded, and float32 copies would take extra memory.
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     errors = []
     for rows, width, outputs in problems:

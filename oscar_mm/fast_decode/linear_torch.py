@@ -1,4 +1,4 @@
-"""Arguments of linear, and linear by PyTorch operations."""
+"""Arguments of ``linear``, and ``linear`` with PyTorch operations."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ALIGNMENT = 16
 
 
 class Norm(NamedTuple):
-    """An RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight, the weight of shape (width,)."""
+    """An RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight, with a weight of shape (width,)."""
 
     weight: torch.Tensor
     epsilon: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension, in float32 and rounded before the weight comes in."""
+        """Normalize the last dimension in float32; round before multiplying by the weight."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * scaled.to(x.dtype)
 
     def at_once(self, x: torch.Tensor) -> torch.Tensor:
-        """The same; on a GPU in one launch, where the weight comes in before the rounding."""
+        """Normalize; on a GPU in one launch, which multiplies by the weight before rounding."""
         if x.is_cuda:
             return rms_norm(x, self.weight.shape, self.weight, self.epsilon)
         return self(x)
@@ -40,11 +40,11 @@ class LinearArguments(NamedTuple):
     Attributes:
         x: (rows, width), contiguous.
         weights: one to three matrices, (outputs, width) each, in the dtype of x.
-        biases: (outputs,) of each, None for none.
-        norm: (width,), weight of an RMSNorm of x before the products; None for none.
-        epsilon: of the norm.
-        residual: (rows, outputs of all) to be added, or None.
-        gated: of two matrices, silu(first product) * second instead of both.
+        biases: (outputs,) for each matrix, or None.
+        norm: (width,), weight of an RMSNorm of x before the products; None for no norm.
+        epsilon: epsilon of the norm.
+        residual: (rows, total outputs) to add, or None.
+        gated: whether to return silu(first product) * second product instead of both.
     """
 
     x: torch.Tensor
@@ -65,25 +65,26 @@ class LinearArguments(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> Self:
-        """Arguments from sequences of weights and of biases (or none), not copied, and a norm."""
+        """Make arguments from a norm and from sequences of weights and biases, which are not
+        copied."""
         weight, epsilon = (None, 0.0) if norm is None else norm
         biases = biases or (None,) * len(weights)
         return cls(x, cast(list, weights), cast(list, biases), weight, epsilon, residual, gated)
 
     @property
     def total(self) -> int:
-        """Elements of a row of the result."""
+        """Width of the result."""
         if self.gated:
             return self.weights[0].shape[0]
         return sum([weight.shape[0] for weight in self.weights])
 
     def result(self) -> torch.Tensor:
-        """(rows, total) without data."""
+        """Return an uninitialized result, (rows, total)."""
         return self.x.new_empty(self.x.shape[0], self.total)
 
 
 def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
-    """``linear`` by PyTorch operations, with the rounding of transformers' modules."""
+    """``linear`` with PyTorch operations and the rounding of transformers' modules."""
     x, weights, biases, norm, epsilon, residual, gated = arguments
     x = x if norm is None else Norm(norm, epsilon)(x)
     products = [torch_linear(x, *part) for part in zip(weights, biases, strict=True)]
@@ -95,13 +96,13 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
     """``linear_by_torch`` on a GPU, without a norm, in fewer launches.
 
     Each product adds its bias or the residual stream before it rounds. In a CUDA graph the first
-    one runs beside the others, as one of few rows seldom keeps the memory busy; elsewhere to change
-    streams takes the host longer than that gains.
+    product runs in parallel with the others, since one with few rows seldom saturates memory
+    bandwidth; outside of a graph, switching streams costs the host more time than this saves.
     """
     x, weights, biases, _, _, residual, gated = arguments
     sizes = [weight.shape[0] for weight in weights]
     output = x.new_empty(0 if gated else x.shape[0], sum(sizes))
-    # A gate reads products that are contiguous in half the time.
+    # A gate reads contiguous products in half the time.
     parts = [x.new_empty(x.shape[0], n) for n in sizes] if gated else output.split(sizes, 1)
     residuals = [None] * len(sizes) if residual is None else residual.split(sizes, 1)
     first, *others = zip(weights, biases, residuals, parts, strict=True)
@@ -135,10 +136,10 @@ def _product(
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps 32 MiB for every stream that a thread multiplies on."""
+    """Return the shared side stream; cuBLAS keeps 32 MiB for every stream of a thread."""
     return torch.cuda.Stream(device)
 
 
 def in_rows(*tensors: torch.Tensor) -> bool:
-    """Whether these are contiguous and begin where they can be copied 16 bytes at a time."""
+    """Return whether all tensors are contiguous and aligned to 16 bytes."""
     return all(x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 for x in tensors)

@@ -1,12 +1,12 @@
-"""PromptLayers: a decoder's layers over the tokens of prompts, in fewer launches than as written.
+"""Prompt layers: a decoder's layers over the tokens of prompts, in fewer launches than the modules.
 
 A third of the time of a prompt of 2,000 tokens goes to norms, RoPE, gates and residual sums, which
-transformers' modules compute in some thirty small operations a layer. Here they are part of those
-of ``FastLayer``. The model runs as it is but for its layers: towers, embeddings, masks and what it
-adds between layers stay its own.
+transformers' modules compute in about thirty small operations per layer. Here they are fused into
+the operations of ``FastLayer``. Only the layers are replaced: towers, embeddings, masks and
+whatever the model adds between layers remain its own.
 
-Shorter prompts take the host longer than the GPU. PrefillGraphs pads them to a few lengths, and
-replays what lies before and after attention as CUDA graphs.
+For shorter prompts the host is slower than the GPU. ``PrefillGraphs`` pads them to a few lengths,
+and replays the work before and after attention as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ _LENGTHS = (
     *(8, 16, 24, 32, 64, 96),
     *(*range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)),
 )
-"""Tokens of recorded passes: a prompt is padded to the next length."""
+"""Tokens of captured passes: a prompt is padded to the next length."""
 MAX_RECORDED = _LENGTHS[-1]
 _MAX_LENGTHS = 8
-"""Lengths whose graphs are kept; of one they take 20 to 70 MB of a GPU (36 layers, H100)."""
+"""Maximum number of lengths whose graphs are kept; each takes 20 to 70 MB of a GPU (36 layers,
+H100)."""
 _log = logging.getLogger(__name__)
 
 _REPORTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Arguments of a forward pass that ask for what is between the operations."""
+"""Arguments of a forward pass that request intermediate results."""
 
 
 class _States(NamedTuple):
-    """What recorded passes work on, at addresses that stay.
+    """Fixed tensors of captured passes.
 
     Attributes:
         hidden: (tokens, hidden size), before and after a layer.
         heads: (tokens, query, key and value heads, head_dim).
-        found: (tokens, query heads * head_dim), by attention.
+        found: (tokens, query heads * head_dim), output of attention.
         cosine, sine: (tokens, head_dim).
     """
 
@@ -59,7 +60,7 @@ class _States(NamedTuple):
 
     @classmethod
     def empty(cls, layer: FastLayer, hidden: torch.Tensor, cosine: torch.Tensor) -> _States:
-        """Room for the longest pass, of layers of a shape and states of a dtype."""
+        """Allocate tensors for the longest pass, for layers of one shape and states of a dtype."""
         head_dim, width = layer.attention.head_dim, sum(layer.heads)
         shapes = (hidden.shape[-1:], (width, head_dim), (layer.heads[0] * head_dim,))
         with torch.inference_mode(False):
@@ -68,20 +69,21 @@ class _States(NamedTuple):
         return cls(*states, *angles)
 
     def first(self, tokens: int) -> _States:
-        """The part that so many tokens take."""
+        """Return the part for this number of tokens."""
         return _States(*(x[:tokens] for x in self))
 
 
 class PrefillGraphs:
-    """Passes of up to ``MAX_RECORDED`` tokens whose layers are recorded, but for attention.
+    """Prefill passes of up to ``MAX_RECORDED`` tokens whose layers are captured, except for
+    attention.
 
-    The first pass of a length may be the only one, and compiles what is not compiled yet; from the
-    second on graphs are replayed, to the same bits. Padding goes through norms, products and
-    experts, each token by itself, and neither into attention nor into the cache.
+    The first pass of a length may be the only one, and compiles any missing kernels; from the
+    second on graphs are replayed, with bitwise identical results. Padding goes through norms,
+    products and experts, which treat each token independently, but not into attention or the cache.
 
     Args:
-        layers: of one shape.
-        record: makes replays of functions.
+        layers: layers of the same shape.
+        record: capture function.
     """
 
     def __init__(self, layers: Sequence[FastLayer], record: Record) -> None:
@@ -89,10 +91,10 @@ class PrefillGraphs:
         self._ran = defaultdict[int, set[tuple[str, int]]](set)
         """Parts of layers that have run, by length."""
         self._replays = dict[int, dict[tuple[str, int], Callable[[], Any]]]()
-        """Replays of each length, with the length that was used last at the end."""
+        """Replays of each length, the most recently used length last."""
         self._whole: _States | None = None
         self._states: _States | None = None
-        """What the pass works on, with padding; None for a pass that does not go through here."""
+        """Padded states of the current pass; None for a pass that does not use graphs."""
 
     def begin(self, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
         """Begin a pass.
@@ -116,7 +118,7 @@ class PrefillGraphs:
         if len(self._replays) > _MAX_LENGTHS:
             self._replays.pop(next(iter(self._replays)))
         self._states = self._whole.first(length)
-        # So padding stays 0, whatever the last pass has left.
+        # Padding stays 0, whatever the last pass left there.
         self._states.hidden[tokens:].zero_()
         self._states.found[tokens:].zero_()
         self._states.cosine[:tokens].copy_(cosine[0])
@@ -124,11 +126,11 @@ class PrefillGraphs:
 
     @property
     def takes_pass(self) -> bool:
-        """Whether the pass that has begun goes through here."""
+        """Whether the current pass uses graphs."""
         return self._states is not None
 
     def __call__(self, index: int, hidden: torch.Tensor, cache: OscarCache) -> torch.Tensor:
-        """(1, tokens, hidden size) after a layer, overwritten by the next one."""
+        """Run a layer and return (1, tokens, hidden size), which the next layer overwrites."""
         assert self._states is not None
         layer, states, tokens = self._layers[index], self._states, hidden.shape[1]
         if hidden.data_ptr() != states.hidden.data_ptr():
@@ -139,7 +141,7 @@ class PrefillGraphs:
         return states.hidden[None, :tokens]
 
     def _run(self, part: str, index: int, work: Callable[[], None]) -> None:
-        """Do a part of a layer's work: replay it, once it has run for this length."""
+        """Run a part of a layer; capture and replay it from the second pass of this length on."""
         assert self._states is not None
         length, key = len(self._states.hidden), (part, index)
         replays = self._replays.get(length, {})
@@ -147,7 +149,7 @@ class PrefillGraphs:
             try:
                 replays[key] = self._record(work, self._states.hidden.device)
             except Exception as error:
-                # The end of a broken capture raises over the error that broke it.
+                # Ending a broken capture raises an error that hides the cause.
                 self._give_up(error.__context__ or error)
         replays.get(key, work)()
         self._ran[length].add(key)
@@ -159,13 +161,13 @@ class PrefillGraphs:
 
 
 def _before(layer: FastLayer, states: _States) -> None:
-    """A layer up to its attention."""
+    """Run a layer up to its attention."""
     states.heads.copy_(layer.projected(states.hidden))
     layer.turn_(states.heads, states.cosine, states.sine)
 
 
 def _after(layer: FastLayer, states: _States) -> None:
-    """A layer after its attention."""
+    """Run a layer after its attention."""
     rows = layer.output(states.found, residual=states.hidden)
     states.hidden.copy_(layer.feed_forward(rows))
 
@@ -174,9 +176,9 @@ class PromptLayers:
     """The layers of a decoder, for prompts.
 
     Args:
-        model: of transformers; one that ``takes`` accepts.
-        max_total_tokens: that an MLP or a mixture sees at a time.
-        record: makes replays of functions; by default CUDA graphs where they can be had.
+        model: transformers model that ``takes`` accepts.
+        max_total_tokens: maximum tokens that an MLP or a mixture processes at a time.
+        record: capture function; by default CUDA graphs if supported.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class PromptLayers:
 
     @staticmethod
     def takes(model: Any) -> bool:
-        """Whether the layers are whole, all on one device, and run as they are written."""
+        """Return whether the layers are undivided, all on one device, and run unmodified."""
         layers = model.get_decoder().layers
         return (
             supports(model)
@@ -202,8 +204,10 @@ class PromptLayers:
 
     @contextmanager
     def reading(self, cache: OscarCache) -> Iterator[None]:
-        """Inside, layers that are given this cache run as ``FastLayer``; other threads may give
-        them another one."""
+        """Run layers as ``FastLayer`` within the block, for calls with this cache.
+
+        Other threads may call the layers with another cache, which runs them unmodified.
+        """
         for index, (layer, fast) in enumerate(self._layers):
             layer.forward = self._forward(index, layer, fast, cache)
         try:

@@ -1,4 +1,4 @@
-"""rope: rotary position embedding of one token of each row, after the norm of each head."""
+"""RoPE: rotary position embedding of one token of each row, after the norm of each head."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 HEAD_DIMS = (64, 128, 192, 256)
 _WARPS = 4
 _MAX_ROWS = (1 << 16) - 1
-"""Most rows of a launch."""
+"""Maximum rows of a launch."""
 _checker = ArgumentChecker("rope")
 
 
 class RopeArguments(NamedTuple):
-    """Arguments of ``rope``, which turns channels i and i + head_dim / 2 of every head by the angle
-    of its row.
+    """Arguments of ``rope``, which rotates channels i and i + head_dim / 2 of every head by the
+    angle of its row.
 
     Attributes:
-        heads: (rows, heads, head_dim), the query heads first; only rows may have strides.
-        query_heads: how many of them.
+        heads: (rows, heads, head_dim), query heads first; only rows may have strides.
+        query_heads: number of query heads.
         cosine: (rows, head_dim), contiguous, in the dtype of heads.
-        sine: the same shape and dtype.
-        query_norm: (head_dim,), weight of an RMSNorm of query heads; None for none.
-        key_norm: of key heads.
-        epsilon: of both norms.
+        sine: same shape and dtype as cosine.
+        query_norm: (head_dim,), weight of an RMSNorm of query heads; None for no norm.
+        key_norm: (head_dim,), weight of an RMSNorm of key heads; None for no norm.
+        epsilon: epsilon of both norms.
     """
 
     heads: Written
@@ -56,26 +56,26 @@ class Params(ctypes.Structure):
 
 
 class Specialization(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time parameters of the kernel."""
 
     head_dim: int
     dtype: torch.dtype
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros that csrc/rope/rope.cu is compiled with."""
+        """Macros of csrc/rope/rope.cu."""
         return {"HEAD_DIM": self.head_dim, "ELEMENT": ELEMENTS[self.dtype], "WARPS": _WARPS}
 
 
 class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
-    """The rope kernel."""
+    """CUDA kernel of ``rope``."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
         self._kernel = self._load("rope/rope.cu", specialization.macros)
 
     def __call__(self, arguments: RopeArguments) -> None:
-        """Launch."""
+        """Launch the kernel."""
         heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
         count, block = heads.shape[1], (_WARPS * 32, 1, 1)
         parts = (x.split(_MAX_ROWS) for x in (heads, cosine, sine))
@@ -91,7 +91,7 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Largest relative error of a head, with and without norms."""
+        """Return the largest relative error of a head, with and without norms."""
         head_dim, dtype = specialization
         generator = torch.Generator(device).manual_seed(0)
         random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
@@ -114,11 +114,11 @@ def rope_(
     sine: torch.Tensor,
     norms: tuple[Norm, Norm] | None = None,
 ) -> None:
-    """Turn heads in place: the operation, called directly, without its checks.
+    """Rotate heads in place: the operation ``rope`` without its checks.
 
     Args:
-        heads, query_heads, cosine, sine: as of ``RopeArguments``.
-        norms: of query and key heads, of one epsilon.
+        heads, query_heads, cosine, sine: see ``RopeArguments``.
+        norms: norms of query and key heads, with the same epsilon.
     """
     around = (None, None, 0.0)
     if norms is not None:
@@ -128,7 +128,7 @@ def rope_(
 
 
 def rope_by_torch(arguments: RopeArguments) -> None:
-    """``rope`` by PyTorch operations, with the rounding of transformers' modules."""
+    """``rope`` with PyTorch operations and the rounding of transformers' modules."""
     heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
     if query_norm is not None and key_norm is not None:
         norms = Norm(query_norm, epsilon), Norm(key_norm, epsilon)
