@@ -1,5 +1,5 @@
 """Operations on pages, ``torch.ops.oscar_mm``: append, decode (attention), pack, store and unpack.
 
-Each of the modules of these names defines its operation when it is imported, with a kernel of csrc
-on NVIDIA GPUs and by PyTorch operations elsewhere.
+Each of the modules of these names defines its operation when imported, with a CUDA kernel of csrc
+on NVIDIA GPUs and PyTorch operations elsewhere.
 """

@@ -1,6 +1,6 @@
-"""append: keys and values of new tokens -> slots of 16 bit, without waiting for the host.
+"""Append: write keys and values of new tokens to 16-bit slots, without waiting for the host.
 
-One launch for all of them, which CUDA graphs capture.
+One launch for all tokens, which CUDA graphs can capture.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
 _MAX_THREADS = 64
-"""Most threads of a block: as many as have room beside a block of ``decode``."""
+"""Maximum threads of a block, so that it can run on a multiprocessor together with a block of
+``decode``."""
 UNITS = (16, 8, 4)
-"""Bytes that a thread of the kernel takes at a time, the fastest first."""
+"""Bytes that a thread of the kernel copies at a time, the fastest first."""
 _EXPONENTS = {
     torch.bfloat16: "0x7f807f80u",
     torch.float16: "0x7c007c00u",
@@ -42,13 +43,13 @@ class AppendArguments(NamedTuple):
     Attributes:
         keys: (batch, KV heads, tokens, head_dim) bfloat16, float16 or float32; any strides with
             contiguous channels.
-        values: the same shape and dtype.
+        values: same shape and dtype as keys.
         recent: (slots, 2, KV heads, head_dim), keys then values, in the same dtype.
-        writes: (n, 3) int32: row, token and slot; with slot -1 nothing is done, so that a captured
-            graph can have a fixed n. No two of them have the same slot.
-        not_finite: (1,) int32; set to 1 where a key or value is NaN or infinite, else left alone.
+        writes: (n, 3) int32: row, token and slot; slot -1 writes nothing, so that a captured graph
+            can have a fixed n. No slot occurs twice.
+        not_finite: (1,) int32; set to 1 if a key or value is NaN or infinite, otherwise unchanged.
         beside: whether ``decode`` of these tokens was launched last and reads none of the slots, so
-            that this need not wait for it.
+            that this launch need not wait for it.
     """
 
     keys: torch.Tensor
@@ -70,28 +71,28 @@ class AppendParams(ctypes.Structure):
 
 
 class Specialization(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time parameters of the kernel."""
 
     dtype: torch.dtype
     unit: int
-    """Bytes that a thread takes at a time."""
+    """Bytes that a thread copies at a time."""
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros that csrc/append/append.cu is compiled with."""
+        """Macros of csrc/append/append.cu."""
         exponent = _EXPONENTS[self.dtype]
         return {"UNIT": self.unit, "ELEMENT_BYTES": self.dtype.itemsize, "EXPONENT": exponent}
 
 
 class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.0):
-    """The append kernel."""
+    """CUDA kernel of ``append``."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
         self._kernel = self._load("append/append.cu", specialization.macros)
 
     def __call__(self, arguments: AppendArguments) -> None:
-        """Launch; there is at least one write."""
+        """Launch; requires at least one write."""
         keys, values, recent, writes, not_finite, beside = arguments
         size, kv_heads = keys.element_size(), keys.shape[1]
         row_bytes = keys.shape[3] * size
@@ -109,7 +110,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Share of a few slots' elements and flags that differ, on rows of one unit and more."""
+        """Return the share of elements and flags that differ, for rows of one unit and more."""
         dtype, unit = specialization
         generator = torch.Generator(device).manual_seed(0)
         random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
@@ -131,7 +132,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
 
 
 def append_by_torch(arguments: AppendArguments) -> None:
-    """``append`` by PyTorch operations; waits for the device."""
+    """``append`` with PyTorch operations; waits for the device."""
     refuse_capture("append", arguments.keys.device)
     rows, tokens, slots = arguments.writes[arguments.writes[:, 2] >= 0].unbind(1)
     sides = arguments.keys, arguments.values
@@ -167,7 +168,8 @@ def _append(arguments: AppendArguments) -> None:
 
 
 def unit_of(*tensors: torch.Tensor) -> int | None:
-    """Bytes that all rows can be taken apart into and are aligned to; None if there are none."""
+    """Return the largest unit to which all rows are aligned and divisible; None if there is
+    none."""
     for unit in UNITS:
         elements = unit // tensors[0].element_size()
         if all(

@@ -1,9 +1,9 @@
-"""block_tables: what a scheduler of requests knows of a batch -> the tables of decode and store.
+"""Block tables: turn a scheduler's view of a batch into the tables of decode and store.
 
-For engines whose scheduler gives each request a row of a block table, such as vLLM's: a block is a
-stream page, and all tokens are packed at once. Rings have some of them as they came, too
-(``oscar_mm.ops.rings``). The tables are made on the device, as nobody on the host knows how long
-the requests are.
+For engines whose scheduler gives each request a row of a block table, such as vLLM: a block is a
+stream page, and all tokens are packed immediately. Rings additionally store some tokens unpacked
+(``oscar_mm.ops.rings``). The tables are made on the device, since the host does not know the
+lengths of the requests.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ _WRITTEN = 7
 
 
 class BlockTables(NamedTuple):
-    """Arguments of ``block_tables``, all int32 but the slots; the last seven are written to.
+    """Arguments of ``block_tables``, all int32 except the slots; the last seven are outputs.
 
     Attributes:
-        blocks: (rows, most pages): the pages of each request, those of its new tokens too.
-        lengths: (rows,) tokens of each request, new ones included.
-        starts: (rows + 1,): where the new tokens of each request begin in the batch; requests
-            without any have no tokens at all.
-        slots: (tokens,) int64, page * 128 + place of each new token; below 0 it is not stored.
-        decodes: how many requests, the first ones, have the same few tokens and take decode.
-        row_tiles: ``row_tiles`` of the tokens of a request, where all decode; else 0.
-        kv_heads: of a layer.
-        columns: new tokens of a request that decodes times query heads of a KV head.
-        staged: whether ``store`` will find new tokens in their rings; else in the new tokens. No
-            request has more of them than its ring has places.
-        shape: of the rings.
-        tails: (rows, 2), as of ``oscar_mm.ops.rings``.
-        items: (decodes or more, most pages, 2), as of ``oscar_mm.ops.decode``: a request's pages
-            without its new tokens, and without those that are read from its ring.
-        counts: (decodes or more, 2), as of ``oscar_mm.ops.decode``.
-        assignments: (thread blocks, 16), as of ``oscar_mm.ops.decode``.
-        jobs: (``job_count``, 20), as of ``oscar_mm.ops.store``, of new tokens in one row. Jobs
-            beyond those of the requests store nothing.
-        begins: (``begin_count``, 36), as of ``oscar_mm.ops.store``. A page's center is the mean of
-            its first 32 tokens if they are all new; else of the last 32 of the request's new
-            tokens; with fewer of them, of keys that the page before stores.
-        recents: (decodes or more, ``shape.max_read`` or more), as of ``oscar_mm.ops.decode``: the
-            first tokens of a request, if its ring has had them all, and its most recent ones.
-        writes: (tokens, 3), as of ``oscar_mm.ops.append``: places of the new tokens in the rings.
+        blocks: (rows, max pages): pages of each request, including those of its new tokens.
+        lengths: (rows,) tokens of each request, including new ones.
+        starts: (rows + 1,): start of each request's new tokens in the batch; a request without new
+            tokens has no tokens at all.
+        slots: (tokens,) int64, page * 128 + place of each new token; a token with a negative slot
+            is not stored.
+        decodes: number of leading requests that have the same few new tokens and use decode.
+        row_tiles: ``row_tiles`` of a request's new tokens if all requests decode; otherwise 0.
+        kv_heads: KV heads of a layer.
+        columns: new tokens of a decoding request times query heads per KV head.
+        staged: whether ``store`` reads the new tokens from their rings; otherwise from the new keys
+            and values. No request has more new tokens than its ring has places.
+        shape: shape of the rings.
+        tails: (rows, 2), see ``oscar_mm.ops.rings``.
+        items: (decodes or more, max pages, 2), see ``oscar_mm.ops.decode``: a request's pages
+            without its new tokens, and without the tokens that are read from its ring.
+        counts: (decodes or more, 2), see ``oscar_mm.ops.decode``.
+        assignments: (thread blocks, 16), see ``oscar_mm.ops.decode``.
+        jobs: (``job_count``, 20), see ``oscar_mm.ops.store``, for new tokens in one row. Surplus
+            jobs store nothing.
+        begins: (``begin_count``, 36), see ``oscar_mm.ops.store``. A page's center is the mean of
+            its first 32 tokens if they are all new, otherwise of the last 32 of the request's new
+            tokens; if there are fewer, of keys that the page before stores.
+        recents: (decodes or more, ``shape.max_read`` or more), see ``oscar_mm.ops.decode``: the
+            first tokens of a request, if its ring has received all of them, and its most recent
+            ones.
+        writes: (tokens, 3), see ``oscar_mm.ops.append``: places of the new tokens in the rings.
     """
 
     blocks: torch.Tensor
@@ -78,17 +80,17 @@ class BlockTables(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return len(self.lengths)
 
 
 def row_tiles(tokens: int) -> int:
-    """Jobs that so many tokens in a row may take, wherever the first one's place is."""
+    """Return the maximum jobs of consecutive tokens, for any place of the first one."""
     return (tokens + 2 * (TILE - 1)) // TILE
 
 
 def job_count(rows: int, tokens: int, of_row: int) -> int:
-    """Jobs that requests may take which have so many tokens together.
+    """Return the maximum jobs of requests with this total of new tokens.
 
     Args:
         of_row: ``BlockTables.row_tiles``.
@@ -97,7 +99,7 @@ def job_count(rows: int, tokens: int, of_row: int) -> int:
 
 
 def begin_count(rows: int, tokens: int, of_row: int) -> int:
-    """Pages that may begin where requests have so many tokens together."""
+    """Return the maximum number of pages that begin for requests with this total of new tokens."""
     return rows if of_row else rows + tokens // PAGE_TOKENS
 
 
@@ -115,14 +117,14 @@ class Params(ctypes.Structure):
 
 
 class BlockTablesKernel(OperationKernel[None], operation="block_tables", bound=0.0):
-    """The kernel, which is the same for all formats."""
+    """CUDA kernel of ``block_tables``, the same for all formats."""
 
     def __init__(self, specialization: None, device: torch.device) -> None:
         super().__init__(specialization, device)
         self._kernel = self._load("block_tables/block_tables.cu", {})
 
     def __call__(self, given: BlockTables) -> None:
-        """Launch."""
+        """Launch the kernel."""
         params = Params(
             *addresses(given.blocks, given.lengths, given.starts, given.slots, given.tails),
             *addresses(*given[-_WRITTEN:]),
@@ -142,7 +144,7 @@ class BlockTablesKernel(OperationKernel[None], operation="block_tables", bound=0
     def disagreement(
         specialization: None, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Share of the numbers that differ, of batches that decode and mixed ones."""
+        """Return the share of numbers that differ, for decoding and mixed batches."""
         differing = []
         for past, new, decodes in _CHECKED:
             found, expected = (checked_tables(past, new, decodes, device) for _ in range(2))
@@ -162,14 +164,16 @@ _CHECKED = (
     ([33, 400, 0, 250, 100, 1280, 256], [1, 1, 300, 10, 40, 1, 640], 2),
     ([0, 7], [2000, 31], 0),
 )
-"""Past and new tokens of requests, and how many decode."""
+"""Past and new tokens of requests, and the number of decoding requests."""
 
 
 def checked_tables(
     past: list[int], new: list[int], decodes: int, device: torch.device, workers: int = 132
 ) -> BlockTables:
-    """Arguments of ``block_tables`` for requests of so many past and new tokens, the pages of which
-    are in any order; one token is not stored."""
+    """Make arguments of ``block_tables`` for requests with these numbers of past and new tokens.
+
+    Their pages are in random order, and one token is not stored.
+    """
     generator = torch.Generator().manual_seed(0)
     rows, tokens, most = len(past), sum(new), max(map(sum, zip(past, new, strict=True)))
     of_row = row_tiles(new[0]) if decodes == rows else 0
@@ -184,7 +188,8 @@ def checked_tables(
     slots[tokens // 2] = -1
     lengths = torch.tensor(past) + torch.tensor(new)
     shape = RingShape(4, 32, max(new[:decodes], default=1))
-    # Of three rows a ring has all tokens, some and none; where not all decode one has no ring.
+    # Rings of consecutive rows have all, some or no tokens; unless all rows decode, one row has no
+    # ring.
     firsts = [[0, min(20, x), x][row % 3] for row, x in enumerate(past)]
     without = -1 if of_row else 1
     tails = torch.tensor(

@@ -1,9 +1,10 @@
-"""decode: attention of few new tokens over packed pages, tokens in 16-bit precision and themselves.
+"""Decode: attention of a few new tokens over packed pages, 16-bit tokens and themselves.
 
-The operation takes 1 to 16 of them; ``max_total_tokens`` says up to how many a cache attends so.
+The operation supports 1 to 16 new tokens; ``max_total_tokens`` returns the number up to which a
+cache uses it.
 
-The same bits from run to run. Calls of the kernel may overlap on several streams and be captured in
-several CUDA graphs: what a launch needs besides its arguments is its stream's or its graph's own.
+Results are bitwise reproducible. Kernel calls may overlap on several streams and be captured in
+several CUDA graphs: buffers besides the arguments belong to the stream or to the graph.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from oscar_mm.policy import Bits
 
 MAX_QUERY_TOKENS = 16
 _MAX_COLUMNS = 128
-"""Queries of a KV head up to which a CPU reads packed pages sooner than it unpacks them and attends
-to the copy. Of float32 states the two take as long with 224, of bfloat16 ones with 165 on a CPU
+"""Queries per KV head up to which a CPU reads packed pages faster than it unpacks them and attends
+to the copy. With float32 states both are equally fast at 224, with bfloat16 ones at 165 on a CPU
 with AMX; the number hardly depends on heads, head_dim and past."""
 _checker = ArgumentChecker("decode")
 
@@ -68,14 +69,15 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Specialization:
-    """What the kernel is compiled for; equal ones share a kernel."""
+    """Compile-time parameters of the kernel; equal ones share a kernel."""
 
     formats: tuple[PageFormat, ...]
-    """One or two, of pages of one KV head."""
+    """One or two formats of pages, with one KV head."""
     rotate: bool
     dtype: torch.dtype
     narrow: bool
-    """Whether half of a fragment's columns are enough; the others take the queries' low parts."""
+    """Whether half of a fragment's columns suffice; the other half then takes the queries' low
+    parts."""
 
     @classmethod
     def of(
@@ -86,18 +88,19 @@ class Specialization:
         dtype: torch.dtype,
         columns: int,
     ) -> Specialization | str:
-        """What serves a layer's page formats, at most two, or the reason why nothing does.
+        """Return the specialization for a layer's page formats, at most two, or the reason why
+        there is none.
 
         Args:
-            columns: queries of a KV head: new tokens times query heads.
+            columns: queries per KV head: new tokens times query heads.
         """
         if dtype not in ELEMENTS:
             return f"keys and values are {dtype}; the kernel takes bfloat16 and float16"
         if head_dim not in KERNEL_HEAD_DIMS:
             return f"head_dim is {head_dim}; the kernel takes {KERNEL_HEAD_DIMS}"
         if not formats:
-            # Everything is in 16-bit precision. The kernel knows of some page that it will never
-            # see.
+            # Everything is in 16-bit precision. The kernel still needs some page format, which it
+            # never reads.
             unseen = PageFormat(Bits(2, 2), 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
             return cls.of((unseen,), head_dim, False, dtype, columns)
         if not all(page_format.in_fragments for page_format in formats):
@@ -115,11 +118,11 @@ class Specialization:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a KV head of the larger page."""
+        """Bytes of a KV head in the larger page."""
         return max(page_format.head_bytes for page_format in self.formats)
 
     def macros(self, warps: int, buffers: int, tma: bool) -> dict[str, str | int]:
-        """Macros that csrc/decode/decode.cu is compiled with."""
+        """Return the macros of csrc/decode/decode.cu."""
         first, *more = (page_format.bits for page_format in self.formats)
         second = more[0] if more else Bits(0, 0)
         return page_macros(self.formats[0]) | {
@@ -136,7 +139,7 @@ class Specialization:
         }
 
     def shared_bytes(self, warps: int, buffers: int) -> int:
-        """``sizeof(Shared)`` of csrc/decode/decode.cu."""
+        """Return ``sizeof(Shared)`` of csrc/decode/decode.cu."""
         shared_norms = self.formats[0].token_scaling == "shared"
         buffer = self.head_bytes + (2 * PAGE_TOKENS if shared_norms else 0)
         size = buffers * _aligned(buffer, 128)
@@ -151,11 +154,11 @@ class Specialization:
         return _aligned(size, 128)
 
     def shape(self, limit: int) -> tuple[int, int] | None:
-        """Warps and buffers for a limit of shared memory; None where not even 8 and 4 fit.
+        """Return warps and buffers for a limit of shared memory; None if not even 8 and 4 fit.
 
-        A buffer a warp and some on the way; more than 20 gain nothing (measured on an H200). With
-        fewer buffers than warps, which small GPUs need for larger pages, some warps wait. 16 warps,
-        with 128 registers each, gain 5% where there are 20 buffers, and lose as much with 17.
+        Each warp has a buffer, and some more are in flight; more than 20 gain nothing (measured on
+        an H200). With fewer buffers than warps, which small GPUs need for larger pages, some warps
+        wait. 16 warps, with 128 registers each, gain 5% with 20 buffers, and lose as much with 17.
         """
         of_16 = [(16, 20)] if self.formats[0].by_token and self.narrow else []
         for warps, fewest in (*of_16, (12, 12), (8, 4)):
@@ -166,9 +169,10 @@ class Specialization:
 
 
 class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.02):
-    """The decode kernel.
+    """CUDA kernel of ``decode``.
 
-    The bound is far above the rounding of 16 bit (0.002), far below a wrong token or head.
+    The bound is far above the 16-bit rounding error (0.002) and far below the error of a wrong
+    token or head.
     """
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
@@ -193,13 +197,13 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         *,
         early: bool = False,
     ) -> torch.Tensor:
-        """Launch.
+        """Launch the kernel.
 
         Args:
-            arguments: of ``decode``.
-            output: to write the result to, which it is like.
-            early: ask for tables and stored tokens before the launch in front has ended: all of
-                them were there before it began.
+            arguments: arguments of ``decode``.
+            output: tensor for the result, with its shape and strides; None allocates it.
+            early: read tables and stored tokens before the preceding kernel has ended; all of them
+                must have been there before it began.
         """
         queries, keys, values, pages, recent, sigma, items, recents, counts, assignments, *_ = (
             arguments
@@ -230,10 +234,11 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         return output
 
     def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
-        """Counters that a launch leaves at zero; of each stream its own, as launches overlap.
+        """Return counters that a launch leaves at zero; one tensor per stream, since launches
+        overlap.
 
-        A graph has its own too, made in its capture: it may be replayed on any stream, beside
-        others that were captured on the same one.
+        A graph also has its own, made during its capture: it may be replayed on any stream,
+        concurrently with others that were captured on the same stream.
         """
         capture = self._kernel.capture_on(stream)
         place = stream, capture is not None
@@ -249,7 +254,7 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         kernel: Callable[[Any], torch.Tensor],
         device: torch.device,
     ) -> float:
-        """Largest relative error of a query's output."""
+        """Return the largest relative error of a query's output."""
         rotate, dtype = specialization.rotate, specialization.dtype
         formats = [replace(one, kv_heads=CHECKED_HEADS) for one in specialization.formats]
         workers, narrow = multiprocessors(device), specialization.narrow
@@ -272,11 +277,11 @@ def decode_kernel(
     columns: int,
     device: torch.device,
 ) -> DecodeKernel | None:
-    """The kernel for a layer; None, with the reason once in the log, for PyTorch operations.
+    """Return the kernel for a layer; None, with the reason logged once, for PyTorch operations.
 
     Args:
-        formats: of its pages, at most two.
-        columns: queries of a KV head: new tokens times query heads.
+        formats: formats of its pages, at most two.
+        columns: queries per KV head: new tokens times query heads.
     """
     if device.type != "cuda" or kernels_disabled():
         return None
@@ -330,7 +335,7 @@ def _check(arguments: DecodeArguments) -> None:
 
 @torch.no_grad()
 def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
-    """The operation ``decode`` without its checks; no gradient comes of it."""
+    """Run the operation ``decode`` without its checks and without gradients."""
     queries, formats = arguments.queries, arguments.page_formats
     columns = queries.shape[1] // arguments.keys.shape[1] * queries.shape[2]
     how = (queries.shape[3], arguments.rotate, queries.dtype, columns, queries.device)
@@ -339,12 +344,13 @@ def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
 
 
 def max_total_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.device) -> int:
-    """Most new tokens of a row that attend by ``decode_directly`` rather than to an unpacked copy.
+    """Return the maximum new tokens of a row that use ``decode_directly`` instead of an unpacked
+    copy.
 
     Args:
-        formats: of the pages; empty where few tokens are packed.
-        group: query heads of a KV head.
-        device: of the layer.
+        formats: formats of the pages; empty if few tokens are packed.
+        group: query heads per KV head.
+        device: device of the layer.
     """
     if device.type == "cpu" and formats and _loops(formats) is not None:
         return max(MAX_QUERY_TOKENS, _MAX_COLUMNS // group)
@@ -352,10 +358,10 @@ def max_total_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.
 
 
 def _loops(formats: tuple[PageFormat, ...]) -> Callable[[DecodeArguments], torch.Tensor] | None:
-    """What is compiled for CPUs; None, with the reason once in the log, for PyTorch operations."""
+    """Return the CPU kernel; None, with the reason logged once, for PyTorch operations."""
     if not cpu_kernels_available("decode"):
         return None
-    # Not before it is used: it brings a compiler.
+    # Imported on first use, since it loads a compiler.
     from oscar_mm.ops.decode_numba import decode_on_cpu, reads
 
     if all(map(reads, formats)):

@@ -1,9 +1,8 @@
-"""decode on CPUs: attention over packed pages by loops that numba compiles.
+"""Decode on CPUs: attention over packed pages by CPU kernels that numba compiles.
 
-Codes are never brought into their natural order (see ``oscar_mm.ops.pages_numba``). Words of
-keys are transposed, so that the sum of a token's products stays in its lane. Weights of values are
-spread out over lanes, and the sums of lanes are brought into the order of channels once, at the
-end.
+Codes are never brought into their natural order (see ``oscar_mm.ops.pages_numba``). Words of keys
+are transposed, so that the sum of a token's products stays in its lane. Weights of values are
+spread over lanes, and the sums of lanes are brought into the order of channels once, at the end.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ from oscar_mm.ops.pages_numba import (
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 _BLOCKS = PAGE_TOKENS // 2 // LANES
-"""Vectors that have the words of a place of all groups and tiles."""
+"""Vectors with the words of one place of all groups and tiles."""
 _PART = 64
-"""Most pages of a task: bounds the scores that are in memory."""
+"""Maximum pages of a task; bounds the scores in memory."""
 _PRODUCTS_OF_PAGES, _PRODUCTS_OF_TOKENS = 20_000, 5_000
-"""Products of two numbers in a microsecond, about."""
+"""Approximate products of two numbers per microsecond."""
 _ZIP_LOW = shuffle(*(lane // 2 + lane % 2 * 16 for lane in range(LANES)))
 _ZIP_HIGH = shuffle(*(8 + lane // 2 + lane % 2 * 16 for lane in range(LANES)))
 _FIRST_HALVES = shuffle(*(lane + lane // 8 * 8 for lane in range(LANES)))
@@ -62,11 +61,11 @@ _SECOND_HALVES = shuffle(*(lane + 8 + lane // 8 * 8 for lane in range(LANES)))
 
 
 def _over_lanes(number: int, words: int) -> Any:
-    """Shuffle that takes weights of a tile's tokens to the lanes of their codes.
+    """Return a shuffle that takes weights of a tile's tokens to the lanes of their codes.
 
     Args:
         number: bits k2 and k1 of the codes.
-        words: of a quad that follow each other.
+        words: consecutive words of a quad.
     """
     first = number % 2 * 8 + number // 2
     return shuffle(*(first + lane // words % 4 * 2 for lane in range(LANES)))
@@ -78,17 +77,17 @@ _OVER_4_0, _OVER_4_1, _OVER_4_2, _OVER_4_3 = (_over_lanes(number, 4) for number 
 
 @inlined
 def _with_names(plain):
-    """The layout that ``plain_layout`` made plain."""
+    """Convert the result of ``plain_layout`` back to a layout."""
     return PageLayout(plain[0], CodesLayout(*plain[1]), CodesLayout(*plain[2]), *plain[3:])
 
 
 def reads(page_format: PageFormat) -> bool:
-    """Whether there are loops for pages of a format."""
+    """Return whether there is a CPU kernel for a page format."""
     return page_layout(page_format) is not None
 
 
 def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
-    """``decode``, see ``DecodeArguments``; of pages in the kernels' order."""
+    """``decode``, see ``DecodeArguments``, for pages in the kernels' order."""
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
     batch, query_heads, tokens, head_dim = queries.shape
     kv_heads, rotate = keys.shape[1], arguments.rotate and bool(pages)
@@ -96,14 +95,14 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
     entries, ends = items.numpy(), counts.numpy()
     parts = -(-entries.shape[1] // _PART)
     in_16_bit, in_pages = ends.sum(0).tolist()
-    products = 2 * query_heads * tokens * head_dim  # of a token
+    products = 2 * query_heads * tokens * head_dim  # per token
     threads = threads_for(PAGE_TOKENS * in_pages * products / _PRODUCTS_OF_PAGES)
     totals = np.empty((len(pages) * parts, batch, kv_heads, columns), np.float32)
     outputs = np.empty((*totals.shape, head_dim), np.float32)
     balancing = np.ones((1, head_dim), np.float32) if sigma is None else sigma.detach().numpy()
     balancing = np.ascontiguousarray(balancing if balancing.ndim == 3 else balancing[None])
     result = np.empty((batch, tokens, query_heads, head_dim), np.float32)
-    # In float32, so that loops over pages are compiled once.
+    # In float32, so that kernels over pages are compiled once.
     given = rotate, as_bits(queries.float()), arguments.scaling, outputs, totals
     calls: list[tuple[Any, ...]] = []
     for number, (pool, page_format) in enumerate(zip(pages, arguments.page_formats, strict=True)):
@@ -115,7 +114,7 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
             for first in range(min(threads, batch * parts * kv_heads))
         ]
     run_parallel(calls)
-    # New tokens, which are few, in float32: loops are compiled for the dtypes of stored ones alone.
+    # The few new tokens are in float32: kernels are compiled for the dtypes of stored tokens only.
     new = as_bits(keys.float()), as_bits(values.float())
     states = *new, as_bits(recent), recents.numpy(), ends
     threads = threads_for((in_16_bit + batch * tokens) * products / _PRODUCTS_OF_TOKENS)
@@ -146,8 +145,11 @@ def _attend_to_pages(
     outputs,
     totals,
 ):
-    """Attend to the pages of the ``number``-th pool; arrays as in ``decode_on_cpu``. A thread takes
-    task ``first`` (of a row, some of its pages and a KV head) and each ``threads``-th after it."""
+    """Attend to the pages of the ``number``-th pool; arrays as in ``decode_on_cpu``.
+
+    A thread runs task ``first`` (a row, some of its pages and a KV head) and every ``threads``-th
+    after it.
+    """
     batch, tokens = queries.shape[0], queries.shape[2]
     heads, columns, head_dim = outputs.shape[2:]
     parts = -(-items.shape[1] // _PART)
@@ -242,14 +244,14 @@ def _attend_to_pages(
 
 @inlined
 def _fetch(words, start, stop):
-    """Have words of a page brought near."""
+    """Prefetch words of a page."""
     for place in range(start, stop, LANES):
         prefetch(words, place)
 
 
 @inlined
 def _plane_words(keys):
-    """Words that ``_transpose`` needs room for."""
+    """Return the words of scratch memory that ``_transpose`` needs."""
     halves = 2 * keys.steps + 1
     return halves * _BLOCKS * keys.words // 2 * LANES + LANES * LANES
 
@@ -259,8 +261,8 @@ def _transpose(words, base, keys, planes):
     """Write the plane of low bits of keys as (runs, blocks, words, 16) words, then the plane of
     high bits with half as many words.
 
-    A block is the words of 8 groups of two tiles, (16, words). Each of four rounds takes the first
-    bit of a word's place in the block to the end.
+    A block consists of the words of 8 groups of two tiles, (16, words). Each of four rounds moves
+    the first bit of a word's place in the block to the end.
     """
     room = len(planes) - LANES * LANES
     for step in range(keys.steps + (keys.high > 0)):
@@ -315,7 +317,7 @@ def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores,
         if has_center:
             middle = _dot(query, column * head_dim, numbers, 2 * count, head_dim)
         for block in range(2 * _BLOCKS):
-            # Of two tiles a vector has the first tokens, another the last ones.
+            # One vector has the first tokens of two tiles, another the last ones.
             place = column * PAGE_TOKENS + block // 2 * LANES
             firsts, seconds = load(sums, place), load(sums, place + PAGE_TOKENS // 2)
             score = _FIRST_HALVES(firsts, seconds)
@@ -325,7 +327,7 @@ def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores,
             if not key_group:
                 scale = load(numbers, token)
                 if has_center:
-                    # The sign bit, of a scale of 0 too, says that the center was taken away.
+                    # The sign bit, even of a zero scale, says that the center was subtracted.
                     centered = as_floats(as_words(scale) >> 31)
                     scale = from_words(as_words(scale) & splat(0x7FFFFFFF))
                     score = score * scale + centered * splat(middle)
@@ -339,7 +341,7 @@ def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores,
 
 @inlined
 def _dot(one, first, other, second, count):
-    """Sum of the products of so many numbers of two arrays, from places on."""
+    """Return the sum of ``count`` products of two arrays, from the given places on."""
     products = splat(np.float32(0))
     for index in range(0, count, LANES):
         products = products + load(one, first + index) * load(other, second + index)
@@ -348,14 +350,16 @@ def _dot(one, first, other, second, count):
 
 @inlined
 def _code(words, place):
-    """Codes of a place in words of eight codes."""
+    """Return the codes of a place in words of eight codes."""
     return as_floats((words >> 4 * place) & splat(15))
 
 
 @inlined
 def _add_dots(planes, keys, table, first, last, sums):
-    """Add the products of queries, (columns, head_dim) in the order of ``keys.channels``, and codes
-    to the sums of some blocks."""
+    """Add the products of queries and codes to the sums of some blocks.
+
+    Queries are (columns, head_dim) in the order of ``keys.channels``.
+    """
     columns, head_dim = table.shape
     mask, high_mask = splat(keys.mask), splat(0x44444444)
     number = 0
@@ -451,12 +455,15 @@ def _attend_to_tokens(
     totals,
     result,
 ):
-    """Attend to tokens in 16-bit precision and, causally, to the new ones, and write the (batch,
-    tokens, query heads, head_dim) result of these and of pages. A thread takes task ``first`` (of a
-    row and a KV head) and each ``threads``-th after it."""
+    """Attend to 16-bit tokens and, causally, to the new ones, and merge this with the results of
+    pages.
+
+    The result is (batch, tokens, query heads, head_dim). A thread runs task ``first`` (a row and a
+    KV head) and every ``threads``-th after it.
+    """
     batch, tokens = queries.shape[0], queries.shape[2]
     parts, _, heads, columns, head_dim = outputs.shape
-    width = -(-head_dim // LANES) * LANES  # with zeros at the end
+    width = -(-head_dim // LANES) * LANES  # padded with zeros
     query = aligned(columns * width).reshape(columns, -1)
     sums = aligned(columns * width).reshape(columns, -1)
     vector = aligned(width)
@@ -505,7 +512,7 @@ def _attend_to_tokens(
             for channel in range(head_dim):
                 output[channel] = 0
             for part in range(parts):
-                if weights[part] == 0:  # Nothing is written to a part without pages.
+                if weights[part] == 0:  # A part without pages has no output.
                     continue
                 weight = weights[part] / whole
                 for channel in range(head_dim):
@@ -532,8 +539,8 @@ def _attend_to_tokens(
 
 @inlined
 def _exponentials(scores, start, count):
-    """Softmax in place of so many numbers, a multiple of 16, from a place on; returns the log of
-    the sum of exponentials."""
+    """Compute a softmax in place over ``count`` numbers, a multiple of 16; return the log of the
+    sum of exponentials."""
     tops = splat(np.float32(-np.inf))
     for index in range(start, start + count, LANES):
         tops = larger(tops, load(scores, index))
@@ -542,9 +549,9 @@ def _exponentials(scores, start, count):
     whole, lowest = splat(np.float32(0)), splat(np.float32(-127))
     one, rounding = splat(np.float32(1)), splat(np.float32(1.5 * 2**23 + 127))
     for index in range(start, start + count, LANES):
-        # 2^x by the Taylor series of its fraction. The sum with a number that large is rounded to
-        # a whole one: its lowest bits are the exponent of a float32 number, which is 0 for 2^-127.
-        # NaN stays.
+        # 2^x by the Taylor series of its fraction. Adding the large number rounds x to an integer:
+        # the lowest bits of the sum are the exponent of a float32 number, 0 for 2^-127. NaN stays
+        # NaN.
         x = (load(scores, index) - splat(highest)) * log2_e
         x = larger(x, lowest)
         power = x + rounding

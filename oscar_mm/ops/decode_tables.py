@@ -1,7 +1,8 @@
-"""Tables of a decode step: where every stored token is, and which thread block attends to what.
+"""Tables of a decode step: the place of every stored token, and the work of each thread block.
 
-Made on the host once a step, used by all layers of a device, read by ``csrc/decode/decode.cu``. The
-arguments of ``decode`` are these tables, and what each layer has of its own.
+They are made on the host once per step, shared by all layers of a device and read by
+``csrc/decode/decode.cu``. The arguments of ``decode`` are these tables and each layer's own
+tensors.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ from oscar_mm.ops.library import FORMAT_NUMBERS, ArgumentChecker, format_of
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 COLUMNS = 8
-"""Query columns (tokens x query heads of a KV head) that a thread block takes at once."""
+"""Query columns (tokens x query heads per KV head) that a thread block processes at once."""
 FEWEST_ITEMS = 8
-"""Fewest items that a thread block gets, where a segment has that many: its warps take one each at
-a time, and to add up the parts of many thread blocks takes longer."""
+"""Minimum items of a thread block, if a segment has that many: its warps take one item each at a
+time, and merging the parts of many thread blocks takes longer."""
 ROUND_ITEMS = 12
-"""Fewest items where with ``FEWEST_ITEMS`` more than three quarters of the thread blocks had work:
-a round of the warps. Meanwhile weights of the next product come to multiprocessors without work,
-and there are fewer parts; steps take 2% to 3% less (30B-A3B after 32K tokens, H100)."""
+"""Minimum items if ``FEWEST_ITEMS`` would give work to more than three quarters of the thread
+blocks: one round of the warps. Idle multiprocessors then load weights of the next product, and
+there are fewer parts; steps take 2% to 3% less time (30B-A3B after 32K tokens, H100)."""
 SEGMENT_ITEMS = 20
-"""Items in the time of which a thread block goes over to its next segment."""
+"""Cost of a thread block's change to its next segment, in items."""
 TILE = 16
-"""Tokens in 16-bit precision that a warp takes at a time."""
+"""16-bit tokens that a warp processes at a time."""
 HALF_PAGE = PAGE_TOKENS // 2
-"""Tokens that a warp takes where there are too few whole pages for all warps."""
+"""Tokens that a warp processes at a time if there are too few whole pages for all warps."""
 START = 1 << 8
-"""Unit of the first token in use in a page's entry; below it is the token after the last."""
+"""Unit of the first used token in a page's entry; below it is the end of the range (exclusive)."""
 SECOND = 1 << 16
-"""Set in a page's entry if the page is of the second format."""
+"""Flag in a page's entry: the page has the second format."""
 FIELDS = 16  # 32-bit words of an Assignment in csrc/decode/decode.cu, padding included
 _checker = ArgumentChecker("decode")
 
 Entries = tuple[np.ndarray, np.ndarray]
-"""What a sequence has: (n, 2) int32 pages as in ``Tables.items``, (m,) int32 slots of 16 bit."""
+"""Stored tokens of a sequence: (n, 2) int32 pages as in ``Tables.items``, (m,) int32 16-bit
+slots."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ class Tables:
     """Tables on a device, all int32.
 
     Attributes:
-        items: (batch, longest, 2): for each sequence its pages, {slot, stop + 256 * start + flag of
-            the second format}, of which tokens start to stop - 1 are in use.
-        recents: (batch, longest): slots of its tokens in 16-bit precision.
-        counts: (batch, 2): tokens in 16-bit precision and pages.
+        items: (batch, longest, 2): pages of each sequence, {slot, stop + 256 * start + flag of the
+            second format}; tokens start to stop - 1 are in use.
+        recents: (batch, longest): slots of each sequence's 16-bit tokens.
+        counts: (batch, 2): number of 16-bit tokens and of pages.
         assignments: (thread blocks, 16).
     """
 
@@ -62,12 +64,12 @@ class Tables:
 
     @property
     def of_past(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In the order in which ``oscar_mm.ops.decode`` takes them."""
+        """The tables in the argument order of ``oscar_mm.ops.decode``."""
         return self.items, self.recents, self.counts, self.assignments
 
     @classmethod
     def within(cls, whole: torch.Tensor, arrays: tuple[np.ndarray, ...]) -> Tables:
-        """Views of a tensor that holds ``laid_out(arrays)``."""
+        """Return views of a tensor that contains ``laid_out(arrays)``."""
         parts = whole.split([array.size for array in arrays])
         assignments, items, recents, counts = (
             part.view(array.shape) for part, array in zip(parts, arrays, strict=True)
@@ -82,21 +84,21 @@ def tables_of(
     workers: int,
     device: torch.device,
 ) -> Tables:
-    """Tables for attention over what sequences hold.
+    """Make the tables for attention over stored tokens.
 
     Args:
-        entries: of each sequence before the step.
+        entries: stored tokens of each sequence before the step.
         kv_heads: KV heads of a layer.
-        columns: query tokens times query heads of a KV head.
-        workers: thread blocks, as many as the device runs at a time.
+        columns: query tokens times query heads per KV head.
+        workers: number of thread blocks that the device runs at a time.
     """
     arrays = arrays_of(entries, kv_heads, columns, workers)
-    # One copy to the device instead of three.
+    # One copy to the device instead of several.
     return Tables.within(upload(laid_out(arrays), device), arrays)
 
 
 def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A table on a device; the host does not wait for the device's work before it."""
+    """Copy a table to a device without waiting for its queued work."""
     tensor = torch.from_numpy(table)
     if device.type != "cuda":
         return tensor.to(device)
@@ -104,12 +106,12 @@ def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
-    """All of ``arrays_of`` in one row."""
+    """Concatenate the results of ``arrays_of``."""
     return np.concatenate([array.ravel() for array in arrays])
 
 
 def lengths_of(arrays: tuple[np.ndarray, ...]) -> tuple[int, int]:
-    """Lengths of items and recents, of ``arrays_of``."""
+    """Return the lengths of items and recents in a result of ``arrays_of``."""
     _, items, recents, _ = arrays
     return items.shape[1], recents.shape[1]
 
@@ -121,13 +123,13 @@ def arrays_of(
     workers: int,
     longest: tuple[int, int] = (1, 1),
 ) -> tuple[np.ndarray, ...]:
-    """Assignments, items, recents and counts of ``Tables``, on the host.
+    """Return assignments, items, recents and counts of ``Tables``, on the host.
 
-    Assignments come first: they are read 16 bytes at a time.
+    Assignments come first, since they are read 16 bytes at a time.
 
     Args:
-        entries, kv_heads, columns, workers: as of ``tables_of``.
-        longest: the least length of the second dimension of items and of recents.
+        entries, kv_heads, columns, workers: see ``tables_of``.
+        longest: minimum length of the second dimension of items and of recents.
     """
     with_halves = sum(1 - (-len(slots) // TILE) + 2 * len(pages) for pages, slots in entries)
     if with_halves * kv_heads * -(-columns // COLUMNS) <= workers * FEWEST_ITEMS:
@@ -144,9 +146,9 @@ def arrays_of(
 
 
 def _in_halves(pages: np.ndarray) -> np.ndarray:
-    """Pages as of ``Entries``, an item for each half in use.
+    """Split pages as in ``Entries`` into an item for each half in use.
 
-    Where no warp has more than an item, the largest item is what takes the time.
+    If no warp has more than one item, the largest item determines the time.
     """
     halves = np.repeat(pages, 2, axis=0)
     used = halves[:, 1]
@@ -161,14 +163,15 @@ def _in_halves(pages: np.ndarray) -> np.ndarray:
 def assign(
     counts: tuple[tuple[int, int], ...], kv_heads: int, columns: int, workers: int
 ) -> np.ndarray:
-    """Share the line of items out to thread blocks: (workers, 16) int32, see csrc/decode/decode.cu.
+    """Distribute the work list over thread blocks: (workers, 16) int32, see csrc/decode/decode.cu.
 
-    ``counts`` are of each sequence the tiles of its tokens in 16-bit precision, and its pages.
+    ``counts`` has for each sequence the tiles of its 16-bit tokens and its pages.
 
-    With no more segments than thread blocks each thread block works on one segment, and segments
-    get thread blocks by their length. Otherwise all get equal parts of the line, on which
-    ``SEGMENT_ITEMS`` places without an item follow each segment: else the thread block of many
-    short ones, such as rows that are there for a graph's sake, would take the longest.
+    With no more segments than thread blocks, each thread block works on one segment, and segments
+    get thread blocks in proportion to their length. Otherwise all thread blocks get equal parts of
+    the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty places: without
+    them, a thread block with many short segments, such as padding rows of a graph, would take the
+    longest.
     """
     column_tiles = -(-columns // COLUMNS)
     per_sequence = kv_heads * column_tiles
@@ -203,16 +206,16 @@ def assign(
         used = min(workers, total)
         for worker in range(used):
             begin, end = total * worker // used, total * (worker + 1) // used
-            # None begins behind a segment's items, and each has some: parts are no shorter than the
-            # mean segment.
+            # No part begins after a segment's items, and each part has some: parts are no shorter
+            # than the mean segment.
             segment = int(np.searchsorted(starts, begin + SEGMENT_ITEMS, side="right")) - 1
             fill(worker, max(begin, int(starts[segment])), end, segment, 0, 0)
     return table
 
 
 def _shares(lengths: np.ndarray, workers: int) -> list[int]:
-    """Thread blocks for each segment: the longest part is as short as it can be, but no shorter
-    than ``FEWEST_ITEMS`` or ``ROUND_ITEMS``."""
+    """Return the thread blocks of each segment: the longest part is as short as possible, but no
+    shorter than ``FEWEST_ITEMS`` or ``ROUND_ITEMS``."""
     crowded = (-(-lengths // FEWEST_ITEMS)).sum() * 4 > workers * 3
     longest = ROUND_ITEMS if crowded else FEWEST_ITEMS
     high = max(longest, int(lengths.max()))
@@ -235,15 +238,15 @@ class DecodeArguments(NamedTuple):
             with contiguous channels.
         keys: (batch, KV heads, tokens, head_dim) of the new tokens, in the same dtype; attention
             over them is causal.
-        values: the shape of keys.
+        values: same shape and dtype as keys.
         pages: one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two.
         recent: (slots, 2, KV heads, head_dim): tokens in 16-bit precision, in the dtype of queries;
-            also in bfloat16 where that is float32.
+            with float32 queries also bfloat16.
         sigma: (KV heads or 1, head_dim) float32: balancing of the pages; or (batch, KV heads or 1,
-            head_dim): each row's own; None for none.
-        items, recents, counts, assignments: of ``Tables``.
+            head_dim) for per-row balancing; None for none.
+        items, recents, counts, assignments: see ``Tables``.
         scaling: factor of the scores.
-        formats: of the pages (``oscar_mm.ops.library.numbers_of``), by ascending bits.
+        formats: formats of the pages (``oscar_mm.ops.library.numbers_of``), by ascending bits.
         rotate: whether pages are stored rotated.
     """
 
@@ -263,11 +266,11 @@ class DecodeArguments(NamedTuple):
 
     @property
     def page_formats(self) -> tuple[PageFormat, ...]:
-        """Layouts of the pages; ValueError if they are not such as ``formats`` may have."""
+        """Layouts of the pages; ValueError if ``formats`` is invalid."""
         return _formats(tuple(self.formats))
 
     def result(self) -> torch.Tensor:
-        """What ``decode`` returns, without data."""
+        """Return an uninitialized result."""
         batch, query_heads, tokens, head_dim = self.queries.shape
         return self.queries.new_empty(batch, tokens, query_heads, head_dim).transpose(1, 2)
 

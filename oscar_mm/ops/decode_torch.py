@@ -1,8 +1,8 @@
-"""``decode`` by PyTorch operations: attention over parts, merged exactly.
+"""``decode`` with PyTorch operations: attention over parts, merged exactly.
 
-Parts of the keys and values are merged by their log-sum-exps. Each part is done by torch's flash
-attention and forgotten, so the extra memory does not grow with the past. Many queries (a later
-turn) attend so, and few of them where ``decode`` has no kernel.
+Parts of the keys and values are merged by their log-sum-exps. Each part is processed by torch's
+flash attention and then dropped, so the extra memory does not grow with the past. Used for many
+queries (a later turn), and for few queries if ``decode`` has no kernel.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import unpack_stored
 
 _SCORE_ELEMENTS = 1 << 24
-"""Scores computed at a time where there is no flash attention (float32: 64 MB)."""
+"""Scores computed at a time without flash attention (float32: 64 MB)."""
 _TOKENS_AT_ONCE = 2048
 """Tokens of the past that are in memory at a time, in float32, without a kernel."""
 _FEW = 16_384
-"""Most tokens that are unpacked for all rows in one pass; more are unpacked row by row."""
+"""Maximum tokens that are unpacked for all rows in one pass; more are unpacked row by row."""
 
 
 class MergedAttention:
@@ -50,12 +50,13 @@ class MergedAttention:
 
         Args:
             keys, values: (batch, KV heads, n, head_dim) in the queries' dtype, n at least 1.
-            causal: query i sees the keys up to the i-th, of as many as there are queries.
+            causal: whether query i attends only to the keys up to the i-th; there are as many keys
+                as queries.
         """
         self.merge(*_attention(self._queries, keys, values, self._scaling, causal))
 
     def merge(self, output: torch.Tensor, total: torch.Tensor) -> None:
-        """Add what the same queries found in another part.
+        """Merge the result of the same queries for another part.
 
         Args:
             output: (batch, query heads, tokens, head_dim), any float dtype.
@@ -70,7 +71,8 @@ class MergedAttention:
         self._total = torch.logaddexp(self._total, total)
 
     def output(self) -> torch.Tensor:
-        """(batch, query heads, tokens, head_dim) in the queries' dtype."""
+        """Return the merged output, (batch, query heads, tokens, head_dim) in the queries'
+        dtype."""
         if self._output is None:
             raise RuntimeError("attention to no part")
         return self._output.to(self._queries.dtype)
@@ -79,7 +81,7 @@ class MergedAttention:
 def _attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, and the log of the sum of exp(scores), (batch, query heads, tokens) float32."""
+    """Return output and log of the sum of exp(scores), (batch, query heads, tokens) float32."""
     states = (queries, keys, values, 0.0, causal)
     if queries.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -93,7 +95,7 @@ def _attention(
 
 
 def has_flash(queries: torch.Tensor) -> bool:
-    """Whether torch's flash attention for GPUs takes queries of this device, dtype and head_dim."""
+    """Return whether torch's flash attention for GPUs supports this device, dtype and head_dim."""
     return (
         queries.is_cuda
         and torch.version.cuda is not None
@@ -107,7 +109,7 @@ def has_flash(queries: torch.Tensor) -> bool:
 def _without_flash(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by matrix products in float32, some queries at a time."""
+    """Compute attention by matrix products in float32, some queries at a time."""
     kv_heads, count = keys.shape[1:3]
     grouped = queries.unflatten(1, (kv_heads, -1))
     keys, values = (x.float()[:, :, None] for x in (keys, values))
@@ -126,7 +128,7 @@ def _without_flash(
 
 
 def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
-    """``decode`` by PyTorch operations, a row at a time; waits for the device."""
+    """``decode`` with PyTorch operations, a row at a time; waits for the device."""
     refuse_capture("decode", arguments.queries.device)
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
     output = arguments.result()
@@ -142,7 +144,7 @@ def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
         for slots in recents[row, :in_16_bit].split(_TOKENS_AT_ONCE) if in_16_bit else ():
             stored = recent[slots].permute(1, 2, 0, 3).float()
             plain.add(stored[:1], stored[1:])
-        # In the coordinates of pages; scores are the same in either.
+        # In the coordinates of pages, where scores are the same.
         basis = Basis(queries.shape[3], arguments.rotate, sigma_of(sigma, row))
         turned = basis.queries_in(queries[row].reshape(keys.shape[1], -1, queries.shape[3]))
         packed = MergedAttention(turned.view_as(queries[of_row]), arguments.scaling)
@@ -160,12 +162,12 @@ def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
 
 
 class _FewPages:
-    """Keys and values of pages, unpacked in one pass for all rows unless they are many.
+    """Keys and values of pages, unpacked in one pass for all rows unless there are many.
 
     Args:
         pages: (slots, page_bytes) uint8.
-        slots: (n,) slots that are asked for.
-        page_format: of the pages.
+        slots: (n,) slots that will be requested.
+        page_format: format of the pages.
     """
 
     def __init__(self, pages: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> None:
@@ -175,7 +177,7 @@ class _FewPages:
         self._unpacked = unpack_stored(pages[self._slots], page_format) if few else None
 
     def __getitem__(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of (n,) slots, each (n, KV heads, 128, d) float32."""
+        """Return keys and values of (n,) slots, each (n, KV heads, 128, d) float32."""
         if self._unpacked is None:
             return unpack_stored(self._pages[slots], self._format)
         places = torch.searchsorted(self._slots, slots.contiguous())
@@ -184,7 +186,8 @@ class _FewPages:
 
 
 def _in_use(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
-    """(n, KV heads, tokens, d) -> (1, KV heads, tokens from starts to stops - 1, d)."""
+    """Select used tokens: (n, KV heads, tokens, d) -> (1, KV heads, tokens from starts to stops -
+    1, d)."""
     places = torch.arange(states.shape[2], device=states.device)
     used = (places >= starts[:, None]) & (places < stops[:, None])
     joined = states.transpose(0, 1).flatten(1, 2)[None]
