@@ -1,10 +1,10 @@
-"""The namespace ``torch.ops.oscar_mm``, page formats as its arguments, and errors of bad arguments.
+"""The namespace ``torch.ops.oscar_mm``, page formats as arguments, and errors for bad arguments.
 
-The arguments of an operation are a NamedTuple, which documents them and makes the schema. An
-operation has one implementation for every device (a kernel where there is one, plain PyTorch
-elsewhere) and checks its arguments before a launch; the caller answers for what an index points to,
-as looking would wait for the device. What launches the same kernel in every layer of a step calls
-it directly, with the same tuple (``oscar_mm.kernels.self_check.OperationKernel``).
+The arguments of an operation are a NamedTuple, which documents them and defines the schema. An
+operation has one implementation for all devices (a kernel if there is one, plain PyTorch otherwise)
+and checks its arguments before a launch. The caller must ensure that indices are valid, since
+checking them would wait for the device. Code that launches the same kernel in every layer of a step
+calls it directly, with the same tuple (``oscar_mm.kernels.self_check.OperationKernel``).
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def define(
     run: Callable[[Any], Any],
     returns: str = "()",
 ) -> Callable[..., Any]:
-    """Make an operation and return it.
+    """Define an operation and return it.
 
     Args:
-        name: of the operation.
-        arguments: a NamedTuple; a field that is written to is a ``Written`` or ``WrittenList``, and
-            a default is the schema's too. Of an operation with results it has a method ``result``
-            that gives them without data.
-        check: raises an error where the arguments do not fit.
-        run: the operation on every device, called with a tuple that fits.
-        returns: the results in the schema.
+        name: name of the operation.
+        arguments: a NamedTuple; a field that the operation writes to is a ``Written`` or
+            ``WrittenList``, and defaults also apply to the schema. If the operation returns
+            results, the tuple has a method ``result`` that returns them uninitialized.
+        check: function that raises an error for invalid arguments.
+        run: implementation for every device, called with checked arguments.
+        returns: results in the schema.
     """
 
     def checked(*values: Any) -> Any:
@@ -89,12 +89,12 @@ def _schema_of(arguments: Callable[..., Any]) -> str:
 
 
 def sigma_of(sigma: torch.Tensor | None, rows: torch.Tensor | int) -> torch.Tensor | None:
-    """Balancing of some rows of the batch, where rows have their own; else the one of all."""
+    """Return the balancing of some rows of the batch, or the one that all rows share."""
     return sigma if sigma is None or sigma.ndim == 2 else sigma[rows]
 
 
 class ArgumentChecker:
-    """Checks of one operation's arguments: they name the operation, the argument and its fault."""
+    """Checks of an operation's arguments; errors name the operation, the argument and its fault."""
 
     def __init__(self, operation: str) -> None:
         self._operation = operation
@@ -109,19 +109,19 @@ class ArgumentChecker:
         *,
         rows: bool = False,
     ) -> None:
-        """Raise unless a tensor is as it must be.
+        """Raise an error unless a tensor meets the requirements.
 
         Args:
-            name: of the argument.
-            tensor: what was given.
-            shape: its extents; a name where any extent is right.
-            dtypes: of which it must be one.
-            device: where it must be.
-            rows: only the last dimension must be contiguous, not the whole.
+            name: name of the argument.
+            tensor: the argument.
+            shape: required extents; a name allows any extent.
+            dtypes: allowed dtypes.
+            device: required device.
+            rows: whether only the last dimension must be contiguous instead of the whole tensor.
 
         Raises:
-            TypeError: another dtype.
-            ValueError: another shape, device or stride.
+            TypeError: if the dtype is wrong.
+            ValueError: if shape, device or strides are wrong.
         """
         found = tensor.shape
         fits = len(found) == len(shape)
@@ -142,7 +142,7 @@ class ArgumentChecker:
         device: torch.device,
         rows: bool,
     ) -> None:
-        """Raise an error of the first thing that does not fit; return if all does after all."""
+        """Raise an error for the first mismatch; return if there is none after all."""
         dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         found, strides = tensor.shape, tensor.stride()
         if tensor.dtype not in dtypes:
@@ -169,11 +169,11 @@ class ArgumentChecker:
         device: torch.device,
         batch: int | str | None = None,
     ) -> None:
-        """``check`` of balancing, which may be None, of every KV head or one for all.
+        """Apply ``check`` to balancing, which may be None, per KV head or shared by all.
 
         Args:
-            batch: rows, each of which may have its own; a name for any number, None for the same
-                balancing in all.
+            batch: number of rows if each may have its own balancing; a name allows any number, None
+                means that all rows share it.
         """
         if sigma is not None:
             shape = ("KV heads or 1", head_dim)
@@ -185,7 +185,7 @@ class ArgumentChecker:
                 self.refuse("sigma", f"of {heads} heads", f"of {kv_heads} or 1")
 
     def check_recipe(self, recipe: Recipe, norms: Sequence[str]) -> None:
-        """Raise unless pages are made by such a recipe; its norm must be one of ``norms``."""
+        """Raise an error unless a recipe is valid and its norm is one of ``norms``."""
         choices = (
             ("fit", recipe.fit, FITS),
             ("norm", recipe.norm, norms),
@@ -196,7 +196,8 @@ class ArgumentChecker:
                 self.refuse(name, repr(value), f"one of {allowed}")
 
     def refuse(self, name: str, found: object, wanted: object) -> None:
-        """Raise a ValueError of an argument that is not a tensor, or a relation of several."""
+        """Raise a ValueError for an argument that is not a tensor, or for a combination of
+        arguments."""
         raise ValueError(self._said(name, found, wanted))
 
     def _said(self, name: str, found: object, wanted: object) -> str:
@@ -218,7 +219,7 @@ def _numbers(page_format: PageFormat) -> tuple[int, ...]:
 
 
 def numbers_of(*formats: PageFormat) -> list[int]:
-    """Page formats as an argument, ``FORMAT_NUMBERS`` each.
+    """Encode page formats as an argument, ``FORMAT_NUMBERS`` integers each.
 
     Bits of keys and of values, KV heads, head_dim, 1 for key_axis "token" or 0, key group, value
     group, index of token_scaling in ``TOKEN_SCALINGS``, 1 for a center or 0.
@@ -230,10 +231,10 @@ FORMAT_NUMBERS = 9
 
 
 def format_of(numbers: Sequence[int]) -> PageFormat:
-    """The inverse of ``numbers_of``, of one format.
+    """Decode one page format, the inverse of ``numbers_of``.
 
     Raises:
-        ValueError: numbers that it does not make.
+        ValueError: if the numbers do not encode a page format.
     """
     return _format(tuple(numbers))
 
@@ -265,7 +266,7 @@ def _format(numbers: tuple[int, ...]) -> PageFormat:
 
 
 def recipe_of(format: Sequence[int], rotate: bool, fit: str, norm: str, scale: str) -> Recipe:
-    """How an operation makes pages, from the arguments that tell it."""
+    """Return the recipe of pages from an operation's arguments."""
     return _recipe(tuple(format), rotate, fit, norm, scale)
 
 
@@ -275,6 +276,6 @@ def _recipe(numbers: tuple[int, ...], rotate: bool, fit: str, norm: str, scale: 
 
 
 def recipe_arguments(recipe: Recipe) -> tuple[list[int], bool, str, str, str]:
-    """The inverse of ``recipe_of``."""
+    """Return the arguments of a recipe, the inverse of ``recipe_of``."""
     how = (recipe.rotate, recipe.fit, recipe.norm, recipe.value_scale)
     return (numbers_of(recipe.page_format), *how)

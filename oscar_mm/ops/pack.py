@@ -1,4 +1,4 @@
-"""pack: 16-bit keys and values of whole pages of key_axis "channel" -> page bytes."""
+"""Pack: quantize 16-bit keys and values to whole pages of key_axis "channel"."""
 
 from __future__ import annotations
 
@@ -54,29 +54,29 @@ _checker = ArgumentChecker("pack")
 class PackArguments(NamedTuple):
     """Arguments of ``pack``.
 
-    What ``recent`` holds may be given up as soon as the operation returns: later work of the same
-    stream comes after it.
+    Slots of ``recent`` may be reused as soon as the operation returns: later work on the same
+    stream runs after it.
 
     Attributes:
         keys: (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16 or
             float32; any strides with contiguous channels.
-        values: the same shape and dtype.
-        recent: (slots, 2, KV heads, head_dim) in the same dtype: tokens from before.
-        source: (n, 128) int32, where a page's tokens are: an index of keys and values, or ~slot
-            of recent.
-        rows: (n,) int32: of the batch.
-        slots: (n,) int32: which of ``pages`` is written; below 0 nothing is done, so that a
+        values: same shape and dtype as keys.
+        recent: (slots, 2, KV heads, head_dim) in the same dtype: earlier tokens.
+        source: (n, 128) int32, source of each token of a page: an index into keys and values, or
+            ~slot of recent.
+        rows: (n,) int32: row of the batch.
+        slots: (n,) int32: page to write in ``pages``; a negative slot does nothing, so that a
             captured graph can have a fixed n.
         pages: (pool slots, page_bytes) uint8.
-        not_finite: (1,) int32; set to 1 where a scale, zero or norm is NaN, infinite or beyond
-            float16 (65504), else left alone. That is so where the input is NaN, infinite or beyond
-            float16, and may be so beyond a quarter of it, as a fit by least squares can reach
+        not_finite: (1,) int32; set to 1 if a scale, zero or norm is NaN, infinite or beyond float16
+            (65504), otherwise unchanged. This happens if the input is NaN, infinite or beyond
+            float16, and may happen beyond a quarter of it, since a least-squares fit can extend
             beyond the values.
         sigma: (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
-            numbers (the kernel rounds others); or (batch, KV heads or 1, head_dim): each row's
-            own; None for none.
-        format: of the pages (``oscar_mm.ops.library.numbers_of``).
-        rotate, fit, norm, value_scale: as in ``KVPolicy``.
+            numbers (the kernel rounds others); or (batch, KV heads or 1, head_dim) for per-row
+            balancing; None for none.
+        format: format of the pages (``oscar_mm.ops.library.numbers_of``).
+        rotate, fit, norm, value_scale: see ``KVPolicy``.
     """
 
     keys: torch.Tensor
@@ -96,7 +96,7 @@ class PackArguments(NamedTuple):
 
     @property
     def recipe(self) -> Recipe:
-        """How pages are made."""
+        """Recipe of the pages."""
         return recipe_of(*self[-5:])
 
 
@@ -122,20 +122,20 @@ class NormsParams(ctypes.Structure):
 
 
 def shared_bytes(head_dim: int) -> int:
-    """``sizeof(Shared)`` of csrc/pack/pack.cu."""
+    """Return ``sizeof(Shared)`` of csrc/pack/pack.cu."""
     rows, sources, sizes = 3 * PAGE_TOKENS * head_dim * 2, 2 * PAGE_TOKENS * 4, head_dim * 2
     return rows + sources + sizes + 2 * PAGE_TOKENS * 4
 
 
 class Specialization(NamedTuple):
-    """What the kernels are compiled for."""
+    """Compile-time parameters of the kernels."""
 
     recipe: Recipe
     dtype: torch.dtype
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros that csrc/pack/pack.cu is compiled with."""
+        """Macros of csrc/pack/pack.cu."""
         return recipe_macros(*self) | {
             "CODE_BITS": self.recipe.page_format.bits.keys,
             "NORM_FIT": NORMS.index(self.recipe.norm),
@@ -144,12 +144,12 @@ class Specialization(NamedTuple):
 
     @property
     def norms_macros(self) -> dict[str, str | int]:
-        """Macros that csrc/pack/norms.cu is compiled with."""
+        """Macros of csrc/pack/norms.cu."""
         return page_macros(self.recipe.page_format) | {"ELEMENT": ELEMENTS[self.dtype]}
 
 
 class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
-    """The kernels that pack together: ``norms`` goes first, where norms are over all heads."""
+    """CUDA kernels of ``pack``; ``norms`` runs first if norms are shared by all heads."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -160,14 +160,14 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
         self._norms = None
         if recipe.page_format.token_scaling == "shared":
             if recipe.norm != "plain":
-                # A norm over all heads that is fitted to the codes needs all heads at once, which
-                # a thread block does not see.
+                # Fitting a norm over all heads to the codes needs all heads at once, but a thread
+                # block has only one.
                 raise KernelError("the kernel fits norms per head, not one that all heads share")
             self._norms = self._load("pack/norms.cu", specialization.norms_macros)
         self._pack = self._load("pack/pack.cu", specialization.macros)
 
     def __call__(self, arguments: PackArguments) -> None:
-        """Launch; there is at least one job."""
+        """Launch; requires at least one job."""
         keys, values, recent, source, rows, slots, pages, not_finite, sigma, *_ = arguments
         keys, values = aligned_rows(keys), aligned_rows(values)
         stream, (_, heads, _, head_dim) = current_stream(keys.device), keys.shape
@@ -189,7 +189,7 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Share of bytes that differ: single ones may, where a value lies between two codes."""
+        """Return the share of bytes that differ; a few may, if a value lies between two codes."""
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         jobs = random_jobs(page_format, dtype, device)
@@ -207,7 +207,7 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
 
 
 def pack_by_torch(arguments: PackArguments) -> None:
-    """``pack`` by PyTorch operations; waits for the device."""
+    """``pack`` with PyTorch operations; waits for the device."""
     keys, values, recent, source, rows, slots, pages, not_finite, sigma, *_ = arguments
     todo = (slots >= 0).nonzero()[:, 0]
     for part in parts_of(len(todo), arguments.recipe.page_format):
@@ -257,12 +257,12 @@ def pack(
     policy: KVPolicy,
     basis: Basis,
 ) -> torch.Tensor:
-    """Quantize whole pages, by this operation or, of key_axis "token", by ``store``.
+    """Quantize whole pages with this operation, or with ``store`` for key_axis "token".
 
     Args:
         keys: (pages, KV heads, 128, head_dim), float32, bfloat16 or float16, after RoPE; any
-            stride.
-        values: the same shape and dtype.
+            strides.
+        values: same shape and dtype as keys.
         page_format: layout of the pages.
         policy: fit, norm, token scaling and scale of values.
         basis: balancing and rotation of the layer.
@@ -271,7 +271,7 @@ def pack(
         (pages, page_bytes) uint8.
 
     Raises:
-        FloatingPointError: what ``not_finite`` tells. Finding out waits for the device.
+        FloatingPointError: if ``not_finite`` is set. Reading it waits for the device.
     """
     expected = (page_format.kv_heads, PAGE_TOKENS, page_format.head_dim)
     if tuple(keys.shape[1:]) != expected or values.shape != keys.shape:
@@ -291,7 +291,7 @@ def pack(
 def _whole_pages(
     keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages of key_axis "channel", and ``not_finite``."""
+    """Return pages of key_axis "channel", and ``not_finite``."""
     count, (_, heads, _, head_dim), page_format = len(keys), keys.shape, recipe.page_format
     order = torch.arange(max(count, PAGE_TOKENS), dtype=torch.int32, device=keys.device)
     rows = order[:count]

@@ -1,12 +1,12 @@
-"""Pages as loops for CPUs see them: where codes and numbers are, and unpack by such loops.
+"""Page layout for CPU kernels: the places of codes and numbers; and unpack by a CPU kernel.
 
-A vector has 16 words of a plane of codes, and a place in a word means the same for all of them (see
-``oscar_mm.pages.fragments``). Planes become words of eight codes, of 4 bits each; the number of a
-code's place has three bits, k2 k1 k0. Of keys a lane has two tokens: k1 tells which, k2 and k0 tell
-the channel. Of values k0 tells the channel, k2, k1 and the lane tell the token.
+A vector has 16 words of a plane of codes, and a place in a word has the same meaning in all of them
+(see ``oscar_mm.pages.fragments``). Planes become words of eight 4-bit codes; the index of a code's
+place has three bits, k2 k1 k0. For keys a lane has two tokens: k1 selects the token, k2 and k0 the
+channel. For values k0 selects the channel; k2, k1 and the lane select the token.
 
-``unpack_on_cpu`` is compiled by numba; its arithmetic is that of ``oscar_mm.quant``, a vector at a
-time.
+``unpack_on_cpu`` is compiled by numba; its arithmetic is the same as in ``oscar_mm.quant``, a
+vector at a time.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ if TYPE_CHECKING:
     from oscar_mm.ops.unpack import Sides, UnpackArguments
 
 TILE = 16
-"""Tokens."""
+"""Tokens of a tile."""
 TILES = PAGE_TOKENS // TILE
 GROUPS = 8
 """Groups of words in a tile."""
 
 
 class CodesLayout(NamedTuple):
-    """Where the codes of keys or of values are in a head, in 32-bit words.
+    """Places of the codes of keys or of values in a head, in 32-bit words.
 
     Attributes:
         start: first word of the plane of low bits.
-        high: first word of the plane of high bits; 0 where there is none.
+        high: first word of the plane of high bits; 0 if there is none.
         steps: runs of a tile's words; a run has the words of 8 groups.
         words: words of a group in a run: 8 or 16.
         parts: words of eight codes that a word becomes: 1, or 2 (its even and its odd codes).
         mask: places of the low bits in a word of eight codes.
-        channels: of keys (head_dim,): for each run, word, part, k2 and k0 the channel. Of values
-            (sums,): for each run, vector, part, k0 and lane.
-        scales: of values (runs, scales, 16) float32: 1 for the scale of a lane's channels, else 0.
+        channels: for keys (head_dim,): the channel of each run, word, part, k2 and k0. For values
+            (sums,): the channel of each run, vector, part, k0 and lane.
+        scales: for values (runs, scales, 16) float32: 1 for the scale of a lane's channels,
+            otherwise 0.
     """
 
     start: int
@@ -57,16 +58,17 @@ class CodesLayout(NamedTuple):
 
 
 class PageLayout(NamedTuple):
-    """A page as the loops see it.
+    """Page layout for the CPU kernels.
 
     Attributes:
         head_words: 32-bit words of a KV head.
-        keys, values: their codes.
-        key_numbers: (KV heads, n) uint32: where the float16 numbers of a head's keys are in a page,
-            in natural order: scales, zeros, center and norms, the last two where there are any.
-        value_numbers: (KV heads, 2 * n) uint32: of values, scales and zeros, each group by group.
-        has_center, has_norms: whether there are.
-        key_group: tokens that share the scales of channels; 0 where each token has its own.
+        keys, values: layouts of their codes.
+        key_numbers: (KV heads, n) uint32: places in a page of the float16 numbers of a head's keys
+            in natural order: scales, zeros, and center and norms if the format has them.
+        value_numbers: (KV heads, 2 * n) uint32: places of the values' scales and zeros, each group
+            by group.
+        has_center, has_norms: whether the format has a center, or norms.
+        key_group: tokens that share the scales of channels; 0 if each token has its own.
         value_group: channels of a value's scale.
     """
 
@@ -83,7 +85,7 @@ class PageLayout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def page_layout(page_format: PageFormat) -> PageLayout | None:
-    """The layout of pages in the order of fragments; None for others."""
+    """Return the layout of pages in fragment order; None for other pages."""
     if not page_format.in_fragments or page_format.value_group % 32:
         return None
     heads = page_format.kv_heads
@@ -93,7 +95,7 @@ def page_layout(page_format: PageFormat) -> PageLayout | None:
         head_words=page_format.head_bytes // 4,
         keys=_codes_layout(page_format, "key"),
         values=_codes_layout(page_format, "value"),
-        # Unsigned: numba takes care of negative indices.
+        # Unsigned, since numba adds code for negative indices.
         key_numbers=page_format.number_places("key_scales", "key_zeros", "center", "norms").astype(
             np.uint32
         ),
@@ -107,14 +109,14 @@ def page_layout(page_format: PageFormat) -> PageLayout | None:
 
 @lru_cache(maxsize=64)
 def plain_layout(page_format: PageFormat) -> tuple[Any, ...]:
-    """A layout in tuples without names, which numba takes 20 microseconds faster."""
+    """Return a layout as unnamed tuples, which numba accepts 20 microseconds faster."""
     layout = page_layout(page_format)
     assert layout is not None
     return layout.head_words, tuple(layout.keys), tuple(layout.values), *layout[3:]
 
 
 def _codes_layout(page_format: PageFormat, side: str) -> CodesLayout:
-    """Codes of keys or of values."""
+    """Return the layout of the codes of keys or of values."""
     (name, _, bits), *high = page_format.planes(f"{side}_codes")
     head_dim, group = page_format.head_dim, page_format.value_group
     parts = 4 // bits
@@ -146,17 +148,18 @@ def _codes_layout(page_format: PageFormat, side: str) -> CodesLayout:
 
 
 class _Side(NamedTuple):
-    """How keys or values are read.
+    """Tables for reading keys or values.
 
     Attributes:
         group: channels of a scale.
-        places: (planes, 128, n) int64: which bytes of a head have a token's codes.
-        counts: (planes, 2) int64: of a token's bytes, and of the codes of a byte.
-        codes: (planes, 256, 8) float32: what the codes of a byte add to a token's.
-        elements: (planes, d) int64: which of a token's codes in a plane a channel has.
-        numbers: (KV heads, 2, 128, groups) int64: where scales and zeros are, in units of two
+        places: (planes, 128, n) int64: bytes of a head with a token's codes.
+        counts: (planes, 2) int64: number of a token's bytes, and of the codes of a byte.
+        codes: (planes, 256, 8) float32: contribution of each byte value to a token's codes.
+        elements: (planes, d) int64: index of each channel among a token's codes in a plane.
+        numbers: (KV heads, 2, 128, groups) int64: places of scales and zeros, in units of two
             bytes.
-        center: (KV heads, d) int64: where the center is, in the same units; empty without one.
+        center: (KV heads, d) int64: places of the center, in the same units; empty without a
+            center.
     """
 
     group: int
@@ -169,7 +172,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, page_format: PageFormat, name: str) -> _Side:
-        """Where a page has its keys (name "key") or its values ("value")."""
+        """Return the tables of keys (name "key") or values ("value") of a page format."""
         planes, head_dim = page_format.planes(f"{name}_codes"), page_format.head_dim
         places = np.zeros((len(planes), PAGE_TOKENS, head_dim), np.int64)
         counts = np.zeros((len(planes), 2), np.int64)
@@ -202,18 +205,18 @@ class _Side(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _sides(page_format: PageFormat) -> tuple[tuple[Any, ...], ...]:
-    """Keys' and values', in tuples without names, which numba takes faster."""
+    """Return the tables of keys and values as unnamed tuples, which numba accepts faster."""
     return tuple(_Side.of(page_format, "key")), tuple(_Side.of(page_format, "value"))
 
 
 def reads(page_format: PageFormat) -> bool:
-    """Whether there are loops for pages of a format."""
+    """Return whether there is a CPU kernel for a page format."""
     return page_format.by_token and page_format.in_fragments
 
 
 @torch.no_grad()
 def unpack_on_cpu(arguments: UnpackArguments) -> Sides:
-    """``unpack``, see ``oscar_mm.ops.unpack.UnpackArguments``; of pages that ``reads`` takes."""
+    """``unpack``, see ``oscar_mm.ops.unpack.UnpackArguments``, for pages that ``reads`` accepts."""
     page_format, sigma, slots = arguments.page_format, arguments.sigma, arguments.slots.numpy()
     heads, head_dim = page_format.kv_heads, page_format.head_dim
     sigma = torch.ones(1, head_dim) if sigma is None else sigma
@@ -263,7 +266,7 @@ def _unpack(
                 of_plane, width = side.counts[plane]
                 for index in range(of_plane):
                     byte = pages[slot, start + side.places[plane, token, index]]
-                    # Eight at a time; those that are too many are written over.
+                    # Eight at a time; surplus ones are overwritten.
                     for code in range(8):
                         raw[plane, index * width + code] = side.codes[plane, byte, code]
             for number in range(2):

@@ -1,27 +1,27 @@
-"""rings: which ring of tokens in 16-bit precision each request of a batch has.
+"""Rings: assign a ring of tokens in 16-bit precision to each request of a batch.
 
-Each layer stores the most recent tokens of a request, and its first ones, as they came, beside the
-pages that have all of its tokens. They lie in a ring, one for each request that may run. Schedulers
-such as vLLM's tell the rows of a batch and their blocks, but not which request a row is: rows move,
-come and go, and a block may be shared with other requests or given to others. So the device
-remembers, for each block, the ring of the row that wrote to it last, and, for each ring, a number
-of its tenant (its lease). A row continues the ring that its last block leads to if
+In addition to the pages with all tokens of a request, each layer stores the request's most recent
+tokens and its first ones unpacked. They are in a ring, one for each request that may run.
+Schedulers such as vLLM's supply the rows of a batch and their blocks, but not the identity of a
+row's request: rows move, come and go, and a block may be shared with other requests or reassigned.
+So the device remembers, for each block, the ring of the row that wrote to it last, and, for each
+ring, the number of its current tenant (its lease). A row continues the ring of its last block if
 
-- the ring still has that tenant, and the tenant has got as far as the row; drafts that were
-  rejected may be beyond it;
-- no row before it in the batch continues the same one.
+- the ring still has that tenant, and the tenant has reached the row's length; rejected drafts may
+be beyond it;
+- no earlier row of the batch continues the same ring.
 
-All other rows that store tokens get the rings that no row has had for the longest time, empty. So
-the ring of a request that was preempted, or begins with another's blocks, or waited too long, has
-what was computed since; the rest is in pages.
+All other rows that store tokens get the least recently used rings, empty. So the ring of a request
+that was preempted, begins with another request's blocks or waited too long has only the tokens
+computed since; the others are in pages.
 
-What a ring has is right: a block is written from its beginning, and loses its owner in the step in
-which that happens, so that the owner of a row's last block wrote the tokens that are in it. Blocks
-are shared where all tokens up to their end are the same; so a row whose last block is another's may
-continue the other's ring. A KV connector loads tokens into blocks unseen here. That would matter
-only where it loads a new request into the block that ends another one of the same length; so the
-rings of requests that are not in a batch are given up where there is a connector
-(``RingArguments.keeps``).
+The content of a ring is always correct: a block is written from its beginning, and loses its owner
+in the step in which that happens, so the owner of a row's last block wrote the tokens that are in
+it. Blocks are shared only if all tokens up to their end are the same; so a row whose last block was
+written by another request may continue that request's ring. A KV connector loads tokens into blocks
+without passing through here. That would matter only if it loaded a new request into the block that
+ends another one of the same length; so with a connector, the rings of requests that are not in a
+batch are released (``RingArguments.keeps``).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.pages.layout import PAGE_TOKENS
 
 MAX_ROWS = 4096
-"""Requests of a batch, and rings."""
+"""Maximum requests of a batch, and maximum rings."""
 RING_FIELDS = 4
 """Numbers of a ring: lease, its tenant's first token in it, the tenant's tokens, clock."""
 _THREADS = 1024
 
 
 class RingShape(NamedTuple):
-    """Tokens of a ring.
+    """Sizes of a ring.
 
     Attributes:
         sinks: first tokens of a request, which have places of their own.
         window: most recent tokens that are read.
-        spare: new tokens of a step that decodes, which may take no place that the step reads.
+        spare: new tokens of a decode step, which must not take places that the step reads.
     """
 
     sinks: int
@@ -60,7 +60,7 @@ class RingShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Places of tokens that are no sinks."""
+        """Places of tokens that are not sinks."""
         return self.window + self.spare
 
     @property
@@ -70,26 +70,26 @@ class RingShape(NamedTuple):
 
     @property
     def max_read(self) -> int:
-        """Most tokens of a request that a step reads."""
+        """Maximum tokens of a request that a step reads."""
         return self.sinks + self.window
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where tokens of a request are in its ring."""
+        """Return the places of a request's tokens in its ring."""
         later = self.sinks + positions % self.size
         return torch.where(positions < self.sinks, positions, later)
 
 
 class RingArguments(NamedTuple):
-    """Arguments of ``find_rings``, int32 but the slots; the last three tensors are written to.
+    """Arguments of ``find_rings``, int32 except the slots; the last three tensors are outputs.
 
     Attributes:
-        blocks, lengths, starts, slots: as of ``oscar_mm.ops.block_tables.BlockTables``.
-        new_tokens: most of a request that decodes.
-        clock: of this call: one more than in the call before, from 0 again after 2**31 - 1.
-        keeps: whether rings stay with requests that are not in the batch.
+        blocks, lengths, starts, slots: see ``oscar_mm.ops.block_tables.BlockTables``.
+        new_tokens: maximum new tokens of a decoding request.
+        clock: number of this call: one more than in the previous call, from 0 again after 2**31 -
+            1.
+        keeps: whether requests that are not in the batch keep their rings.
         tails: (rows, 2): the ring of each row, or -1; the row's first token in it.
-        owners: (blocks, 2): ring and lease of the row that wrote to a block last; -1 where none
-            has.
+        owners: (blocks, 2): ring and lease of the row that wrote to a block last; -1 for none.
         rings: (rings, ``RING_FIELDS``).
     """
 
@@ -116,14 +116,14 @@ class Params(ctypes.Structure):
 
 
 class RingsKernel(OperationKernel[None], operation="rings", bound=0.0):
-    """The kernel, which is the same for all formats."""
+    """CUDA kernel of ``find_rings``, the same for all formats."""
 
     def __init__(self, specialization: None, device: torch.device) -> None:
         super().__init__(specialization, device)
         self._kernel = self._load("block_tables/rings.cu", {})
 
     def __call__(self, given: RingArguments) -> None:
-        """Launch."""
+        """Launch the kernel."""
         params = Params(
             *addresses(given.blocks, given.lengths, given.starts, given.slots),
             *addresses(given.tails, given.owners, given.rings),
@@ -138,7 +138,7 @@ class RingsKernel(OperationKernel[None], operation="rings", bound=0.0):
     def disagreement(
         specialization: None, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Share of the numbers that differ, step after step of changing batches."""
+        """Return the share of numbers that differ over a sequence of changing batches."""
         differing = []
         steps = checked_steps(device), checked_steps(device)
         for found, expected in zip(*steps, strict=True):
@@ -152,8 +152,11 @@ class RingsKernel(OperationKernel[None], operation="rings", bound=0.0):
 
 
 def checked_steps(device: torch.device, ring_count: int = 40, steps: int = 30) -> list[Any]:
-    """Arguments of ``rings`` for the steps of requests that come, go and change places; some share
-    the blocks of others, and some steps store nothing. All have the same rings."""
+    """Make arguments of ``find_rings`` for steps of requests that come, go and change rows.
+
+    Some requests share blocks of others, and some steps store nothing. All steps have the same
+    rings.
+    """
     generator = np.random.default_rng(0)
     zeros = {"dtype": torch.int32, "device": device}
     owners = torch.full((ring_count * 20, 2), -1, **zeros)
@@ -180,13 +183,13 @@ def checked_steps(device: torch.device, ring_count: int = 40, steps: int = 30) -
         for (own, past), total in zip(batch, totals, strict=True):
             if total + 130 > len(own) * PAGE_TOKENS:
                 free = own[1:] + free
-            else:  # Drafts are rejected, but the first new token is none.
+            else:  # Drafts are rejected; the first new token is never a draft.
                 running.append((own, max(past + 1, total - int(generator.integers(0, 3)))))
     return found
 
 
 def find_rings(given: RingArguments) -> None:
-    """Find or give the ring of each row that stores tokens."""
+    """Find or assign the ring of each row that stores tokens."""
     kernel = RingsKernel.of(None, given.blocks.device)
     (kernel or rings_by_numpy)(given)
 
@@ -203,7 +206,7 @@ def rings_by_numpy(given: RingArguments) -> None:
     ]
 
     def own(row: int, first: int) -> np.ndarray:
-        """Blocks of a row from one on, with its new tokens."""
+        """Return the blocks of a row from ``first`` on, including those of its new tokens."""
         found = blocks[row, first : -(-lengths[row] // PAGE_TOKENS)]
         return found[(found >= 0) & (found < len(owners))]
 

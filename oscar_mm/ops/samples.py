@@ -1,4 +1,4 @@
-"""Small problems without a user's data: kernels and PyTorch operations must agree on them."""
+"""Small synthetic problems on which kernels must agree with PyTorch operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.basis import Basis
 
 CHECKED_HEADS = 3
-"""KV heads: a kernel is the same for any number."""
+"""KV heads; a kernel is the same for any number."""
 JOB_SLOTS = 6
 """Pages that ``random_jobs`` writes to."""
 _Tensor = torch.Tensor
@@ -23,7 +23,7 @@ Past = tuple[_Tensor, _Tensor, _Tensor, list[_Tensor], _Tensor, _Tensor | None]
 
 
 def random_pages(count: int, page_format: PageFormat, device: torch.device) -> torch.Tensor:
-    """(count, page_bytes) uint8: random numbers in all fields, always the same."""
+    """Return (count, page_bytes) uint8 pages with reproducible random numbers in all fields."""
     generator = torch.Generator().manual_seed(0)
     pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8)
     for name, field in page_format.fields.items():
@@ -52,10 +52,10 @@ def random_pages(count: int, page_format: PageFormat, device: torch.device) -> t
 def random_basis(
     page_format: PageFormat, rotate: bool, device: torch.device, rows: tuple[int, ...] = ()
 ) -> Basis:
-    """Balancing of every KV head, between 0.5 and 2; its reciprocals are bfloat16 numbers.
+    """Return balancing for every KV head, between 0.5 and 2; its reciprocals are bfloat16 numbers.
 
     Args:
-        rows: number of rows, each of which has its own balancing; none for one of all rows.
+        rows: number of rows with their own balancing; empty for one that all rows share.
     """
     generator = torch.Generator().manual_seed(1)
     shape = (*rows, page_format.kv_heads, page_format.head_dim)
@@ -67,8 +67,11 @@ def random_basis(
 def _random_states(
     page_format: PageFormat, tokens: int, slots: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of two rows, (2, 2, heads, tokens, d), of norms over two decades, and
-    (slots, 2, heads, d) tokens in 16-bit precision."""
+    """Return keys and values of two rows and some 16-bit tokens.
+
+    The former are (2, 2, heads, tokens, d), with norms over two decades; the latter (slots, 2,
+    heads, d).
+    """
     heads, head_dim = page_format.kv_heads, page_format.head_dim
     # As attention makes them: tokens before heads in memory.
     states = torch.randn(2, 2, tokens, heads, head_dim, generator=generator).transpose(2, 3)
@@ -77,10 +80,11 @@ def _random_states(
 
 
 def random_jobs(page_format: PageFormat, dtype: torch.dtype, device: torch.device) -> Jobs:
-    """Keys, values, recent, source, rows and slots of five jobs of pack (``oscar_mm.ops.pack``).
+    """Return keys, values, recent, source, rows and slots of five jobs of pack
+    (``oscar_mm.ops.pack``).
 
-    Pages of new tokens, of stored ones, of both, of tokens in any order, and one job that does
-    nothing and names tokens that are not there.
+    Pages of new tokens, of stored ones, of both, of tokens in random order, and one job that does
+    nothing and refers to tokens that do not exist.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, slots = 300, 256
@@ -103,12 +107,13 @@ def random_jobs(page_format: PageFormat, dtype: torch.dtype, device: torch.devic
 
 
 def random_stores(page_format: PageFormat, dtype: torch.dtype, device: torch.device) -> Stores:
-    """Keys, values, recent, jobs and begins of store (``oscar_mm.ops.store``), for five pages.
+    """Return keys, values, recent, jobs and begins of store (``oscar_mm.ops.store``), for five
+    pages.
 
-    Jobs of new tokens, of stored ones, of both, of a single token, of a few whose places another
-    job of the tile has, and one that does nothing and names tokens that are not there. Of pages
-    with a center some get a new one, of one token, of many or of another page. Keys of the second
-    row have a mean far from zero.
+    Jobs of new tokens, of stored ones, of both, of a single token, of two that share a tile, and
+    one that does nothing and refers to tokens that do not exist. With a center, some pages get a
+    new one from one token, from many or from another page. Keys of the second row have a mean far
+    from zero.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, slots = 120, 40
@@ -139,8 +144,10 @@ def random_stores(page_format: PageFormat, dtype: torch.dtype, device: torch.dev
 def random_layer_stores(
     page_format: PageFormat, dtype: torch.dtype, device: torch.device
 ) -> LayerStores:
-    """Tokens in 16-bit precision of two layers, jobs and begins of store_layers, for five pages: as
-    ``random_stores``, but of stored tokens only."""
+    """Return 16-bit tokens of two layers, jobs and begins of store_layers, for five pages.
+
+    As in ``random_stores``, but with stored tokens only.
+    """
     _, _, recent, jobs, begins = random_stores(page_format, dtype, device)
     for table in (jobs, begins):
         sources = table[:, HEAD:]
@@ -156,16 +163,17 @@ def random_past(
     workers: int,
     narrow: bool = False,
 ) -> tuple[Past, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments of decode (``oscar_mm.ops.decode``) for two unequal rows and a few new tokens.
+    """Return arguments of decode (``oscar_mm.ops.decode``) for two unequal rows and a few new
+    tokens.
 
-    One row has tokens in 16-bit precision, which fill two tiles and a part of one, and pages of all
-    formats, of some of which a range is in use; the other has one page. What is not in use is NaN.
+    One row has 16-bit tokens, which fill two tiles and a part of one, and pages of all formats,
+    some of them partly in use; the other row has one page. Unused tokens are NaN.
 
     Args:
-        formats: one or two.
-        workers: thread blocks.
-        narrow: two new tokens of two query heads a KV head, half of a fragment's columns; else
-            three of four, one and a half.
+        formats: one or two page formats.
+        workers: number of thread blocks.
+        narrow: whether to use two new tokens and two query heads per KV head, half of a fragment's
+            columns; otherwise three and four, one and a half.
 
     Returns:
         (queries, keys, values, pages, recent, sigma), items, recents, counts and assignments.

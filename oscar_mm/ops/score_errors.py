@@ -1,10 +1,10 @@
-"""Whether pages keep the scores of a model's attention: a check of its weights.
+"""Score errors: check from a model's weights whether pages preserve its attention scores.
 
-Keys of random inputs are packed as those of a text would be, and scores of queries with them are
-compared with the exact ones. Codes of 2 bits cost a third to a half of what scores differ by, of 3
-bits a sixth. Where it is all of it, something is large in the keys that the queries do not need,
-such as biases that are hundreds of times as large as what differs between tokens, and answers may
-break.
+Keys of random inputs are packed like those of a text, and scores of queries with them are compared
+with the exact ones. 2-bit codes usually cause errors of a third to a half of the scores' deviation,
+3-bit codes a sixth. If the error is as large as the deviation, the keys have large components that
+the queries do not need, such as biases hundreds of times as large as the differences between
+tokens, and answers may break.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe, quantize, unpack_by_torch
 
 MOST = 1.0
-"""Error of scores, as a part of what they differ by, above which a layer is reported."""
+"""Score error, relative to the scores' deviation, above which a layer is reported."""
 _log = logging.getLogger(__name__)
 
 
 def warn_of_hard_layers(model: Any, policy: KVPolicy) -> None:
-    """Log a warning that names the layers whose keys the policy's pages do not hold well."""
+    """Log a warning with the layers whose keys the policy's pages do not preserve well."""
     if not policy.packs:
         return
     hard = {name: error for name, error in score_errors(model, policy).items() if error > MOST}
@@ -46,14 +46,14 @@ def warn_of_hard_layers(model: Any, policy: KVPolicy) -> None:
 
 @torch.inference_mode()
 def score_errors(model: Any, policy: KVPolicy) -> dict[str, float]:
-    """By name of each attention module, the largest error of a KV head's scores.
+    """Return, by name of each attention module, the largest error of a KV head's scores.
 
-    It is a part of what scores differ by; what is the same for all keys of a query does not count,
-    as softmax does not see it. Modules without separate projections are left out.
+    It is relative to the scores' deviation; an error that is the same for all keys of a query does
+    not count, since softmax ignores it. Modules without separate projections are left out.
 
     Args:
         model: a decoder of transformers, or a model with one.
-        policy: one that packs.
+        policy: policy that packs tokens.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     sigmas = sigmas_of_model(decoder, centered=policy.centers_keys) if policy.balances else {}
@@ -71,8 +71,10 @@ def score_errors(model: Any, policy: KVPolicy) -> dict[str, float]:
 def _rotated_states(
     layer: nn.Module, attention: Any, angles: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Queries (KV heads, queries, d) and keys (KV heads, 128, d) of random inputs, float32 on the
-    CPU, each at a position of its own."""
+    """Return queries (KV heads, queries, d) and keys (KV heads, 128, d) of random inputs.
+
+    They are float32 on the CPU, each token at its own position.
+    """
     projections = projected(attention, probes(layer, attention)[:PAGE_TOKENS])
     states = []
     for name, of_all in zip(("q_norm", "k_norm"), projections, strict=True):
@@ -86,7 +88,7 @@ def _rotated_states(
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    """(tokens, heads, d) turned by RoPE, token n by n times the angles."""
+    """Apply RoPE to (tokens, heads, d): token n is rotated by n times the angles."""
     turns = torch.arange(len(x))[:, None, None] * angles
     one, other, rest = x.split([len(angles)] * 2 + [x.shape[-1] - 2 * len(angles)], -1)
     cos, sin = turns.cos(), turns.sin()
@@ -94,8 +96,8 @@ def _turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def _error(queries: Tensor, keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> float:
-    """The largest error over KV heads, of states as ``_rotated_states`` has them; infinite where
-    keys are beyond what pages hold."""
+    """Return the largest error over KV heads for states of ``_rotated_states``; infinite if pages
+    cannot store the keys."""
     back = _restored(keys[None].bfloat16(), policy, sigma)
     if back is None:
         return float("inf")
@@ -108,8 +110,11 @@ def _error(queries: Tensor, keys: Tensor, policy: KVPolicy, sigma: Tensor | None
 
 
 def _restored(keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> Tensor | None:
-    """(1, KV heads, 128, d) keys through a page, None where it cannot hold them; by PyTorch, so
-    that a model is loaded without compiling anything."""
+    """Return (1, KV heads, 128, d) keys after packing and unpacking; None if a page cannot store
+    them.
+
+    It uses PyTorch, so that loading a model compiles nothing.
+    """
     _, heads, _, head_dim = keys.shape
     page_format = PageFormat.of(policy, policy.packed_bits[0], heads, head_dim)
     recipe, basis = Recipe.of(page_format, policy), Basis(head_dim, policy.rotate, sigma)

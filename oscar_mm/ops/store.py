@@ -1,4 +1,4 @@
-"""store, store_layers: 16-bit keys and values of tokens -> slots of stream pages."""
+"""Store and store_layers: quantize 16-bit keys and values of tokens into stream pages."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from oscar_mm.quant.fit import CHANGES, FLOOR
 from oscar_mm.quant.quantize import Recipe
 
 _WARPS = 4
-"""Warps of a thread block; each has the keys, or the values, of one head of a job."""
+"""Warps of a thread block; each processes the keys or the values of one head of a job."""
 _CHECKED_SLOTS = 5
 _MAX_LAYERS = 96
-"""Most layers of a launch, whose parameters have room for no more."""
+"""Maximum layers of a launch, limited by the size of its parameters."""
 _NORMS = ("plain", "unbiased")
 _checker, _layers_checker = ArgumentChecker("store"), ArgumentChecker("store_layers")
 
@@ -81,7 +81,7 @@ class Layer(ctypes.Structure):
         not_finite: torch.Tensor,
         sigma: torch.Tensor | None,
     ) -> Layer:
-        """The tensors of a layer, which must outlive the launch."""
+        """Return the tensors of a layer; they must outlive the launch."""
         return cls(*addresses(recent, pages, sigma, not_finite), *sigma_strides(sigma))
 
 
@@ -98,14 +98,14 @@ class LayersParams(ctypes.Structure):
 
 
 class Specialization(NamedTuple):
-    """What the kernels are compiled for."""
+    """Compile-time parameters of the kernels."""
 
     recipe: Recipe
     dtype: torch.dtype
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros that csrc/store/store.cu is compiled with."""
+        """Macros of csrc/store/store.cu."""
         recipe, bits = self.recipe, self.recipe.page_format.bits
         return recipe_macros(*self) | {
             "KEY_BITS": bits.keys,
@@ -118,7 +118,7 @@ class Specialization(NamedTuple):
 
 
 class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01):
-    """The kernels that store together: ``centers`` goes first, where pages have a center."""
+    """CUDA kernels of ``store``; ``centers`` runs first if pages have a center."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -129,7 +129,7 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
         self._centers = load("centers") if page_format.center else None
 
     def __call__(self, arguments: StoreArguments) -> None:
-        """Launch ``store``; there is at least one job."""
+        """Launch ``store``; requires at least one job."""
         keys, values, _, jobs, begins, pages, not_finite, sigma, *_ = arguments
         keys, values = aligned_rows(keys), aligned_rows(values)
         stream, heads = current_stream(keys.device), keys.shape[1]
@@ -138,15 +138,15 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
             *(strides(keys), strides(values), len(jobs), len(begins), heads),
         )
         params = StoreParams(work, Layer.of(arguments.recent, pages, not_finite, sigma))
-        # With a line for each job they are those of a decode step: jobs see to their pages
-        # themselves.
+        # With one line per job, they belong to a decode step, whose jobs compute their pages'
+        # centers themselves.
         if self._centers is not None and 0 < len(begins) != len(jobs):
             _run(self._centers, len(begins) * heads, 1, params, stream)
             params.work.begin_count = 0
         _run(self._store, 2 * len(jobs) * heads, 1, params, stream)
 
     def of_layers(self, arguments: StoreLayersArguments) -> None:
-        """Launch ``store_layers``; there is at least one layer and one job."""
+        """Launch ``store_layers``; requires at least one layer and one job."""
         jobs, begins, heads = arguments.jobs, arguments.begins, arguments.recent[0].shape[2]
         stream = current_stream(jobs.device)
         tables = (*addresses(None, None, jobs, begins), Strides(), Strides())
@@ -161,7 +161,8 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
     def disagreement(
         specialization: Specialization, kernel: StoreKernel, device: torch.device
     ) -> float:
-        """Share of written bytes that differ, as some may where a value lies between two codes."""
+        """Return the share of written bytes that differ; a few may, if a value lies between two
+        codes."""
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         before = random_pages(_CHECKED_SLOTS, page_format, device)
@@ -271,9 +272,9 @@ def _store_layers(arguments: StoreLayersArguments) -> None:
 
 
 def _without_kernel(recipe: Recipe, device: torch.device) -> Callable[[StoreArguments], None]:
-    """Loops on a CPU, PyTorch operations where there are none."""
+    """Return the CPU kernel on a CPU; PyTorch operations if there is none."""
     if device.type == "cpu" and cpu_kernels_available("store"):
-        # Not before it is used: it brings a compiler.
+        # Imported on first use, since it loads a compiler.
         from oscar_mm.ops.store_numba import rotates, store_on_cpu
 
         if rotates(recipe):
@@ -288,14 +289,14 @@ store_layers = define("store_layers", StoreLayersArguments, _check_layers, _stor
 def whole_pages(
     keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill stream pages with 128 tokens each, by the operation.
+    """Fill stream pages with 128 tokens each, by the operation ``store``.
 
     Args:
         keys: (pages, KV heads, 128, head_dim), float32, bfloat16 or float16, after RoPE, with
             contiguous channels.
-        values: the same shape and dtype.
-        recipe: how pages are made.
-        sigma: as of ``store``.
+        values: same shape and dtype as keys.
+        recipe: recipe of the pages.
+        sigma: see ``store``.
 
     Returns:
         (pages, page_bytes) uint8, and ``not_finite``.
@@ -313,7 +314,7 @@ def whole_pages(
 
 
 def whole_page_tables(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Jobs and begins of so many whole pages: page i gets the tokens of row i."""
+    """Return jobs and begins of ``count`` whole pages: page i gets the tokens of row i."""
     order = torch.arange(count, dtype=torch.int32, device=device)
     places = torch.arange(PAGE_TOKENS, dtype=torch.int32, device=device)
     tiles = PAGE_TOKENS // TILE

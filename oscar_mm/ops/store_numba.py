@@ -1,7 +1,8 @@
-"""store on CPUs: tokens to slots of stream pages, by loops that numba compiles.
+"""Store on CPUs: write tokens to slots of stream pages, by CPU kernels that numba compiles.
 
-The arithmetic is that of ``oscar_mm.quant``, where it is explained, a vector at a time. Scales and
-zeros are the same float16 numbers but where sums in another order round to the next one.
+The arithmetic is the same as in ``oscar_mm.quant``, which explains it, a vector at a time. Scales
+and zeros are the same float16 numbers, except where a different order of summation changes the
+rounding.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from oscar_mm.quant.quantize import Recipe
 
 
 class _Side(NamedTuple):
-    """How keys or values are written.
+    """Tables for writing keys or values.
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code.
         group: channels of a scale.
-        rounds: of the least-squares fit; 0 for the least and the largest value.
-        part: of the range from which the fit starts.
+        rounds: rounds of the least-squares fit; 0 fits minimum and maximum.
+        part: share of the range with which the fit starts.
         unbiased: whether scales are corrected once the codes are known.
-        changes: most codes of a vector that change to lower the error of scores.
-        planes: (planes, 3) int64: first byte in a head, bits, and the first bit of a code that they
-            are.
-        elements, channels: (planes, 128, d) int64: ``PageFormat.token_elements``.
-        numbers: (KV heads, 2, 128, groups) int64: where scales and zeros are, in units of two
+        changes: maximum codes of a vector that change to lower the error of scores.
+        planes: (planes, 3) int64: first byte in a head, number of bits, and index of the first bit
+            within a code.
+        elements, channels: (planes, 128, d) int64: see ``PageFormat.token_elements``.
+        numbers: (KV heads, 2, 128, groups) int64: places of scales and zeros, in units of two
             bytes.
-        center: (KV heads, d) int64: where the center is, in the same units; empty without one.
+        center: (KV heads, d) int64: places of the center, in the same units; empty without a
+            center.
     """
 
     bits: int
@@ -62,7 +64,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe, name: str) -> _Side:
-        """How keys (name "key") or values ("value") are stored."""
+        """Return the tables of keys (name "key") or values ("value")."""
         page_format, is_key = recipe.page_format, name == "key"
         heads = page_format.kv_heads
         bits = page_format.bits.keys if is_key else page_format.bits.values
@@ -95,13 +97,14 @@ class _Side(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _sides(recipe: Recipe) -> tuple[tuple[Any, ...], ...]:
-    """Keys' and values', in tuples without names, which numba takes 20 microseconds faster."""
+    """Return the tables of keys and values as unnamed tuples, which numba accepts 20 microseconds
+    faster."""
     return tuple(_Side.of(recipe, "key")), tuple(_Side.of(recipe, "value"))
 
 
 def rotates(recipe: Recipe) -> bool:
-    """Whether there are loops for a recipe: its rotation is a single block of whole vectors, or
-    there is none."""
+    """Return whether there is a CPU kernel for a recipe: without rotation, or with a single
+    rotation block of whole vectors."""
     head_dim = recipe.page_format.head_dim
     return not recipe.rotate or (len(rotation_blocks(head_dim)) == 1 and head_dim >= LANES)
 
@@ -232,7 +235,8 @@ def _store(
 
 @inlined
 def _fit(vector, start, side, codes, found, word):
-    """Write the codes of a group, and its scale and zero to ``found``; the squared error."""
+    """Write the codes of a group, write its scale and zero to ``found``, and return the squared
+    error."""
     stop, count, steps = (
         start + side.group,
         np.float32(side.group),
@@ -251,7 +255,7 @@ def _fit(vector, start, side, codes, found, word):
         zero = (high + low - span * part) * np.float32(0.5)
     mean_code = np.float32(0)
     covariance = np.float32(0)
-    # The last time around only codes are assigned, with the scale and zero that are stored.
+    # The last round only assigns codes, with the scale and zero that are stored.
     for number in range(side.rounds + 1):
         if number == side.rounds:
             scale, zero = _rounded(scale, word), _rounded(zero, word)
@@ -293,7 +297,8 @@ def _fit(vector, start, side, codes, found, word):
 
 @inlined
 def _weigh(weights, center):
-    """``score_weights``: of the squares of a key in ``weights`` and its center, to ``weights``."""
+    """Compute ``score_weights`` from a center and from the squares of a key in ``weights``, in
+    place."""
     count = len(weights)
     half, total = count // 2, np.float32(0)
     for index in range(half):
@@ -310,10 +315,10 @@ def _weigh(weights, center):
 
 @inlined
 def _lower_score_error(codes, gradient, steps, weights, turned, side):
-    """``lower_score_error``; ``gradient`` has the errors of the codes, and is written over."""
+    """Apply ``lower_score_error``; ``gradient`` has the errors of the codes and is overwritten."""
     count, most = len(codes), np.float32((1 << side.bits) - 1)
     factor = np.float32(1 / np.sqrt(np.float64(count)))
-    # H D H has the number i ^ j of (D H) / sqrt(n) in its row i and column j.
+    # Element (i, j) of H D H is element i ^ j of (D H) / sqrt(n).
     for index in range(count):
         turned[index] = weights[index] * factor
     rotate_vector(turned)
@@ -340,7 +345,7 @@ def _lower_score_error(codes, gradient, steps, weights, turned, side):
 
 @inlined
 def _half_bits(value, word):
-    """Bits of the nearest float16, ties to even; those of infinity for NaN."""
+    """Return the bits of the nearest float16, ties to even; those of infinity for NaN."""
     word.view(np.float32)[0] = value
     whole = np.int64(word[0])
     sign, size = (whole >> 16) & 0x8000, whole & 0x7FFFFFFF
@@ -355,7 +360,7 @@ def _half_bits(value, word):
 
 @inlined
 def _rounded(value, word):
-    """The nearest float16 as float32; infinity for what is beyond and for NaN."""
+    """Return the nearest float16 as float32; infinity for overflow and NaN."""
     half = _half_bits(value, word)
     if half & 0x7FFF == 0x7C00:
         return np.float32(np.inf)

@@ -1,4 +1,4 @@
-"""Arguments of store and store_layers, and both by PyTorch: the CPU's path, kernels' reference."""
+"""Arguments of store and store_layers, and both with PyTorch operations, the kernels' reference."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ TILE = 16
 HEAD = 4
 """Numbers of a job, or of a beginning, before its sources."""
 NOTHING = torch.iinfo(torch.int32).min
-"""Source of a place that is left alone."""
+"""Source of a place that stays unchanged."""
 CENTER_TOKENS = 32
-"""Most tokens whose mean is a page's center."""
+"""Maximum tokens whose mean is a page's center."""
 STORED_CENTER = slice(64, 64 + CENTER_TOKENS)
 """Tokens of another page whose mean is a page's center."""
 _JOBS_AT_ONCE = 256
-"""4,096 tokens: bounds the float32 temporaries of a long prompt."""
+"""4,096 tokens; bounds the float32 temporaries of a long prompt."""
 
 
 class StoreArguments(NamedTuple):
     """Arguments of ``store``.
 
-    What ``recent`` holds may be given up as soon as the operation returns: later work of the same
-    stream comes after it.
+    Slots of ``recent`` may be reused as soon as the operation returns: later work on the same
+    stream runs after it.
 
     Attributes:
         keys: (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16 or
             float32; any strides with contiguous channels.
-        values: the same shape and dtype.
-        recent: (slots, 2, KV heads, head_dim) in the same dtype: tokens from before.
-        jobs: (n, 20) int32: page (below 0 nothing is done, so that a captured graph can have a
-            fixed n), tile (0 to 7), row of the batch, 0, and for each of the tile's 16 places the
-            token that it gets: the index of a new one, ~slot of ``recent``, or ``NOTHING`` for a
-            place that is left alone. No two jobs have a place in common.
-        begins: (m, 36) int32, of formats with a center: page (below 0: nothing), row, count,
+        values: same shape and dtype as keys.
+        recent: (slots, 2, KV heads, head_dim) in the same dtype: earlier tokens.
+        jobs: (n, 20) int32: page (a negative page does nothing, so that a captured graph can have a
+            fixed n), tile (0 to 7), row of the batch, 0, and the source of each of the tile's 16
+            places: the index of a new token, ~slot of ``recent``, or ``NOTHING`` for a place that
+            stays unchanged. No two jobs share a place.
+        begins: (m, 36) int32, for formats with a center: page (negative: nothing), row, count,
             another page, and the sources of ``count`` (0 to 32) tokens, the mean of whose keys
-            becomes the page's center, before any job needs it. With a count of 0 it is the mean of
-            the other page's tokens 64 to 95 as they are stored; that page must not begin here, and
-            no job may have these tokens. Of as many beginnings as jobs each page must have a job.
+            becomes the page's center, before any job needs it. With a count of 0 the center is the
+            mean of the other page's tokens 64 to 95 as they are stored; that page must not begin in
+            this call, and no job may write these tokens. If there are as many beginnings as jobs,
+            each page must have a job.
         pages: (pool slots, page_bytes) uint8.
-        not_finite: (1,) int32; set to 1 where a center, scale or zero is NaN, infinite or beyond
-            float16 (65504), else left alone.
-        sigma: (KV heads or 1, head_dim) float32: balancing; or (batch, KV heads or 1, head_dim):
-            each row's own; None for none.
-        format: of the pages (``oscar_mm.ops.library.numbers_of``).
-        rotate, fit, norm, value_scale: as in ``KVPolicy``.
+        not_finite: (1,) int32; set to 1 if a center, scale or zero is NaN, infinite or beyond
+            float16 (65504), otherwise unchanged.
+        sigma: (KV heads or 1, head_dim) float32: balancing; or (batch, KV heads or 1, head_dim) for
+            per-row balancing; None for none.
+        format: format of the pages (``oscar_mm.ops.library.numbers_of``).
+        rotate, fit, norm, value_scale: see ``KVPolicy``.
     """
 
     keys: torch.Tensor
@@ -71,7 +72,7 @@ class StoreArguments(NamedTuple):
 
     @property
     def recipe(self) -> Recipe:
-        """How pages are made."""
+        """Recipe of the pages."""
         return recipe_of(*self[-5:])
 
 
@@ -79,10 +80,10 @@ class StoreLayersArguments(NamedTuple):
     """Arguments of ``store_layers``: the same jobs in each of several layers.
 
     Attributes:
-        recent, pages, not_finite, sigma: as of ``store``, of each layer.
-        jobs, begins: as of ``store``; all sources are of ``recent``, and each page that begins has
-            a job.
-        format, rotate, fit, norm, value_scale: as of ``store``.
+        recent, pages, not_finite, sigma: see ``StoreArguments``, one per layer.
+        jobs, begins: see ``StoreArguments``; all sources refer to ``recent``, and each page that
+            begins has a job.
+        format, rotate, fit, norm, value_scale: see ``StoreArguments``.
     """
 
     recent: list[torch.Tensor]
@@ -99,7 +100,7 @@ class StoreLayersArguments(NamedTuple):
 
     @property
     def recipe(self) -> Recipe:
-        """How pages are made."""
+        """Recipe of the pages."""
         return recipe_of(*self[-5:])
 
     @property
@@ -111,20 +112,20 @@ class StoreLayersArguments(NamedTuple):
 
 
 def store_by_torch(arguments: StoreArguments) -> None:
-    """``store`` by PyTorch operations; waits for the device."""
+    """``store`` with PyTorch operations; waits for the device."""
     begin_by_torch(arguments)
     for jobs in _parts_of(arguments.jobs):
         _fill(arguments, jobs)
 
 
 def begin_by_torch(arguments: StoreArguments) -> None:
-    """The first half of ``store_by_torch``: the centers of pages that begin."""
+    """Write the centers of new pages, the first half of ``store_by_torch``."""
     for begins in _parts_of(arguments.begins):
         _begin(arguments, begins)
 
 
 def _parts_of(table: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Lines of a table that are to be carried out, some at a time."""
+    """Yield the active lines of a table, some at a time."""
     refuse_capture("store", table.device)
     todo = table[table[:, 0] >= 0]
     yield from todo.split(_JOBS_AT_ONCE) if len(todo) else ()
@@ -133,7 +134,7 @@ def _parts_of(table: torch.Tensor) -> Iterator[torch.Tensor]:
 def store_layers_one_by_one(
     arguments: StoreLayersArguments, store: Callable[[StoreArguments], None] = store_by_torch
 ) -> None:
-    """``store_layers`` by ``store``; waits for the device."""
+    """``store_layers`` by a ``store`` per layer; waits for the device."""
     page_format = arguments.recipe.page_format
     tables = arguments.jobs, arguments.begins
     for recent, pages, not_finite, sigma in arguments.layers:
@@ -193,11 +194,12 @@ def tokens_of(
     source: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Keys (side 0) or values of tokens, (*shape of source, KV heads, head_dim); does not wait.
+    """Return keys (side 0) or values of tokens, (*shape of source, KV heads, head_dim), without
+    waiting.
 
     Args:
-        source: of each token, the index of a new one or ~slot of ``recent``.
-        rows: of the batch, broadcast to ``source``.
+        source: source of each token, the index of a new one or ~slot of ``recent``.
+        rows: rows of the batch, broadcast to ``source``.
     """
     if not len(recent):
         return states[rows, :, source]

@@ -1,4 +1,4 @@
-"""unpack: page bytes -> keys and values in the model's coordinates."""
+"""Unpack: convert page bytes to keys and values in the model's coordinates."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class UnpackArguments(NamedTuple):
     """Arguments of ``unpack``.
 
     The results are keys and values, (n, KV heads, 128, head_dim) each, in memory by KV heads, then
-    pages: with the first two dimensions swapped, the pages of a head follow each other.
+    pages: with the first two dimensions swapped, the pages of a head are contiguous.
 
     Attributes:
         pages: (pool slots, page_bytes) uint8.
         slots: (n,) int32, each within the pool.
-        sigma: (KV heads or 1, head_dim) float32: balancing to take out; None for none.
-        format: of the pages (``oscar_mm.ops.library.numbers_of``).
-        rotate: whether they are stored rotated.
-        dtype: of the results: bfloat16, float16 or float32.
+        sigma: (KV heads or 1, head_dim) float32: balancing to undo; None for none.
+        format: format of the pages (``oscar_mm.ops.library.numbers_of``).
+        rotate: whether pages are stored rotated.
+        dtype: dtype of the results: bfloat16, float16 or float32.
     """
 
     pages: torch.Tensor
@@ -60,7 +60,7 @@ class UnpackArguments(NamedTuple):
         return format_of(self.format)
 
     def result(self) -> Sides:
-        """Keys and values without data."""
+        """Return uninitialized keys and values."""
         page_format = self.page_format
         shape = (page_format.kv_heads, len(self.slots), PAGE_TOKENS, page_format.head_dim)
         keys, values = (
@@ -80,7 +80,7 @@ class UnpackParams(ctypes.Structure):
 
 
 class Specialization(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time parameters of the kernel."""
 
     page_format: PageFormat
     rotate: bool
@@ -88,7 +88,7 @@ class Specialization(NamedTuple):
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros that csrc/unpack/unpack.cu is compiled with."""
+        """Macros of csrc/unpack/unpack.cu."""
         return page_macros(self.page_format) | {
             "KEY_BITS": self.page_format.bits.keys,
             "VALUE_BITS": self.page_format.bits.values,
@@ -98,7 +98,7 @@ class Specialization(NamedTuple):
 
 
 class UnpackKernel(OperationKernel[Specialization], operation="unpack", bound=0.01):
-    """The unpack kernel; rounding to bfloat16 makes a relative error of 0.002."""
+    """CUDA kernel of ``unpack``; rounding to bfloat16 causes a relative error of 0.002."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -106,7 +106,7 @@ class UnpackKernel(OperationKernel[Specialization], operation="unpack", bound=0.
         self._kernel = self._load("unpack/unpack.cu", specialization.macros)
 
     def __call__(self, arguments: UnpackArguments) -> Sides:
-        """Launch."""
+        """Launch the kernel."""
         keys, values = arguments.result()
         pages, slots, sigma = arguments[:3]
         if len(slots):
@@ -123,7 +123,7 @@ class UnpackKernel(OperationKernel[Specialization], operation="unpack", bound=0.
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], Sides], device: torch.device
     ) -> float:
-        """Largest relative error of a page, on random codes of any scale."""
+        """Return the largest relative error of a page, on random codes of any scale."""
         page_format, rotate, dtype = specialization
         page_format = replace(page_format, kv_heads=CHECKED_HEADS)
         pages = random_pages(_CHECKED_PAGES, page_format, device)
@@ -136,7 +136,7 @@ class UnpackKernel(OperationKernel[Specialization], operation="unpack", bound=0.
 
 
 def slots_by_torch(arguments: UnpackArguments, dtype: torch.dtype | None = None) -> Sides:
-    """``unpack`` by PyTorch operations; ``dtype`` takes the place of the arguments'."""
+    """``unpack`` with PyTorch operations; ``dtype`` overrides that of the arguments."""
     page_format = arguments.page_format
     basis = Basis(page_format.head_dim, arguments.rotate, arguments.sigma)
     pages = arguments.pages[arguments.slots]
@@ -158,7 +158,7 @@ def _unpack(arguments: UnpackArguments) -> Sides:
     if kernel is not None:
         return kernel(arguments)
     if arguments.pages.is_cpu and cpu_kernels_available("unpack"):
-        # Not before it is used: it brings a compiler.
+        # Imported on first use, since it loads a compiler.
         from oscar_mm.ops.pages_numba import reads, unpack_on_cpu
 
         if reads(arguments.page_format):
@@ -173,7 +173,8 @@ unpack_slots = define("unpack", UnpackArguments, _check, _unpack, "(Tensor keys,
 
 
 def unpack(pages: torch.Tensor, page_format: PageFormat, basis: Basis, dtype: torch.dtype) -> Sides:
-    """All of (n, page_bytes) pages, in the model's coordinates and dtype, by the operation."""
+    """Unpack all of (n, page_bytes) pages to the model's coordinates and a dtype, by the
+    operation."""
     slots = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
     form = numbers_of(page_format)
     return unpack_slots(pages.contiguous(), slots, basis.sigma, form, basis.rotate, dtype)
