@@ -1,1 +1,1 @@
-"""CUDA kernels: compiled at first use, launched, trusted where they agree with PyTorch."""
+"""CUDA kernels: compiled at first use, launched, and enabled once they agree with PyTorch."""

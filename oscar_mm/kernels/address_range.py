@@ -1,8 +1,8 @@
-"""AddressRange: memory of a GPU that grows and shrinks in place, under addresses reserved once.
+"""Address range: GPU memory that grows and shrinks in place, at addresses reserved once.
 
-The driver hands out addresses and memory apart. A range has as many addresses as its GPU has bytes,
-and memory under the first of them: kernels and CUDA graphs that have its address work on while it
-grows, and nothing is copied. ``torch.cuda.mem_get_info`` sees this memory,
+The driver allocates addresses and memory separately. A range has as many addresses as its GPU has
+bytes, and memory at the first of them: kernels and CUDA graphs with its address keep working while
+it grows, and nothing is copied. ``torch.cuda.mem_get_info`` counts this memory,
 ``torch.cuda.memory_allocated`` does not.
 """
 
@@ -25,15 +25,17 @@ from oscar_mm.sizes import format_bytes
 
 
 class AddressRange:
-    """Consecutive addresses of a GPU, of which the first have memory.
+    """Consecutive addresses of a GPU, the first of which have memory.
 
-    Its tensors keep it; when the last of them is gone, it is freed. Work on it is in the order of
-    streams that were current when it grew, or of the one that is current when it shrinks.
+    Its tensors keep it alive; it is freed with the last of them. Work on it must be ordered after
+    the streams that were current when it grew, and before the stream that is current when it
+    shrinks.
 
     Attributes:
         device: the GPU.
-        size: bytes that it was last asked for.
-        nbytes: bytes of memory: ``size`` in whole pieces, as the driver maps them (2 MiB).
+        size: bytes last requested.
+        nbytes: bytes of memory: ``size`` rounded up to whole pieces, as the driver maps them (2
+            MiB).
     """
 
     def __init__(self, gpu: _Gpu) -> None:
@@ -44,8 +46,8 @@ class AddressRange:
 
     @classmethod
     def reserve(cls, device: torch.device) -> AddressRange | None:
-        """A range without memory; None where device or driver cannot do it, or kernels are switched
-        off."""
+        """Return a range without memory; None if device or driver do not support it, or kernels are
+        disabled."""
         if device.type != "cuda" or torch.version.cuda is None or kernels_disabled():
             return None
         try:
@@ -55,13 +57,13 @@ class AddressRange:
             return None
 
     def resize(self, size: int) -> None:
-        """Have memory for ``size`` bytes; those that were there stay as they are.
+        """Resize the memory to ``size`` bytes and keep the content.
 
-        To shrink waits for the GPU.
+        Shrinking waits for the GPU.
 
         Raises:
-            torch.OutOfMemoryError: the GPU has too little, also without what torch keeps unused;
-                the range is as before.
+            torch.OutOfMemoryError: if the GPU has too little memory even after torch releases its
+                unused memory; the range is unchanged.
         """
         gpu, nbytes = self._gpu, self._whole(size)
         if nbytes > self.nbytes:
@@ -83,11 +85,11 @@ class AddressRange:
         self.size, self.nbytes = size, nbytes
 
     def surplus(self, size: int) -> int:
-        """Bytes of memory that go back to the GPU where the range shrinks to ``size`` bytes."""
+        """Return the bytes that the GPU gets back if the range shrinks to ``size`` bytes."""
         return self.nbytes - self._whole(size)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The first bytes as a contiguous tensor, which keeps the range."""
+        """Return the first bytes as a contiguous tensor, which keeps the range alive."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -95,18 +97,19 @@ class AddressRange:
         return memory.view(dtype).view(shape)
 
     def _whole(self, size: int) -> int:
-        """Bytes of the pieces that so many bytes take."""
+        """Return ``size`` rounded up to whole pieces."""
         return -(-size // self._gpu.piece) * self._gpu.piece
 
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
             _dropped.append((self._gpu, self._address, self.nbytes, self._streams))
-            with suppress(RuntimeError):  # who maps memory next tries again, and tells
+            with suppress(RuntimeError):  # the next allocation retries and reports
                 free_dropped()
 
 
 class _Bytes:
-    """Shows the first bytes of a range to torch, which keeps this as long as a tensor of them."""
+    """Exposes the first bytes of a range to torch, which keeps this object as long as a tensor of
+    them."""
 
     def __init__(self, owner: AddressRange, address: int, nbytes: int) -> None:
         self.owner, self.address, self.nbytes = owner, address, nbytes
@@ -118,21 +121,21 @@ class _Bytes:
 
 
 class _Gpu:
-    """The driver's calls for addresses and memory of one GPU.
+    """Driver calls for the addresses and memory of one GPU.
 
     Attributes:
-        piece: bytes that are mapped at once: what is mapped at once is only unmapped at once.
+        piece: bytes per mapping; a mapping can only be unmapped as a whole.
         total: addresses of a range.
 
     Raises:
-        RuntimeError: it has no virtual memory management.
+        RuntimeError: if the GPU has no virtual memory management.
     """
 
     def __init__(self, index: int) -> None:
         # Compiled, and without stubs.
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
-        torch.cuda.init()  # the driver too, which nobody may have used yet
+        torch.cuda.init()  # also initializes the driver, which may not have been used yet
         self.device, self._driver = torch.device("cuda", index), driver
         attribute = driver.CUdevice_attribute
         manages = attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
@@ -154,20 +157,20 @@ class _Gpu:
         self.total = -(-total // self.piece) * self.piece
 
     def reserve(self) -> int:
-        """The first of ``total`` addresses."""
+        """Reserve ``total`` addresses and return the first."""
         with self._in_context():
             return int(self._checked(self._driver.cuMemAddressReserve(self.total, 0, 0, 0)))
 
     def free(self, address: int) -> None:
-        """Give back addresses without memory."""
+        """Release addresses without memory."""
         with self._in_context():
             self._checked(self._driver.cuMemAddressFree(address, self.total))
 
     def map(self, address: int, start: int, stop: int) -> None:
-        """Put memory under the bytes start to stop - 1 of a range.
+        """Map memory to the bytes start to stop - 1 of a range.
 
         Raises:
-            torch.OutOfMemoryError: there is too little; nothing is mapped then.
+            torch.OutOfMemoryError: if there is too little memory; nothing is mapped then.
         """
         driver, access = self._driver, [self._access]
         if stop > self.total:
@@ -185,19 +188,21 @@ class _Gpu:
             undo.pop_all()
 
     def unmap(self, address: int, start: int, stop: int) -> None:
-        """Give back the memory under the bytes start to stop - 1 of a range."""
+        """Release the memory of the bytes start to stop - 1 of a range."""
         with self._in_context():
             self._checked(self._driver.cuMemUnmap(address + start, stop - start))
 
     def wait(self, streams: set[torch.cuda.Stream]) -> None:
-        """Wait for streams and the current one; not for all of the GPU, which would break a CUDA
-        graph that another thread captures."""
+        """Wait for these streams and the current one.
+
+        Synchronizing the whole GPU would break a CUDA graph capture in another thread.
+        """
         with torch.cuda.device(self.device):
             for stream in {*streams, torch.cuda.current_stream()}:
                 stream.synchronize()
 
     def _allocate(self) -> Any:
-        """Memory of a piece."""
+        """Allocate the memory of a piece."""
         created = self._driver.cuMemCreate(self.piece, self._memory, 0)
         if created[0] == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             torch.cuda.empty_cache()
@@ -214,7 +219,7 @@ class _Gpu:
             self._checked(self._driver.cuCtxPopCurrent())
 
     def _checked(self, returned: tuple[Any, ...]) -> Any:
-        """What a call of the driver gave, without its status."""
+        """Return the result of a driver call without its status."""
         if returned[0]:
             none_left = returned[0] == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
             error = torch.OutOfMemoryError if none_left else RuntimeError
@@ -229,12 +234,14 @@ _dropped = deque[tuple[_Gpu, int, int, set[torch.cuda.Stream]]]()
 
 
 def free_dropped() -> None:
-    """Free the ranges that nobody keeps; while this thread captures a CUDA graph, in which nobody
-    may wait, they are left to a later call."""
+    """Free the ranges that are no longer referenced.
+
+    During a CUDA graph capture on this thread, which must not wait, they are left to a later call.
+    """
     while _dropped and not torch.cuda.is_current_stream_capturing():
         try:
             gpu, address, nbytes, streams = dropped = _dropped.popleft()
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread freed it
             return
         if nbytes:
             try:
@@ -247,6 +254,7 @@ def free_dropped() -> None:
 
 
 def bytes_in_ranges(device: torch.device) -> tuple[int, int]:
-    """``size`` and ``nbytes`` of all ranges on a GPU, or on all GPUs for a device without index."""
+    """Return ``size`` and ``nbytes`` of all ranges on a GPU, or on all GPUs for a device without
+    index."""
     there = [one for one in list(_ranges) if device.index in (None, one.device.index)]
     return sum(one.size for one in there), sum(one.nbytes for one in there)

@@ -1,13 +1,13 @@
-"""Compile the sources of csrc at first use, with NVRTC, and keep the cubins on disk.
+"""Compile the sources of csrc at first use with NVRTC, and cache the cubins on disk.
 
 The user needs no compiler: NVRTC and the CUDA headers come with torch's own dependencies,
-``cuda-core`` drives them, and a GPU is not needed either. A compilation takes seconds, so a folder
-keeps its result: ``$OSCAR_MM_CACHE``, or ``oscar_mm`` in the system's folder for caches.
+``cuda-core`` drives them, and no GPU is needed either. A compilation takes seconds, so its result
+is cached in a folder: ``$OSCAR_MM_CACHE``, or ``oscar_mm`` in the system's cache folder.
 
-The key of a file there is the hash of all that went into it, so that no file can be out of date;
-the folder may be deleted at any time, and several processes may use it at once. Its content runs on
-the GPU: folder and files are used only if they belong to the user and nobody else can write to
-them.
+The key of a cached file is the hash of everything that it depends on, so no file can be out of
+date. The folder may be deleted at any time and used by several processes at once. Its content runs
+on the GPU: folder and files are used only if they belong to the user and are not writable by
+others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from oscar_mm.files import whole_file
 
 
 def cache_folder() -> Path | None:
-    """The folder for files between processes; None if the user has no home."""
+    """Return the folder for files shared between processes; None if the user has no home."""
     chosen = os.environ.get("OSCAR_MM_CACHE")
     if chosen:
         return Path(chosen)
@@ -40,17 +40,17 @@ def cache_folder() -> Path | None:
         folder = user_cache_path("oscar_mm", appauthor=False)
     except RuntimeError:
         return None
-    return folder if folder.is_absolute() else None  # Older versions leave a "~" as it is.
+    return folder if folder.is_absolute() else None  # Older versions do not expand "~".
 
 
 def key_of(content: Any) -> str:
-    """Hash of what a file depends on, as JSON."""
+    """Return a hash of JSON content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def load_file(path: Path, key: str) -> bytes | None:
-    """What ``keep`` wrote under a key; None if there is no file, it is not as written, or others
-    could have written it."""
+    """Return what ``store_file`` wrote under a key; None if there is no file, it was altered, or
+    others could have written it."""
     try:
         checksum, _, content = _private_bytes(path).partition(b"\n")
     except OSError:
@@ -59,7 +59,7 @@ def load_file(path: Path, key: str) -> bytes | None:
 
 
 def store_file(path: Path, key: str, content: bytes) -> None:
-    """Write a file in one step: another process sees all of it or nothing."""
+    """Write a file atomically: other processes never read a partial file."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(path.parent.stat())
@@ -70,10 +70,11 @@ def store_file(path: Path, key: str, content: bytes) -> None:
 
 
 def _private_bytes(path: Path) -> bytes:
-    """Bytes of a file. PermissionError unless the file and its folder are the user's alone."""
+    """Return the bytes of a file; PermissionError unless file and folder are private to the
+    user."""
     if os.name != "posix":
         return path.read_bytes()
-    # The folder that was looked at is the one that is read from, whoever moves links meanwhile.
+    # Read from the checked folder, even if links are changed meanwhile.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _check_private(os.fstat(folder))
@@ -89,7 +90,8 @@ def _private_bytes(path: Path) -> bytes:
 
 
 def _check_private(about: os.stat_result) -> None:
-    """Raise PermissionError unless a file or folder is the user's and no one else's to write to."""
+    """Raise PermissionError unless a file or folder belongs to the user and is not writable by
+    others."""
     if os.name != "posix":
         return
     if about.st_uid != os.geteuid():
@@ -104,7 +106,7 @@ def _checksum(key: str, content: bytes) -> bytes:
 
 @functools.cache
 def _warn_not_kept(folder: Path, reason: str | None) -> None:
-    """Say it once, not with every kernel."""
+    """Warn once, not for every kernel."""
     warnings.warn(
         f"compiled kernels cannot be kept in {folder} ({reason}) and will be compiled and checked "
         "again by every process; set OSCAR_MM_CACHE to a folder of your own",
@@ -127,16 +129,17 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 class KernelError(RuntimeError):
-    """A kernel cannot be compiled, loaded or launched; the message names it and the reason."""
+    """Raised if a kernel cannot be compiled, loaded or launched; the message names it and the
+    reason."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a kernel takes, as ptxas counts it: registers of a thread, bytes of the rest."""
+    """Resources of a kernel according to ptxas: registers per thread, bytes of everything else."""
 
     registers: int
     shared: int
-    """Static shared memory of a thread block; what a launch asks for comes on top."""
+    """Static shared memory of a thread block; the dynamic shared memory of a launch is added."""
     stack: int
     spill_stores: int
     spill_loads: int
@@ -144,30 +147,30 @@ class Report:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture, and a report of each kernel in it by name."""
+    """Machine code for one architecture, and a report for each kernel in it by name."""
 
     code: bytes
     reports: dict[str, Report]
     key: str = ""
-    """Hash of source, options, architecture and compiler; empty for a text of no file."""
+    """Hash of source, options, architecture and compiler; empty for code compiled from a text."""
 
 
 def csrc_folder() -> Path:
-    """The folder of the CUDA sources."""
+    """Return the folder of the CUDA sources."""
     return Path(__file__).parents[1] / "csrc"
 
 
 def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> Cubin:
-    """Machine code of a source of csrc, from the cache folder if it is there.
+    """Return the machine code of a csrc source, from the cache folder if possible.
 
     Args:
         source: file name in csrc, like "decode/decode.cu".
-        arch: like "sm_90a"; see ``oscar_mm.kernels.launch.architecture``.
-        macros: what the source's first comment says that it is compiled with.
+        arch: architecture like "sm_90a"; see ``oscar_mm.kernels.launch.architecture``.
+        macros: macros that the source's first comment requires.
 
     Raises:
-        KernelError: something that compiling needs is missing, or the source does not compile;
-            the message then holds the compiler's.
+        KernelError: if a dependency of the compiler is missing, or the source does not compile; the
+            message then contains the compiler's.
     """
     texts = _read_sources(source)
     key = _key(texts, arch, macros)
@@ -182,16 +185,17 @@ def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> C
 
 
 def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int]) -> Cubin:
-    """Machine code of a text that may include the headers of csrc, without the cache folder.
+    """Return the machine code of a text that may include the headers of csrc, without the cache
+    folder.
 
     Args:
-        name: what the compiler's messages call the text.
+        name: name of the text in the compiler's messages.
         text: CUDA C++.
-        arch: as for ``compile_kernel``.
-        macros: as for ``compile_kernel``.
+        arch: see ``compile_kernel``.
+        macros: see ``compile_kernel``.
 
     Raises:
-        KernelError: as for ``compile_kernel``.
+        KernelError: see ``compile_kernel``.
     """
     try:
         # Compiled, and without stubs.
@@ -221,7 +225,7 @@ def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int
 
 
 def _read_sources(source: str) -> dict[str, str]:
-    """Texts of a source and of all headers of csrc that it includes, by name."""
+    """Return the texts of a source and of all csrc headers that it includes, by name."""
     texts: dict[str, str] = {}
     waiting = [(source, "")]
     while waiting:
@@ -239,7 +243,7 @@ def _read_sources(source: str) -> dict[str, str]:
 
 
 def _key(texts: Mapping[str, str], arch: str, macros: Mapping[str, str | int]) -> str:
-    """Hash of all that a cubin depends on."""
+    """Return the hash of everything that a cubin depends on."""
     content = {
         "format": _FILE_FORMAT,
         "texts": dict(texts),
@@ -259,7 +263,7 @@ def _nvrtc_version() -> tuple[int, int]:
         raise not_installed(error) from error
     try:
         result, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError as error:  # the bindings are there, the library is not
+    except RuntimeError as error:  # the bindings are installed, the library is not
         raise KernelError(f"NVRTC, which compiles the kernels, does not load: {error}") from error
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise KernelError(f"NVRTC, which compiles the kernels, does not run: {result.name}")
@@ -268,7 +272,8 @@ def _nvrtc_version() -> tuple[int, int]:
 
 @functools.cache
 def _cuda_headers() -> Path:
-    """The folder of cuda_fp16.h: of torch's dependencies, else of a toolkit on this machine."""
+    """Return the folder of cuda_fp16.h: from torch's dependencies, or from an installed CUDA
+    toolkit."""
     from cuda.pathfinder import find_nvidia_header_directory
 
     found = find_nvidia_header_directory("cudart")
@@ -282,7 +287,7 @@ def _cuda_headers() -> Path:
 
 
 def not_installed(error: ImportError) -> KernelError:
-    """What to raise where a package of CUDA's is missing."""
+    """Return the error for a missing CUDA package."""
     return KernelError(
         f"compiling the CUDA kernels needs cuda-core >= 1.0 and cuda-bindings ({error}): "
         "pip install cuda-core"
@@ -290,7 +295,7 @@ def not_installed(error: ImportError) -> KernelError:
 
 
 def _reports(log: str) -> dict[str, Report]:
-    """What ptxas -v printed."""
+    """Parse the output of ptxas -v."""
     reports = {}
     for found in _FUNCTION.finditer(log):
         shared = _SHARED.search(found["rest"])
@@ -305,7 +310,7 @@ def _reports(log: str) -> dict[str, Report]:
 
 
 def _load(path: Path, key: str) -> Cubin | None:
-    """The cubin in a file; None if there is none, or it is not as ``_store`` wrote it."""
+    """Return the cubin in a file; None if there is none, or it is not what ``_store`` wrote."""
     content = load_file(path, key)
     if content is None:
         return None

@@ -1,8 +1,8 @@
 """Load compiled kernels onto a GPU and launch them.
 
 A kernel takes one structure as its only parameter (``__grid_constant__ const Params``); the host
-side of an operation fills the same structure in ctypes. Launching goes straight to the driver: that
-is the cheapest call from Python, and CUDA graphs of torch capture it.
+side of an operation fills the same structure in ctypes. Launches go straight to the driver: that is
+the cheapest call from Python, and torch's CUDA graphs capture it.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ _ARCHITECTURES = {
 
 
 def kernels_disabled() -> bool:
-    """Whether the user wants PyTorch operations instead of kernels."""
+    """Return whether the user has disabled the kernels in favor of PyTorch operations."""
     return os.environ.get(SWITCH) == "off"
 
 
 def architecture(device: torch.device) -> str | None:
-    """What to compile for on a device; None if the kernels do not run there."""
+    """Return the architecture to compile for; None if the kernels do not support the device."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     capability = torch.cuda.get_device_capability(device)
     if capability in _ARCHITECTURES:
         return _ARCHITECTURES[capability]
-    # Code for a lower minor version of the same generation runs; that with an "a" runs nowhere
+    # Code for a lower minor version of the same generation runs; code with an "a" runs nowhere
     # else, and no code runs on another generation.
     lower = [known for known in _ARCHITECTURES if known[0] == capability[0] and known < capability]
     return _ARCHITECTURES[max(lower)].rstrip("a") if lower else None
 
 
 def uses_tma(device: torch.device) -> bool:
-    """Whether kernels copy by TMA (csrc/common/copy.cuh): from sm_90 on, unless switched off.
+    """Return whether kernels copy by TMA (csrc/common/copy.cuh): since sm_90, unless disabled.
 
     Raises:
-        KernelError: kernels do not run on the device.
+        KernelError: if the device does not support the kernels.
     """
     arch = architecture(device)
     if arch is None:
@@ -71,43 +71,43 @@ def uses_tma(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """Handle of the stream that torch works on, on a GPU given with its index."""
-    # As ``torch.cuda.current_stream(device).cuda_stream``, which takes longer than a launch.
+    """Return the handle of torch's current stream on a GPU with an index."""
+    # Same as ``torch.cuda.current_stream(device).cuda_stream``, which takes longer than a launch.
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a thread block may have on a GPU."""
+    """Return the maximum bytes of shared memory of a thread block on a GPU."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @lru_cache(maxsize=16)
 def exclusive_shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory of which a GPU's multiprocessor has room for one thread block only.
+    """Return the bytes of shared memory with which a multiprocessor fits only one thread block.
 
-    Where two kernels that read weights share multiprocessors, those of the next come in while this
-    one's are waited for: 10% to 40% slower (H200).
+    If two kernels that read weights share multiprocessors, the weights of the next arrive while the
+    current one waits for its own: 10% to 40% slower (H200).
     """
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 2
 
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU; 1 for another device."""
+    """Return the number of multiprocessors of a GPU; 1 for another device."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-"""Dtypes of keys and values that the kernels take, as their macro ELEMENT."""
+"""Dtypes of keys and values that the kernels support, as values of their macro ELEMENT."""
 OUT_OF_ORDER = (
     f"the kernels take a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel' the same 2 or 4 "
     "bits for keys and values, with 'token' one key group for the whole head"
 )
-"""Why they do not take a page format that is not in fragments."""
+"""Reason why the kernels do not support a page format that is not in fragments."""
 _MAX_CONFIGS = 256
-"""Most configurations of launches that are kept: to make one takes as long as to launch."""
+"""Maximum launch configurations in the cache; making one takes as long as a launch."""
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
 _kernels: dict[tuple[object, ...], Kernel] = {}
@@ -115,7 +115,7 @@ _loading = threading.Lock()
 
 
 def warn_once(what: str, reason: str) -> None:
-    """Log why an operation is not done by its kernel, once for each reason."""
+    """Log why an operation does not use its kernel, once for each reason."""
     message = f"{what} uses PyTorch operations, which are slow: {reason}"
     if message not in _told:
         _told.add(message)
@@ -123,26 +123,27 @@ def warn_once(what: str, reason: str) -> None:
 
 
 class NotCapturable(RuntimeError):
-    """An operation that waits for the GPU was asked for in the capture of a CUDA graph."""
+    """Raised for an operation that waits for the GPU during a CUDA graph capture."""
 
 
 def refuse_capture(what: str, device: torch.device) -> None:
-    """Raise in the capture of a CUDA graph, before an operation that waits for the GPU breaks it.
+    """Raise an error during a CUDA graph capture, before an operation that waits for the GPU breaks
+    it.
 
     Args:
         what: name of the operation.
-        device: of its tensors.
+        device: device of its tensors.
 
     Raises:
-        NotCapturable: the current stream is being captured.
+        NotCapturable: if the current stream is being captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotCapturable(f"{what} uses PyTorch operations here, which wait for the GPU")
 
 
 def cpu_kernels_available(what: str) -> bool:
-    """Whether an operation has loops on a CPU (``oscar_mm.kernels.numba_vectors``); if not, the
-    reason is once in the log."""
+    """Return whether CPU kernels can run (``oscar_mm.kernels.numba_vectors``); log the reason once
+    if not."""
     if kernels_disabled():
         return False
     if failure := numba_failure():
@@ -152,7 +153,7 @@ def cpu_kernels_available(what: str) -> bool:
 
 @cache
 def numba_failure() -> str | None:
-    """Why numba cannot be imported, such as a numpy that it does not know; None if it can."""
+    """Return why numba cannot be imported, for example an unsupported numpy; None if it can."""
     try:
         import_module("numba")
     except Exception as error:
@@ -163,19 +164,19 @@ def numba_failure() -> str | None:
 def load_kernel(
     source: str, macros: Mapping[str, str | int], device: torch.device, name: str | None = None
 ) -> Kernel:
-    """The kernel of a source on a device: compiled and loaded when first asked for, then kept.
+    """Return the kernel of a source on a device: compiled and loaded at first use, then cached.
 
-    Not while a CUDA graph is captured: ask for it once before. Keep what this returns, for finding
-    it again takes as long as launching it.
+    Not during a CUDA graph capture: load it before. Keep the returned kernel, since looking it up
+    takes as long as launching it.
 
     Args:
         source: file name in csrc, like "decode/decode.cu".
-        macros: what the source is compiled with.
+        macros: macros of the source.
         device: a CUDA device.
-        name: of the function; by default the source's name without its ending.
+        name: name of the function; by default the source's name without its suffix.
 
     Raises:
-        KernelError: the device cannot run it, or it cannot be compiled or loaded.
+        KernelError: if the device cannot run it, or it cannot be compiled or loaded.
     """
     arch = architecture(device)
     if arch is None:
@@ -198,10 +199,10 @@ class Kernel:
     """A function of a cubin on one device.
 
     Attributes:
-        device: where it runs.
+        device: device of the kernel.
         key: hash of source, options, architecture and compiler.
-        report: what the compiler said of it, if known.
-        shared_limit: bytes of dynamic shared memory that a thread block may have.
+        report: the compiler's report, if known.
+        shared_limit: maximum bytes of dynamic shared memory of a thread block.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class Kernel:
         self.device = torch.device("cuda", index)
         self._driver = driver
         self._overlaps = torch.cuda.get_device_capability(self.device) >= (9, 0)
-        # The runtime, and so torch, works in the device's primary context. It stays retained: the
+        # The runtime, and so torch, uses the device's primary context. It stays retained, since the
         # kernel lives as long as the process.
         handle = self._checked("finding the device", driver.cuDeviceGet(index))
         self._context = self._checked(
@@ -254,16 +255,16 @@ class Kernel:
         """Launch without waiting.
 
         Args:
-            grid: thread blocks.
-            block: threads of each.
+            grid: number of thread blocks.
+            block: threads per thread block.
             shared_bytes: dynamic shared memory of a thread block.
             params: the kernel's structure; copied, so that it may be changed afterwards.
             stream: handle of a stream of the kernel's device, ``torch.cuda.Stream.cuda_stream``.
-            dependent: begin before what was launched last has ended. The kernel must wait for it
-                itself (csrc/common/overlap.cuh). Without effect before sm_90.
+            dependent: whether to begin before the preceding kernel has ended; the kernel must wait
+                for it itself (csrc/common/overlap.cuh). No effect before sm_90.
 
         Raises:
-            KernelError: the structure or the shared memory does not fit, or the driver refuses.
+            KernelError: if the structure or the shared memory does not fit, or the driver fails.
         """
         if ctypes.sizeof(params) != self._params_bytes:
             raise KernelError(
@@ -275,10 +276,11 @@ class Kernel:
                 f"{self.name} was to be launched with {shared_bytes} bytes of shared memory; "
                 f"{self.device} has {self.shared_limit} for a thread block"
             )
-        # An array of the one parameter's address. Per launch: threads may launch at once.
+        # Array with the address of the only parameter; one per launch, since several threads may
+        # launch.
         pointer = ctypes.c_void_p(ctypes.addressof(params))
-        # The default stream has the same handle on every device, so the context tells which. A
-        # thread that has not used CUDA yet has none.
+        # The default stream has the same handle on every device, so the context selects the device.
+        # A thread that has not used CUDA yet has no context.
         current = self._checked("launching", self._driver.cuCtxGetCurrent())
         how = grid, block, shared_bytes, pointer, stream, dependent and self._overlaps
         if int(current) == self._context_address:
@@ -288,7 +290,7 @@ class Kernel:
                 self._launch(*how)
 
     def capture_on(self, stream: int) -> int | None:
-        """Which capture of a CUDA graph a stream is in; None if in none."""
+        """Return the id of the CUDA graph capture of a stream; None if there is none."""
         active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         asking = "asking for a capture"
         if self._checked(asking, self._driver.cuStreamIsCapturing(stream)) != active:
@@ -339,7 +341,8 @@ class Kernel:
         return config
 
     def _allow_shared(self, handle: Any) -> int:
-        """Allow launches what the device has, not only 48 KiB; dynamic bytes of a thread block."""
+        """Allow launches the device's full shared memory instead of 48 KiB; return the dynamic
+        bytes of a thread block."""
         driver = self._driver
         device_attribute, attribute = driver.CUdevice_attribute, driver.CUfunction_attribute
         limit = self._checked(
@@ -373,14 +376,14 @@ class Kernel:
             self._checked("leaving its context", self._driver.cuCtxPopCurrent())
 
     def _checked(self, doing: str, returned: tuple[Any, ...]) -> Any:
-        """What a call of the driver gave, without its status."""
+        """Return the result of a driver call without its status."""
         if returned[0]:
             raise KernelError(f"{self.name} on {self.device}: {doing}: {returned[0].name}")
         return returned[1] if len(returned) == 2 else returned[1:]
 
 
 def page_macros(page_format: PageFormat) -> dict[str, str | int]:
-    """Macros that csrc/common/page.cuh is compiled with."""
+    """Return the macros of csrc/common/page.cuh."""
     return {
         "HEAD_DIM": page_format.head_dim,
         "KEY_GROUP": page_format.key_group,
@@ -392,7 +395,7 @@ def page_macros(page_format: PageFormat) -> dict[str, str | int]:
 
 
 def recipe_macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
-    """Macros of the kernels that make pages, besides bits and scales."""
+    """Return the macros of kernels that write pages, without bits and scales."""
     page_format = recipe.page_format
     return page_macros(page_format) | {
         "ELEMENT": ELEMENTS[dtype],
@@ -405,7 +408,7 @@ def recipe_macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def check_pages(page_format: PageFormat, dtype: torch.dtype) -> None:
-    """Raise KernelError unless kernels take pages of a format, and states of a dtype."""
+    """Raise KernelError unless kernels support a page format and a dtype of states."""
     if not page_format.in_fragments:
         raise KernelError(OUT_OF_ORDER)
     if dtype not in ELEMENTS:
@@ -417,27 +420,28 @@ Strides = ctypes.c_int64 * 3
 
 
 def pointers(*names: str) -> tuple[tuple[str, Any], ...]:
-    """Fields of a kernel's parameters that are addresses of tensors."""
+    """Return fields of a kernel's parameters that are addresses of tensors."""
     return tuple((name, ctypes.c_void_p) for name in names)
 
 
 def ints(*names: str) -> tuple[tuple[str, Any], ...]:
-    """Fields of a kernel's parameters that are 32-bit integers."""
+    """Return fields of a kernel's parameters that are 32-bit integers."""
     return tuple((name, ctypes.c_int) for name in names)
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
-    """Values of ``pointers``; the tensors must outlive the launch."""
+    """Return values for ``pointers``; the tensors must outlive the launch."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def strides(states: torch.Tensor) -> Any:
-    """Value of ``Strides``."""
+    """Return a value for ``Strides``."""
     return Strides(*states.stride()[:3])
 
 
 def sigma_strides(sigma: torch.Tensor | None) -> tuple[int, int]:
-    """Elements of balancing from row to row and from head to head; 0 where all share one vector."""
+    """Return the elements of balancing between rows and between heads; 0 if all share one
+    vector."""
     if sigma is None:
         return 0, 0
     *rows, heads, head_dim = sigma.shape
@@ -445,7 +449,8 @@ def sigma_strides(sigma: torch.Tensor | None) -> tuple[int, int]:
 
 
 def aligned_rows(states: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, tokens, head_dim), copied unless its rows begin at multiples of 16 bytes."""
+    """Return (batch, heads, tokens, head_dim) states, copied unless rows are aligned to 16
+    bytes."""
     unit = 16 // states.element_size()
     aligned = states.data_ptr() % 16 == 0 and all(x % unit == 0 for x in states.stride()[:3])
     return states if aligned else states.contiguous()

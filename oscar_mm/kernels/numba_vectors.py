@@ -1,8 +1,8 @@
-"""Loops for CPUs that numba compiles: how, for how many threads, and their vectors of 16 numbers.
+"""CPU kernels that numba compiles: compilation, threads, and vectors of 16 numbers.
 
-A loop uses vectors as values: ``store(sums, 0, load(sums, 0) + a * b)``. LLVM maps each to one
-register or to several shorter ones, so that it neither decides whether to vectorize a loop nor in
-which order it adds.
+A kernel uses vectors as values: ``store(sums, 0, load(sums, 0) + a * b)``. LLVM maps each vector to
+one register or to several shorter ones, so that it decides neither whether to vectorize a loop nor
+the order of additions.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ _LOCK = "oscar_mm.lock"
 _log = logging.getLogger(__name__)
 LANES = 16
 _HAND_OVER_US = 50
-"""What it takes to give another thread something to do and to hear of its end."""
-# Type checkers take what they return for a function of other arguments.
+"""Microseconds that it takes to hand work to another thread and to learn of its end."""
+# Type checkers assume that their results have other arguments.
 _intrinsic: Any = intrinsic
 _typed: Any = infer_global
 
 
 class compiled:  # a decorator
-    """Compiles a function that Python calls, and that raises nothing, at its first call. The code
-    stays in a file for the next process, where a file can be written and read."""
+    """Compiles a function that Python calls, and that raises nothing, at its first call.
+
+    The code is cached in a file for the next process if a file can be written and read.
+    """
 
     patience_s: ClassVar[float] = 120.0
-    """Seconds to wait for the lock, and then go without files: 0 once a wait was in vain, as who
-    has it may have stopped."""
+    """Seconds to wait for the lock before compiling without files; 0 after a failed wait, since the
+    lock's owner may be stuck."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         try:
             self._compiled: Any = njit(cache=True, **_HOW)(function)
-        except RuntimeError as error:  # No folder can be written.
+        except RuntimeError as error:  # No folder is writable.
             self._do_without_file(error)
         else:
             self._compiled.compile = partial(_compile_alone, self._compiled)
 
     def __call__(self, *arguments: Any) -> None:
-        """Run the loops."""
+        """Run the kernel."""
         try:
             self._compiled(*arguments)
         except Exception as error:  # a full disk, a damaged file, or a lock that is never free
@@ -67,11 +69,11 @@ class compiled:  # a decorator
 
 
 def _compile_alone(dispatcher: Any, types: Any) -> Any:
-    """Compile a function, or find its code, while no other process does.
+    """Compile a function, or load its code, while no other process does.
 
-    numba notes which file has the code for some types before it writes that file, and asks nobody
-    whether the note is taken: another process would run code for other types, or of an older
-    version, in which it writes beyond arrays.
+    numba records the file of the code for some types before it writes that file, and does not check
+    whether the record is taken: another process could run code for other types, or of an older
+    version, and write beyond arrays.
     """
     folder = Path(dispatcher.stats.cache_path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,16 +93,16 @@ def _compile_alone(dispatcher: Any, types: Any) -> Any:
         lock.release()
 
 
-# A function that is called is there twice, once in the caller's own code, and which of the two is
-# run, with other bits as a result, depends on whether the code comes from the cache. That looks at
-# the file of the compiled function alone: after a change of another touch those that call it.
+# A called function exists twice, once inlined in the caller's code; which of the two runs, with
+# bitwise different results, depends on whether the code comes from the cache. The cache checks only
+# the compiled function's own file: after a change of another file, touch those of its callers.
 inlined = njit(inline="always", **_HOW)
-"""Decorator of functions that compiled ones call."""
+"""Decorator of functions that compiled functions call."""
 
 
 def as_bits(states: torch.Tensor) -> np.ndarray:
-    """Bits of bfloat16 (uint16) or float32 (uint32) numbers, contiguous; of float16 ones those of
-    float32."""
+    """Return the bits of bfloat16 (uint16) or float32 (uint32) numbers, contiguous; float16 is
+    converted to float32."""
     states = states.detach()
     if states.dtype == torch.bfloat16:
         return states.contiguous().view(torch.uint16).numpy()
@@ -111,7 +113,7 @@ def as_bits(states: torch.Tensor) -> np.ndarray:
 
 @inlined
 def widen(row, bits):
-    """Write the numbers of a row of ``as_bits`` as bits of float32 ones."""
+    """Write the numbers of a row of ``as_bits`` as bits of float32 numbers."""
     shift = np.uint32(32 - 8 * row.itemsize)
     for index in range(len(row)):
         bits[index] = np.uint32(row[index]) << shift
@@ -119,11 +121,11 @@ def widen(row, bits):
 
 @inlined
 def read_floats(halves, places, numbers):
-    """Write float16 numbers as float32; none of them is infinite or NaN.
+    """Write float16 numbers as float32; none of them may be infinite or NaN.
 
     Args:
         halves: (n,) uint16.
-        places: (m,) of the numbers.
+        places: (m,) indices of the numbers.
         numbers: (m,) float32.
     """
     bits = numbers.view(np.uint32)
@@ -135,25 +137,26 @@ def read_floats(halves, places, numbers):
             half & np.uint32(0x7FFF)
         ) << np.uint32(13)
     for index in range(len(numbers)):
-        numbers[index] *= np.float32(2.0**112)  # The exponents' offsets are 15 and 127.
+        numbers[index] *= np.float32(2.0**112)  # The exponent biases are 15 and 127.
 
 
 def shares(tasks: np.ndarray) -> list[np.ndarray]:
-    """Tasks for each thread that torch has."""
+    """Split tasks among torch's threads."""
     threads = min(torch.get_num_threads(), len(tasks))
     return [tasks[first::threads].copy() for first in range(threads)]
 
 
 def threads_for(microseconds: float) -> int:
-    """Threads that work is worth which takes one of them so long, of those that torch has."""
+    """Return how many of torch's threads are worth using for work that takes one thread this
+    long."""
     return max(1, min(torch.get_num_threads(), int(microseconds / _HAND_OVER_US)))
 
 
 class VectorType(types.Type):
-    """16 numbers: a type of values in compiled loops.
+    """16 numbers: a type of values in CPU kernels.
 
     Attributes:
-        element: the numbers' type for LLVM.
+        element: LLVM type of the numbers.
     """
 
     def __init__(self, name: str, element: ir.Type) -> None:
@@ -162,9 +165,9 @@ class VectorType(types.Type):
 
 
 FLOATS = VectorType("Floats", ir.FloatType())
-"""float32 numbers with ``+``, ``-`` and ``*``; a product that is added is rounded once."""
+"""float32 numbers with ``+``, ``-`` and ``*``; a product with an addition is rounded once."""
 WORDS = VectorType("Words", ir.IntType(32))
-"""32-bit words with ``&`` and ``|``; ``<<`` and ``>>`` (zeros come in) by an integer."""
+"""32-bit words with ``&`` and ``|``; ``<<`` and ``>>`` (zero-filling) by an integer."""
 
 
 @register_model(VectorType)
@@ -174,7 +177,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def _splat(builder: Any, number: Any) -> Any:
-    """A vector of one number."""
+    """Return a vector of copies of one number."""
     vector = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     vector = builder.insert_element(vector, number, ir.Constant(ir.IntType(32), 0))
     return _shuffle(builder, vector, vector, [0] * LANES)
@@ -215,7 +218,7 @@ _define_operator(operator.rshift, (WORDS, types.int64), lambda b, x, y: b.lshr(x
 
 
 def _pointer(context: Any, builder: Any, sig: Any, values: Any, vector: ir.Type) -> Any:
-    """Pointer to an element; array and index are the first two arguments of a function."""
+    """Return a pointer to an element; array and index are the first two arguments of a function."""
     array = context.make_array(sig.args[0])(context, builder, values[0])
     place = builder.gep(array.data, [values[1]])
     return builder.bitcast(place, vector.as_pointer())
@@ -227,11 +230,11 @@ def _vector_of(array: types.Array) -> VectorType:
 
 @_intrinsic
 def load(typing: Any, array: types.Array, index: types.Type) -> Any:
-    """16 numbers of a contiguous array of float32 or 32-bit integers.
+    """Load 16 numbers from a contiguous array of float32 or 32-bit integers.
 
     Args:
-        array: of any shape.
-        index: of the first number among all of the array.
+        array: array of any shape.
+        index: flat index of the first number.
     """
     vector = _vector_of(array)
 
@@ -256,7 +259,7 @@ def store(typing: Any, array: types.Array, index: types.Type, vector: VectorType
 
 @_intrinsic
 def splat(typing: Any, number: types.Type) -> Any:
-    """A vector of one float32 number or of one integer, whose low 32 bits it has."""
+    """Make a vector of copies of a float32 number, or of the low 32 bits of an integer."""
     is_float = number == types.float32
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -268,7 +271,7 @@ def splat(typing: Any, number: types.Type) -> Any:
 
 @_intrinsic
 def splat_one(typing: Any, array: types.Array, index: types.Type) -> Any:
-    """A vector of one number of a contiguous array; see ``load``."""
+    """Make a vector of copies of one number of a contiguous array; see ``load``."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         array = context.make_array(sig.args[0])(context, builder, values[0])
@@ -279,7 +282,7 @@ def splat_one(typing: Any, array: types.Array, index: types.Type) -> Any:
 
 @_intrinsic
 def prefetch(typing: Any, array: types.Array, index: types.Type) -> Any:
-    """Have the cache line of a number brought near; see ``load``."""
+    """Prefetch the cache line of a number; see ``load``."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         place = _pointer(context, builder, sig, values, ir.IntType(8))
@@ -294,7 +297,7 @@ def prefetch(typing: Any, array: types.Array, index: types.Type) -> Any:
 
 @_intrinsic
 def as_floats(typing: Any, words: VectorType) -> Any:
-    """The numbers that words are."""
+    """Convert unsigned words to float32 numbers."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         return builder.uitofp(values[0], context.get_value_type(FLOATS))
@@ -303,7 +306,7 @@ def as_floats(typing: Any, words: VectorType) -> Any:
 
 
 def _reinterpret(vector: VectorType) -> Callable[..., Any]:
-    """A function that takes the bits of a vector for another type of numbers."""
+    """Return a function that reinterprets the bits of a vector as another type of numbers."""
 
     @_intrinsic
     def reinterpreted(typing: Any, bits: VectorType) -> Any:
@@ -324,7 +327,7 @@ def _larger(builder: Any, first: Any, second: Any) -> Any:
 
 @_intrinsic
 def larger(typing: Any, first: VectorType, second: VectorType) -> Any:
-    """The larger ones of float32 numbers; the first where one of them is NaN."""
+    """Return the elementwise maximum of float32 numbers; the first one if either is NaN."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         return _larger(builder, *values)
@@ -333,8 +336,8 @@ def larger(typing: Any, first: VectorType, second: VectorType) -> Any:
 
 
 def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Any:
-    """A function of a vector of float32 numbers: of each and the 8th after it, and so on by
-    halves."""
+    """Return a function that reduces a vector of float32 numbers by halves: each with the 8th after
+    it, and so on."""
 
     @_intrinsic
     def reduced(typing: Any, vector: VectorType) -> Any:
@@ -354,10 +357,10 @@ total, largest = _reduction(lambda b, x, y: b.fadd(x, y)), _reduction(_larger)
 
 
 def shuffle(*lanes: int) -> Callable[..., Any]:
-    """A function of two vectors of the same type for compiled loops.
+    """Return a function that shuffles two vectors of the same type in CPU kernels.
 
     Args:
-        lanes: 16 numbers: those of the first vector count from 0, those of the second from 16.
+        lanes: 16 indices: numbers of the first vector count from 0, those of the second from 16.
     """
 
     @_intrinsic
@@ -372,14 +375,14 @@ def shuffle(*lanes: int) -> Callable[..., Any]:
 
 @inlined
 def aligned(count):
-    """(count,) float32, of which no vector of 16 lies in two cache lines."""
+    """Return (count,) float32 in which no vector of 16 crosses a cache line."""
     whole = np.empty(count + LANES, np.float32)
     first = -(whole.ctypes.data // 4) % LANES
     return whole[first : first + count]
 
 
 def _swapping(width: int) -> Callable[..., Any]:
-    """Shuffle that swaps each number with that whose place differs in one bit."""
+    """Return a shuffle that swaps each number with the one whose place differs in one bit."""
     return shuffle(*(lane ^ width for lane in range(LANES)))
 
 

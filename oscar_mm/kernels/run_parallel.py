@@ -1,4 +1,4 @@
-"""run_parallel: calls of compiled loops, at once on as many threads as torch has."""
+"""Run compiled CPU kernels in parallel, on as many threads as torch has."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from typing import Any
 import torch
 
 _PATIENCE_S = 0.05
-"""Seconds after which a wait looks again: an interrupt may have taken what it was told."""
+"""Seconds after which a wait checks again, since an interrupt may have swallowed the
+notification."""
 
 
 def run_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
-    """Call functions with their arguments, at once if torch has several threads, this one among
-    them. Each is called once, or not at all where this raises; none of them runs any more when this
-    returns or raises.
+    """Call functions with their arguments, in parallel if torch has several threads, including this
+    one.
 
-    No executor of the standard library can do it: an interrupt at the wrong time leaves one of its
-    locks locked, and a thread that cannot be started a call in its line.
+    Runs each call exactly once; on an exception, pending calls are dropped. No call is still
+    running on return.
+
+    The executors of the standard library are not safe enough: an interrupt at the wrong time leaves
+    one of their locks locked, and a thread that cannot be started leaves its call in the queue.
     """
     threads = torch.get_num_threads()
     others = [_Call(*call) for call in calls[1:]] if threads > 1 else []
@@ -35,7 +38,7 @@ def run_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
             if call.is_mine():
                 call.function(*call.arguments)
     finally:
-        # A function can be interrupted as it is entered, before a try of its own.
+        # A function can be interrupted on entry, before its own try block.
         try:
             for call in others:
                 call.settle()
@@ -48,13 +51,13 @@ def run_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
 
 
 class _Call:
-    """A call that one thread makes, or none.
+    """A call that exactly one thread makes, or none.
 
-    No signal divides what the threads do with it.
+    Its state changes are atomic with respect to signals.
 
     Attributes:
-        function, arguments: what is called.
-        error: what the function raised in another thread.
+        function, arguments: function to call and its arguments.
+        error: exception that the function raised in another thread.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -65,12 +68,12 @@ class _Call:
         self._told.acquire()
 
     def is_mine(self) -> bool:
-        """Whether this thread makes it: the first one that asks."""
+        """Return whether this thread makes the call: the first one that asks."""
         me = threading.get_ident()
         return self._owner.setdefault(None, me) == me
 
     def make(self) -> None:
-        """Make it for a thread that waits."""
+        """Make the call for a waiting thread."""
         try:
             self.function(*self.arguments)
         except BaseException as error:
@@ -79,13 +82,13 @@ class _Call:
         self._told.release()
 
     def settle(self) -> None:
-        """Wait until it has ended, or see to it that nobody begins."""
+        """Wait until the call has ended, or prevent it from starting."""
         while not (self.is_mine() or self._ended):
             self._told.acquire(timeout=_PATIENCE_S)
 
 
 def _settle(calls: Sequence[_Call]) -> None:
-    """Settle all, by Ctrl-C too: what the calls write to may be another's afterwards."""
+    """Settle all calls even on Ctrl-C, since their output arrays may be reused afterwards."""
     try:
         for call in calls:
             call.settle()
@@ -95,20 +98,19 @@ def _settle(calls: Sequence[_Call]) -> None:
 
 
 class _Workers:
-    """Threads that make calls; they end with the process."""
+    """Worker threads, which end with the process."""
 
     def __init__(self) -> None:
         self._line: SimpleQueue[_Call] = SimpleQueue()
         self._count = 0
 
     def hand_over(self, calls: Sequence[_Call], threads: int) -> None:
-        """Have so many threads make the calls that nobody else does; fewer where no more can be
-        started."""
+        """Queue calls for up to ``threads`` workers; fewer if no more can be started."""
         try:
             while self._count < threads:
                 _thread.start_new_thread(_work, (self._line,))
                 self._count += 1
-        except RuntimeError:  # Too many of this user, or Python is ending.
+        except RuntimeError:  # The user has too many threads, or Python is shutting down.
             pass
         for call in calls if self._count else ():
             self._line.put(call)
@@ -119,10 +121,10 @@ def _work(line: SimpleQueue[_Call]) -> None:
         call = line.get()
         if call.is_mine():
             call.make()
-        del call  # and the arrays among its arguments
+        del call  # releases the arrays among its arguments
 
 
 @lru_cache(maxsize=1)
 def _workers(process: int) -> _Workers:
-    """Those of a process: a fork has none of its parent's."""
+    """Return the workers of a process; a fork has none of its parent's."""
     return _Workers()
