@@ -1,1 +1,1 @@
-"""The format of bytes: pages of codes, scales and zero points, and the order of their elements."""
+"""Byte format of pages: codes, scales and zero points, and the order of their elements."""

@@ -1,9 +1,10 @@
-"""Order of a page's elements for the kernels: what a lane of a warp reads lies together.
+"""Order of a page's elements for the kernels: the elements that a lane of a warp reads are
+adjacent.
 
-A kernel multiplies 16 x 16 fragments. Lane 4 * group + quad (group 0..7, quad 0..3) of a warp
-holds, of keys (tokens x channels), rows group and group + 8 and columns 2 quad, 2 quad + 1 and
-both + 8; of transposed values (channels x tokens) the same rows and columns. With ``half`` for the
-+ 8, ``odd`` for the + 1 and ``step`` for the 16 channels of a key fragment or of a value fragment's
+A kernel multiplies 16 x 16 fragments. Lane 4 * group + quad (group 0..7, quad 0..3) of a warp has,
+for keys (tokens x channels), rows group and group + 8 and columns 2 quad, 2 quad + 1 and both + 8;
+for transposed values (channels x tokens) the same rows and columns. With ``half`` for the + 8,
+``odd`` for the + 1 and ``step`` for the 16 channels of a key fragment or of a value fragment's
 rows:
 
     key codes    token = 16 tile + 8 half + group,  channel = 16 step + 8 chalf + 2 quad + odd
@@ -11,12 +12,12 @@ rows:
                  channel = 32 (step / 2) + 8 (group / 2) + 4 (step % 2) + 2 half + group % 2
 
 A 32-bit word has the codes of one lane and tile for one step (4 bits) or two (2 bits); within it,
-from the lowest bit, chalf (of values: half), then step % 2 (2 bits only), then half (thalf), then
-odd. Words of a lane follow each other, at most four (16 bytes), then those of the next lane. The
-bit place of a code so depends only on what a kernel can fold into the query or take out of the
-result. A word of high bits (of codes of 3) is for four steps: within a byte step / 2 % 2 comes
-first, then chalf (half) and step % 2, so that a shift of the word takes each high bit next to the
-other two of its code.
+from the lowest bit, chalf (for values: half), then step % 2 (2 bits only), then half (thalf), then
+odd. Words of a lane are adjacent, at most four (16 bytes), then those of the next lane. So the bit
+place of a code depends only on indices that a kernel can fold into the query or undo in the result.
+A word of high bits (of 3-bit codes) covers four steps: within a byte step / 2 % 2 comes first, then
+chalf (half) and step % 2, so that a shift of the word moves each high bit next to the other two of
+its code.
 
 Scales and zeros are in runs of 32 channels (keys by channel, a page's center) or tokens (values):
 quad, step % 2, half, odd; norms, and scales and zeros of keys by token, in runs of 64 tokens:
@@ -39,9 +40,9 @@ class Order:
     """A permutation of the elements of an array.
 
     Attributes:
-        shape: the array's own shape.
-        split: the same elements with its dimensions split.
-        axes: the order in which the split dimensions are stored.
+        shape: natural shape of the array.
+        split: shape with split dimensions.
+        axes: order in which the split dimensions are stored.
     """
 
     shape: tuple[int, ...]
@@ -49,17 +50,17 @@ class Order:
     axes: tuple[int, ...]
 
     def stored(self, values: torch.Tensor) -> torch.Tensor:
-        """(..., *shape) -> (..., elements) in stored order."""
+        """Permute (..., *shape) to (..., elements) in stored order."""
         lead = values.shape[: values.ndim - len(self.shape)]
         dims = [*range(len(lead)), *(len(lead) + axis for axis in self.axes)]
         return values.reshape(*lead, *self.split).permute(dims).reshape(*lead, -1)
 
     def elements(self) -> torch.Tensor:
-        """(elements,) int64: which element is stored at each place, counted in natural order."""
+        """Return (elements,) int64: natural index of the element stored at each place."""
         return self.stored(torch.arange(math.prod(self.shape)).view(self.shape))
 
     def natural(self, stored: torch.Tensor) -> torch.Tensor:
-        """(..., elements) in stored order -> (..., *shape)."""
+        """Permute (..., elements) in stored order back to (..., *shape)."""
         lead = stored.shape[:-1]
         dims = [*range(len(lead)), *(len(lead) + self.axes.index(i) for i in range(len(self.axes)))]
         ordered = stored.reshape(*lead, *(self.split[axis] for axis in self.axes))
@@ -74,7 +75,8 @@ def plain_orders(
     *,
     by_token: bool,
 ) -> dict[str, Order]:
-    """Arrays as their shapes say, but scales and zeros of tokens group by group."""
+    """Return orders that follow the arrays' shapes, except scales and zeros of tokens, group by
+    group."""
     codes = _as_is(tokens, head_dim)
     keys = Order(key_scales, key_scales, (1, 0)) if by_token else _as_is(*key_scales)
     values = Order((tokens, value_groups), (tokens, value_groups), (1, 0))
@@ -99,11 +101,11 @@ def fragment_orders(
     key_group: int | None,
     value_group: int,
 ) -> dict[str, Order]:
-    """Arrays as the kernels take them.
+    """Return the orders of arrays for the kernels.
 
     Args:
-        key_planes, value_planes: bits of the arrays that codes of keys and of values are in.
-        key_group: tokens of a key group; None where each token has its own scale.
+        key_planes, value_planes: bits of the arrays that store the codes of keys and of values.
+        key_group: tokens of a key group; None if each token has its own scale.
     """
     # run, step % 2, half, quad, odd of channels
     channels = (head_dim // 32, 2, 2, 4, 2)
@@ -135,13 +137,13 @@ def fragment_orders(
 
 
 _OF_WORD = {1: (2, 2), 2: (1, 2), 4: (1, 1)}
-"""Steps of a word by bits: step / 2 % 2 of them, times step % 2."""
+"""Steps of a word by bits: number of step / 2 % 2, times number of step % 2."""
 
 
 def _key_codes(bits: int, head_dim: int) -> Order:
     pairs, parities = _OF_WORD[bits]
     words = head_dim // 16 // (pairs * parities)
-    near = min(4, words)  # words of a lane that follow each other
+    near = min(4, words)  # adjacent words of a lane
     # tile, half, group, far, near, pair, parity, chalf, quad, odd
     return Order(
         (_TOKENS, head_dim),
@@ -154,7 +156,7 @@ def _value_codes(bits: int, head_dim: int) -> Order:
     pairs, parities = _OF_WORD[bits]
     words = head_dim // 16 // (pairs * parities)
     near = min(4, words)
-    # Where a word has one step, two words that follow each other have those of a pair.
+    # If a word has one step, two adjacent words have the steps of a pair.
     after = 2 // parities
     # tile, thalf, quad, odd, far, near, pair, group / 2, step % 2, half, group % 2
     split = (_TOKENS // 16, 2, 4, 2, words // near, near // after, pairs, 4, 2, 2, 2)

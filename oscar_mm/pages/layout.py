@@ -1,12 +1,12 @@
-"""The bytes of a page, written down once.
+"""Byte layout of a page, defined once.
 
-A page holds up to 128 tokens of one modality stream in one layer, keys and values of all KV heads,
+A page stores up to 128 tokens of one modality stream in one layer, keys and values of all KV heads,
 in codes of 2, 3 or 4 bits. It is one row of uint8:
 
     head 0 | head 1 | ... | shared norms (only with token_scaling "shared") | pad to 16 bytes
 
-and a head is, each field starting at a multiple of 16 bytes (g: key group, c: value group, d:
-head_dim, b: bits of keys or of values; little-endian; codes lowest bits first):
+and a head consists of these fields, each starting at a multiple of 16 bytes (g: key group, c: value
+group, d: head_dim, b: bits of keys or of values; little-endian; codes lowest bits first):
 
     field         shape                        dtype    key_axis "channel" / "token"
     center        (d,)                         float16  only with center
@@ -18,23 +18,23 @@ head_dim, b: bits of keys or of values; little-endian; codes lowest bits first):
     value_scales  (128, d / c)                 float16
     value_zeros   (128, d / c)                 float16
 
-Codes of 3 bits are in two arrays, one after the other: one of the low two bits, one of the high bit
+3-bit codes are in two consecutive arrays: one for the low two bits, one for the high bit
 (``key_codes_high``, ``value_codes_high``).
 
 A stored key is (scale * code + zero) * norm, a stored value scale * code + zero, both in the
-coordinates of ``oscar_mm.quant.basis``. With center the sign bit of a key's scale tells whether the
-center is to be added; the scale is its absolute value.
+coordinates of ``oscar_mm.quant.basis``. With center, the sign bit of a key's scale says whether to
+add the center; the scale is its absolute value.
 
-Pages of key_axis "channel" are written once, as a whole. In those of key_axis "token" (stream
-pages) each byte but the center's belongs to one token, and tokens are written one by one.
+Pages of key_axis "channel" are written once, as a whole. In pages of key_axis "token" (stream
+pages) each byte except the center's belongs to one token, and tokens are written one by one.
 
-Where the kernels run (``PageFormat.in_fragments``) the elements of an array are in the order in
-which a warp's lanes take them (``oscar_mm.pages.fragments``), elsewhere token by token (scales and
-zeros of values, and of keys by token: group by group). ``csrc/common/page.cuh`` is the only twin of
-this file.
+If kernels support the format (``PageFormat.in_fragments``), the elements of an array are in the
+order in which a warp's lanes read them (``oscar_mm.pages.fragments``), otherwise token by token
+(scales and zeros of values, and of keys by token: group by group). ``csrc/common/page.cuh`` is the
+only twin of this file.
 
-Tokens that are not (yet) packed have a slot each in 16-bit precision: (2, KV heads, d), keys then
-values, as the attention layer made them.
+Unpacked tokens have a slot each in 16-bit precision: (2, KV heads, d), keys then values, as the
+attention layer computed them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from oscar_mm.policy import Bits, KVPolicy
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """(..., n) codes of any dtype in 0 .. 2^bits - 1 -> (..., n * bits / 8) uint8."""
+    """Pack (..., n) codes of any dtype in 0 .. 2^bits - 1 into (..., n * bits / 8) uint8."""
     per_byte = 8 // bits
     if codes.shape[-1] % per_byte:
         raise ValueError(f"{codes.shape[-1]} codes of {bits} bits do not fill whole bytes")
@@ -63,7 +63,7 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """(..., n) uint8 -> (..., n * 8 / bits) uint8 codes; inverse of ``pack_bits``."""
+    """Unpack (..., n) uint8 into (..., n * 8 / bits) uint8 codes; inverse of ``pack_bits``."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
@@ -73,17 +73,18 @@ ALIGNMENT = 16
 _CLEARED_BYTES = 1 << 26
 """Bytes of pages that are cleared at a time."""
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
-"""Bits of the arrays that codes are stored in, lowest bits first."""
+"""Bits of the arrays that store codes, lowest bits first."""
 
 
 def divided_group(group: int, channels: int) -> int:
-    """Channels of a value group: the largest divisor of ``channels`` that is at most ``group``."""
+    """Return the channels of a value group: the largest divisor of ``channels`` up to ``group``."""
     return next(size for size in range(min(group, channels), 0, -1) if channels % size == 0)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One typed array of a page. ``offset`` counts bytes from the head's or the page's start."""
+    """One typed array of a page; ``offset`` counts bytes from the start of the head or of the
+    page."""
 
     offset: int
     shape: tuple[int, ...]
@@ -106,7 +107,7 @@ class PageFormat:
     """Byte layout of the pages of one layer for one pair of bit widths.
 
     Raises:
-        InputError: head_dim is no multiple of what fills bytes with codes.
+        InputError: if head_dim is not a multiple of the codes that fill whole bytes.
     """
 
     bits: Bits
@@ -129,7 +130,7 @@ class PageFormat:
 
     @classmethod
     def of(cls, policy: KVPolicy, bits: Bits, kv_heads: int, head_dim: int) -> PageFormat:
-        """The layout that a policy gives a layer."""
+        """Return the page layout of a policy for a layer."""
         return cls(
             bits=bits,
             kv_heads=kv_heads,
@@ -145,12 +146,12 @@ class PageFormat:
 
     @property
     def by_token(self) -> bool:
-        """Whether tokens are written one by one; else whole pages."""
+        """Whether tokens are written one by one instead of in whole pages."""
         return self.key_axis == "token"
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        """All arrays of a page by name, in the order of their bytes."""
+        """All arrays of a page by name, in byte order."""
         tokens, d = PAGE_TOKENS, self.head_dim
         groups = (tokens, d // self.key_group) if self.by_token else (tokens // self.key_group, d)
         key_groups, value_groups = groups, (tokens, d // self.value_group)
@@ -179,7 +180,7 @@ class PageFormat:
         return fields
 
     def _codes(self, name: str) -> list[tuple[str, tuple[int, ...], torch.dtype, str]]:
-        """Arrays that codes are stored in."""
+        """Return the arrays that store codes."""
         return [
             (plane, (PAGE_TOKENS, self.head_dim * bits // 8), torch.uint8, "codes")
             for plane, _, bits in self.planes(name)
@@ -199,7 +200,7 @@ class PageFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of a page per key or value element that it stores, everything counted."""
+        """Bits of a page per stored key or value element, including all overhead."""
         return self.page_bytes * 8 / (2 * PAGE_TOKENS * self.kv_heads * self.head_dim)
 
     @cached_property
@@ -236,7 +237,8 @@ class PageFormat:
         return plain_orders(tokens, d, key_scales, d // self.value_group, by_token=self.by_token)
 
     def planes(self, name: str) -> list[tuple[str, int, int]]:
-        """Arrays of codes: name, first bit of a code that it has, and how many."""
+        """Return the arrays of codes: name, index of their first bit within a code, and number of
+        bits."""
         bits = self.bits.keys if name.startswith("key") else self.bits.values
         low, *high = _PLANES[bits]
         return [(name, 0, low), *((f"{name}_high", low, plane) for plane in high)]
@@ -246,10 +248,10 @@ class PageFormat:
 
         Args:
             pages: (n, page_bytes) uint8 with contiguous rows.
-            name: of the field; of codes "key_codes" or "value_codes".
-            values: codes (n, KV heads, 128, d) in 0 .. 2^bits - 1; key scales and zeros
-                (n, KV heads, *field shape); value scales and zeros (n, KV heads, 128, d / c);
-                norms (n, KV heads, 128), shared ones (n, 128); center (n, KV heads, d). Any dtype.
+            name: name of the field; "key_codes" or "value_codes" for codes.
+            values: codes (n, KV heads, 128, d) in 0 .. 2^bits - 1; key scales and zeros (n, KV
+                heads, *field shape); value scales and zeros (n, KV heads, 128, d / c); norms (n, KV
+                heads, 128), shared ones (n, 128); center (n, KV heads, d). Any dtype.
         """
         if self.fields[name].kind != "codes":
             self._view(pages, name).copy_(self.orders[name].stored(values))
@@ -268,12 +270,12 @@ class PageFormat:
         name: str,
         values: torch.Tensor,
     ) -> None:
-        """Write what an array of stream pages has of some tokens; other bytes stay as they are.
+        """Write some tokens' elements of an array of stream pages; other bytes do not change.
 
         Args:
             pages: (pool slots, page_bytes) uint8.
-            slots, places: (n,) int64: page of a token, and its place in it; no two are the same.
-            name: of the field; of codes "key_codes" or "value_codes".
+            slots, places: (n,) int64: page of each token and its place in it, without duplicates.
+            name: name of the field; "key_codes" or "value_codes" for codes.
             values: codes (n, KV heads, d), scales and zeros (n, KV heads, groups). Any dtype.
         """
         heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
@@ -293,8 +295,10 @@ class PageFormat:
     def read(
         self, pages: torch.Tensor, name: str, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One array of every page, or of those in (n,) ``slots``, as ``write`` takes it: codes
-        uint8, others float32."""
+        """Read one array of every page, or of those in (n,) ``slots``, in the shape of ``write``.
+
+        Codes are uint8, other values float32.
+        """
         if self.fields[name].kind != "codes":
             view = self._view(pages, name)
             return self.orders[name].natural((view if slots is None else view[slots]).float())
@@ -307,20 +311,22 @@ class PageFormat:
         return codes
 
     def token_elements(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the elements of each token are in an array of a stream page, and which they are:
-        (128, d or groups) int64 each. Codes of a byte follow each other.
+        """Return the places of each token's elements in an array of a stream page, and the
+        elements' indices.
+
+        Both are (128, d or groups) int64. Codes of a byte are adjacent.
 
         Args:
-            name: of the field.
+            name: name of the field.
         """
         return _token_elements(self, name)
 
     def number_places(self, *names: str) -> np.ndarray:
-        """(KV heads, n) int64: where float16 numbers are in a page, in units of two bytes.
+        """Return (KV heads, n) int64: places of float16 numbers in a page, in units of two bytes.
 
         Args:
-            names: of fields, whose elements follow each other in natural order; those that pages
-                do not have are left out.
+            names: names of fields, whose elements are concatenated in natural order; fields that
+                the format does not have are left out.
         """
         heads, places = np.arange(self.kv_heads)[:, None] * (self.head_bytes // 2), []
         for name in names:
@@ -330,29 +336,32 @@ class PageFormat:
         return np.concatenate(places, axis=1)
 
     def token_bytes(self, device: torch.device) -> torch.Tensor:
-        """(page_bytes,) int16: the place whose token a byte of a stream page is of, else -1."""
+        """Return (page_bytes,) int16: the place of the token to which a byte of a stream page
+        belongs, or -1."""
         return _token_bytes(self).to(device)
 
     def clear_unused(self, pages: torch.Tensor, in_use: np.ndarray) -> None:
-        """Zero what stream pages, (n, page_bytes) uint8 on the CPU, store of unused places.
+        """Zero the unused places of stream pages, (n, page_bytes) uint8 on the CPU.
 
         Args:
             in_use: (n, 128) bool.
         """
         owners = self.token_bytes(pages.device).long()
-        # The bytes of no token, of owner -1, are in use.
+        # Bytes without a token, of owner -1, count as in use.
         used = torch.from_numpy(np.pad(in_use, ((0, 0), (0, 1)), constant_values=True))
         count = max(1, _CLEARED_BYTES // self.page_bytes)
         for part, own in zip(pages.split(count), used.split(count), strict=True):
             part *= own[:, owners]
 
     def all_finite(self, pages: torch.Tensor) -> bool:
-        """Whether no scale, zero or norm of (n, page_bytes) uint8 pages is NaN or infinite."""
+        """Return whether no scale, zero or norm of (n, page_bytes) uint8 pages is NaN or
+        infinite."""
         names = [name for name, field in self.fields.items() if field.kind != "codes"]
         return all(all_finite(self._view(pages, name)) for name in names)
 
     def _view(self, pages: torch.Tensor, name: str) -> torch.Tensor:
-        """Typed view of a field: (n, KV heads, elements), of shared norms (n, elements)."""
+        """Return a typed view of a field: (n, KV heads, elements), or (n, elements) for shared
+        norms."""
         field = self.fields[name]
         source = pages
         if field.per_head:
@@ -361,8 +370,8 @@ class PageFormat:
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether none of them is NaN or infinite."""
-    # In one pass and without a copy; NaN goes through to both.
+    """Return whether no value is NaN or infinite."""
+    # One pass without a copy; NaN propagates to both ends.
     return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 

@@ -1,1 +1,1 @@
-"""The method as plain tensor maths: rotation, balancing, token scaling, fits, bit packing."""
+"""The method as tensor math: rotation, balancing, token scaling, fits, page bytes and back."""

@@ -1,19 +1,19 @@
-"""Query-key balancing of a model's layers, from its weights.
+"""Query-key balancing of a model's layers, computed from its weights.
 
 Balancing moves per-channel scale between keys and queries: dividing key channel c by sigma_c and
-multiplying query channel c by it leaves every score as it was. The rotation spreads a stored key's
+multiplying query channel c by it leaves every score unchanged. The rotation spreads a stored key's
 error evenly over its channels, in proportion to the key's length, so the squared error of a score
-grows with
-(sum_c rms_q^2 sigma_c^2) (sum_c rms_k^2 / sigma_c^2), which by Cauchy-Schwarz is smallest at
-sigma_c = sqrt(rms_k / rms_q). (SmoothQuant, arXiv:2211.10438, balances weights and activations so.)
+grows with (sum_c rms_q^2 sigma_c^2) (sum_c rms_k^2 / sigma_c^2), which by Cauchy-Schwarz is
+smallest at sigma_c = sqrt(rms_k / rms_q). (SmoothQuant, arXiv:2211.10438, balances weights and
+activations in the same way.)
 
-Weights tell both: norms of queries and keys where a model has them, otherwise its projections.
-Neither a prompt nor a calibration text takes part, so that every cache of a model, in every
+The weights determine both: the norms of queries and keys if a model has them, otherwise its
+projections. Neither a prompt nor a calibration text is used, so every cache of a model, in every
 process, has the same balancing.
 
-Where a page stores what its keys have in common apart, as its center or as the zero points of its
+If a page stores what its keys have in common separately, as its center or as the zero points of its
 channels, the error does not depend on that part. The biases of Qwen2's keys on slow rotary pairs
-are hundreds of times as large as what differs between tokens; with the whole bias in sigma, the
+are hundreds of times as large as the differences between tokens; with the whole bias in sigma, the
 queries pay for it and answers break.
 """
 
@@ -28,28 +28,28 @@ from torch import Tensor, nn
 from oscar_mm.pages.layout import PAGE_TOKENS
 
 _LIMIT = 256.0
-"""Largest sigma and inverse of the smallest: a channel without queries or without keys must not be
-scaled out of float range."""
+"""Maximum sigma and inverse of the minimum: a channel without queries or without keys must not be
+scaled beyond float range."""
 _PROBES = 256
-"""Random inputs of a projection. Energies have a standard error of 9%, less where RoPE and groups
-of queries average them; sigma, a fourth root of their quotient, has at most 3%."""
+"""Number of random inputs of a projection. Energies have a standard error of 9%, less if RoPE and
+groups of queries average them; sigma, a fourth root of their quotient, has at most 3%."""
 _GAIN = 64.0
-"""Factor of the probes, so that a large bias does not round away what they add to it."""
+"""Factor of the probes, so that their contribution is not lost to rounding next to a large bias."""
 _PROJECTIONS = ("q_proj", "k_proj"), ("qkv_proj", "q_size", "kv_size")
-"""Attributes of attention modules of transformers, and of vLLM."""
+"""Attributes of the attention modules of transformers and of vLLM."""
 _POSITIONS = 4096
 """Positions over which RoPE mixes the channels of a pair."""
 
 
 def sigma_from_rms(rms_keys: Tensor, rms_queries: Tensor) -> Tensor:
-    """sqrt(rms_k / rms_q), 1 where either is zero, within [1/256, 256].
+    """Return sqrt(rms_k / rms_q), 1 where either is zero, within [1/256, 256].
 
-    Its reciprocal is a bfloat16 number: then keys of 16 bits are balanced and rotated by one exact
-    matrix product. (Off the optimum by 0.2% at most, which raises the error by less than 0.002%.)
+    Its reciprocal is a bfloat16 number, so that 16-bit keys are balanced and rotated by one exact
+    matrix product. (At most 0.2% from the optimum, which raises the error by less than 0.002%.)
 
     Args:
         rms_keys: (..., head_dim), root mean square of each key channel.
-        rms_queries: the same for queries.
+        rms_queries: (..., head_dim), root mean square of each query channel.
     """
     sigma = (rms_keys.float() / rms_queries.float()).sqrt()
     used = (rms_keys > 0) & (rms_queries > 0) & sigma.isfinite()
@@ -58,10 +58,10 @@ def sigma_from_rms(rms_keys: Tensor, rms_queries: Tensor) -> Tensor:
 
 
 def sigmas_of_model(model: Any, *, centered: bool = True) -> dict[int, Tensor]:
-    """Sigma by layer, (KV heads or 1, head_dim) float32 each.
+    """Return sigma by layer, (KV heads or 1, head_dim) float32 each.
 
-    Layers without separate projections of queries and keys, and without norms of them, are left
-    out: they are not balanced.
+    Layers with neither separate projections of queries and keys nor norms of them are left out:
+    they are not balanced.
 
     Args:
         model: a decoder of transformers, or a model with one.
@@ -87,15 +87,17 @@ def sigma_of_layer(
     *,
     centered: bool = True,
 ) -> Tensor | None:
-    """Sigma of one layer, of transformers or of vLLM.
+    """Return sigma of one layer of transformers or vLLM.
 
     Args:
-        layer: has ``input_layernorm``; without one, or None, inputs are taken to have equal energy
-            in all channels.
-        attention: has ``q_norm`` and ``k_norm`` over a head, or projections of queries and keys.
+        layer: module with ``input_layernorm``; without one, or with None, inputs are assumed to
+            have equal energy in all channels.
+        attention: module with ``q_norm`` and ``k_norm`` over a head, or with projections of queries
+            and keys.
         head_dim: channels of a head.
-        angles: of RoPE, see ``rotary_angles``.
-        centered: count only what a page's center does not take out of the bias of keys.
+        angles: angles of RoPE, see ``rotary_angles``.
+        centered: whether to count only the part of the keys' bias that a page's center does not
+            remove.
 
     Returns:
         (KV heads or 1, head_dim) float32, or None.
@@ -107,16 +109,16 @@ def sigma_of_layer(
 
 
 def sigma_of_norms(attention: nn.Module, head_dim: int) -> Tensor | None:
-    """``sigma_from_norms`` of an attention module; None where it has no such norms."""
+    """Return ``sigma_from_norms`` of an attention module; None if it has no such norms."""
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return sigma_from_norms(q_norm, k_norm, head_dim)
 
 
 def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
-    """Sigma of one layer from its QK-norm weights; None where they do not act on one head.
+    """Return sigma of one layer from its QK-norm weights; None unless they act on one head.
 
-    After an RMS norm the rms of a channel is its weight; RoPE mixes channels c and
-    c + head_dim / 2, so both get the pair's rms and sigma is the same for both.
+    After an RMS norm the rms of a channel is its weight; RoPE mixes channels c and c + head_dim /
+    2, so both get the pair's rms and the same sigma.
 
     Returns:
         (1, head_dim) float32, the same for all KV heads, or None.
@@ -126,8 +128,8 @@ def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
         weight = getattr(norm, "weight", None)
         if weight is None or weight.numel() != head_dim or head_dim % 2:
             return None
-        # The norm of a vector of ones is its weight, whichever way the module applies it
-        # (weight, or 1 + weight).
+        # The norm of a vector of ones is its weight, whichever way the module applies it (weight,
+        # or 1 + weight).
         with torch.no_grad():
             effective = norm(_as_weight(torch.ones(1, head_dim), weight))
         pairs = effective.float().square().view(2, head_dim // 2).mean(dim=0).sqrt()
@@ -137,8 +139,10 @@ def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
 
 
 def rotary_angles(attention: Any, decoder: Any = None) -> Tensor | None:
-    """Angle in radians by which RoPE turns each pair (c, c + n) of the first 2 n channels from a
-    token to the next: (n,) float32, or None where nothing turns."""
+    """Return the angles in radians by which RoPE rotates channel pairs from one token to the next.
+
+    Pair (c, c + n) of the first 2 n channels has angle c: (n,) float32; None without RoPE.
+    """
     for owner in (attention, decoder):
         embedding = getattr(owner, "rotary_emb", None)
         if (table := getattr(embedding, "cos_sin_cache", None)) is not None:  # vLLM
@@ -152,7 +156,7 @@ def rotary_angles(attention: Any, decoder: Any = None) -> Tensor | None:
 
 
 def attentions(decoder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Each attention module of a decoder and the layer that it is in."""
+    """Yield each layer of a decoder with its attention module."""
     for layer in decoder.modules():
         for attention in layer.children():
             if hasattr(attention, "layer_idx") and hasattr(attention, "head_dim"):
@@ -166,10 +170,10 @@ def _sigma_from_projections(
     angles: Tensor | None,
     centered: bool,
 ) -> Tensor | None:
-    """Sigma from the energies that the projections give inputs of equal energy.
+    """Compute sigma from the energies of the projections' outputs for inputs of equal energy.
 
-    The projections themselves are asked, with random inputs: whatever holds their weights, in
-    however many bits and wherever, brings them.
+    The projections themselves are called with random inputs, so the dtype and the place of their
+    weights do not matter.
     """
     inputs = probes(layer, attention)
     responses = [projected(attention, x) for x in (_GAIN * inputs, torch.zeros_like(inputs[:1]))]
@@ -184,15 +188,17 @@ def _sigma_from_projections(
     kept = _share_beyond_center(pairs, head_dim) if centered else torch.ones_like(keys[1][0, 0])
     of_keys = _mixed(torch.cat([keys[0], keys[1] * kept.sqrt()]), pairs)
     of_queries = _mixed(torch.cat(queries), pairs)
-    # Of the queries a sum over the heads of a group: a constant factor of sigma changes nothing
-    # that is stored but the norms.
+    # Queries are summed over the heads of a group: a constant factor of sigma changes nothing that
+    # is stored except the norms.
     grouped = of_queries.view(len(of_keys), -1, head_dim).sum(1)
     return sigma_from_rms(of_keys.sqrt(), grouped.sqrt())
 
 
 def probes(layer: nn.Module | None, attention: Any) -> Tensor:
-    """(probes, channels) inputs of the projections: random signs, the same on every machine,
-    normalized by the layer's input norm."""
+    """Return (probes, channels) inputs of the projections.
+
+    They are random signs, the same on every machine, normalized by the layer's input norm.
+    """
     norm = getattr(layer, "input_layernorm", None)
     weight = getattr(norm, "weight", None)
     if weight is None:
@@ -207,7 +213,7 @@ def probes(layer: nn.Module | None, attention: Any) -> Tensor:
 
 
 def projected(attention: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys, (inputs, heads * head_dim) each, before RoPE."""
+    """Return queries and keys, (inputs, heads * head_dim) each, before RoPE."""
     if hasattr(attention, "k_proj"):
         queries, keys = attention.q_proj(inputs), attention.k_proj(inputs)
     else:  # vLLM
@@ -217,21 +223,24 @@ def projected(attention: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _normed(attention: Any, name: str, x: Tensor) -> Tensor:
-    """Through a norm over all heads, where there is one (OLMo 2)."""
+    """Apply a norm over all heads if there is one (OLMo 2)."""
     norm = getattr(attention, name, None)
     weight = None if norm is None else getattr(norm, "weight", None)
     return x if weight is None or norm is None or weight.numel() != x.shape[-1] else norm(x)
 
 
 def _share_beyond_center(angles: Tensor, head_dim: int) -> Tensor:
-    """By channel, the share of a bias's energy that RoPE turns away from a page's center, which is
-    of the page's first tokens: the mean of (n angle)^2 over its tokens n, and 1 at most."""
+    """Return by channel the share of a bias's energy that RoPE rotates away from a page's center.
+
+    The center is the mean of the page's first tokens, so the share is the mean of (n angle)^2 over
+    its tokens n, at most 1.
+    """
     share = (PAGE_TOKENS * angles).square().div(3).clamp(max=1)
     return torch.cat([share, share, share.new_zeros(head_dim - 2 * len(share))])
 
 
 def _mixed(columns: Tensor, angles: Tensor) -> Tensor:
-    """(heads, head_dim) energies after RoPE of (n, heads, head_dim) columns before it."""
+    """Return (heads, head_dim) energies after RoPE of (n, heads, head_dim) columns before it."""
     turned = torch.arange(_POSITIONS, device=angles.device)[:, None] * angles
     cos_square, cos_sin = turned.cos().square().mean(0), (turned.cos() * turned.sin()).mean(0)
     one, other, rest = columns.split(
@@ -245,6 +254,9 @@ def _mixed(columns: Tensor, angles: Tensor) -> Tensor:
 
 
 def _as_weight(x: Tensor, weight: Tensor) -> Tensor:
-    """A tensor in a weight's dtype, on its device; on the CPU where the weight is offloaded, as a
-    hook of accelerate then moves inputs to where it brings the weight."""
+    """Return a tensor in a weight's dtype, on its device.
+
+    If the weight is offloaded it is on the CPU: a hook of accelerate then moves inputs to the
+    weight's device.
+    """
     return x.to("cpu" if weight.is_meta else weight.device, weight.dtype)

@@ -1,4 +1,4 @@
-"""The coordinates in which one layer's keys and values are quantized: balanced and rotated.
+"""Basis: the coordinates in which a layer's keys and values are quantized, balanced and rotated.
 
 The rotation is a Hadamard matrix along head_dim ("canalized rotation" of OScaR, the online rotation
 of QuaRot).
@@ -15,7 +15,8 @@ import torch
 
 
 def rotation_blocks(head_dim: int) -> tuple[int, ...]:
-    """Sizes of the diagonal blocks: the powers of two that add up to head_dim, largest first."""
+    """Return the sizes of the diagonal blocks: the powers of two that add up to head_dim, largest
+    first."""
     if head_dim < 1:
         raise ValueError(f"head_dim={head_dim}: must be positive")
     return tuple(
@@ -24,9 +25,9 @@ def rotation_blocks(head_dim: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # shared, so also by callers that need gradients
+@torch.inference_mode(False)  # shared with callers that need gradients
 def hadamard(head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Normalized Hadamard matrix, block-diagonal where head_dim is no power of two.
+    """Return the normalized Hadamard matrix, block-diagonal if head_dim is not a power of two.
 
     Built by Sylvester's doubling [[H, H], [H, -H]] / sqrt(2), so it is symmetric, orthonormal and
     its own inverse.
@@ -47,14 +48,14 @@ def hadamard(head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
 class Basis:
     """Balancing (sigma) and rotation (H) of one layer.
 
-    Keys are stored as (k / sigma) H and values as v H; with queries as (q sigma) H the scores are
-    unchanged, and the attention output comes back by one more H (H is its own inverse).
+    Keys are stored as (k / sigma) H and values as v H; with queries (q sigma) H the scores are
+    unchanged, and another H restores the attention output (H is its own inverse).
 
     Attributes:
         head_dim: channels of a head.
-        rotate: whether H is the Hadamard matrix (else the identity).
+        rotate: whether H is the Hadamard matrix; otherwise the identity.
         sigma: (..., KV heads or 1, head_dim) float32, or None for no balancing. Leading dimensions
-            are those of the keys and queries, as where each row has its own.
+            are the same as those of keys and queries, for example with per-row balancing.
     """
 
     head_dim: int
@@ -65,28 +66,33 @@ class Basis:
         return x @ hadamard(self.head_dim, x.device) if self.rotate else x
 
     def keys_in(self, keys: torch.Tensor) -> torch.Tensor:
-        """(..., KV heads, tokens, head_dim) any float dtype -> the same shape, float32."""
+        """Convert (..., KV heads, tokens, head_dim) keys of any float dtype to stored coordinates
+        in float32."""
         return self._rotated(self.balanced(keys))
 
     def balanced(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys divided by sigma, not rotated: the same shape, float32, and the same norms."""
+        """Divide keys by sigma without rotation: same shape, float32, norms as in stored
+        coordinates."""
         keys = keys.float()
         return keys if self.sigma is None else keys / self.sigma.unsqueeze(-2)
 
     def keys_out(self, keys: torch.Tensor) -> torch.Tensor:
-        """Inverse of ``keys_in``: float32 to float32."""
+        """Convert float32 keys from stored coordinates, the inverse of ``keys_in``."""
         keys = self._rotated(keys)
         return keys if self.sigma is None else keys * self.sigma.unsqueeze(-2)
 
     def queries_in(self, queries: torch.Tensor) -> torch.Tensor:
-        """(..., KV heads, n, head_dim) -> float32, so that scores with stored keys hold."""
+        """Convert (..., KV heads, n, head_dim) queries to float32 coordinates with the same
+        scores."""
         queries = queries.float()
         return self._rotated(queries if self.sigma is None else queries * self.sigma.unsqueeze(-2))
 
     def values_in(self, values: torch.Tensor) -> torch.Tensor:
-        """(..., tokens, head_dim) any float dtype -> float32."""
+        """Convert (..., tokens, head_dim) values of any float dtype to stored coordinates in
+        float32."""
         return self._rotated(values.float())
 
     def values_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Inverse of ``values_in``; also takes the attention output back."""
+        """Convert values or the attention output from stored coordinates, the inverse of
+        ``values_in``."""
         return self._rotated(values)

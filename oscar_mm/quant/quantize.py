@@ -1,4 +1,4 @@
-"""Keys and values to page bytes and back by PyTorch: the kernels' reference, the CPU's path."""
+"""Quantization with PyTorch: keys and values to page bytes and back, the kernels' reference."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from oscar_mm.quant.fit import (
 )
 
 _CHUNK_ELEMENTS = 1 << 22
-"""Keys packed at a time: bounds the float32 temporaries of a long prompt to about 200 MB."""
+"""Keys packed at a time; bounds the float32 temporaries of a long prompt to about 200 MB."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How pages are made; ``KVPolicy`` explains the parts."""
+    """Parameters by which pages are written; ``KVPolicy`` explains them."""
 
     page_format: PageFormat
     rotate: bool
@@ -39,18 +39,19 @@ class Recipe:
 
     @classmethod
     def of(cls, page_format: PageFormat, policy: KVPolicy) -> Recipe:
-        """The recipe that a policy gives pages of a format."""
+        """Return the recipe of a policy for pages of a format."""
         how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
         return cls(page_format, *how)
 
     @property
     def unbiased_keys(self) -> bool:
-        """Whether the scales of keys are those of ``unbiased_scale``."""
+        """Whether key scales are corrected by ``unbiased_scale``."""
         return self.fit == "lsq" and self.norm == "unbiased"
 
     @property
     def lowers_score_error(self) -> bool:
-        """Whether codes of a token's key are those of ``quant.fit``, not the nearest."""
+        """Whether a token's key gets the codes of ``lower_score_error`` instead of the nearest
+        ones."""
         return self.page_format.by_token and self.rotate and self.unbiased_keys
 
 
@@ -61,8 +62,9 @@ def quantize(
 
     Args:
         keys, values: (pages, KV heads, 128, head_dim), any float dtype.
-        recipe: how.
-        sigma: (KV heads or 1, head_dim) float32, balancing, or such of each page; or None.
+        recipe: recipe of the pages.
+        sigma: (KV heads or 1, head_dim) float32 balancing, with a leading dimension for per-page
+            balancing; or None.
 
     Returns:
         (pages, page_bytes) uint8, and () bool: whether all scales, zeros and norms are finite
@@ -86,22 +88,23 @@ def quantize_tokens(
     recipe: Recipe,
     sigma: torch.Tensor | None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Quantize tokens of stream pages, each by itself.
+    """Quantize tokens of stream pages independently of each other.
 
     Args:
         keys, values: (tokens, KV heads, head_dim), any float dtype.
-        centers: (tokens, KV heads, head_dim) float32, of the page that a token goes to, in the
-            coordinates of pages; None for formats without.
-        recipe: how.
-        sigma: (KV heads or 1, head_dim) float32, balancing, or such of each token; or None.
+        centers: (tokens, KV heads, head_dim) float32, center of each token's page in stored
+            coordinates; None for formats without a center.
+        recipe: recipe of the pages.
+        sigma: (KV heads or 1, head_dim) float32 balancing, with a leading dimension for per-token
+            balancing; or None.
 
     Returns:
-        arrays of a page by name, each (tokens, KV heads, d or groups) float32, and () bool:
-        whether all scales and zeros are finite float16 numbers.
+        Arrays of a page by name, each (tokens, KV heads, d or groups) float32, and () bool: whether
+        all scales and zeros are finite float16 numbers.
     """
     page_format = recipe.page_format
     basis = Basis(page_format.head_dim, recipe.rotate, sigma)
-    # Basis takes tokens behind heads.
+    # Basis expects tokens after heads.
     vectors, values = (
         of(x[:, :, None])[:, :, 0] for of, x in ((basis.keys_in, keys), (basis.values_in, values))
     )
@@ -138,7 +141,7 @@ def quantize_tokens(
 def _in_codes(
     vectors: torch.Tensor, bits: int, group: int, fit: str, unbiased: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes (..., d), scale and zero (..., groups), and the squared error (...) of vectors."""
+    """Return codes (..., d), scale and zero (..., groups), and squared error (...) of vectors."""
     grouped = vectors.unflatten(-1, (-1, group))
     scale, zero = fit_group(grouped, bits, fit, -1)
     codes = assign_codes(grouped, scale, zero, bits)
@@ -149,13 +152,14 @@ def _in_codes(
 
 
 def parts_of(pages: int, page_format: PageFormat) -> Iterator[slice]:
-    """Pages at a time, so that temporaries stay bounded."""
+    """Yield slices of pages that bound the size of temporaries."""
     step = max(1, _CHUNK_ELEMENTS // (page_format.kv_heads * 128 * page_format.head_dim))
     return (slice(start, start + step) for start in range(0, pages, step))
 
 
 def _packed_keys(keys: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Arrays of a page, as ``PageFormat.write`` takes them, from (pages, heads, 128, d) float32."""
+    """Return the arrays of a page for ``PageFormat.write`` from (pages, heads, 128, d) float32
+    keys."""
     page_format = recipe.page_format
     unit, norms, scaling = keys, None, page_format.token_scaling
     if scaling is not None:
@@ -198,13 +202,13 @@ def _packed_values(values: torch.Tensor, recipe: Recipe) -> dict[str, torch.Tens
 def unpack_stored(
     pages: torch.Tensor, page_format: PageFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as they are stored: balanced and rotated, norms applied.
+    """Return keys and values in stored coordinates: balanced and rotated, with norms applied.
 
     Args:
         pages: (n, page_bytes) uint8.
 
     Returns:
-        keys and values, each (n, KV heads, 128, head_dim) float32.
+        Keys and values, each (n, KV heads, 128, head_dim) float32.
     """
     split = 3 if page_format.by_token else 2
     scales = page_format.read(pages, "key_scales")
@@ -224,7 +228,8 @@ def unpack_stored(
 def unpack_by_torch(
     pages: torch.Tensor, page_format: PageFormat, basis: Basis, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in the model's coordinates and dtype: (n, KV heads, 128, head_dim) each."""
+    """Return keys and values in the model's coordinates and a dtype, (n, KV heads, 128, head_dim)
+    each."""
     keys, values = unpack_stored(pages, page_format)
     return basis.keys_out(keys).to(dtype), basis.values_out(values).to(dtype)
 
@@ -237,7 +242,7 @@ def _decoded(
     group: int,
     scales: torch.Tensor,
 ) -> torch.Tensor:
-    """scale * code + zero, with groups of ``group`` along dimension ``split``."""
+    """Return scale * code + zero, with groups of ``group`` along dimension ``split``."""
     codes = page_format.read(pages, f"{side}_codes").float()
     scale = scales.unsqueeze(split + 1)
     zero = page_format.read(pages, f"{side}_zeros").unsqueeze(split + 1)

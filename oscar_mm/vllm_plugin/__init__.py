@@ -1,15 +1,16 @@
-"""vLLM with packed pages: the plugin that vLLM finds by its entry point.
+"""vLLM with packed pages: the plugin that vLLM loads by its entry point.
 
-`vllm serve MODEL --attention-backend CUSTOM` takes this attention. Every token is packed as soon as
-it is read, into stream pages that are vLLM's blocks: 128 tokens each, complete in themselves, so
-that blocks are shared, swapped and computed anew as vLLM likes. The tokens of a policy's window and
-its sinks are stored in 16-bit precision too, in a ring for each request that may run, and read so.
+`vllm serve MODEL --attention-backend CUSTOM` selects this attention. Every token is packed as soon
+as it is computed, into stream pages that are vLLM's blocks: 128 tokens each, self-contained, so
+that vLLM can share, swap and recompute blocks freely. The tokens of a policy's window and its sinks
+are also stored in 16-bit precision, in a ring for each running request, and attention reads them
+there.
 
-``Settings`` says how tokens are packed, as the user of vLLM does in `--additional-config`. It
-imports torch only where pages are made: the command line checks policies too.
+``Settings`` specifies how tokens are packed, from vLLM's `--additional-config`. Torch is imported
+only when pages are made, since the command line checks policies too.
 
-Layers: ``step`` makes the tables of a step, ``attention`` stores and attends, ``backend`` is what
-vLLM calls.
+Layers: ``step`` makes the tables of a step, ``attention`` stores and attends, ``backend`` is the
+interface to vLLM.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
 
 
 KEY = "oscar_mm"
-"""Name under which `--additional-config` has the plugin's options."""
+"""Key of the plugin's options in `--additional-config`."""
 MAX_WINDOW, MAX_SINKS = 128, 64
-"""Most tokens of each kind that are stored in 16-bit precision."""
+"""Maximum tokens of each kind in 16-bit precision."""
 
 
 def additional_config(policy: str) -> dict[str, Any]:
-    """What `--additional-config` says for a policy."""
+    """Return the value of `--additional-config` for a policy."""
     return {KEY: {"policy": policy}}
 
 
 def servable(policy: str | KVPolicy) -> KVPolicy:
-    """A policy that vLLM can serve with.
+    """Return a policy that vLLM can serve with.
 
     Raises:
-        InputError: there is no such policy, its tokens cannot be packed one by one alike, or too
-            many of them are to be kept in 16-bit precision.
+        InputError: if there is no such policy, its tokens cannot be packed one by one in the same
+            format, or its window or sinks are too large.
     """
     found = KVPolicy.of(policy)
     for name, most in (("window", MAX_WINDOW), ("sinks", MAX_SINKS)):
@@ -66,19 +67,19 @@ class Settings:
     """How the tokens of a model are packed.
 
     Attributes:
-        policy: of key_axis "token", with the same bits for all modalities. All tokens are packed,
-            as a block must be complete in itself; those of its window and its sinks are stored in
-            16-bit precision as well.
+        policy: policy of key_axis "token", with the same bits for all modalities. All tokens are
+            packed, since a block must be self-contained; those of its window and its sinks are
+            stored in 16-bit precision as well.
     """
 
     policy: KVPolicy
 
     @classmethod
     def of(cls, additional_config: object) -> Settings:
-        """What `--additional-config` says: ``{"oscar_mm": {"policy": "standard:bits=4/2"}}``.
+        """Read `--additional-config`: ``{"oscar_mm": {"policy": "standard:bits=4/2"}}``.
 
         Raises:
-            InputError: an unknown option, or a policy that cannot be served.
+            InputError: for an unknown option, or a policy that cannot be served.
         """
         options: Any = {}
         if isinstance(additional_config, Mapping):
@@ -92,7 +93,7 @@ class Settings:
         return cls(servable(options.get("policy", DEFAULT)))
 
     def recipe(self, kv_heads: int, head_dim: int) -> Recipe:
-        """How pages of a layer are made."""
+        """Return the recipe of a layer's pages."""
         from oscar_mm.pages.layout import PageFormat
         from oscar_mm.quant.quantize import Recipe
 
@@ -100,10 +101,10 @@ class Settings:
         return Recipe.of(page_format, self.policy)
 
     def token_bytes(self, kv_heads: int, head_dim: int) -> int:
-        """Bytes of a page for each of its tokens and KV heads.
+        """Return the bytes of a page per token and KV head.
 
         Raises:
-            InputError: they are no whole number, as vLLM counts them.
+            InputError: if they are not an integer, which vLLM requires.
         """
         from oscar_mm.pages.layout import PAGE_TOKENS
 
@@ -118,7 +119,7 @@ class Settings:
 
 
 def register() -> None:
-    """Make the attention known to vLLM, in each of its processes; may be called again."""
+    """Register the attention with vLLM, in each of its processes; may be called repeatedly."""
     from vllm.v1.attention.backends.registry import (  # pyright: ignore[reportMissingImports]
         AttentionBackendEnum,
         register_backend,

@@ -1,6 +1,6 @@
-"""PagedAttention: attention of a layer whose tokens are all in stream pages, some in rings too.
+"""Paged attention of a layer whose tokens are all in stream pages, and some in rings too.
 
-Knows nothing of vLLM, which calls it with the requests of a step.
+It is independent of vLLM, which calls it with the requests of a step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ Flash = Callable[
     None,
 ]
 """Causal attention of the requests of a reading: queries (tokens, query heads, head_dim), keys and
-values, the output, the factor of the scores, the reading. Keys and values are new ones, (tokens, KV
-heads, head_dim), or of all tokens where requests have a past: (pages, 128, KV heads, head_dim)."""
+values, the output, the factor of the scores, the reading. Keys and values are the new ones,
+(tokens, KV heads, head_dim), or all of them if requests have a past: (pages, 128, KV heads,
+head_dim)."""
 
 
 class StoredLayer(NamedTuple):
-    """The rings of a layer and where tokens in them are stored: as of ``store_layers``."""
+    """A layer's rings, and the pages that store their tokens; see ``store_layers``."""
 
     recent: torch.Tensor
     pages: torch.Tensor
@@ -46,17 +47,17 @@ class StoredLayer(NamedTuple):
 class PagedAttention:
     """Stores new tokens of a layer in pages, and attends to them and to pages.
 
-    Requests attend to their new tokens and to those in their rings as they came, to others as pages
-    have them: decode reads pages as they are, for prompts they are unpacked.
+    Requests attend to their new tokens and to those in their rings unpacked, to others as stored in
+    pages: decode reads packed pages, for prompts they are unpacked.
 
     Args:
-        recipe: how pages are made.
+        recipe: recipe of the pages.
         heads: query heads.
         scale: factor of the scores.
         flash: attention of prompts.
 
     Attributes:
-        group: query heads of a KV head.
+        group: query heads per KV head.
         sigma: (KV heads or 1, head_dim) float32 balancing; None for none.
         rings: (places, 2, KV heads, head_dim): tokens in the dtype of the model; empty before
             ``make_rings``.
@@ -72,33 +73,33 @@ class PagedAttention:
         self._not_finite = torch.zeros(1, dtype=torch.int32)
 
     def make_rings(self, places: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Have memory for so many tokens in rings; what is there already stays."""
+        """Allocate memory for this number of tokens in rings, unless it is already there."""
         own = self.rings
         if len(own) < places or (own.device, own.dtype) != (device, dtype):
             self.rings = own.new_empty(places, *own.shape[1:], device=device, dtype=dtype)
 
     def balance(self, sigma: torch.Tensor | None, device: torch.device | None = None) -> None:
-        """Say how queries and keys are balanced; again where weights were loaded anew.
+        """Set the balancing of queries and keys; call it again if weights are reloaded.
 
         Args:
             sigma: (KV heads or 1, head_dim) float32; None for no balancing.
-            device: of the layer, if it is known yet.
+            device: device of the layer, if known.
         """
         if self.sigma is not None and sigma is not None:
-            self.sigma.copy_(sigma)  # Captured graphs have its address.
+            self.sigma.copy_(sigma)  # Captured graphs use its address.
         else:
             self.sigma = None if sigma is None else sigma.to(device).contiguous()
 
     def prepare(self, device: torch.device, dtype: torch.dtype, query_tokens: int) -> None:
-        """Make what a captured step needs: kernels, and tensors at addresses that stay.
+        """Prepare a captured step: load kernels, and allocate tensors at fixed addresses.
 
         Args:
-            device: of the layer.
-            dtype: of queries, keys and values.
-            query_tokens: most new tokens of a request that decodes.
+            device: device of the layer.
+            dtype: dtype of queries, keys and values.
+            query_tokens: maximum new tokens of a decoding request.
 
         Raises:
-            InputError: the kernels do not run on this GPU.
+            InputError: if the kernels do not run on this GPU.
         """
         self._not_finite = self._not_finite.to(device)
         if self.sigma is not None:
@@ -130,14 +131,14 @@ class PagedAttention:
         step: Step,
         output: torch.Tensor,
     ) -> None:
-        """Attend.
+        """Attend to past and new tokens, and store the new ones.
 
         Args:
             query: (tokens, query heads, head_dim), after RoPE.
             key, value: (tokens, KV heads, head_dim).
-            pages: (pages, page_bytes) uint8, to write to.
+            pages: (pages, page_bytes) uint8, written to.
             step: the requests; tokens beyond theirs are padding.
-            output: (tokens, query heads, head_dim), to write to.
+            output: (tokens, query heads, head_dim), written to.
         """
         is_staged = step.tables.staged
         if not is_staged:
@@ -149,7 +150,7 @@ class PagedAttention:
             part = reading.tokens
             self._read(query[part], key[part], value[part], pages, reading, output[part])
         if step.has_rings:
-            # After decode, which takes new tokens as they came, and reads none of their places.
+            # After decode, which reads the new tokens directly and none of their places.
             is_beside = bool(step.decodes) and not step.readings
             keys, values = (states.transpose(0, 1)[None] for states in (key, value))
             append(keys, values, self.rings, step.tables.writes, self._not_finite, is_beside)
@@ -236,8 +237,11 @@ class PagedAttention:
 def _with_exact(
     side: torch.Tensor, exact: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """(pages, KV heads, 128, d) keys or values, with tokens as they came at some places, later ones
-    over earlier ones, as (pages, 128, KV heads, d)."""
+    """Overwrite some places of unpacked keys or values with unpacked originals, later ones over
+    earlier ones.
+
+    ``side`` is (pages, KV heads, 128, d), the result (pages, 128, KV heads, d).
+    """
     by_head = side.transpose(0, 1)
     for places, tokens in exact:
         by_head.flatten(1, 2).index_copy_(1, places, tokens.transpose(0, 1))

@@ -1,10 +1,11 @@
-"""What vLLM calls: the backend, its metadata builder, and the attention of a layer.
+"""Interface to vLLM: the backend, its metadata builder, and the attention of a layer.
 
-A request's most recent tokens and its first ones are kept in 16-bit precision too, in a ring of its
-own (``oscar_mm.ops.rings``). Rings are found by the blocks of a step's requests, on the device: so
-they need nothing of vLLM's model runners, which number requests in different ways and move rows.
+A request's most recent tokens and its first ones are also stored in 16-bit precision, in a ring per
+request (``oscar_mm.ops.rings``). Rings are found by the blocks of a step's requests, on the device:
+so they are independent of vLLM's model runners, which number requests in different ways and move
+rows.
 
-For vLLM 0.25 to 0.33. What they do not have in common is the size of a block: newer ones ask the
+For vLLM 0.25 to 0.33. The versions differ in how they get the size of a block: newer ones ask the
 backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``).
 """
 
@@ -64,8 +65,8 @@ class OscarBackend(AttentionBackend):
     """Attention over stream pages, which are vLLM's blocks.
 
     Attributes:
-        settings: of the model that was made last; methods that vLLM calls on the class know of no
-            other.
+        settings: settings of the last model that was made; vLLM's calls on the class can refer to
+            no other.
     """
 
     settings: ClassVar[Settings] = Settings.of({})
@@ -75,37 +76,37 @@ class OscarBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Name of the backend in vLLM's enumeration."""
+        """Return the name of the backend in vLLM's enumeration."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[OscarImpl]:
-        """The class that attends in a layer."""
+        """Return the class that attends in a layer."""
         return OscarImpl
 
     @staticmethod
     def get_builder_cls() -> type[OscarMetadataBuilder]:
-        """The class that makes the tables of a step."""
+        """Return the class that makes the tables of a step."""
         return OscarMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
-        """Tokens of a page."""
+        """Return the tokens of a page."""
         return [PAGE_TOKENS]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """The head sizes that the kernels take."""
+        """Return the head sizes that the kernels support."""
         return list(KERNEL_HEAD_DIMS)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Whether the kernels run on GPUs of this compute capability."""
+        """Return whether the kernels run on GPUs of this compute capability."""
         return (capability.major, capability.minor) >= _MIN_CAPABILITY
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: the host says how many tokens each request has (newer vLLM)."""
+        """Return False: the host's number of tokens per request must be exact (newer vLLM)."""
         return False
 
     @staticmethod
@@ -116,19 +117,19 @@ class OscarBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Pages (older vLLM)."""
+        """Return the shape of the pages (older vLLM)."""
         recipe = OscarBackend.settings.recipe(num_kv_heads, head_size)
         return num_blocks, recipe.page_format.page_bytes
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The spec of a layer with the bytes of our pages (newer vLLM)."""
+        """Return the spec of a layer with the size of our pages (newer vLLM)."""
         size = cls.settings.token_bytes(spec.num_kv_heads, spec.head_size)
         return replace(spec, dtype=torch.uint8, state_content_bytes=size)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Blocks whose bytes follow each other (newer vLLM)."""
+        """Return the layouts with contiguous blocks (newer vLLM)."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBHNC,)
@@ -180,19 +181,19 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> OscarMetadata:
-        """Tables of a step, at the same addresses each time."""
+        """Make the tables of a step, at the same addresses each time."""
         common = common_attn_metadata
         decodes, readings, _, _ = split_decodes_and_prefills(
             common, decode_threshold=self._max_tokens, require_uniform=True
         )
         host_starts = common.query_start_loc_cpu.numpy()
-        # Not max_query_len, which may be that before drafts were rejected.
+        # Not max_query_len, which may count drafts that were rejected.
         tokens = (int(host_starts[1]) or common.max_query_len) if decodes else 1
         lengths = np.zeros(0)
         if readings:
             bounds = common.seq_lens_cpu_upper_bound
             bounds = common.seq_lens.cpu() if bounds is None else bounds
-            # A bound with drafts may be beyond the block table.
+            # A bound with drafts may exceed the block table.
             lengths = np.minimum(bounds.numpy(), self._longest)
         step = self._tables.step(
             *(common.block_table_tensor, common.seq_lens, common.query_start_loc),
@@ -205,14 +206,14 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     """Attention of a layer of vLLM.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads, ...: as vLLM gives them.
+        num_heads, head_size, scale, num_kv_heads, ...: arguments from vLLM.
 
     Attributes:
-        attention: what it does.
-        is_loaded: whether vLLM has said that weights are loaded.
+        attention: implementation of the attention.
+        is_loaded: whether vLLM has reported that weights are loaded.
 
     Raises:
-        InputError: the layer is of a kind that pages cannot serve.
+        InputError: if pages do not support this kind of layer.
     """
 
     supports_quant_query_input = False
@@ -254,7 +255,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         OscarBackend.settings = found = Settings.of(config.additional_config)
         self._token_bytes = found.token_bytes(self.num_kv_heads, head_size)
         self._policy = found.policy
-        # Here, where vLLM's configuration is at hand, which may choose it.
+        # Here, where vLLM's configuration is available, which may set the version.
         flash = partial(flash_attention, version=get_flash_attn_version(head_size=head_size))
         recipe = found.recipe(self.num_kv_heads, head_size)
         self.attention = PagedAttention(recipe, num_heads, self.scale, flash)
@@ -263,7 +264,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self._ring_count = config.scheduler_config.max_num_seqs
         self._rings: Rings | None = None
         self.is_loaded = False
-        # vLLM's layer of this backend, the attention module that has it, and the decoder layer.
+        # vLLM's layer of this backend, the attention module that contains it, and the decoder
+        # layer.
         self._owners: list[weakref.ref[nn.Module]] = []
         self._hook = register_module_module_registration_hook(self._registered)
 
@@ -274,14 +276,14 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self._owners.append(weakref.ref(module))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Balance by the weights; and give the layer our spec, where vLLM does not ask the
+        """Compute the balancing from the weights, and set the layer's spec if vLLM does not ask the
         backend."""
         self._hook.remove()
         is_first, self.is_loaded = not self.is_loaded, True
         layer, attention, decoder_layer, *_ = *(owner() for owner in self._owners), None, None, None
         if layer is None:
             return
-        if type(layer) is not Attention:  # It would have another mask, or other blocks.
+        if type(layer) is not Attention:  # Another class may have another mask or other blocks.
             raise _unsupported([f"layers of {type(layer).__name__}"])
         sigma = None
         if self._policy.balances and attention is not None:
@@ -291,20 +293,20 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             )
         device = next(itertools.chain(layer.buffers(), layer.parameters())).device
         self.attention.balance(sigma, device)
-        if is_first:  # Now, so that vLLM counts their memory as that of weights.
+        if is_first:  # Now, so that vLLM counts their memory as weights.
             self.make_rings(device, act_dtype)
-        # While vLLM sleeps, it keeps buffers of layers only.
+        # A sleeping vLLM keeps only the buffers of layers.
         layer.register_buffer(_BALANCING, self.attention.sigma, persistent=False)
         if not hasattr(AttentionBackend, "customize_spec"):
             layer.get_kv_cache_spec = self._spec  # pyright: ignore[reportArgumentType]
 
     def make_rings(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Have memory for the tokens in the rings of all requests that may run at a time."""
+        """Allocate memory for the tokens in the rings of all running requests."""
         places = self._ring_count * self._ring_shape.entries
         self.attention.make_rings(places, device, dtype)
 
     def rings(self, config: VllmConfig, device: torch.device) -> Rings:
-        """The rings of the requests, which all builders of the layer's metadata share."""
+        """Return the rings of the requests, shared by all metadata builders of the layer."""
         cache = config.cache_config
         blocks = (cache.num_gpu_blocks or 0) * max(cache.block_size // PAGE_TOKENS, 1)
         if self._rings is None or self._rings.blocks != blocks:
@@ -341,18 +343,18 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         """Store new keys and values, and attend.
 
         Args:
-            layer: of vLLM.
+            layer: vLLM's layer.
             query: (tokens, query heads, head_dim), after RoPE.
             key, value: (tokens, KV heads, head_dim).
             kv_cache: the layer's pages, in any shape with blocks first.
             attn_metadata: the step; None in a run that measures memory.
-            output: (tokens, query heads, head_dim), to write to.
+            output: (tokens, query heads, head_dim), written to.
             output_scale, output_block_scale: None.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("outputs in 8 bit or fewer")
         if attn_metadata is None:
-            # As much as unpacking the longest past takes is to be left free.
+            # Reserve the memory that unpacking the longest past takes.
             tokens = -(-self._max_past // PAGE_TOKENS) * PAGE_TOKENS
             key.new_empty(2, tokens, self.num_kv_heads, self.head_size)
             return output.fill_(0)
@@ -361,8 +363,10 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
 
 
 def _takes_layer_by_layer(config: VllmConfig) -> bool:
-    """Whether a KV connector may take what a layer has stored before the next layer attends. Where
-    graphs of whole steps decode it is not asked."""
+    """Return whether a KV connector may read a layer's pages before the next layer attends.
+
+    With full CUDA graphs for decode steps the connector is not called.
+    """
     graphs = config.compilation_config.cudagraph_mode
     decodes = None if graphs is None else graphs.decode_mode()
     return config.kv_transfer_config is not None and decodes != CUDAGraphMode.FULL
@@ -392,13 +396,13 @@ def _unsupported(names: Iterable[str]) -> InputError:
 
 
 def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
-    """The pages of a layer as (pages, page_bytes) uint8.
+    """Return the pages of a layer as (pages, page_bytes) uint8.
 
     Args:
-        kv_cache: of any shape and dtype, with blocks first.
+        kv_cache: tensor of any shape and dtype, with blocks first.
 
     Raises:
-        InputError: there is something between the pages.
+        InputError: if the pages are not contiguous.
     """
     pages = kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
     if not pages.is_contiguous():
@@ -419,7 +423,7 @@ def flash_attention(
     *,
     version: int | None,
 ) -> None:
-    """vLLM's flash attention of a version, as ``oscar_mm.vllm_plugin.attention.Flash`` says."""
+    """vLLM's flash attention of a version; see ``oscar_mm.vllm_plugin.attention.Flash``."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     past = reading.past

@@ -1,5 +1,4 @@
-"""What attention needs to know of the requests of a step: the tables of decode and store, and where
-the tokens of prompts are."""
+"""Steps: the tables of decode and store for the requests of a step, and the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ Layer = TypeVar("Layer")
 
 @dataclass(frozen=True)
 class Past:
-    """Pages of requests some of whose tokens were read before.
+    """Pages of requests some of whose tokens were computed before.
 
     Attributes:
         slots: (pages,) int32: all pages of the requests, one request after the other.
-        places: (tokens,) int64: where the new tokens are, in all tokens of these pages.
-        table: (requests, most pages) int32: which of ``slots`` a request has; there may be more
-            than its tokens take.
-        lengths: (requests,) int32 tokens of each, new ones included.
-        longest: at least the longest of the lengths.
-        exact: (2, tokens) int64: where tokens that rings have are in all tokens of these pages, and
-            their places in the rings. Where a ring lacks a token, the place of a new one.
+        places: (tokens,) int64: places of the new tokens among all tokens of these pages.
+        table: (requests, max pages) int32: indices into ``slots`` for each request, possibly more
+            than its tokens need.
+        lengths: (requests,) int32 tokens of each, including new ones.
+        longest: upper bound of the lengths.
+        exact: (2, tokens) int64: places among all tokens of these pages of the tokens in rings, and
+            their places in the rings. If a ring lacks a token, the place of a new one.
     """
 
     slots: torch.Tensor
@@ -51,13 +50,13 @@ class Past:
 
 @dataclass(frozen=True)
 class Reading:
-    """Requests that follow each other and read tokens of their prompts.
+    """Consecutive requests that compute tokens of their prompts.
 
     Attributes:
-        tokens: of the batch, which they read.
-        starts: (requests + 1,) int32: where the tokens of each begin among them.
-        longest: most tokens of a request.
-        past: what was read before; None if nothing was.
+        tokens: range of their new tokens in the batch.
+        starts: (requests + 1,) int32: start of each request's tokens in this range.
+        longest: maximum new tokens of a request.
+        past: tokens computed before; None if there are none.
     """
 
     tokens: slice
@@ -67,20 +66,20 @@ class Reading:
 
 
 class Rings:
-    """The rings of the requests that run; all builders of tables for the same layers share them.
+    """The rings of running requests, shared by all table builders for the same layers.
 
     Args:
-        count: rings, as many as requests may run at a time.
-        shape: of a ring.
-        blocks: vLLM's.
-        device: of all tables.
-        keeps: as of ``oscar_mm.ops.rings.RingArguments``.
+        count: number of rings, the maximum number of running requests.
+        shape: shape of a ring.
+        blocks: number of vLLM's blocks.
+        device: device of all tables.
+        keeps: see ``oscar_mm.ops.rings.RingArguments``.
 
     Attributes:
         shape, blocks: as given.
 
     Raises:
-        ValueError: more rings than a batch may have rows.
+        ValueError: if there are more rings than a batch may have rows.
     """
 
     def __init__(
@@ -100,10 +99,10 @@ class Rings:
         slots: torch.Tensor,
         tails: torch.Tensor,
     ) -> None:
-        """Find the rings of a step's requests, as ``oscar_mm.ops.rings`` does.
+        """Find the rings of a step's requests; see ``oscar_mm.ops.rings``.
 
-        Those of micro-batches are found one after the other. As all of them together have no more
-        requests than there are rings, no two get the same one.
+        Those of micro-batches are found one micro-batch after the other. All of them together have
+        no more requests than there are rings, so no two get the same one.
         """
         self._clock = (self._clock + 1) % 2**31
         now = (self.shape.spare, self._clock, self._keeps)
@@ -113,15 +112,15 @@ class Rings:
 
 
 class ForwardPass(Generic[Layer]):
-    """The layers through which a forward pass has gone.
+    """Progress of a forward pass through the layers.
 
     Args:
-        count: of all layers.
+        count: number of layers.
 
     Attributes:
-        layers: those since it began.
-        is_complete: whether it has gone through all.
-        is_captured: whether in a CUDA graph.
+        layers: layers that the pass has reached.
+        is_complete: whether it has reached all layers.
+        is_captured: whether it was in a CUDA graph capture.
     """
 
     def __init__(self, count: int) -> None:
@@ -129,7 +128,7 @@ class ForwardPass(Generic[Layer]):
         self.is_complete = self.is_captured = False
 
     def through(self, layer: Layer) -> list[Layer]:
-        """Go through a layer; all of them after the last one, before it none."""
+        """Record a layer; return all layers after the last one, none before."""
         self.layers.append(layer)
         self.is_captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if len(self.layers) < self._count:
@@ -143,11 +142,11 @@ class Step:
     """The requests of a step, the same for all layers of a model.
 
     Attributes:
-        tables: of decode, store and append.
-        decodes: how many requests decode, the first ones.
-        query_tokens: new tokens of each of them.
-        readings: the others.
-        passed: the layers that have attended, ``oscar_mm.vllm_plugin.attention.StoredLayer``.
+        tables: tables of decode, store and append.
+        decodes: number of leading requests that decode.
+        query_tokens: new tokens of each decoding request.
+        readings: the other requests.
+        passed: layers that have attended, ``oscar_mm.vllm_plugin.attention.StoredLayer``.
     """
 
     tables: BlockTables
@@ -158,35 +157,35 @@ class Step:
 
     @property
     def has_rings(self) -> bool:
-        """Whether layers leave new tokens in rings."""
+        """Whether layers store new tokens in rings."""
         return self.tables.staged or self.tables.shape.max_read > 0
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens of the requests that decode, which come first."""
+        """Number of tokens of the decoding requests, which come first."""
         return self.decodes * self.query_tokens
 
 
 class StepTables:
-    """Tables of one step after the other, at addresses that stay for captured graphs.
+    """Tables of consecutive steps, at fixed addresses for captured graphs.
 
     Args:
-        rows: most requests of a step.
-        tokens: most new tokens of a step.
-        pages: most pages of a request.
-        kv_heads: of a layer.
-        group: query heads of a KV head.
+        rows: maximum requests of a step.
+        tokens: maximum new tokens of a step.
+        pages: maximum pages of a request.
+        kv_heads: KV heads of a layer.
+        group: query heads per KV head.
         max_unpacked: pages of past tokens that are unpacked at a time; a single request may have
             more.
-        device: of all of them.
-        rings: of the layers.
-        layers: how many layers there are. In steps in which all requests decode the last one stores
-            their tokens, from the rings, for all layers at once, in a fraction of the time. First a
-            forward pass has to show that it goes through all layers: a draft model's goes through
-            its own only. 0: each layer stores its own.
+        device: device of all tables.
+        rings: rings of the layers.
+        layers: number of layers. In steps in which all requests decode, the last layer stores the
+            tokens from the rings for all layers at once, in a fraction of the time. First a forward
+            pass must have reached all layers: a draft model's pass reaches only its own. With 0,
+            each layer stores its own tokens.
 
     Raises:
-        ValueError: more requests than tables have room for.
+        ValueError: if there are more requests than the tables allow.
     """
 
     def __init__(
@@ -229,18 +228,18 @@ class StepTables:
         host_starts: np.ndarray,
         host_lengths: np.ndarray,
     ) -> Step:
-        """Tables of a step; those of the step before are overwritten.
+        """Make the tables of a step; they overwrite those of the previous step.
 
         Args:
-            blocks, lengths, starts, slots: as of ``BlockTables``.
-            decodes: how many requests decode, the first ones.
-            query_tokens: of each of them.
+            blocks, lengths, starts, slots: see ``BlockTables``.
+            decodes: number of leading requests that decode.
+            query_tokens: new tokens of each decoding request.
             host_starts: ``starts`` on the host.
-            host_lengths: upper bounds of ``lengths`` on the host, of requests that do not decode;
+            host_lengths: upper bounds of ``lengths`` on the host, for requests that do not decode;
                 ``blocks`` has as many pages.
 
         Raises:
-            ValueError: more requests or tokens than the tables have room for.
+            ValueError: if there are more requests or tokens than the tables have capacity for.
         """
         self._learn()
         rows = len(lengths)
@@ -267,10 +266,10 @@ class StepTables:
         return Step(tables, decodes, query_tokens, readings, self._passed)
 
     def _learn(self) -> None:
-        """Note whether the first forward pass went through all layers.
+        """Record whether the first forward pass reached all layers.
 
-        Later ones do not change it, also if they are interrupted: captured graphs are of one kind.
-        If the first one was captured, that is the kind of steps that store layer by layer.
+        Later passes do not change it, even if they are interrupted, so that all captured graphs
+        store in the same way. If the first pass was captured, steps store layer by layer.
         """
         passed = self._passed
         if self._goes_through_all is None and (passed.layers or passed.is_complete):
@@ -285,7 +284,7 @@ class StepTables:
         starts: np.ndarray,
         bounds: np.ndarray,
     ) -> Iterator[Reading]:
-        """Requests from ``first`` on: runs with a past and without, of bounded size."""
+        """Yield the requests from ``first`` on in runs of bounded size, with a past or without."""
         new, rows = np.diff(starts), len(starts) - 1
         while rows > first and not new[rows - 1]:
             rows -= 1  # padding
@@ -329,10 +328,10 @@ class StepTables:
         firsts = np.cumsum(pages) - pages
         columns = np.arange(int(pages.max()))
         table = np.where(columns < pages[:, None], firsts[:, None] + columns, 0)
-        # Not by a mask on the device, the length of which the host would wait for.
+        # Not by a mask on the device: the host would wait for its length.
         requests = np.repeat(np.arange(run.start, run.stop), pages)
         numbers = np.arange(int(pages.sum())) - np.repeat(firsts, pages)
-        # From the end of each request, which only the device knows where drafts were rejected.
+        # Counted from the end of each request, which only the device knows if drafts were rejected.
         places = [
             first * PAGE_TOKENS + np.arange(-count, 0)
             for first, count in zip(firsts, new, strict=True)
@@ -348,7 +347,8 @@ class StepTables:
         )
 
     def _exact(self, past: torch.Tensor, tails: torch.Tensor, firsts: np.ndarray) -> torch.Tensor:
-        """``Past.exact`` of requests with so many past tokens each, which begin at ``firsts``."""
+        """Return ``Past.exact`` for requests with these numbers of past tokens, which begin at
+        ``firsts``."""
         shape, past = self._rings.shape, past[:, None]
         ring, start = tails[:, :1].long(), tails[:, 1:]
         numbers = torch.arange(-shape.window, shape.sinks, device=self._device)
