@@ -239,8 +239,7 @@ class ModalityTable:
     def fill(self, in_last: int, pages: list[int], in_new: int) -> None:
         """Append packed tokens: ``in_last`` to the last page, ``in_new`` to new pages."""
         if in_last:
-            # Decoding does this at every step: update the cached entries instead of rebuilding
-            # them.
+            # Done at every decode step: update the cached entries instead of rebuilding them.
             entries = self.entries().copy()
             entries[-1, 1] += in_last
             self.stops = (*self.stops[:-1], self.stops[-1] + in_last)
@@ -302,8 +301,8 @@ class ModalityTable:
 def min_page_tokens(policy: KVPolicy, bits: Bits) -> int:
     """Return the number of tokens that begin a stream page.
 
-    With them, the page takes no more bytes than the tokens take in 16-bit precision at 64 channels
-    per head; larger heads take less.
+    With so many, the page takes no more bytes than the tokens take in 16-bit precision if heads
+    have 64 channels, and fewer with larger heads.
     """
     scales = PAGE_TOKENS // min(policy.key_group, 64) + PAGE_TOKENS // min(policy.value_group, 64)
     return 4 * (bits.keys + bits.values) + scales + policy.center

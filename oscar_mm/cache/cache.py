@@ -226,7 +226,7 @@ class OscarCache(Cache):
         return step
 
     def _layer(self, index: int) -> OscarLayer | LinearLayer:
-        """Return a layer, and add empty ``OscarLayer``s up to it if missing."""
+        """Return a layer; missing layers up to it are added as empty ``OscarLayer`` objects."""
         while len(self.layers) <= index:
             self.layers.append(OscarLayer(self, len(self.layers)))
         return self.layers[index]
@@ -273,10 +273,10 @@ class OscarCache(Cache):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Allow whole passes of the store's other caches while this cache's forward pass is
-        suspended.
+        """Let the store's other caches make whole passes within the block, between two layers of
+        this pass.
 
-        The pass is suspended between two layers; slots that it has yet to read are not reallocated.
+        Slots that this cache's pass has yet to read are not reallocated.
         """
         sources = {} if self.step is None else self.step.sources()
         for bits, slots in sources.items():

@@ -113,7 +113,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
 
 
 def _header(file: BinaryIO, path: Path) -> bytes:
-    """Return the bytes of the header without parsing them, which is left to safetensors."""
+    """Return the bytes of the header, checked for length only; safetensors parses them."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= _MAX_HEADER:

@@ -229,8 +229,8 @@ def _add_pools(
 ) -> None:
     """Add the pools of one layer.
 
-    During a forward pass a layer may be a step behind the tables. Slots that it does not have yet
-    are ignored.
+    During a forward pass a layer may be a step behind the tables; slots that it does not have yet
+    are not counted.
 
     Args:
         slots: slots of the cache.

@@ -1,7 +1,7 @@
 """Step plan: what one forward pass does to the pools of every layer, and its tables on a device.
 
-The tables are made anew for each step, or written into fixed tensors (``GraphTables``) for the
-replay of a CUDA graph.
+The tables are made for each step, or written into fixed tensors (``GraphTables``) for the replay of
+a CUDA graph.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from oscar_mm.sizes import format_bytes
 class AddressRange:
     """Consecutive addresses of a GPU, the first of which have memory.
 
-    Its tensors keep it alive; it is freed with the last of them. Work on it must be ordered after
-    the streams that were current when it grew, and before the stream that is current when it
-    shrinks.
+    Its tensors keep it alive; it is freed with the last of them. All work on it must be ordered on
+    streams that were current when it grew, or on the one that is current when it shrinks: shrinking
+    waits for these only.
 
     Attributes:
         device: the GPU.
@@ -132,7 +132,7 @@ class _Gpu:
     """
 
     def __init__(self, index: int) -> None:
-        # Compiled, and without stubs.
+        # A compiled module without stubs.
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
         torch.cuda.init()  # also initializes the driver, which may not have been used yet
@@ -142,7 +142,7 @@ class _Gpu:
         handle = self._checked(driver.cuDeviceGet(index))
         if not self._checked(driver.cuDeviceGetAttribute(manages, handle)):
             raise RuntimeError("the GPU has no virtual memory management")
-        # The runtime's context, and so torch's; it stays for the life of the process.
+        # The context of the runtime, and so of torch; it lives as long as the process.
         self._context = self._checked(driver.cuDevicePrimaryCtxRetain(handle))
         self._memory, self._access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
         self._memory.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

@@ -198,7 +198,7 @@ def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int
         KernelError: see ``compile_kernel``.
     """
     try:
-        # Compiled, and without stubs.
+        # A compiled module without stubs.
         from cuda.core import (
             Program,  # pyright: ignore[reportAttributeAccessIssue]
             ProgramOptions,  # pyright: ignore[reportAttributeAccessIssue]

@@ -83,7 +83,7 @@ def shared_limit(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def exclusive_shared_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory with which a multiprocessor fits only one thread block.
+    """Return the shared memory per thread block at which a multiprocessor runs only one block.
 
     If two kernels that read weights share multiprocessors, the weights of the next arrive while the
     current one waits for its own: 10% to 40% slower (H200).
@@ -211,13 +211,13 @@ class Kernel:
         """
         Args:
             code: cubin for the device's architecture.
-            name: of the function, declared ``extern "C"``.
-            index: of the device, as torch counts.
-            report: what the compiler said of it.
+            name: name of the function, declared ``extern "C"``.
+            index: torch's index of the device.
+            report: the compiler's report.
             key: ``Cubin.key``.
         """
         try:
-            # Compiled, and without stubs.
+            # A compiled module without stubs.
             from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
             raise not_installed(error) from error

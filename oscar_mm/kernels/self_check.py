@@ -72,11 +72,13 @@ class CheckedKernels(Generic[S, K]):
     ) -> None:
         """
         Args:
-            operation: its name, for messages and file names.
-            make: compiles the kernel of a specialization; raises KernelError where there is none.
-            disagreement: runs it and PyTorch operations on one small problem; 0 where both give
-                the same. Must not depend on a user's data, as the verdict lasts.
-            bound: largest disagreement of a kernel that is right.
+            operation: name of the operation, for messages and file names.
+            make: function that compiles the kernel of a specialization; raises KernelError if
+                there is none.
+            disagreement: function that runs the kernel and PyTorch operations on one small
+                problem; 0 if both give the same result. Must not depend on a user's data, since
+                the verdict is stored.
+            bound: maximum disagreement of a correct kernel.
         """
         self.operation, self.bound = operation, bound
         self._make, self._disagreement = make, disagreement
