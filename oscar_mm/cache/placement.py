@@ -195,8 +195,8 @@ class TokenPlacer:
         for code, stream in sequence.streams.items():
             new = np.flatnonzero(codes == code)
             in_window = recent.count(code)
-            # No token of other streams has left the window: as with token by token, nothing is
-            # packed.
+            # Other streams lose no token from the window and pack nothing, as when tokens arrive
+            # one by one.
             if before.count(code) + len(new) > in_window:
                 emptied, new = self._pack(row, sequence, code, new, in_window)
                 self._recent.release(emptied)

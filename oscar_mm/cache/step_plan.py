@@ -57,8 +57,7 @@ class PackJob:
     before: int = 0
 
     def after_write(self, slot: int) -> PackJob:
-        """Return the job, whose own tokens are stored, once the only new token is in a 16-bit
-        slot."""
+        """Return the job with ``begins`` referring to the only new token by its 16-bit slot."""
         begins = {page: np.where(x >= 0, ~slot, x) for page, x in self.begins.items()}
         return replace(self, begins=begins)
 

@@ -227,8 +227,8 @@ class GraphRunner:
     def ahead(self, tokens: torch.Tensor, ended: torch.Tensor) -> None:
         """Launch the next step early if it is a replay that only appends tokens.
 
-        The cache does not change. A call with the same tokens, in which more rows may have ended,
-        makes it the next step; otherwise it has no effect.
+        The cache does not change. If the next call has the same tokens, it uses the launched step,
+        even if more rows have ended; any other call drops it.
 
         Args:
             tokens, ended: see ``__call__``.

@@ -8,7 +8,7 @@ So the device remembers, for each block, the ring of the row that wrote to it la
 ring, the number of its current tenant (its lease). A row continues the ring of its last block if
 
 - the ring still has that tenant, and the tenant has reached the row's length; rejected drafts may
-be beyond it;
+  be beyond it;
 - no earlier row of the batch continues the same ring.
 
 All other rows that store tokens get the least recently used rings, empty. So the ring of a request

@@ -117,8 +117,8 @@ def sigma_of_norms(attention: nn.Module, head_dim: int) -> Tensor | None:
 def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
     """Return sigma of one layer from its QK-norm weights; None unless they act on one head.
 
-    After an RMS norm the rms of a channel is its weight; RoPE mixes channels c and c + head_dim /
-    2, so both get the pair's rms and the same sigma.
+    RoPE mixes channels c and c + head_dim / 2, so both get the pair's rms and the same sigma.
+    (After an RMS norm the rms of a channel is its weight.)
 
     Returns:
         (1, head_dim) float32, the same for all KV heads, or None.
