@@ -90,7 +90,7 @@ class BatchView(OscarCache):
         self.unchecked = False
         found = layers_unstorable(self.packed_layers)
         for layer in found:
-            layer.bad.zero_()
+            layer.overflow.zero_()
         return bool(found)
 
     def fork(self) -> OscarCache:

@@ -143,7 +143,7 @@ class KVCacheManager:
         # collected.
         self.sequences: list[SequenceTable] = []
         self.number, self.changes = next(_NUMBERS), 0
-        self._foretold: _PlannedStep | None = None
+        self._planned_step: _PlannedStep | None = None
         if owns_slots:
             store.register(self)
 
@@ -181,7 +181,7 @@ class KVCacheManager:
         """
         self.store.collect()
         version = self.version
-        planned, self._foretold = self._foretold, None
+        planned, self._planned_step = self._planned_step, None
         self.changes += 1
         if not self.sequences:
             self.sequences += [SequenceTable() for _ in range(len(modalities))]
@@ -207,7 +207,7 @@ class KVCacheManager:
             The plan; None if a page would be copied, a pool would grow or no token would be stored.
         """
         self.store.collect()
-        self._foretold = None
+        self._planned_step = None
         free = {bits: DryRunSlots(slots) for bits, slots in self.allocators.items()}
         rows = [sequence.before() for sequence in self.sequences]
         for row, sequence in zip(rows, self.sequences, strict=True):
@@ -223,7 +223,7 @@ class KVCacheManager:
             for row, (length, *_) in zip(rows, before, strict=True):
                 del row.codes[length:]  # The codes are shared with the sequence.
         step.past = self.sequences
-        if step.copies or not (step.writes is not None or step.fillings):
+        if step.copies or not (step.writes is not None or step.pack_jobs):
             return None
         given = {bits: slots.given for bits, slots in free.items() if slots.given}
         owners = {
@@ -231,7 +231,7 @@ class KVCacheManager:
             for bits, slots in free.items()
             for slot in slots.counted
         }
-        self._foretold = _PlannedStep(
+        self._planned_step = _PlannedStep(
             *(step, self.version, self.store.epoch, before, modalities.copy()),
             *(codes, rows, given, advance.freed, owners),
         )
@@ -426,7 +426,7 @@ class _PlannedStep(NamedTuple):
             sequence.streams, sequence.stored = row.streams, row.stored
             sequence.spare = row.spare
             allocators[PLAIN].release(self.freed.get(place, ()))
-        step.fillings = [one for one in self.step.fillings if goes_on[one.row]]
+        step.pack_jobs = [one for one in self.step.pack_jobs if goes_on[one.row]]
         if (writes := self.step.writes) is not None:
             step.writes = writes[:, [goes_on[row] for row in writes[0].tolist()]]
             step.writes = step.writes if step.writes.size else None

@@ -150,7 +150,7 @@ class OscarLayer(CacheLayerMixin):
         twin = copy.copy(self)
         twin._cache = weakref.ref(cache)
         if self.is_initialized:
-            twin.bad = self.bad.clone()
+            twin.overflow = self.overflow.clone()
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ class OscarLayer(CacheLayerMixin):
         self.formats = pools.formats
         # Overflow flag, set on the device and polled only where a sync is free.
         with torch.inference_mode(False):
-            self.bad = torch.zeros(1, dtype=torch.int32, device=device)
+            self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.is_initialized = True
 
     @property
@@ -207,7 +207,7 @@ class OscarLayer(CacheLayerMixin):
             self.pack(keys, values, step)
         writes = step.writes_on(self.device)
         if writes is not None:
-            append(keys, values, self.recent.storage, writes, self.bad, beside)
+            append(keys, values, self.recent.storage, writes, self.overflow, beside)
         self.cache.check_overflow(self, keys.shape[2])
         step.finish(self.index)
 
@@ -228,7 +228,7 @@ class OscarLayer(CacheLayerMixin):
         for bits, of_bits in tables.items():
             (store if by_token else pack_jobs)(
                 *(keys, values, self.recent.storage, *of_bits, self.pages[bits].storage),
-                *(self.bad, self.sigma, numbers_of(self.formats[bits])),
+                *(self.overflow, self.sigma, numbers_of(self.formats[bits])),
                 *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
             )
 
@@ -238,7 +238,7 @@ class OscarLayer(CacheLayerMixin):
         Raises:
             FloatingPointError: if keys or values contained NaN, infinity or numbers beyond float16.
         """
-        if bool(self.bad):
+        if bool(self.overflow):
             raise FloatingPointError(f"layer {self.index}: {NOT_STORABLE}")
 
     def parts(
@@ -350,7 +350,7 @@ def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
         for bits, tables in step.slots_on(device).items():
             store_layers(
                 *([layer.recent.storage for layer in alike], *tables),
-                *([layer.pages[bits].storage for layer in alike], [one.bad for one in alike]),
+                *([layer.pages[bits].storage for layer in alike], [one.overflow for one in alike]),
                 *([layer.sigma for layer in alike], numbers_of(alike[0].formats[bits])),
                 *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
             )
@@ -366,8 +366,10 @@ def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
     return [
         layer
         for there in by_device.values()
-        for layer, bad in zip(there, torch.cat([x.bad for x in there]).tolist(), strict=True)
-        if bad
+        for layer, overflow in zip(
+            there, torch.cat([x.overflow for x in there]).tolist(), strict=True
+        )
+        if overflow
     ]
 
 

@@ -194,7 +194,7 @@ def measure(
         before = sum(by_kind.values())
         _add_pools(pools, held, spare, by_kind, by_modality, alone=alone)
         shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
-        own = layer.bad.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
+        own = layer.overflow.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
         by_kind["tables"] += own
         by_modality[_SHARED] += own
         by_device[str(layer.device)] += sum(by_kind.values()) - before

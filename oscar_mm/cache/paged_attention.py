@@ -68,7 +68,7 @@ def attend_stored(
     chunk = _ChunkAttention(layer, step, queries, keys, values, scaling)
     # With a single new token a row is all padding or none, so its output can be masked afterwards.
     if step.lengths is not None:
-        return chunk.in_line() if can_attend_varlen(queries) else chunk.by_rows()
+        return chunk.varlen() if can_attend_varlen(queries) else chunk.by_rows()
     new = keys.shape[2]
     fits = new == 1 or (step.real is None and new <= chunk.max_decoded(step.past))
     return chunk.decoded() if fits else chunk.by_rows()
@@ -161,7 +161,7 @@ class _ChunkAttention:
         layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns, row)
         return step.once(layers_alike, make)
 
-    def in_line(self) -> torch.Tensor:
+    def varlen(self) -> torch.Tensor:
         """Attend in varlen batches: rows that follow each other share a launch."""
         step, device = self.step, self.layer.device
         output = torch.empty_like(self.queries)

@@ -127,12 +127,12 @@ class TokenPlacer:
         def lined_up(source: np.ndarray, row: int) -> np.ndarray:
             return np.where(source >= 0, source + starts[row], source)
 
-        for filling in self._step.fillings:
-            filling.source = lined_up(filling.source, filling.row)
-            filling.begins = {
-                page: lined_up(source, filling.row) for page, source in filling.begins.items()
+        for pack_job in self._step.pack_jobs:
+            pack_job.source = lined_up(pack_job.source, pack_job.row)
+            pack_job.begins = {
+                page: lined_up(source, pack_job.row) for page, source in pack_job.begins.items()
             }
-            filling.row = 0
+            pack_job.row = 0
         if (writes := self._step.writes) is not None:
             writes[1] += starts[writes[0]]
             writes[0] = 0
@@ -245,10 +245,10 @@ class TokenPlacer:
         emptied, old = stream.slots[:count], np.array(stream.slots, np.int64)
         source = np.concatenate([~old, new]) if len(new) else ~old
         first = PAGE_TOKENS - room if in_last else 0
-        filling = PackJob(row, stream.bits, pages + begun, first, source[:count], {})
+        pack_job = PackJob(row, stream.bits, pages + begun, first, source[:count], {})
         if policy.center and begun:
-            self._begin(filling, sequence, code, source, in_last, begun)
-        self._step.fillings.append(filling)
+            self._begin(pack_job, sequence, code, source, in_last, begun)
+        self._step.pack_jobs.append(pack_job)
         stream.fill(in_last, begun, count - in_last)
         stream.slots = stream.slots[count:]
         return emptied, new[count - len(emptied) :]
@@ -266,7 +266,7 @@ class TokenPlacer:
 
     def _begin(
         self,
-        filling: PackJob,
+        pack_job: PackJob,
         sequence: SequenceTable,
         code: int,
         source: np.ndarray,
@@ -292,8 +292,8 @@ class TokenPlacer:
         elif len(source) >= CENTER_TOKENS:
             starts = np.minimum(starts, stops - CENTER_TOKENS)
         elif (stream := sequence.streams[code]).stores_center:
-            filling.before, stops = stream.pages[-1], starts
-        filling.begins = {
+            pack_job.before, stops = stream.pages[-1], starts
+        pack_job.begins = {
             page: source[start:stop]
             for page, start, stop in zip(pages, starts.tolist(), stops.tolist(), strict=True)
         }

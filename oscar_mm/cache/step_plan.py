@@ -79,21 +79,21 @@ class PackJob:
         return begins
 
 
-def store_jobs(fillings: Sequence[PackJob]) -> np.ndarray:
+def store_jobs(pack_jobs: Sequence[PackJob]) -> np.ndarray:
     """Return (jobs, 20) int32 for ``oscar_mm.ops.store``, ordered by pack job."""
-    first, counts, rows = np.array([(x.first, len(x.source), x.row) for x in fillings]).T
+    first, counts, rows = np.array([(x.first, len(x.source), x.row) for x in pack_jobs]).T
     tiles = first // TILE
     lengths = -(-(first + counts) // TILE) - tiles
     jobs = np.full((lengths.sum(), HEAD + TILE), NOTHING, np.int32)
     starts = np.cumsum(lengths) - lengths
     tile = np.arange(len(jobs)) + np.repeat(tiles - starts, lengths)
-    page_starts = np.cumsum([0, *(len(x.pages) for x in fillings[:-1])])
+    page_starts = np.cumsum([0, *(len(x.pages) for x in pack_jobs[:-1])])
     page = np.repeat(page_starts, lengths) + tile * TILE // PAGE_TOKENS
-    jobs[:, 0] = np.array([page for x in fillings for page in x.pages])[page]
+    jobs[:, 0] = np.array([page for x in pack_jobs for page in x.pages])[page]
     jobs[:, 1] = tile % (PAGE_TOKENS // TILE)
     jobs[:, 2] = np.repeat(rows, lengths)
     jobs[:, 3:HEAD] = 0
-    source = np.concatenate([x.source for x in fillings])
+    source = np.concatenate([x.source for x in pack_jobs])
     places = np.repeat(starts * TILE + first % TILE - (np.cumsum(counts) - counts), counts)
     job, place = np.divmod(places + np.arange(len(source)), TILE)
     jobs[job, HEAD + place] = source
@@ -142,7 +142,7 @@ class StepPlan:
 
     Attributes:
         copies: (bits, source, target) of shared pages to copy before they are filled.
-        fillings: tokens to pack. All are read before any 16-bit slot is written, because a slot
+        pack_jobs: tokens to pack. All are read before any 16-bit slot is written, because a slot
             that is emptied may be reused in the same step (but not in a decode step, which may pack
             at its end).
         writes: (3, n) int64: row and index of a new token, target 16-bit slot.
@@ -158,12 +158,12 @@ class StepPlan:
             since goes to slots and places that are free.
         layers: indices of the layers that carry the step out; None in the first pass of a cache,
             whose layers are not yet known.
-        fixed: fixed tensors for the tables of attention, of ``fillings`` and of ``writes``; None
+        fixed: fixed tensors for the tables of attention, of ``pack_jobs`` and of ``writes``; None
             makes new tables.
     """
 
     copies: list[tuple[Bits, int, int]] = field(default_factory=list)
-    fillings: list[PackJob] = field(default_factory=list)
+    pack_jobs: list[PackJob] = field(default_factory=list)
     writes: np.ndarray | None = None
     real: list[np.ndarray] | None = None
     lengths: list[int] | None = None
@@ -207,8 +207,8 @@ class StepPlan:
     def sources(self) -> dict[Bits, set[int]]:
         """Return the slots that layers read when they carry out the step; some no longer have an
         owner."""
-        tokens = [one.source for one in self.fillings]
-        tokens += [source for one in self.fillings for source in one.begins.values()]
+        tokens = [one.source for one in self.pack_jobs]
+        tokens += [source for one in self.pack_jobs for source in one.begins.values()]
         found = {PLAIN: {~slot for some in tokens for slot in some.tolist() if slot < 0}}
         for bits, source, _ in self.copies:
             found.setdefault(bits, set()).add(source)
@@ -223,10 +223,10 @@ class StepPlan:
     def whole_pages_on(self, device: torch.device) -> dict[Bits, WholePages]:
         """Return bits -> whole pages to pack, uploaded once for all layers of a device."""
 
-        def tables(fillings: list[PackJob]) -> WholePages:
-            source = np.concatenate([one.whole_pages() for one in fillings])
-            rows = np.concatenate([np.full(len(one.pages), one.row) for one in fillings])
-            slots = np.concatenate([one.pages for one in fillings])
+        def tables(pack_jobs: list[PackJob]) -> WholePages:
+            source = np.concatenate([one.whole_pages() for one in pack_jobs])
+            rows = np.concatenate([np.full(len(one.pages), one.row) for one in pack_jobs])
+            slots = np.concatenate([one.pages for one in pack_jobs])
             return WholePages(*(upload(x.astype(np.int32), device) for x in (source, rows, slots)))
 
         return self.once(("whole pages", device), lambda: self._by_bits(tables))
@@ -242,20 +242,20 @@ class StepPlan:
         if self.fixed is not None:
             return self.fixed.slots(device)
 
-        def tables(fillings: list[PackJob]) -> SlotTables:
-            jobs = store_jobs(fillings)
-            begins = np.concatenate([one.beginnings() for one in fillings])
+        def tables(pack_jobs: list[PackJob]) -> SlotTables:
+            jobs = store_jobs(pack_jobs)
+            begins = np.concatenate([one.beginnings() for one in pack_jobs])
             return SlotTables(upload(jobs, device), upload(begins, device))
 
         return self.once(("slots", device), lambda: self._by_bits(tables))
 
     def _by_bits(self, tables: Callable[[list[PackJob]], Any]) -> dict[Bits, Any]:
-        found = sorted({one.bits for one in self.fillings})
-        return {bits: tables([one for one in self.fillings if one.bits == bits]) for bits in found}
+        found = sorted({one.bits for one in self.pack_jobs})
+        return {bits: tables([one for one in self.pack_jobs if one.bits == bits]) for bits in found}
 
     def filled(self) -> None:
         """Record that the tokens are already packed: no pack jobs remain."""
-        self.fillings = []
+        self.pack_jobs = []
         self._made = {key: made for key, made in self._made.items() if key[0] != "whole pages"}
 
     def writes_on(self, device: torch.device) -> torch.Tensor | None:
@@ -361,19 +361,19 @@ class GraphTables:
         self._tokens[_WRITES] = writes
         written = {row: slot for row, _, slot in writes.tolist()} if self.packs_at_end else {}
         for bits in self._policy.packed_bits if self._policy.by_token else ():
-            fillings = [filling for filling in step.fillings if filling.bits == bits]
+            pack_jobs = [pack_job for pack_job in step.pack_jobs if pack_job.bits == bits]
             of_row = self._lines[bits]
             lines = self.rows * of_row
             jobs = np.full((lines, HEAD + TILE), -1, dtype=np.int32)
             begins = np.full((lines, HEAD + CENTER_TOKENS), -1, dtype=np.int32)
-            if fillings:
-                found = store_jobs(fillings)
+            if pack_jobs:
+                found = store_jobs(pack_jobs)
                 jobs[found[:, 2] * of_row + found[:, 1] % of_row] = found
-            for filling in fillings:
-                if filling.begins:
-                    if (slot := written.get(filling.row)) is not None:
-                        filling = filling.after_write(slot)
-                    begins[filling.row * of_row] = filling.beginnings()
+            for pack_job in pack_jobs:
+                if pack_job.begins:
+                    if (slot := written.get(pack_job.row)) is not None:
+                        pack_job = pack_job.after_write(slot)
+                    begins[pack_job.row * of_row] = pack_job.beginnings()
             self._tokens[f"{bits} jobs"] = jobs
             self._tokens[f"{bits} begins"] = begins[: lines * self._policy.center]
         for (key, _), tensor in self._on_device.items():
@@ -391,10 +391,10 @@ class GraphTables:
         begin a page need. A policy that packs whole pages may pack no new token.
         """
         if not self._policy.by_token:
-            return not any((filling.source >= 0).any() for filling in step.fillings)
-        rows = [filling.row for filling in step.fillings]
+            return not any((pack_job.source >= 0).any() for pack_job in step.pack_jobs)
+        rows = [pack_job.row for pack_job in step.pack_jobs]
         return len(set(rows)) == len(rows) and all(
-            len(one.pages) == 1 and one.tiles <= self._lines[one.bits] for one in step.fillings
+            len(one.pages) == 1 and one.tiles <= self._lines[one.bits] for one in step.pack_jobs
         )
 
     def tables(

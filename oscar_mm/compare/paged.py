@@ -82,11 +82,11 @@ class Paged:
         rows, heads, _, head_dim = states.keys.shape
         basis = Basis(head_dim, self.policy.rotate, self.sigma(states))
         stored_bytes = stored_values = 0
-        for places, filling in self._packed(ids):
+        for places, pack_job in self._packed(ids):
             where = places.to(states.keys.device)
-            page_format = PageFormat.of(self.policy, filling.bits, heads, head_dim)
+            page_format = PageFormat.of(self.policy, pack_job.bits, heads, head_dim)
             if page_format.by_token:
-                packed = self._stored(sides, filling, page_format, basis)
+                packed = self._stored(sides, pack_job, page_format, basis)
             else:
                 of_keys, of_values = (_as_pages(side[:, :, where]) for side in sides)
                 packed = pack(of_keys, of_values, page_format, self.policy, basis)
@@ -133,19 +133,19 @@ class Paged:
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, PackJob]]:
         """Tokens of a prompt that a cache packs, stream by stream, and their places in pages."""
         step = KVCacheManager(PageStore(self.policy)).advance(self._streams(ids)[None])
-        return [(torch.from_numpy(filling.source), filling) for filling in step.fillings]
+        return [(torch.from_numpy(pack_job.source), pack_job) for pack_job in step.pack_jobs]
 
     def _streams(self, ids: Tensor) -> np.ndarray:
         return (torch.zeros_like(ids) if self.mixed else ids).to(torch.int8).numpy()
 
     def _stored(
-        self, sides: list[Tensor], filling: PackJob, page_format: PageFormat, basis: Basis
+        self, sides: list[Tensor], pack_job: PackJob, page_format: PageFormat, basis: Basis
     ) -> Tensor:
         """(rows * pages, page_bytes) uint8: the pages of one filling, for every row."""
-        rows, pages, device = len(sides[0]), len(filling.pages), sides[0].device
-        numbers = {page: number for number, page in enumerate(filling.pages)}
+        rows, pages, device = len(sides[0]), len(pack_job.pages), sides[0].device
+        numbers = {page: number for number, page in enumerate(pack_job.pages)}
         tables = []
-        for table, row_at in ((store_jobs([filling]), 2), (filling.beginnings(), 1)):
+        for table, row_at in ((store_jobs([pack_job]), 2), (pack_job.beginnings(), 1)):
             table[:, 0] = [numbers[page] for page in table[:, 0].tolist()]
             of_rows = np.tile(table, (rows, 1, 1))
             of_rows[:, :, row_at] = np.arange(rows)[:, None]
@@ -262,10 +262,10 @@ class Blocks(Paged):
         return [(torch.arange(count), PackJob(0, bits, pages, 0, source, {}))]
 
     def _stored(
-        self, sides: list[Tensor], filling: PackJob, page_format: PageFormat, basis: Basis
+        self, sides: list[Tensor], pack_job: PackJob, page_format: PageFormat, basis: Basis
     ) -> Tensor:
         rows, heads, tokens, _ = sides[0].shape
-        device, pages = sides[0].device, len(filling.pages)
+        device, pages = sides[0].device, len(pack_job.pages)
         blocks = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
         slots = torch.arange(rows * pages * PAGE_TOKENS, device=device).view(rows, -1)
         packed = blocks.new_zeros(rows * pages, page_format.page_bytes, dtype=torch.uint8)

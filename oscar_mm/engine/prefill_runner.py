@@ -21,7 +21,7 @@ from oscar_mm.modules import weights_key
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.torch_modes import eager
 
-_IN_LINE = {"cpu": 2048}
+_VARLEN_TOKENS = {"cpu": 2048}
 """Maximum tokens of short prompts in one pass, by device type; on other devices as many as modules
 process at a time. A GPU prefills four prompts of 2,000 tokens in the time that the host alone needs
 to launch two (8B, H200)."""
@@ -61,8 +61,8 @@ class PrefillRunner:
     ) -> None:
         self.family, self._store, self._chunk, self._groups = family, store, chunk, groups
         self.max_at_once = chunk or math.inf
-        in_line = _IN_LINE.get(family.device.type, MAX_TOKENS)
-        self.max_varlen_tokens = min(in_line, chunk or in_line)
+        varlen = _VARLEN_TOKENS.get(family.device.type, MAX_TOKENS)
+        self.max_varlen_tokens = min(varlen, chunk or varlen)
         self._sigmas: dict[int, torch.Tensor] = {}
         self._weights: object = None
         self._state: object = None

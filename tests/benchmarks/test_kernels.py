@@ -63,7 +63,7 @@ def test_bytes_read_are_pages_and_tokens_in_16_bit(generator: torch.Generator) -
     assert kernels.bytes_read(plain.layer, plain.step) == 2 * (SMALL.context - 1) * token
     channel = kernels.LayerCall(kernels.POLICIES["channel"], SMALL, generator)
     two = Bits(2, 2)
-    partial = sum(len(filling.pages) for filling in channel.step.fillings)
+    partial = sum(len(pack_job.pages) for pack_job in channel.step.pack_jobs)
     full = channel.cache.kv_manager.allocators[two].used - partial
     in_16_bit = 2 * (SMALL.context - 1) - 128 * full
     pages = full * channel.layer.formats[two].page_bytes

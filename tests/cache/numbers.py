@@ -42,13 +42,13 @@ class Contents:
             assert owners == 0 or (owners == 1 and slot in step.past[row].spare)
             assert slot not in read
             self.recent[slot] = -2
-        for filling in step.fillings:
-            for page in filling.begins:
-                assert self.store.allocators[filling.bits].owners(page) == 0
-                self.centers[filling.bits, page] = [-2]
-            for index in range(len(filling.source)):
-                number, place = divmod(filling.first + index, PAGE_TOKENS)
-                key = filling.bits, filling.pages[number]
+        for pack_job in step.pack_jobs:
+            for page in pack_job.begins:
+                assert self.store.allocators[pack_job.bits].owners(page) == 0
+                self.centers[pack_job.bits, page] = [-2]
+            for index in range(len(pack_job.source)):
+                number, place = divmod(pack_job.first + index, PAGE_TOKENS)
+                key = pack_job.bits, pack_job.pages[number]
                 self.pages.setdefault(key, np.full(PAGE_TOKENS, -1))[place] = -2
 
     def carry_out(self, step: StepPlan, new: np.ndarray, sequences: list[SequenceTable]) -> None:
@@ -57,21 +57,23 @@ class Contents:
             assert slots[bits].owners(target) == 1
             self.pages[bits, target] = self.pages[bits, source].copy()
             self.centers[bits, target] = self.centers.get((bits, source), [])
-        for filling in step.fillings:
+        for pack_job in step.pack_jobs:
 
-            def tokens(source: np.ndarray, row: int = filling.row) -> list[int]:
+            def tokens(source: np.ndarray, row: int = pack_job.row) -> list[int]:
                 return [new[row, at] if at >= 0 else self.recent[~at] for at in source.tolist()]
 
-            for page, source in filling.begins.items():
-                stored = self.pages.get((filling.bits, filling.before), np.zeros(0))[STORED_CENTER]
+            for page, source in pack_job.begins.items():
+                stored = self.pages.get((pack_job.bits, pack_job.before), np.zeros(0))[
+                    STORED_CENTER
+                ]
                 center = tokens(source) or stored.tolist()
                 assert len(center) and min(center) >= 0
-                self.centers[filling.bits, page] = center
-            for index, number in enumerate(tokens(filling.source)):
-                at, place = divmod(filling.first + index, PAGE_TOKENS)
-                key = bits, page = filling.bits, filling.pages[at]
+                self.centers[pack_job.bits, page] = center
+            for index, number in enumerate(tokens(pack_job.source)):
+                at, place = divmod(pack_job.first + index, PAGE_TOKENS)
+                key = bits, page = pack_job.bits, pack_job.pages[at]
                 # Nobody else's: of its own stream a page may have several entries.
-                streams = sequences[filling.row].streams.values()
+                streams = sequences[pack_job.row].streams.values()
                 own = sum(stream.pages.count(page) for stream in streams if stream.bits == bits)
                 assert slots[bits].owners(page) == own
                 self.pages.setdefault(key, np.full(PAGE_TOKENS, -1))[place] = number

@@ -125,7 +125,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         paged_attention._ChunkAttention,
         "by_rows",
         lambda chunk: (
-            chunk.varlen_attention() if chunk.step.lengths is not None else by_rows(chunk)
+            chunk.varlen() if chunk.step.lengths is not None else by_rows(chunk)
         ),
     )
     most = {"in one launch": 600, "in two": 310, "with a long row": 200}[request.param]
@@ -207,12 +207,12 @@ def test_what_a_layer_could_not_store_is_told_once(model) -> None:
     prefill_varlen(model, view, [ids(3, 1)], [50])
     for layers in ((), (1,), (0, 1)):
         for index in layers:
-            view.packed_layers[index].bad.fill_(1)
+            view.packed_layers[index].overflow.fill_(1)
         view.unchecked = True
         assert [view.pop_overflow(), view.pop_overflow()] == [bool(layers), False]
-        assert not any(bool(layer.bad) for layer in view.packed_layers)
+        assert not any(bool(layer.overflow) for layer in view.packed_layers)
     cache.check_complete()
-    cache.packed_layers[1].bad.fill_(1)
+    cache.packed_layers[1].overflow.fill_(1)
     cache.unchecked = True
     with pytest.raises(FloatingPointError, match="layer 1: "):
         cache.check_complete()

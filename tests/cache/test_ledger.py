@@ -116,7 +116,7 @@ def is_same(step: StepPlan, other: StepPlan) -> bool:
                 *(x.row, x.bits, x.pages, x.first, x.source.tolist(), x.before),
                 *((page, source.tolist()) for page, source in x.begins.items()),
             )
-            for x in some.fillings
+            for x in some.pack_jobs
         ]
         for some in (step, other)
     )
@@ -387,7 +387,7 @@ def test_a_step_comes_as_foretold(change: str) -> None:
         tokens[0], kv_manager.sequences[0] = PADDING, SequenceTable()
     step = kv_manager.advance(tokens)
     assert step.planned is told
-    rows = {filling.row for filling in step.fillings}
+    rows = {pack_job.row for pack_job in step.pack_jobs}
     assert rows == set(step.writes[0].tolist()) == set(np.flatnonzero(tokens[:, 0] != PADDING))
 
 
@@ -462,19 +462,19 @@ def test_a_page_that_was_foretold(between: str) -> None:
         kv_manager.advance(tokens)
         twin.advance(tokens)
     told = kv_manager.planned(tokens)
-    assert told is not None and told.fillings[0].begins
+    assert told is not None and told.pack_jobs[0].begins
     if between == "released":
         pages.release(others[2:])
     elif between == "planned":
         other = twin.planned(tokens)
-        assert other is not None and other.fillings[0].pages == told.fillings[0].pages
+        assert other is not None and other.pack_jobs[0].pages == told.pack_jobs[0].pages
     elif between == "given":
         others += pages.allocate(1)
-        assert others[-1:] == told.fillings[0].pages
+        assert others[-1:] == told.pack_jobs[0].pages
     step = kv_manager.advance(tokens)
     assert (step.planned is told) == (between in ("nothing", "released"))
-    assert (step.fillings[0].pages == told.fillings[0].pages) == (between != "given")
-    assert step.fillings[0].pages != twin.advance(tokens).fillings[0].pages
+    assert (step.pack_jobs[0].pages == told.pack_jobs[0].pages) == (between != "given")
+    assert step.pack_jobs[0].pages != twin.advance(tokens).pack_jobs[0].pages
     slots = SlotSet.of([*kv_manager.streams(), *twin.streams()])
     left = 2 - 2 * (between == "released") + (between == "given")
     assert pages.used == slots.counts[TWO] + left

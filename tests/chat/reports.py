@@ -33,7 +33,7 @@ def check_report(report: MemoryReport, cache: OscarCache, store: PageStore) -> N
     if held == whole.used_bytes and any(layer.is_initialized for layer in cache.layers):
         held += whole.free_bytes
     for layer in filter(lambda layer: layer.is_initialized, cache.layers):
-        held += layer.bad.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
+        held += layer.overflow.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
     held += cache.kv_manager.table_bytes
     assert report.kv_bytes == held
     assert sum(report.by_kind.values()) == sum(report.by_modality.values()) == held

@@ -64,10 +64,10 @@ def test_what_overtakes_is_read_as_it_would_be_alone(qwen3_vl_folder, monkeypatc
     small, large = made(pipe, SHORT[0]), made(pipe, SHORT[1], max_new_tokens=400)
     exact = made(pipe, SHORT[2], deterministic=True)
     pipe.budget.limit = max(needed(pipe, small) + needed(pipe, exact), needed(pipe, large))
-    right, in_line = prefill_module.prefill, []
+    right, varlen = prefill_module.prefill, []
 
     def prefill(model: Any, prompt: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        in_line.append(prompt.tokens)
+        varlen.append(prompt.tokens)
         return right(model, prompt, *rest, **options)
 
     monkeypatch.setattr(prefill_module, "prefill", prefill)
@@ -81,7 +81,7 @@ def test_what_overtakes_is_read_as_it_would_be_alone(qwen3_vl_folder, monkeypatc
         )
     run(pipe, [small, large, exact])
     assert not any(answer.error for answer in (small, large, exact))
-    assert in_line == [] and order.index(exact) < order.index(large)
+    assert varlen == [] and order.index(exact) < order.index(large)
 
 
 def test_an_answer_that_is_left_while_it_gets_its_room(qwen3_vl_folder, monkeypatch) -> None:

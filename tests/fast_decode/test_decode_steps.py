@@ -240,7 +240,7 @@ def test_fixed_tables_of_slots_have_two_lines_for_each_row() -> None:
     assert all((table == -1).all() for one in slots.values() for table in one)
     begins = {4: np.array([~7, 0])}
     step = StepPlan(
-        fillings=[
+        pack_jobs=[
             PackJob(2, text, [4], 0, ~np.arange(7, 32), begins),
             PackJob(0, image, [9], 70, np.array([~3]), {}),
         ],
@@ -256,10 +256,10 @@ def test_fixed_tables_of_slots_have_two_lines_for_each_row() -> None:
     assert slots[image].jobs[0, :4].tolist() == [9, 4, 0, 0]
     assert slots[image].jobs[0, 4 + 70 % 16] == ~3
     assert (slots[image].begins == -1).all()
-    assert not fixed.takes(StepPlan(fillings=[*step.fillings, step.fillings[0]]))
+    assert not fixed.takes(StepPlan(pack_jobs=[*step.pack_jobs, step.pack_jobs[0]]))
     for pages, first, count in (([4], 15, 17), ([4], 15, 18), ([4, 5], 127, 2)):
-        filling = PackJob(1, text, pages, first, ~np.arange(count), {})
-        assert fixed.takes(StepPlan(fillings=[filling])) == (count == 17)
+        pack_job = PackJob(1, text, pages, first, ~np.arange(count), {})
+        assert fixed.takes(StepPlan(pack_jobs=[pack_job])) == (count == 17)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "stream"])
