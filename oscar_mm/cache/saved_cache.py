@@ -12,7 +12,7 @@ Tensors of the file (slots are renumbered from 0; a shared slot is written once)
     given.<name>         tensors of the caller
 
 The file also has one text, JSON: format version, the model's fingerprint, policy, layers and the
-caller's metadata. Files of version 1 (``oscar_mm.cache.first_version``) can be read too.
+caller's metadata.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from oscar_mm.cache import first_version
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Content, Kind, read_checked, write_checked
 from oscar_mm.cache.layer import OscarLayer
@@ -196,23 +195,11 @@ class SavedCache:
             _check_text(text, path, fingerprint, wanted)
             found = _policy_of(text, path)
             with _as_damaged(path):
-                if text["version"] == 1:
-                    first_version.check_policy(found)
-                    kinds = first_version.kinds_now(kinds)
                 accepted.append((text, found, _checked_shapes(kinds, text, found, layers)))
 
         tensors, _ = read_checked(path, accept)
         [(text, found, shapes)] = accepted
         with _as_damaged(path):
-            if text["version"] == 1:
-                tensors = first_version.tensors_now(
-                    tensors,
-                    {
-                        f"layer.{index}.{_name(bits)}": PageFormat.of(found, bits, *shape[:2])
-                        for index, shape in enumerate(shapes)
-                        for bits in found.packed_bits
-                    },
-                )
             # Earlier files store them in the model's dtype, which may be larger.
             for index, shape in enumerate(shapes):
                 name = f"layer.{index}.{_name(PLAIN)}"
@@ -333,10 +320,10 @@ def _text_of(texts: dict[str, str], path: str | Path) -> dict[str, Any]:
 def _check_text(
     text: dict[str, Any], path: str | Path, fingerprint: str, policy: KVPolicy | None
 ) -> None:
-    if text["version"] not in (1, FORMAT_VERSION):
+    if text["version"] != FORMAT_VERSION:
         raise InputError(
             f"{path}: has format version {str(text['version'])[:20]}; this version of oscar_mm "
-            f"reads 1 and {FORMAT_VERSION}"
+            f"reads {FORMAT_VERSION}"
         )
     if text.get("fingerprint") != fingerprint:
         raise InputError(
@@ -411,8 +398,7 @@ def _checked_shapes(
         formats = [PageFormat.of(policy, bits, heads, width) for bits in policy.packed_bits]
         for page in formats:
             wanted[page.bits] = ((page.page_bytes,), "U8")
-        reordered = text["version"] == 1 and policy.by_token
-        if formats and about["page_order"] != ("plain" if reordered else _page_order(formats)):
+        if formats and about["page_order"] != _page_order(formats):
             raise ValueError(f"layer {index}: its pages are in another order")
         for bits, (slot, kind) in wanted.items():
             found = rest.pop(f"layer.{index}.{_name(bits)}")

@@ -23,9 +23,8 @@ def test_memory_rows_are_the_report_of_the_cache(preset: str, generator: torch.G
     assert row == {"preset": preset, "context": 1024, "page_bits": row["page_bits"]} | report
     [layer] = cache.layers
     pools = [layer.recent, *layer.pages.values()]
-    stored = (
-        sum(pool.storage.nbytes for pool in pools) + cache.kv_manager.table_bytes + layer.overflow.nbytes
-    )
+    stored = sum(pool.storage.nbytes for pool in pools)
+    stored += cache.kv_manager.table_bytes + layer.overflow.nbytes
     assert row["kv_bytes"] == stored + (0 if layer.sigma is None else layer.sigma.nbytes)
     assert (layer.sigma is not None) == (cache.policy.balance is not None and cache.policy.packs)
     assert sum(row["tokens"].values()) == cache.get_seq_length() == 1024

@@ -124,9 +124,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         paged_attention._ChunkAttention,
         "by_rows",
-        lambda chunk: (
-            chunk.varlen() if chunk.step.lengths is not None else by_rows(chunk)
-        ),
+        lambda chunk: chunk.varlen() if chunk.step.lengths is not None else by_rows(chunk),
     )
     most = {"in one launch": 600, "in two": 310, "with a long row": 200}[request.param]
     monkeypatch.setattr(varlen_attention, "_MAX_KEYS", most)
