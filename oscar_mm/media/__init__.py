@@ -1,7 +1,7 @@
-"""Media: pictures, clips and recordings from files or memory, bounded and checked.
+"""Load pictures, videos and recordings from files or memory, within limits.
 
-Names load on first use (PEP 562): pictures need no decoders of sound and video, and a command's
-help needs none at all.
+Names are imported on first use (PEP 562): pictures need no audio or video decoders, and the help
+text of a command needs no decoder at all.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Recordings as mono samples at 16 kHz, decoded in pieces, in bounded memory."""
+"""Decode recordings to mono samples at 16 kHz, piece by piece and in bounded memory."""
 
 import io
 import os
@@ -41,7 +41,7 @@ from oscar_mm.media.truncation import (
 )
 from oscar_mm.threads import parallel_map
 
-# Formats of recordings that FFmpeg may read. Playlists (hls, concat, dash) are left out: they open
+# Audio formats that FFmpeg may read. Playlists (hls, concat, dash) are excluded because they open
 # other files.
 CONTAINERS = (
     "aac,ac3,aiff,amr,ape,asf,au,avi,caf,flac,flv,matroska,mov,mp3,mpeg,mpegts,mxf,nistsphere,"
@@ -49,36 +49,37 @@ CONTAINERS = (
 )
 
 _LIBSNDFILE = (b"RIFF", b"fLaC", b"OggS")
-"""First bytes of files that libsndfile reads: it is faster than FFmpeg, and counts exactly."""
+"""Magic bytes of files that libsndfile reads: it is faster than FFmpeg and counts exactly."""
 
 _GUESSED = ("aac", "ac3", "amr", *MPEG)
-"""Formats without a header: FFmpeg guesses their length from their first bit rate or last time."""
+"""Formats without a length in the header: FFmpeg estimates it from the first bit rate or the last
+timestamp."""
 
 _DECODERS = {"amrnb": "libopencore_amrnb", "amrwb": "libopencore_amrwb"}
-"""Decoders that know the frames of calls in which nobody speaks; FFmpeg's own do not."""
+"""Decoders that support the comfort-noise frames of telephone calls; FFmpeg's own do not."""
 
 _EXACT_PCM = ("aiff", "au", "nistsphere", "wav")
-"""Formats whose headers count samples exactly, if these are not compressed."""
+"""Formats whose headers give the exact number of samples, provided the samples are PCM."""
 
 _PIECE_S = 10
-"""Seconds that are decoded at a time."""
+"""Seconds of sound decoded at a time."""
 
 _LONG_PIECES = 4
-"""Pieces from which on a recording is decoded in several threads."""
+"""Minimum number of pieces for which a recording is decoded in several threads."""
 
 _SEEKABLE = ("PCM", "FLOAT", "DOUBLE")
-"""Begins of subtypes of WAV and FLAC files in which every sample can be found; FLAC's are PCM."""
+"""Prefixes of the WAV and FLAC subtypes that allow seeking to any sample; FLAC's are PCM."""
 
 _MAX_CHANNELS = 8
 
 _PIECE_VALUES = 1 << 24
-"""Most samples of all channels that are decoded at a time."""
+"""Maximum number of samples, summed over all channels, decoded at a time."""
 
 _UNKNOWN = 1 << 62
-"""libsndfile counts so many samples or more where the number is unknown: FLAC from a pipe."""
+"""libsndfile reports at least this many samples if it does not know: FLAC from a pipe."""
 
-# Options of av.open. Tags such as a title need not be UTF-8; PyAV 19 is lenient by itself and lacks
-# the argument.
+# Options of av.open. Tags such as the title need not be UTF-8. PyAV 19 tolerates that by default
+# and no longer has the argument.
 LENIENT: dict[str, Any] = (
     {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 )
@@ -96,7 +97,7 @@ def load_audio(
     label: str | None = None,
     count: MediaCount | None = None,
 ) -> Audio:
-    """Read one recording; warn if it is silent or clipped.
+    """Read a recording; warn if it is silent or clipped.
 
     Args:
         source: path of a sound file, or of a video file with sound; encoded ``bytes``; a ``data:``
@@ -106,16 +107,17 @@ def load_audio(
         allow_remote: fetch http(s) addresses; nothing is fetched without it.
         limits: ``max_audio_seconds`` is checked on the header and while decoding.
         label: name of the recording in messages; by default the path or address.
-        count: of the request that it is part of.
+        count: totals of the request that the recording belongs to.
 
     Returns:
-        Mono at 16 kHz; about 64 KB a second, whatever the source's rate and channels. Each sample
-        of a file is where its timestamp says, with silence where some are missing; a recording
-        starts with its sound, and the sound of a video with the video.
+        Mono samples at 16 kHz, about 64 KB per second whatever the source's rate and channels.
+        Samples of a file are placed by their timestamps, and gaps are filled with silence. Time 0
+        is the first sound of a recording, and the first picture of a video.
 
     Raises:
-        InputError: there is nothing to read, or no recording, or no sound; the recording is
-            damaged, cut off, NaN, too long or too short; or packages for audio are missing.
+        InputError: if there is nothing to read, the source is not a recording or has no sound; if
+            the recording is damaged, cut off, contains NaN, or is too long or too short; or if the
+            packages for audio are missing.
     """
     name = label or describe(source, "audio")
     _require_packages(name)
@@ -140,8 +142,12 @@ def load_audio(
 
 @none_if_unreadable
 def audio_outline(source: Any, *, limits: MediaLimits) -> Audio | None:
-    """Silence as long as the recording that ``load_audio`` would read, by its header alone; None
-    where that does not say, something is wrong, or the source is an address."""
+    """Return silence of the length that ``load_audio`` would return, from the header alone.
+
+    Returns:
+        None if the header does not give the length, if the source is invalid, or if it is an
+        address.
+    """
     seconds = _seconds(source)
     limits.check_audio(seconds, "")
     return silence(seconds) if seconds else None
@@ -160,17 +166,18 @@ def _seconds(source: Any) -> float:
 
 
 def silence(seconds: float) -> Audio:
-    """A silent recording of ``seconds``: a single sample, broadcast."""
+    """Return a silent recording of ``seconds``; all samples share the memory of one."""
     return Audio(np.broadcast_to(np.float32(0), round(seconds * RATE)), RATE, 1)
 
 
 def clip_sound(
     file: Path | bytes, start: float, limits: MediaLimits, label: str, count: MediaCount | None
 ) -> Audio:
-    """The sound of a clip that starts at ``start`` seconds on the clock of ``timeline.packets``.
+    """Read the sound of a video that starts at ``start`` seconds on the clock of
+    ``timeline.packets``.
 
     Raises:
-        InputError: as of ``load_audio``.
+        InputError: see ``load_audio``.
     """
     _require_packages(label)
     return _with_av(file, limits, label, count, start)
@@ -241,7 +248,7 @@ def _from_file(
         mono = Mono(file.samplerate, file.channels, limits, label, count=count)
         buffer = np.zeros((_piece_frames(file), file.channels), np.float32)
         try:
-            # The part of the buffer that was written to is returned.
+            # read() returns the part of the buffer that it filled.
             while len(piece := file.read(out=buffer)):
                 mono.push(piece.copy())
         except (soundfile.LibsndfileError, RuntimeError) as error:
@@ -260,8 +267,12 @@ def _in_threads(
     label: str,
     of_request: MediaCount | None,
 ) -> Mono | None:
-    """A long recording, decoded in several threads; None if it is short, or if its pieces are not
-    what they should be: read from its beginning, it tells what is wrong."""
+    """Decode a long recording in several threads.
+
+    Returns:
+        None if the recording is short, or if a piece differs from what the header says; decoding
+        it again from the beginning then reports the fault.
+    """
     import soundfile
 
     count = _piece_frames(file)
@@ -279,7 +290,7 @@ def _in_threads(
             raise RuntimeError
         with own:
             if (own.channels, own.samplerate) != (file.channels, file.samplerate):
-                raise RuntimeError  # Another file has taken its place.
+                raise RuntimeError  # The file was replaced in the meantime.
             own.seek(start)
             if part is not None and file.channels == 1:
                 piece = own.read(out=part[:, None])
@@ -300,21 +311,22 @@ def _in_threads(
 
 
 def sound_file(source: Path | bytes, label: str) -> Any | None:
-    """A ``SoundFile`` of a WAV, FLAC or Ogg file of known length; None if FFmpeg must read it.
+    """Open a WAV, FLAC or Ogg file of known length as a ``SoundFile``; None if FFmpeg must read it.
 
     Raises:
-        InputError: the file cannot be opened.
+        InputError: if the file cannot be opened.
     """
     import soundfile
 
     with opened_bytes(source, label) as raw:
         if raw.read(4) not in _LIBSNDFILE:
             return None
-    # libsndfile reads only the first of joined Ogg streams, and joins sound over missing pages.
+    # libsndfile reads only the first of several joined Ogg streams, and skips missing pages
+    # without a gap.
     if is_joined_ogg(source, label) or lacks_ogg_pages(source, label):
         return None
     try:
-        # As bytes, which its stubs do not know: the name of a file need not be text.
+        # The path is passed as bytes, which the stubs do not allow: file names need not be text.
         named: Any = io.BytesIO(source) if isinstance(source, bytes) else os.fsencode(source)
         file = soundfile.SoundFile(named)
     except (soundfile.LibsndfileError, TypeError):
@@ -327,10 +339,10 @@ def sound_file(source: Path | bytes, label: str) -> Any | None:
 
 @contextmanager
 def opened(source: Path | bytes, label: str) -> Iterator[Any]:
-    """A PyAV container of a recording, or of a video with sound.
+    """Open a recording, or a video with sound, as a PyAV container within the block.
 
     Raises:
-        InputError: the source cannot be read, also inside the block.
+        InputError: if the source cannot be read; read errors within the block are converted too.
     """
     # "file:" keeps a colon in the name from being read as a protocol.
     where = io.BytesIO(source) if isinstance(source, bytes) else f"file:{source.absolute()}"
@@ -346,7 +358,8 @@ def opened(source: Path | bytes, label: str) -> Iterator[Any]:
 
 
 def _clip_start(source: Path | bytes, limits: MediaLimits, label: str) -> float | None:
-    """Seconds at which a clip starts; None for a recording, which starts with its sound."""
+    """Return the second at which a video starts; None for a recording, which starts with its
+    sound."""
     with opened(source, label) as container:
         if not (picture_track(container) and sound_track(container)):
             return None
@@ -366,7 +379,7 @@ def _with_av(
             raise InputError(f"{label}: has no audio track; pass a recording")
         promised = _promised_seconds(container, track, source, label)
         limits.check_audio(promised, label)
-        # Not a plane for each channel: PyAV reads behind the last of eight or more.
+        # Packed and not planar samples: with eight or more planes PyAV reads past the last one.
         packed = av.AudioResampler(format="flt")
         mono: Mono | None = None
         for frame in decoded(container, track, _decoding(container, track)):
@@ -388,13 +401,13 @@ def _with_av(
                 mono.push(part.to_ndarray().reshape(part.samples, -1))
         if mono is None:
             raise InputError(f"{label}: its sound cannot be decoded; convert it to WAV or FLAC")
-        # A header may count from 0, though the sound begins later.
+        # The length in a header may count from 0 although the sound begins later.
         promised = max(0.0, promised - max(0.0, start or 0.0))
         return mono.finish(promised, estimated=not _is_exact(container, track))
 
 
 def _decoding(container: Any, track: Any) -> Callable[[Any], list[Any]]:
-    """What makes frames of a packet; an MP3's other packets, such as tags, are left out."""
+    """Return a function that decodes a packet; in an MP3 it skips invalid packets, such as tags."""
     track.thread_type = "AUTO"
     context: Any = track.codec_context
     if (name := _DECODERS.get(context.name)) in av.codecs_available:
@@ -413,7 +426,7 @@ def _decoding(container: Any, track: Any) -> Callable[[Any], list[Any]]:
 
 
 def _promised_seconds(container: Any, stream: Any, source: Path | bytes, label: str) -> float:
-    """Seconds of sound in an ``opened`` source by its header; 0 if the header does not say."""
+    """Return the seconds of sound that the header of an ``opened`` source states; 0 if unknown."""
     if container.format.name == "mp3":
         return mp3_seconds(source, label)
     if container.format.name in _GUESSED:
@@ -427,13 +440,13 @@ def _promised_seconds(container: Any, stream: Any, source: Path | bytes, label: 
 
 
 def container_seconds(source: Path | bytes) -> float:
-    """Length of the sound in a container that FFmpeg reads; 0 where the header does not say."""
+    """Return the length in seconds of the sound in a container, from its header; 0 if unknown."""
     with opened(source, "") as container:
         return _promised_seconds(container, sound_track(container), source, "")
 
 
 def _is_exact(container: Any, stream: Any) -> bool:
-    """Whether ``_promised_seconds`` are exact. A film's are not: its sound may have gaps."""
+    """Whether ``_promised_seconds`` is exact. For a video it is not: the sound may have gaps."""
     formats = container.format.name.split(",")
     if "mov" in formats:
         return bool(stream.duration) and not container.streams.video

@@ -1,7 +1,7 @@
-"""Decodes a picture in a process of its own.
+"""Decode a picture in a separate process.
 
-For decoders that let no other thread of Python run. The process has bounds on its memory and on its
-time, which no header of a picture gets round.
+This is for decoders that keep the GIL and so block all other Python threads. The process has hard
+limits on memory and CPU time, whatever the header of the picture says.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from PIL import Image
 
 _MAX_SECONDS = 30
-"""Of a core, for one picture."""
+"""Maximum CPU seconds for a picture."""
 _OWN_BYTES = 1 << 30
-"""Address space of the process beside what a picture takes."""
+"""Address space of the process itself, in addition to the memory of the picture."""
 _PIXEL_BYTES = 40
-"""Most bytes that a picture takes for each pixel: OpenJPEG has 4 for each channel, twice."""
+"""Maximum bytes per pixel of a picture: OpenJPEG stores 4 for each channel, twice."""
 _POLL_S = 0.05
 _ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Threads for each core of a large machine would take all of the address space."""
+"""One thread per core of a large machine would use up the address space."""
 
 
 def decoded_elsewhere(
@@ -33,21 +33,21 @@ def decoded_elsewhere(
     *,
     check_wanted: Callable[[], None] | None = None,
 ) -> Image.Image:
-    """A picture in mode RGB, transparent parts on white, as it lies.
+    """Decode a picture to mode RGB, transparent parts on white, without applying its orientation.
 
     Args:
         data: the encoded picture.
-        image: opened, of its header only.
+        image: the opened picture, of which only the header has been read.
         size: width and height of the result, at most those of the picture.
-        check_wanted: raises where nobody wants the picture any more.
+        check_wanted: function that raises if the request was cancelled.
 
     Raises:
-        ValueError: it cannot be decoded, or not within the bounds.
+        ValueError: if the picture cannot be decoded within the limits.
     """
     most = _OWN_BYTES + _PIXEL_BYTES * image.width * image.height
-    # The package may be found by the paths of this process alone.
+    # The package may be importable only through the paths of this process.
     paths = os.pathsep.join(filter(None, sys.path))
-    # Not through a pipe: after a timeout, communicate() of Python 3.11 writes no more to it.
+    # A file and not a pipe: in Python 3.11 communicate() stops writing to stdin after a timeout.
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.seek(0)
@@ -56,7 +56,6 @@ def decoded_elsewhere(
             stdin=file,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # The package may be found by the paths of this process alone.
             env={**os.environ, **_ONE_THREAD, "PYTHONPATH": paths},
         )
     try:
@@ -74,7 +73,7 @@ def decoded_elsewhere(
 def _output(
     process: subprocess.Popen[bytes], check_wanted: Callable[[], None] | None
 ) -> tuple[bytes, bytes]:
-    """What the process writes to stdout and to stderr."""
+    """Wait for the process and return its stdout and stderr."""
     while True:
         try:
             return process.communicate(timeout=_POLL_S)
@@ -84,7 +83,7 @@ def _output(
 
 
 def main(width: int, height: int, most: int) -> None:
-    """Decode the picture of stdin to a size, in RGB on stdout."""
+    """Decode the picture on stdin to a given size and write it to stdout as RGB."""
     try:
         import resource
     except ImportError:  # not on Windows

@@ -1,13 +1,15 @@
-"""Inputs of towers: pixels and samples, of which a model makes features where its towers read.
+"""Encoder inputs: pixels and samples that are turned into features on the device of the tower.
 
-An image processor of Qwen's spends most of its time on numbers that a GPU works out in no time: it
-scales each byte to a float32, and writes a picture twice, as the pair of frames that towers take.
-Here the processor resizes a picture and cuts it into patches, in bytes; they wait and travel as 3
-bytes a pixel instead of 24. A hook of the model makes of them what the processor would have made.
+Qwen's image processor spends most of its time on values that a GPU computes in negligible time: it
+scales each byte to a float32, and writes each picture twice, as the pair of frames that the tower
+takes. Here the processor only resizes a picture and cuts it into patches of bytes, which are stored
+and copied with 3 bytes per pixel instead of 24. A hook of the model then computes what the
+processor would have returned.
 
-A feature extractor spends seconds of all cores on a long recording, and a GPU no time. So where the
-tower is on a GPU, samples wait and travel, and a hook of the model has the extractor make features
-on that GPU, one recording after the other. Elsewhere features are made before a prompt waits.
+A feature extractor keeps all cores busy for seconds on a long recording; a GPU takes negligible
+time. So if the tower is on a GPU, samples are stored and copied, and a hook of the model runs the
+extractor on that GPU, one recording after the other. Otherwise features are computed before the
+prompt enters the queue.
 """
 
 from __future__ import annotations
@@ -27,24 +29,26 @@ from oscar_mm.media.resample import RATE, Audio
 from oscar_mm.threads import parallel_map
 
 _BATCH_PIXELS = 1 << 21
-"""Pixels of the pictures that a thread processes together."""
+"""Approximate number of pixels in the batch of pictures that a thread processes."""
 
 _ARGUMENTS = {"pixel_values": "image_processor", "pixel_values_videos": "video_processor"}
-"""Arguments of a model's forward, and the part of a processor that makes each."""
+"""Arguments of a model's forward, and the part of the processor that computes each."""
 SAMPLES = "audio_samples"
-"""Argument of a model's forward instead of features and their mask: a list of the samples of each
-recording, (n,) float32, which stay on the CPU."""
+"""Argument of a model's forward that replaces the features and their mask: a list with the samples
+of each recording, (n,) float32, on the CPU."""
 _MAX_SAMPLES = 3600 * RATE
-"""Most samples of a recording that a GPU makes features of. An hour takes 2.5 GB at most meanwhile,
-less than the first convolution of Qwen3-Omni's tower after it: 3 GB from 500 seconds on."""
+"""Maximum length of a recording whose features a GPU computes. An hour takes at most 2.5 GB
+meanwhile, less than the first convolution of Qwen3-Omni's tower, which takes 3 GB for 500 seconds
+or more."""
 _EXTRACT = "_torch_extract_fbank_features"
-"""What an extractor calls with (recordings, samples) float32 of equal length and a device. Its
-__call__ copies samples twice before, which takes longer than all else on a GPU. With a version of
-transformers that lacks the method, features are made before a prompt waits."""
+"""Method that an extractor calls with (recordings, samples) float32 of equal length and a device.
+Its ``__call__`` first copies the samples twice, which takes longer than all the rest on a GPU. With
+a version of transformers that lacks the method, features are computed before the prompt enters the
+queue."""
 
 
 class PixelScale(NamedTuple):
-    """How a processor makes numbers of bytes: (byte * factor - mean) / std, by channel."""
+    """How a processor scales bytes to floats: (byte * factor - mean) / std, per channel."""
 
     factor: float
     mean: tuple[float, ...]
@@ -52,7 +56,7 @@ class PixelScale(NamedTuple):
 
     @classmethod
     def of(cls, processor: Any) -> PixelScale | None:
-        """How an image or video processor scales; None if its pixels cannot be scaled later."""
+        """Return how an image or video processor scales; None if scaling cannot be deferred."""
         by_torch = getattr(processor, "backend", None) == "torchvision"
         if not (by_torch and processor.do_rescale and processor.do_normalize):
             return None
@@ -61,11 +65,11 @@ class PixelScale(NamedTuple):
         return cls(processor.rescale_factor, tuple(mean), tuple(std)) if by_channel else None
 
     def scaled(self, processor: Any, patches: torch.Tensor) -> torch.Tensor:
-        """Patches as a processor would have made them, on the device where they are.
+        """Scale patches as the processor would have done, on their own device.
 
         Args:
-            processor: of the kind that cut the patches.
-            patches: (n, channels x frames x side x side) uint8; a single frame stands for all.
+            processor: image or video processor of the kind that cut the patches.
+            patches: (n, channels x frames x side x side) uint8; a single frame is repeated.
 
         Returns:
             (n, channels x ``temporal_patch_size`` x side x side) float32.
@@ -80,11 +84,11 @@ class PixelScale(NamedTuple):
 
 
 def scale_in_model(model: Any, processor: Any) -> None:
-    """Let a model take pixels as bytes, of the first processor that it is given.
+    """Let a model accept pixels as bytes; only the first call for a model has an effect.
 
     Args:
-        model: its forward takes pixel_values and pixel_values_videos by name.
-        processor: has an image processor and a video processor of Qwen's.
+        model: model whose forward has the arguments pixel_values and pixel_values_videos.
+        processor: processor with Qwen's image processor and video processor.
     """
     if hasattr(model, "_oscar_pixels"):
         return
@@ -98,7 +102,7 @@ def _scale(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
 
 
 def scaled_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a model's forward, with numbers for pixels that are bytes."""
+    """Return arguments of a model's forward, with pixels that are bytes scaled to floats."""
     found = dict(inputs)
     for name, (scale, part) in model._oscar_pixels.items():
         pixels = inputs.get(name)
@@ -108,7 +112,8 @@ def scaled_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_bytes(processor: Any, model: Any) -> Any:
-    """A copy of a processor that leaves pixels as bytes where the model scales them alike."""
+    """Copy a processor; the copy returns pixels as bytes wherever the model scales them the same
+    way."""
     twin = copy.copy(processor)
     for name, part in _ARGUMENTS.items():
         own = getattr(processor, part, None)
@@ -120,20 +125,20 @@ def in_bytes(processor: Any, model: Any) -> Any:
 
 
 def pixel_bounds(image_processor: Any) -> tuple[int, int]:
-    """Least and most pixels to which an image processor of Qwen's resizes an image."""
+    """Return the minimum and maximum number of pixels to which Qwen's image processor resizes."""
     size = image_processor.size
     given = {name: getattr(image_processor, name, None) for name in ("min_pixels", "max_pixels")}
     if given != dict.fromkeys(given):
-        # Versions of transformers differ in whether one of them alone counts.
+        # Versions of transformers differ in whether min_pixels or max_pixels alone has an effect.
         size = image_processor._standardize_kwargs(size=size, **given)["size"]
     return size["shortest_edge"], size["longest_edge"]
 
 
 def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
-    """Width and height to which an image processor of Qwen's resizes an image.
+    """Return the width and height to which Qwen's image processor resizes an image.
 
     Raises:
-        ValueError: it refuses so long a strip.
+        ValueError: if the processor refuses the aspect ratio.
     """
     if not image_processor.do_resize:
         return width, height
@@ -144,7 +149,7 @@ def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
 
 
 class _Asking:
-    """Base of processors that wrap another one and have its attributes."""
+    """Base class of processors that wrap another one and expose its attributes."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -154,10 +159,10 @@ class _Asking:
 
 
 class SizesKept(_Asking):
-    """An image or video processor that does not resize some of the media.
+    """Image or video processor that leaves the size of some media unchanged.
 
     Args:
-        processor: the processor, which resizes the others.
+        processor: the wrapped processor, which resizes the other media.
         sized: for each medium of a call, whether it keeps its size.
     """
 
@@ -185,26 +190,28 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 class _InBytes(_Asking):
-    """A processor whose pixels stay bytes."""
+    """Base class of processors that return pixels as bytes."""
 
     options: ClassVar[dict[str, Any]] = {"do_rescale": False, "do_normalize": False}
 
 
 class VideosInBytes(_InBytes):
-    """A video processor that leaves pixels as bytes."""
+    """Video processor that returns pixels as bytes."""
 
     def __call__(self, videos: Any, **options: Any) -> BatchFeature:
-        """Patches of videos, (patches, channels x frames x side x side) uint8, and their grids."""
+        """Return patches of videos, (patches, channels x frames x side x side) uint8, and their
+        grids."""
         return self._processor(videos, **{**options, **self.options})
 
 
 class ImagesInBytes(_InBytes):
-    """An image processor that leaves pixels as bytes, and works in several threads."""
+    """Image processor that returns pixels as bytes and runs in several threads."""
 
     options: ClassVar[dict[str, Any]] = {**_InBytes.options, "temporal_patch_size": 1}
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> BatchFeature:
-        """Patches of RGB images, (patches, channels x side x side) uint8, and their grids."""
+        """Return patches of RGB images, (patches, channels x side x side) uint8, and their
+        grids."""
         batches = list(_batches(images))
         resizes = options.get("do_resize", self._processor.do_resize)
         counts = [sum(self._patches(image, resizes) for image in some) for some in batches]
@@ -228,7 +235,7 @@ class ImagesInBytes(_InBytes):
 
 
 def _batches(images: Sequence[Image.Image]) -> Iterator[Sequence[Image.Image]]:
-    """Images in their order, those that follow each other together."""
+    """Split images into runs of about ``_BATCH_PIXELS`` pixels, in their order."""
     before = accumulate((image.width * image.height for image in images), initial=0)
     numbers = [pixels // _BATCH_PIXELS for pixels in before][: len(images)]
     cuts = [place for place, (one, two) in enumerate(pairwise(numbers), 1) if one != two]
@@ -237,17 +244,17 @@ def _batches(images: Sequence[Image.Image]) -> Iterator[Sequence[Image.Image]]:
 
 
 def tower_device(model: Any) -> torch.device | None:
-    """The GPU of a model's audio tower, where features are made; None if the tower is elsewhere."""
+    """Return the GPU of a model's audio tower; None if the tower is not on a GPU."""
     device = next(model.get_encoder(modality="audio").parameters()).device
     return device if device.type == "cuda" else None
 
 
 def make_features_in_model(model: Any, extractor: Any) -> None:
-    """Let a model take samples, with the first feature extractor that it is given.
+    """Let a model accept samples; only the first call for a model has an effect.
 
     Args:
-        model: its forward takes input_features and feature_attention_mask by name.
-        extractor: of its processor.
+        model: model whose forward has the arguments input_features and feature_attention_mask.
+        extractor: feature extractor of the model's processor.
     """
     if hasattr(model, "_oscar_extractor"):
         return
@@ -260,7 +267,7 @@ def _make(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[
 
 
 def with_features(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a model's forward, with features instead of samples."""
+    """Return arguments of a model's forward, with samples replaced by features."""
     found = dict(inputs)
     if SAMPLES in found:
         found |= _features(model._oscar_extractor, found.pop(SAMPLES), tower_device(model))
@@ -272,15 +279,15 @@ def _features(
     recordings: Sequence[torch.Tensor],
     device: torch.device | None,
 ) -> dict[str, torch.Tensor]:
-    """Features of each recording as if it were alone, padded to the longest, and their mask.
+    """Compute features of each recording separately, padded to the longest, and their mask.
 
     Args:
-        extractor: makes them.
-        recordings: (n,) float32 samples of each, on the CPU.
-        device: None for the CPU.
+        extractor: feature extractor of the model.
+        recordings: samples of each recording, (n,) float32, on the CPU.
+        device: device of the result; None for the CPU.
 
     Returns:
-        (recordings, channels, frames) float32 and (recordings, frames) int32.
+        Features (recordings, channels, frames) float32 and mask (recordings, frames) int32.
     """
     frames = [len(recording) // extractor.hop_length for recording in recordings]
     shape = len(frames), extractor.feature_size, max(frames)
@@ -294,15 +301,15 @@ def _features(
 
 
 def can_defer(model: Any, extractor: Any, recordings: Iterable[Audio]) -> bool:
-    """Whether a prompt may have samples of these recordings, and the model make the features that
-    this extractor would."""
+    """Whether a prompt may store samples of these recordings, because the model computes the same
+    features as this extractor."""
     alike = extractor is model._oscar_extractor and isinstance(extractor, WhisperFeatureExtractor)
     short = all(len(one.samples) <= _MAX_SAMPLES for one in recordings)
     return alike and hasattr(extractor, _EXTRACT) and short and tower_device(model) is not None
 
 
 class DeferredFeatures:
-    """Stands for a feature extractor: gives samples for features, and the mask of the features."""
+    """Stand-in for a feature extractor that returns samples in place of features."""
 
     def __init__(self, extractor: WhisperFeatureExtractor) -> None:
         self._extractor = extractor
@@ -311,7 +318,8 @@ class DeferredFeatures:
         return getattr(self._extractor, name)
 
     def __call__(self, recordings: Sequence[np.ndarray], **options: Any) -> BatchFeature:
-        """(1, samples) float32 and (1, frames) int32 of one recording."""
+        """Return the samples of one recording, (1, samples) float32, and the mask that its
+        features will have, (1, frames) int32."""
         [samples] = recordings
         mask = np.ones((1, len(samples) // self._extractor.hop_length), np.int32)
         found = {"input_features": samples[None], "attention_mask": mask}
@@ -319,7 +327,7 @@ class DeferredFeatures:
 
 
 def as_samples(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a processor makes of a medium by ``DeferredFeatures``, as arguments of a model."""
+    """Rename the output of a processor that uses ``DeferredFeatures`` to arguments of a model."""
     found = dict(inputs)
     if "input_features" in found:
         del found["feature_attention_mask"]

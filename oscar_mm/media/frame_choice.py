@@ -1,4 +1,4 @@
-"""FrameChoice: the frames of a video file to keep, chosen as in qwen-vl-utils."""
+"""Choose the frames of a video file to keep, as qwen-vl-utils does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAIR = 2
 """Models read the frames of a video in pairs."""
 _USUAL_FEWEST = 4
 _WITHIN = 0.25
-"""Fraction of a frame's duration after which it is shown in spite of rounded timestamps."""
+"""Fraction of a frame's duration after which the frame is on show despite rounded timestamps."""
 
 
 class FrameChoice(NamedTuple):
@@ -23,7 +23,7 @@ class FrameChoice(NamedTuple):
 
     Attributes:
         times: seconds after the start of the video at which each frame begins, ascending.
-        due: seconds at which each frame is shown for certain, as timestamps of files are rounded.
+        due: seconds at which each frame is certainly on show, even with rounded timestamps.
         fps: kept frames per second of the part that is read.
         span: start and end of the part that is read, in seconds after the start of the video; None
             for the whole video.
@@ -49,12 +49,12 @@ def chosen_frames(
         seconds: length of the file, above 0.
         rate: frames per second of the file.
         usual_fps: frames per second to keep unless options set another number.
-        options: at least one of them chooses frames.
+        options: options of which at least one chooses frames.
         limits: ``max_video_frames`` bounds the choice.
         label: name of the video in errors.
 
     Raises:
-        InputError: the part to be read has fewer than two frames.
+        InputError: if the part to be read has fewer than two frames.
     """
     total = max(1, round(seconds * rate))
     first, last = _range(total, rate, options, label)

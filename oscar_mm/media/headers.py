@@ -1,4 +1,4 @@
-"""Opens encoded pictures: their headers are read, within bounds, and no pixel is decoded."""
+"""Open encoded pictures: read their headers within limits, without decoding any pixel."""
 
 import io
 import os
@@ -12,23 +12,23 @@ from typing import Any, BinaryIO
 from PIL import BmpImagePlugin, IcoImagePlugin, Image, JpegImagePlugin
 
 # Formats that may be decoded from untrusted bytes. Pillow's other decoders start programs (EPS) or
-# read further files, and no camera, browser or scanner writes their formats.
+# open other files, and cameras, browsers and scanners do not write their formats.
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 
 _JPEG, _PNG, _ICON = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\0\0\1\0"
 _TIFF = {b"II": "<", b"MM": ">"}
-"""First bytes of a TIFF, and its byte order."""
+"""First bytes of a TIFF, and the byte order that they mean."""
 _TURNING_TEXTS = b"Raw profile type exif", b"XML:com.adobe.xmp"
-"""Keywords of the texts in a PNG that may give the picture's orientation."""
+"""Keywords of the text chunks of a PNG that may contain the picture's orientation."""
 _ARRAYS = {258, 273, 320, 324, 338, 339}
-"""Tags of a TIFF that Pillow reads in full: bits, strips, colours, tiles, extra and kinds of
-samples."""
+"""TIFF tags that Pillow reads in full: BitsPerSample, StripOffsets, ColorMap, TileOffsets,
+ExtraSamples and SampleFormat."""
 _MAX_VALUES = 1 << 18
-"""Values of such a tag: 50 megapixels have 195,000 tiles of 16 x 16."""
+"""Maximum number of values of such a tag: 50 megapixels have 195,000 tiles of 16 x 16."""
 _STRIP_BYTES = 400
-"""Bytes that Pillow takes for each strip or tile, of however many pixels."""
+"""Bytes that Pillow takes for each strip or tile, whatever its number of pixels."""
 _ICON_SIDE = 256
-"""Most pixels along a side of an icon that is no PNG."""
+"""Maximum side, in pixels, of an icon that is not a PNG."""
 
 _one_at_a_time = threading.Lock()
 
@@ -41,9 +41,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def opened_image(source: Path | BinaryIO) -> Image.Image:
-    """A picture whose header alone is read; errors of the parsers are not caught.
+    """Open a picture and read only its header; errors of the parsers are not caught.
 
-    Headers are read one at a time, as reading some takes a hundred megabytes.
+    Headers are parsed one at a time, because parsing some of them takes a hundred megabytes.
     """
     with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
         file.seek(0)
@@ -64,14 +64,14 @@ def opened_image(source: Path | BinaryIO) -> Image.Image:
 
 
 def header_bytes(image: Image.Image) -> int:
-    """Memory that the header of an opened picture takes."""
+    """Return the bytes of memory that the header of an opened picture takes."""
     return _STRIP_BYTES * len(getattr(image, "tile", ()))
 
 
 def _texts(file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Begins and ends of the compressed texts of a PNG that say nothing about its pixels.
+    """Yield start and end of each compressed text chunk of a PNG that is irrelevant to its pixels.
 
-    Pillow unpacks each (a kilobyte may become a mebibyte) and keeps up to 64 MiB of them.
+    Pillow decompresses each (a kilobyte may become a mebibyte) and keeps up to 64 MiB in all.
     """
     at = len(_PNG)
     while len(head := _at(file, at, 40)) >= 8:
@@ -83,7 +83,7 @@ def _texts(file: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _without(file: BinaryIO, parts: list[tuple[int, int]]) -> BinaryIO:
-    """A copy of a file without these parts of it."""
+    """Copy a file, leaving out some (start, end) parts."""
     begins = [0, *(end for _, end in parts)]
     ends = [*(begin for begin, _ in parts), file.seek(0, io.SEEK_END)]
     return io.BytesIO(
@@ -94,8 +94,10 @@ def _without(file: BinaryIO, parts: list[tuple[int, int]]) -> BinaryIO:
 
 
 def _opened_icon(file: BinaryIO) -> Image.Image:
-    """The largest picture of an icon, which may be larger than the icon says; Pillow alone would
-    decode it to open the icon."""
+    """Open the largest picture of an icon without decoding it, as Pillow would do.
+
+    The picture may be larger than the icon's directory says.
+    """
     file.seek(0)
     icon: Any = IcoImagePlugin.IcoFile(file)
     start = icon.entry[0].offset
@@ -108,10 +110,10 @@ def _opened_icon(file: BinaryIO) -> Image.Image:
 
 
 def _check_arrays(file: BinaryIO, order: str, *, large: bool) -> None:
-    """Refuse a TIFF whose first directory has more values of a tag than a picture needs.
+    """Refuse a TIFF whose first directory has a tag with more values than a picture needs.
 
     Raises:
-        ValueError: a tag has too many values.
+        ValueError: if a tag has too many values.
     """
     start, entries, entry = ("Q", "Q", "HHQQ") if large else ("I", "H", "HHII")
     [at] = _unpacked(file, 8 if large else 4, order + start)

@@ -1,4 +1,4 @@
-"""Pictures of any kind as upright RGB images."""
+"""Decode pictures of any kind to upright RGB images."""
 
 import io
 import math
@@ -21,12 +21,12 @@ from oscar_mm.media.source import describe, local_source, none_if_unreadable, re
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 
 Fit = Callable[[int, int], tuple[int, int]]
-"""Function from the width and height of an upright picture to the size that a model uses."""
+"""Function that maps the width and height of an upright picture to the size that a model uses."""
 
 
 @dataclass(frozen=True)
 class Exactly:
-    """A ``Fit`` whose size is always applied, also to small pictures and also upwards."""
+    """A ``Fit`` that always applies, also to small pictures and also to enlarge."""
 
     size: Fit
 
@@ -44,24 +44,25 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns a picture upright, by its EXIF orientation; there are no others."""
+"""Operation that turns a picture upright, by its EXIF orientation; other orientations do not
+exist."""
 _LYING = 5
-"""EXIF orientation from which on a picture is turned by a quarter."""
+"""EXIF orientations from this number on exchange width and height."""
 _STOPPING = {"AVIF": 1 << 20, "JPEG2000": 0}
-"""Formats whose decoders let no other thread of Python run, and pixels up to which that is short. A
-JPEG 2000 of few pixels may take long too: it may have many tiles."""
+"""Formats whose decoders keep the GIL, and the number of pixels up to which that is brief. For
+JPEG 2000 no number is small enough, because a small picture may have many tiles."""
 _PIXEL_BYTES = {"WEBP": 17, "AVIF": 30, "JPEG2000": 40}
-"""Most bytes that formats take for each pixel while they are decoded, processes of their own
-included; measured with pictures of 49 megapixels in all modes."""
+"""Maximum bytes per pixel while a format is decoded, including those of a decoder process; measured
+with pictures of 49 megapixels in all modes."""
 _OTHER_PIXEL_BYTES = 13
 _STRIP_PIXELS = 1 << 18
-"""Pixels of deep greyscale that are scaled at a time, as they take 25 bytes each."""
+"""Pixels of deep greyscale that are scaled at a time; each takes 25 bytes meanwhile."""
 
 _DEFAULTS = MediaLimits()
 
 
 class PictureSize(NamedTuple):
-    """Width and height in pixels; stands for an image where only these count."""
+    """Width and height in pixels; stands in for an image where only the size matters."""
 
     width: int
     height: int
@@ -76,28 +77,30 @@ def load_image(
     fit: Fit | None = None,
     count: MediaCount | None = None,
 ) -> Image.Image:
-    """Read one picture, turned upright, transparent parts on white, in mode RGB.
+    """Read a picture, turn it upright, put transparent parts on white and convert it to RGB.
 
     Args:
         source: a path, encoded ``bytes``, a ``data:`` URI, an http(s) address (only with
             ``allow_remote``), a PIL image, or an array (H, W), (H, W, 1), (H, W, 3) or
-            (H, W, 4) of uint8, uint16, bool or floats in 0..1. Of an animation the first frame
-            is taken. Greyscale deeper than 8 bits is scaled down to it, never clipped.
+            (H, W, 4) of uint8, uint16, bool or floats in 0..1. An animation gives its first
+            frame. Greyscale deeper than 8 bits is scaled to 8 bits, never clipped.
         allow_remote: fetch http(s) addresses; nothing is fetched without it.
         limits: bounds, checked on the header before any pixel is decoded.
         label: name of the picture in error messages; by default the path or address.
-        fit: computes the size that the model uses. A larger picture is scaled down to it at once,
-            a JPEG while it is decoded, so that one of 200 megapixels takes no more memory than
-            others. Pictures of up to ``limits.small_image_pixels`` keep their size, except with
-            ``Exactly``.
-        count: counts the picture's pixels, by its header; large pictures of a count take turns.
+        fit: function that computes the size that the model uses. A larger picture is scaled down
+            to it right away; a JPEG is scaled while it is decoded, so that 200 megapixels take no
+            more memory than other pictures. Pictures of up to ``limits.small_image_pixels`` keep
+            their size, except with ``Exactly``.
+        count: totals of the request, to which the pixels in the header are added; large pictures
+            with the same totals are decoded one at a time.
 
     Returns:
         A new image; ``source`` stays unchanged.
 
     Raises:
-        InputError: there is nothing to read, or no image; the image is damaged, over a limit, or
-            of a wrong type or shape. The message names the picture and what would be right.
+        InputError: if there is nothing to read, or the source is not an image; or if the image is
+            damaged, over a limit, or of a wrong type or shape. The message names the picture and
+            the remedy.
     """
     name = label or describe(source, "image")
     if isinstance(source, np.ndarray):
@@ -141,15 +144,15 @@ def load_image(
 def _drafted(
     image: Image.Image, fit: Fit | None, limits: MediaLimits, label: str
 ) -> tuple[int, int] | None:
-    """Let an opened JPEG be decoded at a half, a quarter or an eighth if ``fit`` uses no more.
+    """Set an opened JPEG to decode at 1/2, 1/4 or 1/8 of its size if ``fit`` needs no more.
 
     Returns:
-        the width and height that are used, upright; None if the image is decoded in full.
+        Width and height that the model uses, upright; None if the image is decoded in full.
 
     Raises:
-        InputError: the JPEG is too large even so.
+        InputError: if the JPEG is too large even for that.
     """
-    # A progressive JPEG has all coefficients in memory at once, at whatever size it is decoded.
+    # A progressive JPEG keeps all coefficients in memory, whatever the size it is decoded at.
     if fit is None or image.format != "JPEG" or "progressive" in image.info:
         return None
     limits.check_photo(*image.size, label)
@@ -163,13 +166,16 @@ def _drafted(
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation of an opened picture, 1 if it is upright. Pillow turns a TIFF itself."""
+    """Return the EXIF orientation of an opened picture, 1 if it is upright.
+
+    A TIFF always counts as upright because Pillow itself applies its orientation.
+    """
     if image.format == "TIFF":
         return 1
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
         return orientation if orientation in _TURNS else 1
-    except Exception:  # the data are not trusted, and say nothing about the pixels
+    except Exception:  # damaged metadata do not mean that the pixels are damaged
         return 1
 
 
@@ -184,17 +190,17 @@ def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> t
 
 
 def eighth(width: int, height: int) -> tuple[int, int]:
-    """A ``Fit`` for checking whether a picture can be read, or for showing it small."""
+    """Return an eighth of a size: a ``Fit`` for previews, or to check that a picture is readable."""
     return max(1, width // 8), max(1, height // 8)
 
 
 class ImageOutline(NamedTuple):
-    """What the header of an encoded image tells.
+    """Properties of an encoded image, computed from its header.
 
     Attributes:
-        size: of the image that ``load_image`` would return.
-        decoding_bytes: memory that decoding takes at most, beside the result.
-        large: whether a request decodes one such image at a time.
+        size: size of the image that ``load_image`` would return.
+        decoding_bytes: maximum memory that decoding takes, in addition to the result.
+        large: whether a request decodes only one such image at a time.
     """
 
     size: PictureSize
@@ -206,13 +212,13 @@ class ImageOutline(NamedTuple):
 def image_outline(
     source: Any, *, limits: MediaLimits, fit: Fit | None = None, count: MediaCount | None = None
 ) -> ImageOutline | None:
-    """Outline of the image that ``load_image`` would return, by its header alone.
+    """Return the outline of the image that ``load_image`` would return, from the header alone.
 
     Args:
-        source, limits, fit, count: as of ``load_image``.
+        source, limits, fit, count: see ``load_image``.
 
     Returns:
-        None where the header does not say, something is wrong, or the source is an address.
+        None if the header does not suffice, if the source is invalid, or if it is an address.
     """
     if isinstance(source, np.ndarray | Image.Image):
         is_array = isinstance(source, np.ndarray)
@@ -227,7 +233,7 @@ def image_outline(
         _count(upright, count, "")
         used = _drafted(image, fit, limits, "")
         limits.check_frame(*image.size, "")
-        # The encoded bytes are there twice where a format is decoded elsewhere.
+        # The encoded bytes are in memory twice if a decoder process gets a copy.
         header = 2 * encoded + header_bytes(image)
         return _outline(image.format, image.size, used or _fitting(*upright, fit, limits), header)
 
@@ -241,7 +247,7 @@ def _outline(
 
 
 def _upright(image: Image.Image) -> PictureSize:
-    # Where a PNG's header has no EXIF data, Pillow would decode the pixels to look for them.
+    # If a PNG has no EXIF data before its pixels, getexif() would decode the pixels to find some.
     lies = (image.format != "PNG" or "exif" in image.info) and _orientation(image) >= _LYING
     return PictureSize(*(image.size[::-1] if lies else image.size))
 
@@ -259,33 +265,33 @@ def _decode(
     used: tuple[int, int] | None = None,
     scale: Callable[[Image.Image, tuple[int, int]], Image.Image] | None = None,
 ) -> Image.Image:
-    """A new image, scaled down to ``used`` if that is given, else by ``fit``.
+    """Return a new image, scaled to ``used`` if that is given, else by ``fit``.
 
     Args:
-        scale: decodes the image in a given size; by default here.
+        scale: function that decodes the image to a given size; by default in this process.
     """
     limits.check_frame(*image.size, label)
     scale = scale or scaled
     try:
         if scale is scaled:
-            image.load()  # A PNG may say after its pixels only how it lies.
+            image.load()  # The orientation of a PNG may follow its pixels.
         orientation = _orientation(image)
         turned = -1 if orientation >= _LYING else 1
         width, height = image.size[::turned]
         across, down = (used or _fitting(width, height, fit, limits))[::turned]
-        # Scaled down before it is turned, and before it is put on white: copies are small then.
+        # Scaling comes before turning and before the white background, so that copies are small.
         picture = scale(image, (across, down))
-        picture.info = {}  # It would be turned again where it is read again.
+        picture.info = {}  # An orientation in it would be applied again by the next reader.
         turn = _TURNS.get(orientation)
         return picture if turn is None else picture.transpose(turn)
     except Cancelled:
         raise
-    except Exception as error:  # decoders raise what they like on damaged data
+    except Exception as error:  # decoders raise any exception on damaged data
         raise InputError(f"{label}: the image is damaged or cannot be decoded ({error})") from error
 
 
 def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """A new image of a size in mode RGB, transparent parts on white, as it lies."""
+    """Return a new RGB image of a given size, transparent parts on white, orientation unchanged."""
     picture = _continuous(image)
     if size != picture.size:
         picture = picture.resize(size, Image.Resampling.BICUBIC)
@@ -298,7 +304,7 @@ def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _continuous(image: Image.Image) -> Image.Image:
-    """An image in a mode that can be resized, of as few bytes a pixel as can be: L, RGB or RGBA."""
+    """Convert an image to the smallest mode that can be resized: L, RGB or RGBA."""
     if image.mode.startswith("I") or image.mode == "F":
         return _from_deep_gray(image)
     if image.has_transparency_data:
@@ -309,10 +315,11 @@ def _continuous(image: Image.Image) -> Image.Image:
 
 
 def _from_deep_gray(image: Image.Image) -> Image.Image:
-    """Greyscale in PIL's modes I;16, I or F in mode L, over the range of its values.
+    """Convert greyscale in PIL's modes I;16, I or F to mode L, scaled from the range of its values.
 
-    I;16 has a fixed range. I and F have none: the smallest usual one that contains all values
-    applies (floats: 0..1, 0..255; integers: 0..255, 0..65535), else the picture's own.
+    I;16 has a fixed range. For I and F the range is the smallest common one that contains all
+    values (floats: 0..1 or 0..255; integers: 0..255 or 0..65535), else the picture's own minimum
+    and maximum.
     """
     low, high = 0.0, 65535.0
     if not image.mode.startswith("I;16"):
@@ -329,7 +336,7 @@ def _from_deep_gray(image: Image.Image) -> Image.Image:
 
 
 def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
-    """First rows and values of parts of an image that follow each other."""
+    """Yield horizontal strips of an image from top to bottom: number of the first row, values."""
     rows = max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         box = (0, top, image.width, min(top + rows, image.height))
@@ -337,7 +344,7 @@ def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _scale(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Values (H, ...) as uint8 over their range."""
+    """Scale values (H, ...) from low..high to uint8."""
     scaled = np.empty(values.shape, np.uint8)
     rows = max(1, _STRIP_PIXELS // max(1, values[:1].size))
     for top in range(0, len(values), rows):

@@ -1,4 +1,4 @@
-"""Kinds of media files: images, videos and audio, told by what is in a file."""
+"""Detect the kind of a media file (images, videos or audio) by its content."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SUFFIXES = {
     ),
 }
 KIND = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
-"""Kind of medium that a suffix promises; a container such as MP4 may hold sound alone."""
+"""Kind of medium that a suffix suggests; a container such as MP4 may contain only sound."""
 _OF_TYPE = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def kind_of(source: str | Path) -> str | None:
-    """A key of SUFFIXES: the kind of a file by what is in it, of a data URI by its type.
+    """Detect the kind of a file by its content, of a data URI by its media type.
 
-    A file that cannot be read, and an address, have the kind that their suffix promises.
+    For a file that cannot be read, and for an address, the suffix decides.
 
     Returns:
-        None where neither tells.
+        A key of SUFFIXES; None if the kind is unknown.
     """
     if isinstance(source, str) and source[:5].lower() == "data:":
         return _OF_TYPE.get(source[5:64].partition("/")[0].lower())
@@ -45,12 +45,12 @@ def _kind_of_file(source: str | Path) -> str | None:
     try:
         path = existing_file(source, "")
         return "images" if _is_image(path) else _kind_of_container(path)
-    except Exception:  # any error of any parser: who reads the file reports it
+    except Exception:  # any parser may raise anything; reading the file reports the error
         return None
 
 
 def _is_image(path: Path) -> bool:
-    from oscar_mm.media.image import image_outline  # slow to import, as what follows
+    from oscar_mm.media.image import image_outline  # slow to import, as are the imports below
     from oscar_mm.media.limits import MediaLimits
 
     return image_outline(path, limits=MediaLimits()) is not None

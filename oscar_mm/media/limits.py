@@ -1,4 +1,4 @@
-"""Limits: how large media may be before they are refused."""
+"""Limits on the size of media, and totals of a request."""
 
 import math
 import threading
@@ -8,46 +8,46 @@ from dataclasses import dataclass, fields
 
 from oscar_mm.errors import Cancelled, InputError
 
-# Least side of a video frame in pixels. Below five, transformers cannot tell a side from the colour
-# channels of an array.
+# Minimum side of a video frame in pixels. Below five, transformers may mistake a side for the
+# colour channels of an array.
 MIN_VIDEO_SIDE = 8
 
 LARGE_PIXELS = 1 << 24
-"""Pixels beyond which a request decodes one picture at a time."""
+"""A request decodes pictures with more pixels than this one at a time."""
 LARGE_BYTES = 1 << 24
-"""Encoded bytes beyond which it reads one file at a time."""
+"""A request reads files with more encoded bytes than this one at a time."""
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Bounds on untrusted media, checked on their headers before anything is decoded.
+    """Limits on untrusted media, checked on their headers before anything is decoded.
 
     Attributes:
-        max_image_pixels: width x height of an image, or of a video frame, as it is decoded.
+        max_image_pixels: width x height of an image or a video frame at the size it is decoded.
         max_photo_pixels: width x height of a JPEG that is scaled down while it is decoded, for a
             model that uses fewer pixels.
-        small_image_pixels: width x height up to which an image keeps its size, for the model's own
-            processor to scale it down. Larger ones are scaled down as they are decoded, and so are
-            all of a request that takes more than ``max_decoding_bytes``.
+        small_image_pixels: width x height up to which an image keeps its size, so that the model's
+            own processor scales it down. Larger images are scaled down as they are decoded, and so
+            are all images of a request that takes more than ``max_decoding_bytes``.
         max_request_pixels: pixels of a request, summed over its images and the kept frames of its
             videos.
         max_request_media: number of images, videos and recordings in a request.
         max_image_side_ratio: long side / short side. Qwen's processors refuse more than 200.
         max_file_bytes: encoded bytes that are read into memory: image files, ``bytes``, data
-            URIs, answers of servers. Video and sound files are read as a stream and do not count.
+            URIs, downloads. Video and sound files on disk are streamed and do not count.
         max_video_seconds: length of a video.
         max_video_frames: frames kept of a video, at least 2. A file with more is sampled at a
             lower rate, a list with more is refused.
-        max_video_pixels: pixels kept of a whole video file (3 bytes each). Frames of a file
-            with more are scaled down as they are decoded.
-        max_audio_seconds: length of a recording; decoded, a second takes 64 KB.
-        max_decoding_bytes: memory that decoding takes in this process, for all requests together,
-            which wait in turn; a request that takes more by itself waits until it is alone. Also
-            bounds the bytes that a request fetches from addresses.
-        remote_timeout_s: seconds for one download, both for a pause and in all.
+        max_video_pixels: pixels kept of a whole video file (3 bytes each). If a file has more, its
+            frames are scaled down as they are decoded.
+        max_audio_seconds: length of a recording; a decoded second takes 64 KB.
+        max_decoding_bytes: memory that decoding takes in this process, for all requests together;
+            further requests queue for it, and a request that needs more than this by itself runs
+            alone. Also limits the bytes that a request downloads.
+        remote_timeout_s: seconds that a download, and each pause in it, may last.
 
     Raises:
-        InputError: a limit is not a positive, finite number of the right type.
+        InputError: if a limit is not a positive, finite number of the right type.
     """
 
     max_image_pixels: int = 50_000_000
@@ -79,10 +79,10 @@ class MediaLimits:
             raise InputError("MediaLimits.max_video_frames: a video needs at least 2 frames")
 
     def check_frame(self, width: int, height: int, label: str) -> None:
-        """Refuse a picture of ``width`` x ``height`` pixels that is empty, too big or too long.
+        """Refuse a picture of ``width`` x ``height`` pixels that is empty, too large or too narrow.
 
         Raises:
-            InputError: names ``label``, the size, the limit and what to do.
+            InputError: if it is refused; the message names ``label``, size, limit and remedy.
         """
         self._check_pixels("max_image_pixels", width, height, label)
         if max(width, height) > self.max_image_side_ratio * min(width, height):
@@ -92,18 +92,18 @@ class MediaLimits:
             )
 
     def check_photo(self, width: int, height: int, label: str) -> None:
-        """Refuse a JPEG that is too big even to be scaled down while it is decoded, or empty.
+        """Refuse a JPEG that is empty, or too large even to be scaled down while it is decoded.
 
         Raises:
-            InputError: names ``label``, the size, the limit and what to do.
+            InputError: if it is refused; the message names ``label``, size, limit and remedy.
         """
         self._check_pixels("max_photo_pixels", width, height, label)
 
     def check_count(self, count: int) -> None:
-        """Refuse ``count`` media in one request if they are too many.
+        """Refuse a request of ``count`` media if that is too many.
 
         Raises:
-            InputError: names the count and the limit.
+            InputError: if it is refused; the message names count and limit.
         """
         if count > self.max_request_media:
             raise InputError(
@@ -121,10 +121,10 @@ class MediaLimits:
             )
 
     def check_bytes(self, count: int, label: str) -> None:
-        """Refuse ``count`` encoded bytes if they are too many.
+        """Refuse a source of ``count`` encoded bytes if that is too many.
 
         Raises:
-            InputError: names ``label``, the count and the limit.
+            InputError: if it is refused; the message names ``label``, count and limit.
         """
         if count > self.max_file_bytes:
             raise InputError(
@@ -133,10 +133,10 @@ class MediaLimits:
             )
 
     def check_video(self, width: int, height: int, seconds: float, label: str) -> None:
-        """Refuse a video by the size of its frames (pixels) or its length in seconds.
+        """Refuse a video whose frames have an unusable size or that is too long.
 
         Raises:
-            InputError: names ``label``, the value, the limit and what to do.
+            InputError: if it is refused; the message names ``label``, value, limit and remedy.
         """
         self.check_frame(width, height, label)
         if min(width, height) < MIN_VIDEO_SIDE:
@@ -147,10 +147,10 @@ class MediaLimits:
         self.check_seconds(seconds, label)
 
     def check_seconds(self, seconds: float, label: str) -> None:
-        """Refuse a video of ``seconds`` if it is too long.
+        """Refuse a video that is too long.
 
         Raises:
-            InputError: names ``label``, the length and the limit.
+            InputError: if it is refused; the message names ``label``, length and limit.
         """
         if seconds > self.max_video_seconds:
             raise InputError(
@@ -159,10 +159,10 @@ class MediaLimits:
             )
 
     def check_audio(self, seconds: float, label: str) -> None:
-        """Refuse a recording of ``seconds`` if it is too long.
+        """Refuse a recording that is too long.
 
         Raises:
-            InputError: names ``label``, the length and the limit.
+            InputError: if it is refused; the message names ``label``, length and limit.
         """
         if seconds > self.max_audio_seconds:
             raise InputError(
@@ -172,13 +172,14 @@ class MediaLimits:
 
 
 class MediaCount:
-    """Counts what the media of one request hold, from several threads: pixels before they are
-    decoded, seconds of sound as they are. Large pictures take turns.
+    """Thread-safe totals of a request's media: pixels before decoding, seconds of sound during it.
+
+    Also the lock by which large media of the request are decoded one at a time.
 
     Args:
-        limits: bound the count by ``max_request_pixels``.
-        max_seconds: of sound.
-        cancelled: whether nobody wants the media any more.
+        limits: limits, of which ``max_request_pixels`` applies to the total.
+        max_seconds: maximum seconds of sound.
+        cancelled: function that returns whether the request was cancelled.
     """
 
     def __init__(
@@ -192,21 +193,22 @@ class MediaCount:
         self._guard, self._large = threading.Lock(), threading.RLock()
 
     def turn(self, *, large: bool) -> AbstractContextManager[object]:
-        """Inside, no other thread has a large medium of this request in hand; small ones do not
-        wait. May be entered again inside.
+        """Keep other threads from decoding a large medium of this request within the block.
+
+        Small media do not wait. The lock is reentrant.
 
         Raises:
-            Cancelled: nobody wants it.
+            Cancelled: if the request was cancelled.
         """
         self.check_wanted()
         return self._large if large else nullcontext()
 
     def add_sound(self, seconds: float, label: str) -> None:
-        """Count so much more sound.
+        """Add seconds of sound to the total.
 
         Raises:
-            InputError: the sum is too large; names ``label`` and what there is room for.
-            Cancelled: nobody wants it.
+            InputError: if the total is too large; the message names ``label`` and the maximum.
+            Cancelled: if the request was cancelled.
         """
         self.check_wanted()
         with self._guard:
@@ -218,15 +220,15 @@ class MediaCount:
                 )
 
     def check_wanted(self) -> None:
-        """Raise Cancelled if nobody wants the media any more."""
+        """Raise Cancelled if the request was cancelled."""
         if self._cancelled():
             raise Cancelled("the media were cancelled before they were read")
 
     def add(self, pixels: int, label: str) -> None:
-        """Count the pixels of one more medium.
+        """Add the pixels of a medium to the total.
 
         Raises:
-            InputError: the sum is too large; names ``label``, the sum and the limit.
+            InputError: if the total is too large; the message names ``label``, total and limit.
         """
         with self._guard:
             self.pixels += pixels
@@ -236,7 +238,7 @@ class MediaCount:
         """Refuse the request if it has too many pixels so far.
 
         Raises:
-            InputError: names ``label``, the sum and the limit.
+            InputError: if it is refused; the message names ``label``, total and limit.
         """
         if self.pixels > self.limits.max_request_pixels:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Media: the images, videos and recordings of one turn, by name; MediaReader decodes them."""
+"""Media: decoded images, videos and recordings of a turn; MediaReader decodes them."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from oscar_mm.threads import parallel_map, thread_count
 
 _KINDS = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 _BLOCK_BYTES = 1 << 24
-"""Bytes of a recording or of frames that a thread works on: four minutes of sound."""
+"""Bytes of a recording or of frames that one thread hashes: four minutes of sound."""
 
 _IMAGE_BYTES = 8
-"""Bytes that a picture and its processor take for each pixel, until a prompt is made of it."""
+"""Bytes per pixel of a picture, including its processor's, until its prompt is complete."""
 _FRAME_BYTES = 9
-"""The same for each pixel of a video's kept frames."""
+"""Bytes per pixel of a video's kept frames, including their processor's."""
 _DECODER_BYTES = 48
-"""Bytes that a decoder of video takes for each pixel of a frame: it has some 20 frames."""
+"""Bytes per pixel of a frame that a video decoder takes: it buffers some 20 frames."""
 _SECOND_BYTES = 300_000
-"""Bytes that a second of sound takes, and its features."""
+"""Bytes per second of sound, including its features."""
 _SOUND_BYTES = 1 << 25
-"""Bytes that a recording takes, however short."""
+"""Bytes that every recording takes, however short it is."""
 
 
 def media_digest(medium: Image.Image | Video | Audio, *, sized: bool = False) -> str:
-    """Digest of an image's pixels, a video's frames, times and sound, or a recording's samples.
+    """Hash an image's pixels, a video's frames, times and sound, or a recording's samples.
 
     The digest covers sizes, modes and rates too, so that media of different shapes never hash the
-    same bytes. Of a recording or a video of several blocks of 16 MiB, it is a digest of digests,
-    which several threads work out.
+    same bytes. For a recording or a video of several blocks of 16 MiB, it is a digest of the
+    blocks' digests, which several threads compute.
 
     Args:
-        medium: decoded.
-        sized: whether the model reads it at its present size, without resizing.
+        medium: decoded medium.
+        sized: whether the model reads the medium at its present size, without resizing.
 
     Returns:
         64 hexadecimal digits.
@@ -89,13 +89,13 @@ def _blocks(array: np.ndarray) -> list[memoryview]:
 
 @dataclass(frozen=True, eq=False)
 class Medium:
-    """One decoded medium.
+    """A decoded medium.
 
     Attributes:
         modality: IMAGE, VIDEO or AUDIO.
         content: a PIL image in mode RGB, a ``Video`` or an ``Audio``.
-        label: its name for people: a file's name, or its place such as images[2].
-        sized: whether options set the size of its pictures, which the processor then keeps.
+        label: name to display: the file's name, or the place in the arguments such as images[2].
+        sized: whether options set the size of the pictures, which the processor then keeps.
     """
 
     modality: Modality
@@ -105,7 +105,7 @@ class Medium:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether several threads work out the digest."""
+        """Whether several threads compute the digest."""
         if isinstance(self.content, Image.Image):
             return False
         array = self.content.samples if isinstance(self.content, Audio) else self.content.frames
@@ -113,8 +113,8 @@ class Medium:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content, see ``media_digest``; worked out once."""
-        # A cached_property of Python 3.11 lets one thread at a time work out any.
+        """SHA-256 of the content, see ``media_digest``; computed once."""
+        # cached_property of Python 3.11 has one lock for all instances.
         known = vars(self)
         if "digest" not in known:
             known["digest"] = media_digest(self.content, sized=self.sized)
@@ -123,10 +123,14 @@ class Medium:
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """Decoded images, videos (with ``sound``, if it is to be heard) and recordings of a turn.
+    """Decoded images, videos (with ``sound``, if the model is to hear it) and recordings of a turn.
 
     Attributes:
-        labels: names of the images, then the videos, then the recordings; by default their places.
+        images: PIL images in mode RGB.
+        videos: videos.
+        audio: recordings.
+        labels: names of the images, then of the videos, then of the recordings; by default their
+            places in the arguments, such as images[2].
         sized: for each medium in the same order, whether options set the size of its pictures; by
             default False.
     """
@@ -157,11 +161,11 @@ class Media:
         ]
 
     def __iter__(self) -> Iterator[Medium]:
-        """Images, then videos, then recordings."""
+        """Iterate over images, then videos, then recordings."""
         return iter(self._listed)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of media."""
         return len(self._listed)
 
     @property
@@ -170,7 +174,7 @@ class Media:
         return [MediaPart(one.modality, one.content, one.label) for one in self]
 
     def __add__(self, later: Media) -> Media:
-        """Media of this turn, then media of a later one, kind by kind."""
+        """Return the media of this turn followed by those of a later turn, kind by kind."""
         both = {
             name: [*getattr(self, name), *getattr(later, name)]
             for name in ("images", "videos", "audio")
@@ -182,12 +186,12 @@ class Media:
 
 @dataclass(frozen=True, eq=False)
 class Outline(Media):
-    """Media of which only sizes are known.
+    """Media before decoding, of which only the sizes are known.
 
     Attributes:
-        decoding_bytes: memory that all media of the request take while they are decoded and a
-            prompt is made of them, those too whose sizes are not known.
-        limits: bounds within which they are to be decoded.
+        decoding_bytes: memory that all media of the request, also those of unknown size, take from
+            decoding until the prompt is complete.
+        limits: limits to decode the media with.
     """
 
     decoding_bytes: int = 0
@@ -199,15 +203,15 @@ class MediaReader:
     """Decodes the images, videos and recordings of requests.
 
     Attributes:
-        limits: bounds on media.
-        allow_remote: let media be http(s) addresses.
+        limits: limits on media.
+        allow_remote: whether media may be http(s) addresses.
         video_fps: frames per second that are sampled from videos.
-        fit: how large an image is worth keeping, see ``oscar_mm.media.load_image``.
+        fit: function that computes the size of an image that the model uses, see ``load_image``.
         sizes: the model's rule for media options; None supports no options.
-        max_seconds: of sound that a request may have.
+        max_seconds: maximum seconds of sound in a request.
 
     Raises:
-        InputError: ``limits`` or ``video_fps`` that cannot be used.
+        InputError: if ``limits`` or ``video_fps`` cannot be used.
     """
 
     limits: MediaLimits
@@ -233,14 +237,14 @@ class MediaReader:
         fits: Callable[[Media], None] | None = None,
         cancelled: Callable[[], bool] = bool,
     ) -> Media:
-        """Decode media as ``reading`` does; their memory is the caller's own as soon as they are.
+        """Decode media as ``reading`` does, without counting their memory after decoding.
 
         Args:
-            parts, fits, cancelled: as of ``reading``.
+            parts, fits, cancelled: see ``reading``.
 
         Raises:
-            InputError: as of ``reading``.
-            Cancelled: as of ``reading``.
+            InputError: see ``reading``.
+            Cancelled: see ``reading``.
         """
         with self.reading(parts, fits=fits, cancelled=cancelled) as media:
             return media
@@ -253,24 +257,27 @@ class MediaReader:
         fits: Callable[[Media], None] | None = None,
         cancelled: Callable[[], bool] = bool,
     ) -> Iterator[Media]:
-        """Decode media, images and recordings in several threads.
+        """Decode the media of a request, and count their decoding memory until the block ends.
 
-        All requests of this process together take at most ``limits.max_decoding_bytes`` until the
-        block ends; a request waits before it decodes until others have left enough.
-
-        Each is no larger than needed: beside what is kept, a picture of up to 16 megapixels for
-        each thread is in memory, and one that is larger.
+        All requests of this process together take at most ``limits.max_decoding_bytes`` within
+        their blocks; a request waits for memory before it decodes. Images and recordings are
+        decoded in several threads. In addition to the results, at most one picture of up to 16
+        megapixels per thread and one larger picture are in memory.
 
         Args:
-            parts: the media of a request.
-            fits: refuses media by their sizes, if there are any: is given those whose headers tell
-                them before anything is decoded, and all where some do not.
-            cancelled: whether nobody wants them any more.
+            parts: media of the request.
+            fits: function that raises if media of these sizes do not fit. It is called before
+                decoding with the media whose headers give their sizes, and after decoding with all
+                media if some headers did not.
+            cancelled: function that returns whether the request was cancelled.
+
+        Yields:
+            The decoded media.
 
         Raises:
-            InputError: a medium that cannot be read, by name, the first of those; or all of them
-                are too much.
-            Cancelled: nobody wanted them.
+            InputError: if a medium cannot be read (the message names the first such medium), or if
+                the media together are too much.
+            Cancelled: if the request was cancelled.
         """
         count = MediaCount(self.limits, self.max_seconds, cancelled)
         self.limits.check_count(len(parts))
@@ -290,7 +297,7 @@ class MediaReader:
         """Refuse options that the model does not support, and values beyond the limits.
 
         Raises:
-            InputError: an option is refused; the message names the medium and the option.
+            InputError: if an option is refused; the message names the medium and the option.
         """
         known = self._options
         for part in parts:
@@ -307,7 +314,7 @@ class MediaReader:
                 raise InputError(f"{part.described}: {error}") from None
 
     def _fit(self, part: MediaPart) -> Fit | None:
-        """Return the rule for the size at which a part's image is kept."""
+        """Return the function that computes the size of a part's image."""
         sizes = self.sizes
         if sizes is None or not self._is_sized(part):
             return self.fit
@@ -343,7 +350,7 @@ class MediaReader:
         images, videos, audio = (_of_kind(parts, kind) for kind in _KINDS)
         return Media(
             images=[*_reading(images)(picture, images)],
-            # FFmpeg uses several threads for each.
+            # One after the other: FFmpeg uses several threads for each video.
             videos=[*map(clip, videos)],
             audio=[*_reading(audio)(recording, audio)],
             labels=[part.label for part in (*images, *videos, *audio)],
@@ -356,15 +363,15 @@ class MediaReader:
         return how | {"options": part.options, "sizes": self.sizes}
 
     def outline(self, parts: Sequence[MediaPart]) -> Outline:
-        """Media of which only sizes are known, by their headers; nothing is decoded.
+        """Read the sizes of media from their headers, without decoding anything.
 
-        Media whose headers do not tell their size are left out.
+        Media whose headers do not give their size are left out.
 
         Args:
-            parts: as of ``reading``.
+            parts: media of the request.
 
         Raises:
-            InputError: there are too many, or the images have too many pixels.
+            InputError: if there are too many, or the images have too many pixels.
         """
         self.limits.check_count(len(parts))
         count = MediaCount(self.limits)
@@ -408,7 +415,7 @@ class MediaReader:
         return [image_outline(part.source, fit=self._fit(part), **how) for part in parts]
 
     def _clip_bytes(self, part: MediaPart, outline: Video | None) -> int:
-        """Memory that a video takes; as much as the limits allow where its header does not say."""
+        """Return the bytes that a video takes; without an outline, the maximum within the limits."""
         most = self.limits.max_video_pixels
         kept = most if outline is None else math.prod(outline.frames.shape[:3])
         taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(part.source) or 0)
@@ -421,9 +428,10 @@ class MediaReader:
         return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, most))
 
     def _fetched(self, parts: Sequence[MediaPart]) -> list[MediaPart]:
-        """Parts with the bytes at their addresses in their place.
+        """Download the parts that are addresses, and replace each address by its bytes.
 
-        They are fetched one by one: no thread that others need may wait for an address.
+        Downloads run one after the other in the calling thread: a thread of the shared pool must
+        not wait for a remote server.
         """
         fetched, left = list[MediaPart](), self.limits.max_decoding_bytes
         for part in parts:
@@ -443,7 +451,7 @@ def _of_kind(parts: Sequence[MediaPart], kind: Modality) -> list[MediaPart]:
 
 
 def _picture_bytes(outlines: Sequence[ImageOutline | None]) -> int:
-    """Memory that pictures take: those that are decoded at a time, and all results."""
+    """Return the bytes that pictures take: those decoded at the same time, and all results."""
     images = [image for image in outlines if image is not None]
     results = sum(image.size.width * image.size.height for image in images)
     small = sorted(image.decoding_bytes for image in images if not image.large)
@@ -452,15 +460,17 @@ def _picture_bytes(outlines: Sequence[ImageOutline | None]) -> int:
 
 
 def _reading(parts: Sequence[MediaPart]) -> Callable[..., Iterable[Any]]:
-    """How to read parts: in threads, but one by one where some are decoded already: a PIL image
-    may wait to be loaded and may be there twice, and copies of large arrays would be in memory
-    together."""
+    """Return a parallel or a sequential map to read parts with.
+
+    Parts that include PIL images or arrays are read one after the other: a PIL image may not be
+    loaded yet and may occur twice, and copies of several large arrays would be in memory at once.
+    """
     alone = any(isinstance(part.source, Image.Image | np.ndarray) for part in parts)
     return map if alone else parallel_map
 
 
 def _file_bytes(source: Any) -> int:
-    """Size of a file; 0 for another source, or one that cannot be read."""
+    """Return the size of a file; 0 for any other source, and for a file that cannot be read."""
     try:
         is_path = isinstance(source, str | Path) and not is_address(source)
         return Path(source).stat().st_size if is_path else 0

@@ -1,4 +1,4 @@
-"""DecodingMemory: bytes that decoding takes in this process, for which requests wait in turn."""
+"""DecodingMemory: memory for decoding in this process, for which requests queue."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 _POLL_S = 0.1
-"""Seconds after which a request that waits looks whether it is still wanted."""
+"""Seconds between two checks of a waiting request for cancellation."""
 _TRIM_BYTES = 1 << 26
-"""Bytes of all requests since the last time from which on freed memory goes back to the system."""
+"""Freed memory is returned to the system after requests have used this many bytes in total."""
 _TRIM_S = 1.0
-"""Seconds after the last request until it does."""
+"""Seconds from the end of the last request until memory is returned."""
 
 
 class DecodingMemory:
-    """Counts the bytes that requests take for their media, and lets them wait for each other.
+    """Limit on the memory that all requests together take for decoding, first come, first served.
 
-    The first to ask is the first to have its bytes. A request takes all of its bytes at once, so
-    that none waits for more while others wait for what it has.
+    A request takes all of its bytes at once, so that no request waits for more memory while others
+    wait for what it already has.
 
     Attributes:
-        used: bytes that requests have now.
+        used: bytes that requests have taken at present.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,14 @@ class DecodingMemory:
 
     @contextmanager
     def taken(self, count: int, most: int, check_wanted: Callable[[], None]) -> Iterator[None]:
-        """Inside, the request has so many bytes. It waits until all have at most ``most`` together;
-        one that alone takes more waits until no other has any.
+        """Reserve ``count`` bytes within the block, after waiting until they are available.
+
+        A request that needs more than ``most`` by itself waits until no other has any bytes.
 
         Args:
-            count: bytes; with 0 it does not wait.
-            most: bytes of all requests.
-            check_wanted: raises where nobody wants the request any more, which leaves its place.
+            count: bytes of the request; with 0 it does not wait.
+            most: maximum bytes of all requests together.
+            check_wanted: function that raises if the request was cancelled, which ends the wait.
         """
         if not count:
             yield
@@ -72,20 +73,20 @@ class DecodingMemory:
             self._changed.notify_all()
             if not self.used and self._since_trim >= _TRIM_BYTES:
                 self._since_trim = 0
-                # By then the caller has let go of its media.
+                # A second later the caller has released its media.
                 trim = threading.Timer(_TRIM_S, _trim)
                 trim.daemon = True
                 trim.start()
 
 
 def _trim() -> None:
-    """Give memory that was freed back to the system: glibc keeps it for each thread."""
-    with suppress(OSError, AttributeError):  # Another C library has no such function.
+    """Return freed memory, which glibc keeps in an arena per thread, to the system."""
+    with suppress(OSError, AttributeError):  # Only glibc has malloc_trim.
         ctypes.CDLL(None).malloc_trim(0)
 
 
 decoding_memory = DecodingMemory()
-"""That of this process."""
+"""The instance that all requests of this process share."""
 
 
 def _begin_anew() -> None:
@@ -93,4 +94,4 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)  # Requests of other threads are not there.
+    os.register_at_fork(after_in_child=_begin_anew)  # A child has none of the parent's requests.

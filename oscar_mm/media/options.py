@@ -1,7 +1,7 @@
-"""MediaOptions: sizes, frames and rates with which an image, a video or a recording is read.
+"""MediaOptions: sizes, frames and rates for reading an image, a video or a recording.
 
-Names and meanings are those of qwen-vl-utils, of OpenAI's API (``detail``) and of Hugging Face's
-processors (``num_frames``, ``sampling_rate``).
+Names and meanings follow qwen-vl-utils, OpenAI's API (``detail``) and Hugging Face's processors
+(``num_frames``, ``sampling_rate``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from oscar_mm.modality import Modality
 
 _DETAILS = "auto", "low", "high"
 LOW_PIXELS = 512 * 512
-"""Most pixels of an image with ``detail="low"``, as in OpenAI's API."""
+"""Maximum number of pixels of an image with ``detail="low"``, as in OpenAI's API."""
 _SIZES = "min_pixels", "max_pixels", "resized_width", "resized_height"
 _FRAMES = "fps", "num_frames", "min_frames", "max_frames", "video_start", "video_end"
 OF_MODALITY = {
@@ -28,13 +28,13 @@ OF_MODALITY = {
 """Names of the options for each modality."""
 _NUMBERS = "fps", "video_start", "video_end"
 _MOST = 1 << 63
-"""Numbers are below; beyond, whole numbers may be too large to become floats."""
+"""Numbers must be below this; a larger whole number might not convert to a float."""
 ALIASES = {"nframes": "num_frames"}
-"""Other names of options in parts of messages."""
+"""Alternative names of options in message parts."""
 
 
 class MediaOptionFields(TypedDict, total=False):
-    """Keyword arguments of a request: ``MediaOptions`` for all of its media."""
+    """Keyword arguments of a request: fields of ``MediaOptions`` that apply to all of its media."""
 
     min_pixels: int | None
     max_pixels: int | None
@@ -53,23 +53,24 @@ class MediaOptionFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Options of one medium; None keeps the default of the pipeline or the checkpoint.
+    """Options of a medium; None keeps the default of the pipeline or the checkpoint.
 
     Attributes:
-        min_pixels, max_pixels: least and most pixels (width x height) to which an image, or each
-            frame of a video, is resized.
-        total_pixels: most pixels of all frames of a video together.
+        min_pixels, max_pixels: minimum and maximum pixels (width x height) to which an image, or
+            each frame of a video, is resized.
+        total_pixels: maximum pixels of all frames of a video together.
         resized_width, resized_height: size in pixels to which an image or each frame is resized,
             rounded to whole patches.
-        detail: for images: "low" means at most 512 x 512 pixels; "high" and "auto" change nothing.
+        detail: detail of an image: "low" means at most 512 x 512 pixels; "high" and "auto" have no
+            effect.
         fps: for a video file, frames per second to keep; for a list of frames, their rate.
         num_frames: number of frames of a video file to keep, evenly spaced.
-        min_frames, max_frames: least and most frames that ``fps`` keeps.
+        min_frames, max_frames: minimum and maximum number of frames that ``fps`` keeps.
         video_start, video_end: part of a video file to read, in seconds.
         sampling_rate: samples per second (Hz) of a recording that is passed as a bare array.
 
     Raises:
-        InputError: a value that is not allowed, or two that contradict each other.
+        InputError: if a value is not allowed, or two values contradict each other.
     """
 
     min_pixels: int | None = None
@@ -118,30 +119,30 @@ class MediaOptions:
 
     @property
     def scales_image(self) -> bool:
-        """Whether they choose the size of an image."""
+        """Whether the options set the size of an image."""
         return self.detail == "low" or any(getattr(self, name) is not None for name in _SIZES)
 
     @property
     def scales_frames(self) -> bool:
-        """Whether they choose the size of a video's frames."""
+        """Whether the options set the size of a video's frames."""
         names = (*_SIZES, "total_pixels")
         return any(getattr(self, name) is not None for name in names)
 
     @property
     def chooses_frames(self) -> bool:
-        """Whether they choose the frames of a video file."""
+        """Whether the options choose the frames of a video file."""
         return any(getattr(self, name) is not None for name in _FRAMES)
 
     @property
     def of_files(self) -> list[str]:
-        """Names of the given options that only a video file supports, and not a list of frames."""
+        """Names of the given options that apply to a video file but not to a list of frames."""
         return [name for name in _FRAMES if name != "fps" and getattr(self, name) is not None]
 
     def over(self, usual: MediaOptions) -> MediaOptions:
-        """Return these options, completed by those of the request.
+        """Return these options, with those of the request for what is not set here.
 
         Raises:
-            InputError: the two contradict each other.
+            InputError: if options contradict each other.
         """
         kept = usual.given
         if self.fps is not None or self.num_frames is not None:
@@ -157,7 +158,7 @@ class MediaOptions:
         """Refuse values beyond the limits.
 
         Raises:
-            InputError: a value is too large; the message names option, limit and remedy.
+            InputError: if a value is too large; the message names option, limit and remedy.
         """
         if (sides := self.resized) and max(sides) > limits.max_image_side_ratio * min(sides):
             raise InputError(

@@ -1,4 +1,4 @@
-"""MediaPart: an image, a video or a recording as a user gave it, before it is decoded."""
+"""MediaPart: an image, a video or a recording as passed by the user, before decoding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from oscar_mm.modality import Modality
 
 @dataclass(frozen=True, eq=False)
 class MediaPart:
-    """An image, a video or a recording of a request, and where in the request it stands.
+    """An undecoded image, video or recording, and its place in the request.
 
     Attributes:
         modality: IMAGE, VIDEO or AUDIO.
-        source: what ``load_image``, ``load_video`` or ``load_audio`` takes.
-        place: the argument that gave it, such as images[2]; names it in errors.
-        sound: of a video: read its sound too.
-        options: sizes, frames and rates with which it is read.
+        source: source for ``load_image``, ``load_video`` or ``load_audio``.
+        place: argument that the medium was passed in, such as images[2], for error messages.
+        sound: whether to read the sound of a video too.
+        options: sizes, frames and rates to read the medium with.
     """
 
     modality: Modality
@@ -34,19 +34,19 @@ class MediaPart:
 
     @property
     def described(self) -> str:
-        """Its name in errors: the path or address, otherwise its place."""
+        """Name in error messages: the path or address, otherwise the place."""
         return describe(self.source, self.place)
 
     @property
     def samples(self) -> Any:
-        """The source of a recording; a bare array comes with the rate from ``options``, in Hz."""
+        """Source of a recording; a bare array is paired with the rate (Hz) from ``options``."""
         rate = self.options.sampling_rate
         is_bare = isinstance(self.source, np.ndarray) and rate is not None
         return (self.source, rate) if is_bare else self.source
 
     @property
     def label(self) -> str:
-        """Its name for people: the name of its file, otherwise as in errors."""
+        """Name to display: the name of the file, otherwise the name in error messages."""
         source = self.source
         is_path = isinstance(source, str | Path) and not is_address(source)
         return Path(source).name if is_path else self.described
@@ -55,14 +55,15 @@ class MediaPart:
 def media_parts(
     images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
 ) -> list[MediaPart]:
-    """Parts of the media that a user gave by kind: the images, then the videos, then the audio.
+    """List media that were passed by kind: images, then videos, then recordings.
 
     Args:
-        images: None, one image or a list of them.
-        videos: None, one video or a list of them; a list of frames is one video, and so is an
+        images: None, an image or a list of images.
+        videos: None, a video or a list of videos; a list of frames is one video, and so is an
             array of shape (T, H, W, 3).
-        audio: None, one recording or a list of them; a pair of samples and rate is one recording.
-        sound: read the sound of the videos too.
+        audio: None, a recording or a list of recordings; a pair of samples and rate is one
+            recording.
+        sound: whether to read the sound of the videos too.
     """
     kinds = (
         (Modality.IMAGE, "images", _listed(images)),

@@ -1,4 +1,4 @@
-"""Mono: joins pieces of sound at any rate into one checked mono recording at 16 kHz."""
+"""Mono: join pieces of sound at any rate into a checked mono recording at 16 kHz."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ RATE = 16_000
 """Samples per second that audio towers take."""
 
 MIN_SECONDS = 0.1
-"""Below this an audio tower has next to nothing to read."""
+"""Shorter recordings give an audio tower next to no input."""
 
-# A file with a smaller share of the length that its header estimates is cut off.
+# A file that has a smaller share of the length estimated from its header counts as cut off.
 MIN_SHARE = 0.9
 
-# A recording may be shorter than an exact header says by this many seconds, for encoders' delay and
-# padding, and by this share, for damaged frames.
+# A recording may be shorter than an exact header says by this many seconds (encoder delay and
+# padding) and by this share (damaged frames).
 _SLACK_S = 0.5
 _SLACK_SHARE = 0.001
 
 _SILENCE_S = 10
 """Seconds of silence that are added at a time."""
 
-# Channels in antiphase leave less than this share of their peak; what codecs add is less.
+# The mean of channels in antiphase has less than this share of their peak; codec noise is below it.
 _CANCELLED_SHARE = 1 / 32
 
 _FULL_SCALE = 0.9999
 _CLIPPED_SHARE = 0.01
-# Floats beyond this are integers that nobody scaled.
+# Larger floats are integers that were not scaled to -1..1.
 _LOUDEST = 4.0
 
 
 @dataclass(frozen=True, eq=False)
 class Audio:
-    """A recording in the form that audio towers take.
+    """A recording in the form that audio towers read.
 
     Attributes:
         samples: (N,) float32, mono, 16 kHz, nominally -1..1.
         source_rate: samples per second of the source.
-        channels: channels of the source, which were averaged.
+        channels: number of channels of the source, which were averaged.
     """
 
     samples: np.ndarray
@@ -59,13 +59,13 @@ class Audio:
 
 
 class MonoPiece(NamedTuple):
-    """Some samples of a recording, averaged over its channels.
+    """Samples of part of a recording, averaged over its channels.
 
     Attributes:
         samples: (n,) float32.
-        peak: the largest of all channels.
-        clipped: how many are at full scale.
-        mono_peak: the largest of ``samples``.
+        peak: largest absolute value in any channel.
+        clipped: number of samples at full scale in any channel.
+        mono_peak: largest absolute value of ``samples``.
     """
 
     samples: np.ndarray
@@ -75,15 +75,15 @@ class MonoPiece(NamedTuple):
 
     @classmethod
     def of(cls, piece: np.ndarray, label: str, out: np.ndarray | None = None) -> MonoPiece:
-        """Average (n, channels) float32 samples; those of a single channel stay where they are.
+        """Average samples over their channels; a single channel is not copied.
 
         Args:
-            piece: the samples.
+            piece: (n, channels) float32 samples.
             label: name of the recording in messages.
-            out: (n,) float32 for the means of several channels.
+            out: (n,) float32 to write the mean of several channels to.
 
         Raises:
-            InputError: samples are NaN, infinite or far beyond full scale.
+            InputError: if samples are NaN, infinite or far beyond full scale.
         """
         if not len(piece):
             return cls(piece.mean(axis=1, dtype=np.float32), 0.0, 0, 0.0)
@@ -109,19 +109,19 @@ def _peak(samples: np.ndarray) -> float:
 
 
 class Mono:
-    """Collects one recording piece by piece.
+    """Collector that builds a mono recording at 16 kHz piece by piece.
 
     Args:
         rate: samples per second of the pieces.
         channels: channels of the pieces.
         limits: ``max_audio_seconds`` is checked with every piece.
         label: name of the recording in messages.
-        whole: (n,) float32 of which the pieces are parts that follow each other, if they are at 16
-            kHz; None if they are to be joined.
-        count: of the request, with every piece.
+        whole: (n,) float32 of which the pieces are consecutive parts, if they are at 16 kHz; None
+            if pieces are to be resampled and joined.
+        count: totals of the request, to which every piece is added.
 
     Raises:
-        InputError: the rate is impossible.
+        InputError: if the rate is impossible.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class Mono:
 
     @property
     def seconds(self) -> float:
-        """Length of what was added so far."""
+        """Seconds of sound added so far."""
         return self._count / self._rate
 
     def push(self, piece: np.ndarray) -> None:
-        """Add (n, channels) float32 samples, which nobody writes to later.
+        """Add (n, channels) float32 samples, which must not change afterwards.
 
         Raises:
-            InputError: as of ``MonoPiece.of`` and ``add``.
+            InputError: see ``MonoPiece.of`` and ``add``.
         """
         self.add(MonoPiece.of(piece, self._label))
 
@@ -162,8 +162,8 @@ class Mono:
         """Add a piece.
 
         Raises:
-            InputError: the recording, or all of the request, are too long by now.
-            Cancelled: as of ``MediaCount``.
+            InputError: if the recording, or the sound of the whole request, is now too long.
+            Cancelled: see ``MediaCount``.
         """
         self._peak = max(self._peak, piece.peak)
         self._mono_peak = max(self._mono_peak, piece.mono_peak)
@@ -179,7 +179,7 @@ class Mono:
         """Add silence up to ``until`` seconds after the beginning of the recording.
 
         Raises:
-            InputError, Cancelled: as of ``add``, before the silence is there.
+            InputError, Cancelled: see ``add``; raised before the silence is allocated.
         """
         self._limits.check_audio(until, self._label)
         missing = round(until * self._rate) - self._count
@@ -188,8 +188,8 @@ class Mono:
             self.add(MonoPiece(silence, 0.0, 0, 0.0))
 
     def begin_anew(self) -> None:
-        """Uncount what was added, of a recording that another ``Mono`` collects from its beginning
-        on."""
+        """Subtract this recording from the request's totals, before another ``Mono`` collects it
+        again from the beginning."""
         if self._of_request is not None:
             self._of_request.add_sound(-self._count / self._rate, self._label)
 
@@ -202,11 +202,11 @@ class Mono:
         """End the recording; warn if it is silent, cancels itself out or is clipped.
 
         Args:
-            promised: length in seconds by the header, 0 if unknown.
+            promised: length in seconds according to the header, 0 if unknown.
             estimated: whether ``promised`` may be off by some percent.
 
         Raises:
-            InputError: there are no samples, too few, or fewer than promised.
+            InputError: if there are no samples, too few, or fewer than promised.
         """
         seconds = self.seconds
         if not self._count:

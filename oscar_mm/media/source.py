@@ -1,4 +1,4 @@
-"""Sources of media that a user names (a path, a data URI, an address), read within bounds."""
+"""Read media from a path, a data URI or an http(s) address, within limits."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class NamedBytes(bytes):
     """Encoded bytes with a name for messages.
 
     Attributes:
-        name: the sender's name for them.
+        name: name given by the sender.
     """
 
     name: str
 
     def __new__(cls, data: bytes, name: str) -> NamedBytes:
-        """A copy of ``data`` with a name."""
+        """Copy ``data`` and name it."""
         named = super().__new__(cls, data)
         named.name = name
         return named
 
 
 def describe(source: object, argument: str) -> str:
-    """Name a source in an error message: a path, address or name as given, else ``argument``."""
+    """Return a source's name for error messages: its path, address or name, else ``argument``."""
     if isinstance(source, NamedBytes):
         return source.name
     if isinstance(source, Path):
@@ -64,7 +64,7 @@ def is_address(source: object) -> TypeGuard[str]:
 
 
 def has_scheme(source: str) -> bool:
-    """Whether a source is an address of any kind, such as s3://, most of which nothing reads."""
+    """Whether a source is an address of any kind, including unsupported ones such as s3://."""
     return _SCHEME.match(source) is not None
 
 
@@ -79,10 +79,10 @@ def _is_data_uri(source: str) -> bool:
 
 
 def existing_file(source: str | Path, label: str) -> Path:
-    """The path of a file that exists and is not empty.
+    """Return the path of a file after checking that it exists and is not empty.
 
     Raises:
-        InputError: an address instead of a path, a missing file, a folder or an empty file.
+        InputError: if the source is an address, a missing file, a folder or an empty file.
     """
     if isinstance(source, str) and (scheme := _SCHEME.match(source)):
         if scheme[1].lower() == "file":
@@ -105,15 +105,15 @@ def existing_file(source: str | Path, label: str) -> Path:
 
 
 def local_source(source: Any) -> Any:
-    """A path or bytes that a parser can open; None, which no parser takes, for an address or a
-    data URI."""
+    """Return a path or a byte stream for a parser; None for an address or a data URI, which makes
+    parsers fail."""
     if isinstance(source, bytes | bytearray | memoryview):
         return io.BytesIO(source)
     return None if is_address(source) else existing_file(source, "")
 
 
 def none_if_unreadable(read: Callable[..., T]) -> Callable[..., T | None]:
-    """A function that gives None where ``read`` raises: decoding the medium reports the error."""
+    """Decorate ``read`` to return None where it raises; decoding the medium reports the error."""
 
     @wraps(read)
     def guarded(*args: Any, **kwargs: Any) -> T | None:
@@ -126,14 +126,14 @@ def none_if_unreadable(read: Callable[..., T]) -> Callable[..., T | None]:
 
 
 class AllowedHosts:
-    """Hosts from which media may be fetched, whatever the port; redirects are not followed.
+    """Hosts from which media may be fetched, on any port; redirects are not followed.
 
     Args:
-        names: names of hosts, which must match exactly; "*.example.org" matches all hosts below
+        names: host names, which must match exactly; "*.example.org" matches all hosts below
             example.org, but not example.org itself.
 
     Raises:
-        InputError: a name is not a host name.
+        InputError: if a name is not a host name.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -148,10 +148,10 @@ class AllowedHosts:
 
         Args:
             url: the address in ASCII.
-            label: name of the medium, for errors.
+            label: name of the medium in error messages.
 
         Raises:
-            InputError: the host is not allowed; the message names it.
+            InputError: if the host is not allowed; the message names it.
         """
         host = urllib.parse.urlsplit(url).hostname or ""
         above = host.split(".")[1:]
@@ -180,14 +180,15 @@ def read_bytes(
     label: str,
     hosts: AllowedHosts | None = None,
 ) -> bytes:
-    """Encoded bytes of a path, a ``data:`` URI or, with ``allow_remote``, an http(s) address.
+    """Read the encoded bytes at a path, in a ``data:`` URI or, with ``allow_remote``, at an http(s)
+    address.
 
-    Without ``hosts`` any address is fetched, including those of the local network: a server that
-    accepts addresses from strangers must be isolated from its own network.
+    Without ``hosts`` any address is fetched, including addresses of the local network: a server
+    that accepts addresses from strangers must be isolated from its own network.
 
     Raises:
-        InputError: there is nothing to read, remote media are not allowed, the host is not allowed,
-            or the file has more than ``limits.max_file_bytes``.
+        InputError: if there is nothing to read, remote media are not allowed, the host is not
+            allowed, or the file has more than ``limits.max_file_bytes``.
     """
     if is_address(source):
         if _is_data_uri(source):
@@ -220,8 +221,11 @@ def _data_uri(uri: str, limits: MediaLimits, label: str) -> bytes:
 
 
 class _Deadline(urllib.request.AbstractHTTPHandler):
-    """Ends the request for an address, its redirects too, while headers are read: urllib bounds
-    each pause only."""
+    """HTTP handler with a deadline for a whole request, redirects included.
+
+    The timeout of urllib limits each pause only; this closes the connections when time is up, also
+    while headers are read.
+    """
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -263,12 +267,12 @@ class _Deadline(urllib.request.AbstractHTTPHandler):
 
     def _disconnect(self) -> None:
         for connection in self._connections:
-            with suppress(OSError, AttributeError):  # It has no socket any more.
+            with suppress(OSError, AttributeError):  # The connection may be closed already.
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _opener(deadline: _Deadline, *, redirects: bool) -> urllib.request.OpenerDirector:
-    # Only http and https have a handler, so that no redirect can lead to a local file or to ftp.
+    # Only http and https have a handler, so a redirect cannot lead to a local file or to ftp.
     opener = urllib.request.OpenerDirector()
     opener.add_handler(deadline)
     for handler in (
@@ -283,10 +287,10 @@ def _opener(deadline: _Deadline, *, redirects: bool) -> urllib.request.OpenerDir
 
 
 def _encoded(url: str) -> str:
-    """An address in ASCII, as a browser sends it: percent-encoded, its host by IDNA.
+    """Convert an address to ASCII as browsers do: percent-encoded, the host by IDNA.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: if it is not a valid address.
     """
     import httpx  # slow to import
 
@@ -312,7 +316,7 @@ def _fetch(url: str, limits: MediaLimits, label: str, hosts: AllowedHosts | None
         ):
             if deadline.is_over:
                 raise TimeoutError
-            # Not get_content_type(), for which a missing or malformed type is text.
+            # Not get_content_type(), which reports a missing or malformed type as text.
             kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind.startswith(("text/", "application/json")):
                 raise InputError(f"{label}: the server answered {kind}, not a media file")

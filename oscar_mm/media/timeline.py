@@ -1,6 +1,6 @@
-"""Timeline: when the pictures and the sound of a file are on, by their own timestamps.
+"""Timeline: when each picture and the sound of a file are on, by their timestamps.
 
-All of a clip is on one clock, which starts where the clip does and never steps back.
+Pictures and sound share one clock, which never steps back.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from oscar_mm.media.resample import MIN_SHARE
 T = TypeVar("T")
 
 SLACK_S = 0.1
-"""Seconds by which timestamps may be off: encoders' delays, and the jitter of live recordings."""
+"""Seconds by which timestamps may be off: encoder delay, and jitter of live recordings."""
 
 ROUNDING_S = 0.001
-"""Matroska and FLV round times to a millisecond."""
+"""Rounding error of timestamps: Matroska and FLV round to a millisecond."""
 
 MPEG = ("mpegts", "mpeg")
-"""Containers whose headers have no length. They carry a clock ten times a second."""
+"""Containers without a length in the header. They send their clock ten times a second."""
 
 _JUMP_S = 10.0
-"""After a longer pause of such a clock another recording begins. FFmpeg takes the same seconds."""
+"""A longer jump of such a clock starts another recording; FFmpeg has the same limit."""
 
 _MAX_TICKS = 1 << 62
 
 
 def picture_track(container: Any) -> Any | None:
-    """The track of pictures that players show by default, which is no cover; None without one."""
+    """Return the video track that players show by default, except covers; None if there is none."""
     streams = container.streams.video
     return _default([one for one in streams if not one.disposition & Disposition.attached_pic])
 
 
 def sound_track(container: Any) -> Any | None:
-    """The track of sound that players play by default; None without one."""
+    """Return the audio track that players play by default; None if there is none."""
     return _default(container.streams.audio)
 
 
 def _default(streams: Sequence[Any]) -> Any | None:
-    """The first stream that is marked as default, or the first of all."""
+    """Return the first stream marked as default, otherwise the first stream."""
     marked = (stream for stream in streams if stream.disposition & Disposition.default)
     return next(marked, streams[0] if streams else None)
 
 
 def picture_rate(track: Any) -> float:
-    """Pictures per second by the header, for pictures without times."""
+    """Return pictures per second according to the header, for pictures without timestamps."""
     return float(track.average_rate or track.guessed_rate or 24)
 
 
 def header_seconds(container: Any, track: Any) -> float:
-    """Length of a track by the header of its file; 0 if the header does not say."""
+    """Return the length of a track in seconds, from the header of its file; 0 if unknown."""
     if container.format.name in MPEG:
         return 0.0
     seconds = float(track.duration * track.time_base) if track.duration else 0.0
@@ -64,17 +64,17 @@ def header_seconds(container: Any, track: Any) -> float:
 
 
 def time_of(timed: Any, track: Any) -> float | None:
-    """Seconds at which a packet or a frame of a track is due; None if it has no timestamp."""
+    """Return the second at which a packet or a frame is due; None if it has no timestamp."""
     ticks = timed.dts if timed.pts is None else timed.pts
     return None if ticks is None else ticks * float(track.time_base)
 
 
 def packets(container: Any) -> Iterator[Any]:
-    """Packets of the default tracks in the order of the file, on a clock that runs on.
+    """Yield packets of the default tracks in the order of the file, on a clock without jumps.
 
-    Where timestamps step back, as in files joined by ``cat``, what follows begins at the end of all
-    that came before; likewise where the clock of an MPEG stream jumps ahead. Packets that decoding
-    can begin with tell: the others are out of order anyway.
+    Where timestamps step back, as in files joined by ``cat``, the following packets are moved to
+    the end of all earlier ones; likewise where the clock of an MPEG stream jumps ahead. Only
+    keyframes are examined for this, because other packets may be out of order.
     """
     tracks = [track for track in (picture_track(container), sound_track(container)) if track]
     jumps = container.format.name in MPEG
@@ -89,7 +89,7 @@ def packets(container: Any) -> Iterator[Any]:
             before, end = newest.get(track, time), max(ends.values(), default=time)
             late = jumps and track in newest and time > end + _JUMP_S
             if packet.is_keyframe and (late or time < before - SLACK_S):
-                # Without a gap, where the tracks end together but for what a frame of sound fills.
+                # If the tracks end within SLACK_S of each other, join this track without a gap.
                 joint = ends[track] if ends[track] > end - SLACK_S else end
                 shift += joint - time
                 time = joint
@@ -111,13 +111,13 @@ def _move(packet: Any, ticks: int) -> None:
 
 
 def decoded(container: Any, track: Any, decode: Callable[[Any], list[Any]]) -> Iterator[Any]:
-    """Frames of a default track; their times are on the clock of ``packets``.
+    """Decode a default track to frames, with times on the clock of ``packets``.
 
     Args:
-        container: was just opened.
-        track: of the container.
-        decode: makes frames of a packet, and the last ones of None. It gets no empty packets: these
-            repeat a picture, which stays on anyway.
+        container: PyAV container that was just opened.
+        track: default track of the container.
+        decode: function that decodes a packet to frames; called with None it returns the last
+            frames. Empty packets are skipped: they repeat a picture, which stays on show anyway.
     """
     for packet in packets(container):
         if packet.stream == track and packet.size:
@@ -127,13 +127,13 @@ def decoded(container: Any, track: Any, decode: Callable[[Any], list[Any]]) -> I
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where a clip begins on the clock of its file, and how long it lasts.
+    """Start and length of a clip on the clock of its file.
 
     Attributes:
-        start: seconds on the clock of ``packets`` at which its first picture is due, or its sound,
-            if that begins earlier by more than ``SLACK_S``.
-        seconds: from there to the end of the last picture, above 0.
-        has_sound: whether the file has a track of sound.
+        start: second on the clock of ``packets`` at which the first picture is due, or the sound if
+            that begins earlier by more than ``SLACK_S``.
+        seconds: seconds from ``start`` to the end of the last picture, above 0.
+        has_sound: whether the file has an audio track.
     """
 
     start: float
@@ -142,15 +142,15 @@ class Timeline:
 
     @classmethod
     def of(cls, container: Any, check: Callable[[float], None], label: str) -> Timeline:
-        """Read all packets of a clip, without decoding them.
+        """Read all packets of a clip without decoding them.
 
         Args:
-            container: has a track of pictures, and was just opened.
-            check: refuses a clip of so many seconds if that is too long.
+            container: PyAV container with a video track that was just opened.
+            check: function that raises if its argument, in seconds, is too long for a clip.
             label: name of the clip in error messages.
 
         Raises:
-            InputError: the clip is cut off, or too long.
+            InputError: if the clip is cut off, or too long.
         """
         pictures, sound = picture_track(container), sound_track(container)
         assert pictures is not None
@@ -172,8 +172,8 @@ class Timeline:
             first = 0.0 if math.isinf(heard) else heard
             end = first + max(count, 1) * picture_s
         promised = header_seconds(container, pictures)
-        # Both must fall short, as a last slide may stay for long. AVI counts repeats that FFmpeg
-        # leaves out; ``check_whole`` knows the size of its files.
+        # Both must fall short because the last picture may stay on show for long. AVI headers count
+        # repeated pictures that FFmpeg skips; ``check_whole`` checks the size of AVI files instead.
         short = count < MIN_SHARE * pictures.frames and end - first < MIN_SHARE * promised
         if short and container.format.name != "avi":
             raise InputError(
@@ -188,12 +188,12 @@ class Timeline:
 
 
 def on_show(timed: Iterable[tuple[float, T]], times: Sequence[float]) -> Iterator[T]:
-    """What is on show at each of some times; nothing if there is nothing to show.
+    """Yield the item on show at each of ``times``; nothing if there are no items.
 
     Args:
-        timed: items with the times from which on they are shown, each until the next. The first is
-            shown before its time too.
-        times: ascending.
+        timed: pairs (time, item); an item is on show from its time until that of the next. The
+            first item is on show before its time too.
+        times: times in ascending order.
     """
     place = 0
     ended: Iterable[tuple[float, Any]] = chain(timed, [(math.inf, None)])

@@ -1,4 +1,4 @@
-"""Truncation: files that end too early, which decoders would take for complete ones."""
+"""Detect truncated files, which decoders would accept as complete."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from oscar_mm.errors import InputError
 from oscar_mm.media.resample import MIN_SHARE
 
 _OGG_PAGE = 27 + 255 + 255 * 255
-"""Most bytes of an Ogg page: its header, its table of segments, its segments."""
+"""Maximum bytes of an Ogg page: header, segment table, segments."""
 _OGG_END = 4
 """Flag of the last page of a stream."""
 _OGG_FIRST_PAGE = re.compile(rb"OggS\0[\2\3\6\7]")
 _OGG_LATER_PAGE = re.compile(rb"OggS\0[\0\1\4\5]")
 _OGG_NUMBER = re.compile(rb"OggS\0[\0-\7].{8}(.{4})(.{4})", re.S)
-"""A page up to its number in its stream; also the stream's number."""
+"""Header of a page, with the serial number of the stream and the number of the page in it."""
 _OGG_STREAMS = 64
-"""Most streams of an Ogg file whose pages are counted."""
+"""Maximum number of streams of an Ogg file whose pages are counted."""
 _PIECE_BYTES = 1 << 20
 _SLACK_BYTES = 4096
-"""Bytes that a file may lack, because some headers count a little too many."""
+"""Bytes that a file may lack, because some headers count slightly too many."""
 _SLACK_SHARE = 0.001
 """Share of its bytes that a file may lack in addition."""
 _PIPED_BYTES = 0x7FFFF000
-"""Programs that write to a pipe do not know the size; they put this or a larger one."""
+"""Programs that write to a pipe do not know the size and write this value or a larger one."""
 _RIFF_CHUNKS = 64
-"""Most chunks of a WAV file that are searched for its sound."""
+"""Maximum number of chunks of a WAV file that are searched for the samples."""
 _CAF_CHUNKS = 64
-"""Most chunks of a CAF file whose sizes are read."""
+"""Maximum number of chunks of a CAF file whose sizes are read."""
 _MPEG_DELAY = 3
-"""Frames of an MP3 that may be delay and padding of its encoder, which decoders leave out."""
+"""Frames of an MP3 that may be encoder delay and padding, which decoders skip."""
 
 
 def opened_bytes(source: Path | bytes, label: str) -> BinaryIO:
     """Open a file, or bytes in memory, for reading.
 
     Raises:
-        InputError: the file cannot be opened.
+        InputError: if the file cannot be opened.
     """
     if isinstance(source, bytes):
         return io.BytesIO(source)
@@ -53,12 +53,12 @@ def opened_bytes(source: Path | bytes, label: str) -> BinaryIO:
 def check_whole(source: Path | bytes, label: str) -> None:
     """Refuse a WAV, AVI, CAF, Matroska, WebM or Ogg file whose end is missing.
 
-    The header of an Ogg file has no size, but its last page is marked; the other headers have one.
-    A live recording that was broken off lacks the mark too. Nothing tells it from half a file, so
+    The headers of the other formats give the size; an Ogg file has instead a mark on its last page.
+    An interrupted live recording lacks the mark too. It cannot be told from a truncated file, so
     it is refused as well.
 
     Raises:
-        InputError: the file is cut off, or cannot be opened.
+        InputError: if the file is cut off, or cannot be opened.
     """
     with opened_bytes(source, label) as file:
         size = file.seek(0, io.SEEK_END)
@@ -82,19 +82,19 @@ def check_whole(source: Path | bytes, label: str) -> None:
 
 
 def mp3_seconds(source: Path | bytes, label: str) -> float:
-    """Length of an MP3 by the count in its first frame, less frames that decoders may leave out.
+    """Return the length of an MP3 from the frame count in its first frame, less encoder padding.
 
     Returns:
-        seconds; 0 where there is no count, as with a constant bit rate.
+        Seconds; 0 if there is no count, as with a constant bit rate.
 
     Raises:
-        InputError: the file cannot be opened.
+        InputError: if the file cannot be opened.
     """
     with opened_bytes(source, label) as file:
         tag = file.read(10)
         file.seek(0)
         if len(tag) == 10 and tag[:3] == b"ID3":
-            # Seven bits of each byte count.
+            # The size of an ID3 tag has seven bits per byte.
             file.seek(10 + sum(byte << 7 * (3 - i) for i, byte in enumerate(tag[6:])))
         head = file.read(64)
     count = re.search(rb"(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f](....)", head, re.S)
@@ -111,7 +111,7 @@ def is_joined_ogg(source: Path | bytes, label: str) -> bool:
     """Whether an Ogg file has one stream after another, as ``cat a.ogg b.ogg`` makes it.
 
     Raises:
-        InputError: the file cannot be opened.
+        InputError: if the file cannot be opened.
     """
     with opened_bytes(source, label) as file:
         if file.read(4) != b"OggS":
@@ -120,20 +120,20 @@ def is_joined_ogg(source: Path | bytes, label: str) -> bool:
         begun, rest = False, b""
         while piece := file.read(_PIECE_BYTES):
             data = rest + piece
-            # Streams that run side by side all begin before any of them goes on.
+            # Multiplexed streams all begin before the second page of any of them.
             if not begun and (later := _OGG_LATER_PAGE.search(data)):
                 begun, data = True, data[later.end() :]
             if begun and _OGG_FIRST_PAGE.search(data):
                 return True
-            rest = data[-5:]  # a page may begin in one piece and go on in the next
+            rest = data[-5:]  # the mark of a page may be split over two pieces
     return False
 
 
 def lacks_ogg_pages(source: Path | bytes, label: str) -> bool:
-    """Whether pages are missing between those of an Ogg file, as in recordings off the network.
+    """Whether an Ogg file lacks pages in the middle, as recordings from a network stream may.
 
     Raises:
-        InputError: the file cannot be opened.
+        InputError: if the file cannot be opened.
     """
     numbers: dict[bytes, int] = {}
     with opened_bytes(source, label) as file:
@@ -148,12 +148,13 @@ def lacks_ogg_pages(source: Path | bytes, label: str) -> bool:
                 if number > numbers.get(page[1], number) + 1:
                     return True
                 numbers[page[1]] = number
-            rest = data[max(end, len(data) - 21) :]  # a page may begin in one piece
+            rest = data[max(end, len(data) - 21) :]  # a page header may be split over two pieces
     return False
 
 
 def _riff_bytes(file: BinaryIO, head: bytes) -> int:
-    """Bytes of a WAV up to the end of its sound, or of an AVI; 0 for others or if unknown."""
+    """Return the bytes of a WAV up to the end of its samples, or of an AVI; 0 for other formats or
+    if unknown."""
     if len(head) < 12 or head[:4] != b"RIFF" or head[8:12] not in (b"WAVE", b"AVI "):
         return 0
     end = 12
@@ -174,7 +175,7 @@ def _riff_bytes(file: BinaryIO, head: bytes) -> int:
 
 
 def _matroska_bytes(head: bytes) -> int:
-    """Bytes of a Matroska or WebM file; 0 for others or if it was written live."""
+    """Return the bytes of a Matroska or WebM file; 0 for other formats or a live recording."""
     if head[:4] != b"\x1a\x45\xdf\xa3":
         return 0
     about, start = _vint(head, 4)
@@ -186,7 +187,7 @@ def _matroska_bytes(head: bytes) -> int:
 
 
 def _vint(head: bytes, place: int) -> tuple[int, int]:
-    """A size in Matroska's notation, 0 if unknown, and the place after it."""
+    """Read a size in Matroska's notation; return it, 0 if unknown, and the position after it."""
     if place >= len(head) or not head[place]:
         return 0, place
     length = 9 - head[place].bit_length()
@@ -196,7 +197,8 @@ def _vint(head: bytes, place: int) -> tuple[int, int]:
 
 
 def _caf_bytes(file: BinaryIO, head: bytes, size: int) -> int:
-    """Bytes of a CAF file up to the end of the last chunk that begins in it; 0 for others."""
+    """Return the bytes of a CAF file up to the end of the last chunk that begins in it; 0 for other
+    formats."""
     end = 8
     if head[:4] != b"caff":
         return 0
@@ -206,14 +208,14 @@ def _caf_bytes(file: BinaryIO, head: bytes, size: int) -> int:
         if end >= size or len(header) < 12:
             break
         length = struct.unpack(">q", header[4:])[0]
-        if length < 0:  # up to the end, wherever that is
+        if length < 0:  # this chunk reaches to the end of the file
             break
         end += 12 + length
     return end
 
 
 def _ends_ogg(tail: bytes) -> bool:
-    """Whether the last page is complete and ends its stream."""
+    """Whether the last page in these bytes is complete and ends its stream."""
     page = tail[tail.rfind(b"OggS") :]
     if len(page) < 27 or not page[5] & _OGG_END:
         return False

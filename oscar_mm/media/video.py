@@ -1,4 +1,4 @@
-"""Clips as sampled RGB frames with their times, in bounded memory."""
+"""Decode videos to sampled RGB frames with their times, in bounded memory."""
 
 import io
 import math
@@ -36,7 +36,8 @@ from oscar_mm.media.timeline import (
 )
 from oscar_mm.media.truncation import check_whole
 
-# Formats of videos that FFmpeg may read, without playlists (hls, concat, dash): they open others.
+# Video formats that FFmpeg may read. Playlists (hls, concat, dash) are excluded: they open other
+# files.
 CONTAINERS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif,m4v,ivf,mxf"
 
 _DEFAULTS = MediaLimits()
@@ -47,7 +48,7 @@ class Video:
     """Sampled frames of a clip.
 
     Attributes:
-        frames: (T, H, W, 3) uint8, RGB, upright, T >= 2 (a lone frame is given twice, because
+        frames: (T, H, W, 3) uint8, RGB, upright, T >= 2 (a single frame is repeated, because
             Qwen's processors join frames in pairs).
         seconds: length of the whole clip.
         fps: frames per second: frame i is what the clip shows i / fps seconds after its start,
@@ -66,17 +67,17 @@ class Video:
 
     @property
     def times(self) -> list[float]:
-        """Seconds after the start of the clip at which it shows each of the frames."""
+        """Seconds after the start of the clip at which each frame is on show."""
         if self.chosen is not None:
             return [*self.chosen]
         return [index / self.fps for index in range(len(self.frames))]
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Arguments of ``transformers.video_utils.VideoMetadata``, new at each call.
+        """Arguments of ``transformers.video_utils.VideoMetadata``, a new dict at each access.
 
         Processors divide the frame indices by the frame rate, and write the times into the prompt.
-        They lengthen the list in place, so it must not be shared.
+        They extend the list in place, so it must not be shared.
         """
         count, height, width = self.frames.shape[:3]
         uneven = self.chosen is not None
@@ -105,18 +106,18 @@ def load_video(
     options: MediaOptions = NO_OPTIONS,
     sizes: SizeRule | None = None,
 ) -> Video:
-    """Read one clip.
+    """Read a video.
 
     Args:
         source: path or bytes of a video file, an array (T, H, W, C) or a list of PIL images or
             arrays as in :func:`load_image`, all of one size.
         limits: bounds on length, frames and pixels; see :class:`MediaLimits`.
-        fps: frames per second to keep of a file, each the one on show at that time; fewer where
-            these would exceed ``limits.max_video_frames``, more where only one would remain. For a
+        fps: frames per second to keep of a file, each the frame on show at that time; fewer if
+            these would exceed ``limits.max_video_frames``, more if only one would remain. For a
             list or an array, the rate at which its frames were taken; all of them are kept.
-        sound: read the sound of a file too; frames and silent files have none.
+        sound: whether to read the sound of a file too; frames and silent files have none.
         label: name of the clip in error messages; by default the path.
-        count: of the request that it is part of.
+        count: totals of the request that the clip belongs to.
         options: frames of a file to keep, which override ``fps``, and the size of the frames.
         sizes: the model's rule for sizes; None ignores the options of size.
 
@@ -124,8 +125,9 @@ def load_video(
         The sampled frames with their times, and the sound.
 
     Raises:
-        InputError: there is nothing to read, or no video, or no video stream; the video is
-            damaged, cut off or over a limit; frames differ in size; or ``fps`` is unusable.
+        InputError: if there is nothing to read, or the source is not a video or has no video
+            stream; if the video is damaged, cut off or over a limit; if frames differ in size; or
+            if ``fps`` is unusable.
     """
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
         raise InputError(f"fps: {fps!r} is not a rate; use frames per second above 0, such as 2.0")
@@ -166,10 +168,12 @@ def video_outline(
     options: MediaOptions = NO_OPTIONS,
     sizes: SizeRule | None = None,
 ) -> Video | None:
-    """The video that ``load_video`` would make of a source, without its pixels, by its header.
+    """Return the video that ``load_video`` would return, without pixels, from the header alone.
 
-    The outline of a file may have one frame less. None where the header does not say, something is
-    wrong, or the source is an address.
+    The outline of a file may have one frame less.
+
+    Returns:
+        None if the header does not suffice, if the source is invalid, or if it is an address.
     """
     if isinstance(source, str | Path | bytes):
         file = _file(source, "")
@@ -185,7 +189,7 @@ def video_outline(
         if audio is not None and choice.span is not None:
             start, end = choice.span
             audio = silence(max(0.0, min(audio.seconds, end) - start))
-        # How many are kept depends on the times of the frames: the last one, or a pair.
+        # Whether the last frame, or pair of frames, is kept depends on timestamps in the file.
         count = max(2, len(choice.times) - (2 if options.chooses_frames else 1))
         # The header does not say whether frames are rotated; the number of pixels is the same.
         kept = plan.size(*size, len(choice.times), turned=False)
@@ -200,7 +204,7 @@ def video_outline(
 
 @none_if_unreadable
 def frame_pixels(source: Any) -> int | None:
-    """Pixels of each frame of a file, by its header; None as of ``video_outline``."""
+    """Return the pixels of a frame of a file, from its header; None as in ``video_outline``."""
     with _opened_video(_file(source, ""), "") as (_, stream):
         return stream.width * stream.height
 
@@ -208,14 +212,14 @@ def frame_pixels(source: Any) -> int | None:
 def sampled(
     seconds: float, size: tuple[int, int], fps: float, limits: MediaLimits, sound: Audio | None
 ) -> Video:
-    """The video that ``load_video`` keeps of a file, with frames on the device meta.
+    """Return the video that ``load_video`` would keep of a file, with frames on the meta device.
 
     Args:
         seconds: length of the file, above 0.
         size: width and height of the file's frames, in pixels.
         fps: frames per second to keep, if the limits allow it.
         limits: bounds on frames and pixels.
-        sound: sound of the video, if that counts.
+        sound: sound of the video, if it is read too.
     """
     count, rate = _kept_frames(seconds, fps, limits)
     return _outline(count, _kept_size(*size, count, limits), seconds, rate, sound)
@@ -224,7 +228,7 @@ def sampled(
 def _outline(
     count: int, size: tuple[int, int], seconds: float, rate: float, sound: Audio | None
 ) -> Video:
-    # Processors take tensors too, and work on their shapes alone on the device meta.
+    # Processors accept tensors too, and on the meta device they compute shapes only.
     frames: Any = torch.empty((count, *size[::-1], 3), dtype=torch.uint8, device="meta")
     return Video(frames, seconds, rate, sound)
 
@@ -246,7 +250,7 @@ class _FramePlan:
     label: str
 
     def frames(self, seconds: float, file_rate: float) -> FrameChoice:
-        """Choose the frames of a file by its length in seconds and its frames per second."""
+        """Choose the frames of a file, given its length in seconds and its frames per second."""
         if self.options.chooses_frames:
             how = self.fps, self.options, self.limits, self.label
             return chosen_frames(seconds, file_rate, *how)
@@ -255,7 +259,7 @@ class _FramePlan:
         return FrameChoice(times, times, rate)
 
     def size(self, width: int, height: int, frames: int, *, turned: bool) -> tuple[int, int]:
-        """Return the size in which frames of a file are kept, before they are rotated."""
+        """Return the width and height at which frames of a file are kept, before rotation."""
         if self.sizes is None or not self.options.scales_frames:
             return _kept_size(width, height, frames, self.limits)
         most = self.limits.max_video_pixels // frames
@@ -277,7 +281,7 @@ class _FramePlan:
         return (height, width) if turned else (width, height)
 
     def listed_size(self, width: int, height: int, frames: int) -> tuple[int, int]:
-        """Return the size in which the frames of a list are kept: by default their own."""
+        """Return the width and height at which frames of a list are kept; by default their own."""
         if self.sizes is None or not self.options.scales_frames:
             return width, height
         return self.size(width, height, frames, turned=False)
@@ -330,10 +334,11 @@ def _file(source: str | Path | bytes, label: str) -> Path | bytes:
 
 @contextmanager
 def _opened_video(file: Path | bytes, label: str) -> Iterator[tuple[Any, Any]]:
-    """A PyAV container and its track of pictures.
+    """Open a file within the block as a PyAV container, with its video track.
 
     Raises:
-        InputError: the file has no such track, or cannot be read, also inside the block.
+        InputError: if the file has no video track or cannot be read; read errors within the block
+            are converted too.
     """
     # "file:" keeps a colon in the name from being read as a protocol.
     where = io.BytesIO(file) if isinstance(file, bytes) else f"file:{file.absolute()}"
@@ -361,10 +366,10 @@ def _timeline(file: Path | bytes, limits: MediaLimits, label: str) -> Timeline:
 def _from_file(
     file: Path | bytes, timeline: Timeline, plan: _FramePlan
 ) -> tuple[Video, tuple[float, float] | None]:
-    """Decode a clip frame by frame, with only the kept frames in memory.
+    """Decode a clip frame by frame, storing only the kept frames.
 
     Returns:
-        the video, and the start and end in seconds of the part that was read; None for all of it.
+        The video, and the start and end in seconds of the part that was read, None for all of it.
     """
     label = plan.label
     kept: np.ndarray | None = None
@@ -378,7 +383,7 @@ def _from_file(
                 plan.limits.check_video(frame.width, frame.height, 0.0, label)
                 matrix = _display_matrix(frame)
                 size = plan.size(frame.width, frame.height, count, turned=_is_turned(matrix))
-                # Averaging areas cannot enlarge.
+                # AREA interpolation cannot enlarge.
                 grows = size[0] > frame.width or size[1] > frame.height
                 how = {"format": "rgb24", "interpolation": "BICUBIC" if grows else "AREA"}
             if frame is not last:
@@ -394,7 +399,7 @@ def _from_file(
 
 
 def _pictures(container: Any, track: Any, start: float) -> Iterator[tuple[float, Any]]:
-    """Decoded frames and the seconds after the start of the clip at which they are due."""
+    """Yield decoded frames with the seconds after the start of the clip at which they are due."""
     before = 0.0
     for index, frame in enumerate(decoded(container, track, track.decode)):
         time = time_of(frame, track)
@@ -404,7 +409,7 @@ def _pictures(container: Any, track: Any, start: float) -> Iterator[tuple[float,
 
 
 def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
-    """How a frame is to be shown: the place (x, y) at (x a + y c, x b + y d), as a, b, c, d."""
+    """Return a frame's display matrix (a, b, c, d): pixel (x, y) goes to (xa + yc, xb + yd)."""
     data = frame.side_data.get("DISPLAYMATRIX")
     if data is None or data.buffer_size < 36:
         return 1, 0, 0, 1
@@ -413,7 +418,8 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _displayed(pixels: np.ndarray, matrix: tuple[int, int, int, int]) -> np.ndarray:
-    """(H, W, 3) pixels, mirrored and turned by quarters to what is nearest to a display matrix."""
+    """Mirror and rotate (H, W, 3) pixels by the multiple of 90 degrees nearest to a display
+    matrix."""
     a, b, c, d = matrix
     if _is_turned(matrix):
         pixels, a, d = pixels.swapaxes(0, 1), c, b
@@ -427,9 +433,9 @@ def _is_turned(matrix: tuple[int, int, int, int]) -> bool:
 
 
 def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[int, float]:
-    """How many frames are kept of a clip, and how many of each second.
+    """Return how many frames of a clip are kept, and how many per second (rate).
 
-    Frames are kept at 0, 1 / rate, 2 / rate, ... as long as the clip lasts.
+    Frames are kept at 0, 1 / rate, 2 / rate, ... seconds, up to the end of the clip.
 
     Args:
         seconds: length of the clip, above 0.
@@ -441,7 +447,7 @@ def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[int, 
 
 
 def _kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:
-    """Width and height of kept frames in pixels, so that ``frames`` of them fit the limit."""
+    """Return the width and height at which ``frames`` frames fit the limit on pixels."""
     scale = min(1.0, math.sqrt(limits.max_video_pixels / (width * height * frames)))
     width, height = (max(MIN_VIDEO_SIDE, int(side * scale)) for side in (width, height))
     return width, height
