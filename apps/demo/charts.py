@@ -1,6 +1,6 @@
-"""Charts as HTML, and those of an inspection, layer by layer.
+"""Draw charts as HTML, among them the charts of an inspection, layer by layer.
 
-A chart is paths in an SVG that stretches, and labels beside it that do not.
+The curves of a chart are paths in an SVG that stretches; labels are HTML elements that do not.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _STAGES = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line, or the upper edge of an area.
+    """A line of a chart, or the upper edge of an area.
 
     Attributes:
         name: label in the legend.
         style: CSS class of the colour, "c-image" for example.
         points: (x, y), x ascending.
-        filled: whether this is an area, down to the area before it or to zero.
-        dashed: whether a line is dashed.
+        filled: whether this is an area, which reaches down to the previous area or to zero.
+        dashed: whether the line is dashed.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Note:
-    """Text at a place of the horizontal axis.
+    """Text at a position of the horizontal axis.
 
     Attributes:
-        x: the place.
-        text: what the chart tells there.
+        x: position on the axis.
+        text: text to show there.
     """
 
     x: float
@@ -81,12 +81,13 @@ def chart(
         title: caption above the chart.
         summary: what the chart shows now, in words.
         x_label: label of the horizontal axis.
-        show_y: writes a value of the vertical axis for people.
+        show_y: function that formats a value of the vertical axis.
         ticks: values on the horizontal axis; by default its ends and its middle.
-        min_x: shortest horizontal axis.
-        min_y: shortest vertical axis.
-        events: when media were shown or forgotten, as vertical lines; screen readers get the texts.
-        readouts: values for a pointer that is nearest to their place, x ascending.
+        min_x: minimum length of the horizontal axis.
+        min_y: minimum length of the vertical axis.
+        events: media that were shown or forgotten, drawn as vertical lines; screen readers get the
+            texts.
+        readouts: texts shown when the pointer is nearest to their position, x ascending.
     """
     points = [point for line in lines for point in line.points]
     top = _round_up(max(max((y for _, y in points), default=0), min_y) or 1)
@@ -135,7 +136,7 @@ def chart(
 
 
 def _readouts(readouts: Sequence[Note], right: float) -> str:
-    """Divide the plot into strips, one for each readout, that show its text under a pointer."""
+    """Divide the plot into strips, one per readout, which show its text under the pointer."""
     places = [note.x for note in readouts]
     borders = [0.0, *(sum(pair) / 2 for pair in pairwise(places)), right]
     strips = "".join(

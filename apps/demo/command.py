@@ -1,4 +1,4 @@
-"""`oscar-mm demo`: the page in a browser, on this machine only."""
+"""`oscar-mm demo`: serve the web demo on this machine."""
 
 import importlib.util
 from pathlib import Path
@@ -13,7 +13,7 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 DEFAULT_MODEL = "pocket-omni"
-"""This model takes pictures and sound."""
+"""A model that supports pictures and sound."""
 
 
 def demo(
@@ -56,10 +56,10 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """A web page: a long conversation with its memory live.
+    """Serve a web page: a long conversation with a live view of its memory.
 
-    Needs gradio: pip install '.[demo]' in a clone. The default model is a tiny one that reads
-    printed codes and hears digits.
+    Needs gradio: pip install '.[demo]' in a clone. The default model is tiny; it reads printed
+    codes and understands spoken digits.
     """
     KVPolicy.preset(policy)
     parse_bytes("--kv-budget", kv_budget)

@@ -1,4 +1,4 @@
-"""Example conversations over the media in examples/media, one click away."""
+"""Example conversations about the media in examples/media."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "media"
-"""A checkout has this folder, an installed wheel does not."""
+"""Folder of the media; it exists in a checkout but not in an installed wheel."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A question and the files below FOLDER that it shows."""
+    """A question and its files, as paths below FOLDER."""
 
     text: str
     files: tuple[str, ...] = ()
@@ -24,13 +24,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation.
+    """An example conversation.
 
     Attributes:
         title: label of its button.
-        summary: what it shows, in a few words; "" where the title tells it.
+        summary: short description; "" if the title says it all.
         messages: questions in their order.
-        needs_sound: whether the model must take sound.
+        needs_sound: whether the model must support sound.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Example:
 
     @property
     def picture(self) -> Path | None:
-        """The picture of a single question about one, else None."""
+        """The picture, if the conversation is a single question about a single picture."""
         paths = self.messages[0].paths
         alone = len(self.messages) == len(paths) == 1 and paths[0].suffix == ".png"
         return paths[0] if alone else None
@@ -63,7 +63,7 @@ def _clips(*numbers: int) -> tuple[str, ...]:
 
 
 def _single(question: str, file: str) -> Example:
-    """Ask one question about one file."""
+    """Return an example with one question about one file."""
     return Example(question, "", (Message(question, (file,)),), file.endswith(".wav"))
 
 
@@ -73,7 +73,7 @@ QUESTIONS = (
     _single("Where is the red circle in picture 1?", "cards/18.png"),
     _single("What was said in clip 1?", "clips/01.wav"),
 )
-"""Conversations of one question."""
+"""Examples with a single question."""
 EXAMPLES = (
     Example(
         "20 pictures",

@@ -1,4 +1,4 @@
-"""Handlers: what the page does when a visitor presses something, and then shows."""
+"""Handlers: functions that the page calls on events, and that return what it shows then."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _UNCHANGED = gr.skip()
 
 
 class Handlers:
-    """The handlers of a page.
+    """Event handlers of the page.
 
     Most take the scenario for which the page shows the capacity: GPU, model and length.
 
     Args:
-        sessions: the visitors.
-        folder: takes the files that visitors download.
+        sessions: sessions of the visitors.
+        folder: folder for the files that visitors download.
 
     Attributes:
-        part_names: the parts of the page that most handlers return, in this order.
+        part_names: names of the parts of the page that most handlers return, in order.
     """
 
     part_names = (
@@ -85,7 +85,7 @@ class Handlers:
         longest: float,
         *scenario: str,
     ) -> Iterator[tuple]:
-        """Answer a message; a message that the page refuses goes back into the box."""
+        """Answer a message; a refused message is put back into the box."""
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
         session = self._session(request)
         steps = session.ask(text, files, **self._options(temperature, longest))
@@ -94,7 +94,7 @@ class Handlers:
     def retry(
         self, request: gr.Request, temperature: float, longest: float, *scenario: str
     ) -> Iterator[tuple]:
-        """Answer the last question anew."""
+        """Answer the last question again."""
         session = self._session(request)
         try:
             text, files = session.take_back()
@@ -154,14 +154,14 @@ class Handlers:
         return self.sessions.pipe.sampling({}, ()).temperature
 
     def _options(self, temperature: float, longest: float) -> dict[str, Any]:
-        # A checkpoint's top_k and top_p go with its own temperature only.
+        # None selects the checkpoint's top_k and top_p too, which only suit its own temperature.
         sampled = None if temperature == self.default_temperature else temperature
         return {"temperature": sampled, "max_new_tokens": as_int(longest)}
 
     def _answer(
         self, session: Session, steps: Iterator[None], box: Any
     ) -> Generator[tuple, None, str]:
-        """Show an answer while the model writes it; return the history that the page has then."""
+        """Show an answer while it is generated; return the history that the page then shows."""
         active, sent = None, ""
         try:
             for _ in steps:
@@ -192,7 +192,7 @@ class Handlers:
         yield self.all_parts(session, *scenario)
 
     def action(self, name: str) -> Callable[..., tuple]:
-        """Return a handler for a method of a session without arguments: "undo" or "begin"."""
+        """Return a handler that calls a session's method without arguments: "undo" or "begin"."""
 
         def act(request: gr.Request, *scenario: str) -> tuple:
             session = self._session(request)
@@ -203,7 +203,7 @@ class Handlers:
         return act
 
     def stop(self, request: gr.Request) -> None:
-        """End the answer that the model writes."""
+        """End the running answer."""
         self._session(request).stop()
 
     def begin_with(
@@ -242,7 +242,10 @@ class Handlers:
         return self.all_parts(session, *scenario)
 
     def save(self, request: gr.Request) -> tuple[Any, Any]:
-        """Return the conversation as a file, or None, and the history, which then tells why."""
+        """Save the conversation; return the path of the file and the history.
+
+        If saving fails, the path is None and the history shows why.
+        """
         session = self._session(request)
         path = self._new_file("conversation.safetensors")
         with _errors_in_chat(session):
@@ -262,7 +265,7 @@ class Handlers:
         return str(path)
 
     def capacity(self, request: gr.Request, *scenario: str) -> str:
-        """Tell how many conversations fit on a GPU."""
+        """Show how many conversations fit on a GPU."""
         return self._capacity(self._session(request), *scenario)
 
     def inspect(self, request: gr.Request) -> Iterator[str]:
@@ -275,7 +278,7 @@ class Handlers:
             yield f'<p class="empty">{escape(str(error))}</p>'
 
     def open_page(self, request: gr.Request, session_id: str, *scenario: str) -> tuple:
-        """Show a conversation in a page that a browser has loaded; return its id too."""
+        """Show the conversation of a page that a browser has loaded; return its id too."""
         with _errors_as_messages():
             session = self.sessions.visit(str(request.session_hash), session_id)
         if session_id and session.id != session_id:
@@ -283,7 +286,7 @@ class Handlers:
         return *self.all_parts(session, *scenario), session.id
 
     def fork(self, request: gr.Request, *scenario: str) -> tuple:
-        """Go on with a copy of the conversation; return its id too."""
+        """Continue with a copy of the conversation; return its id too."""
         with _errors_as_messages():
             session = self.sessions.fork(str(request.session_hash))
         gr.Info("This is a copy. The browser's Back button leads to the original.")
@@ -294,7 +297,7 @@ class Handlers:
             return self.sessions.session(str(request.session_hash))
 
     def leave(self, request: gr.Request) -> None:
-        """End the visit of a page that a browser has closed or loads anew."""
+        """End the visit of a page that a browser has closed or reloads."""
         self.sessions.leave(str(request.session_hash))
 
     def _capacity(self, session: Session, gpu: str, model: str, length: str) -> str:
@@ -311,7 +314,7 @@ class Handlers:
 
 @contextmanager
 def _errors_as_messages() -> Iterator[None]:
-    """Show in a corner of the page why it refuses the input."""
+    """Show input errors raised within the block in a corner of the page."""
     try:
         yield
     except InputError as error:
@@ -320,7 +323,7 @@ def _errors_as_messages() -> Iterator[None]:
 
 @contextmanager
 def _errors_in_chat(session: Session) -> Iterator[None]:
-    """Show in the transcript why the page refuses the input."""
+    """Show input errors raised within the block in the transcript."""
     try:
         yield
     except InputError as error:

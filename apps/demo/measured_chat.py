@@ -1,4 +1,4 @@
-"""A chat with the curve of its memory and the speed of its latest answer."""
+"""MeasuredChat: a chat with the curve of its memory and the speed of its latest answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLES = "tables"
 PARTS = ("text", "image", "video", "audio", TABLES)
 """The parts of the memory, in the order in which the chart stacks them."""
 UPDATES_PER_S = 10
-"""How often a page learns about an answer that the model writes."""
+"""Updates per second that a page gets of a running answer."""
 _MAX_SAMPLES = 1200
 
 
@@ -31,9 +31,9 @@ class MemorySample:
     Attributes:
         tokens: tokens of the conversation, forgotten ones included.
         by_modality: tokens that are not forgotten.
-        parts: bytes by PARTS, without free slots of the store, which all conversations share.
-        bf16_bytes: bytes of the stored tokens in a plain 16-bit cache.
-        values: key and value elements stored.
+        parts: bytes of each of PARTS, without free slots, which all conversations share.
+        bf16_bytes: bytes that the stored tokens would take in a plain 16-bit cache.
+        values: number of stored key and value elements.
     """
 
     tokens: int
@@ -51,7 +51,7 @@ class MemorySample:
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens that are not forgotten."""
+        """Number of tokens that are not forgotten."""
         return sum(self.by_modality.values())
 
     @property
@@ -61,12 +61,12 @@ class MemorySample:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than 16 bit; 1.0 while nothing is stored."""
+        """Bytes in 16-bit precision per byte used; 1.0 while nothing is stored."""
         return self.bf16_bytes / self.used_bytes if self.bf16_bytes else 1.0
 
     @property
     def gains(self) -> bool:
-        """Whether this is smaller than in 16-bit precision by more than a twentieth."""
+        """Whether the memory is more than a twentieth smaller than in 16-bit precision."""
         return self.ratio >= 1.05
 
     @property
@@ -76,7 +76,7 @@ class MemorySample:
 
 
 class MemoryCurve:
-    """Samples in order of time, beginning with an empty one; their tokens never decrease."""
+    """Samples in order of time, starting with an empty one; their token counts never decrease."""
 
     def __init__(self) -> None:
         self.samples = [MemorySample(0, {}, dict.fromkeys(PARTS, 0), 0, 0)]
@@ -87,7 +87,7 @@ class MemoryCurve:
         return self.samples[-1]
 
     def add(self, report: MemoryReport, tokens: int) -> None:
-        """Add a measurement; a long curve drops every other old one."""
+        """Add a measurement; a long curve drops every other old sample."""
         if len(self.samples) >= _MAX_SAMPLES:
             del self.samples[1:-1:2]
         self.samples.append(MemorySample.of(report, tokens))
@@ -97,23 +97,23 @@ class MemoryCurve:
         self.samples = [sample for sample in self.samples if sample.tokens <= tokens]
 
     def thinned(self, count: int) -> list[MemorySample]:
-        """Choose about ``count`` samples at most, the first and the last among them."""
+        """Return at most about ``count`` samples, including the first and the last."""
         step = max(1, -(-len(self.samples) // count))
         samples = self.samples[::step]
         return samples if samples[-1] is self.last else [*samples, self.last]
 
 
 class MeasuredChat:
-    """The conversation over the packed cache, or over the 16-bit cache beside it.
+    """A conversation over the packed cache, or over the 16-bit cache of a comparison.
 
     Args:
-        chat: a new one, or one that goes on.
+        chat: a new chat, or one to continue.
 
     Attributes:
-        curve: the curve of its memory.
-        memory: the memory at the latest measurement, as ``segments`` are: a budget may have moved
-            the conversation to disk since.
-        forgotten: tokens of the conversation when a medium was forgotten, and the medium's name.
+        curve: curve of the memory.
+        memory, segments: memory and segments at the latest measurement; the conversation may have
+            been moved to disk since, to keep a budget.
+        forgotten: for each forgotten medium, the tokens of the conversation then, and its name.
         timings: timings of the latest answer so far.
         finish_reason: why the latest answer ended.
         reasoning: reasoning of the latest answer so far.
@@ -139,7 +139,7 @@ class MeasuredChat:
         return self.curve.last.by_modality
 
     def measure(self) -> None:
-        """Measure the memory; reasoning or a turn measured before may be gone."""
+        """Measure the memory; reasoning or a turn that was measured before may be gone by now."""
         self.curve.cut(self.tokens)
         self.forgotten = [event for event in self.forgotten if event[0] <= self.tokens]
         self.memory, self.segments = self.chat.memory, self.chat.segments
@@ -152,13 +152,13 @@ class MeasuredChat:
         options: Mapping[str, Any],
         stop: threading.Event,
     ) -> Generator[str]:
-        """Yield the answer so far, several times while the model writes and once at its end.
+        """Yield the answer so far, several times while it is generated and once at its end.
 
         Args:
-            question: the question's text.
-            media: files by kind, see ``uploads.files_by_kind``.
-            options: max_new_tokens, temperature, ...
-            stop: ends the answer when it is set; the text so far counts.
+            question: text of the question.
+            media: files by kind, see ``visitor_input.files_by_kind``.
+            options: options of the answer, such as max_new_tokens and temperature.
+            stop: event that ends the answer; the text so far is kept.
 
         Raises:
             InputError: see ``Chat.stream``; the chat does not change.
@@ -184,7 +184,7 @@ class MeasuredChat:
             else:
                 self.timings = stream.result.timings
         except Cancelled:
-            pass  # The chat is as before.
+            pass  # The chat is unchanged.
         finally:
             stream.close()
             if len(self.chat.turns) > turns:
@@ -193,7 +193,7 @@ class MeasuredChat:
         yield text
 
     def fork(self) -> MeasuredChat:
-        """Copy the chat, with its curve; both go on by themselves."""
+        """Copy the chat and its curve; both continue independently."""
         fork = MeasuredChat(self.chat.fork())
         fork.curve.samples = [*self.curve.samples]
         fork.forgotten, fork.timings = [*self.forgotten], self.timings
@@ -217,6 +217,6 @@ class MeasuredChat:
         running = self.chat.so_far
         if running is not None:
             self.timings = running.timings
-            # The cache lacks the token that was chosen last.
+            # The last sampled token is not in the cache yet.
             tokens = before + running.prompt_tokens + len(running.token_ids) - 1
             self.curve.add(running.memory, tokens)

@@ -1,5 +1,5 @@
-"""The memory panel: what a conversation holds, piece by piece, how many fit on a GPU, and what a
-16-bit cache holds and answers beside it."""
+"""Memory panel: the memory of a conversation by segment, how many conversations fit on a GPU, and
+the comparison with a 16-bit cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from oscar_mm.sizes import GPUS, format_bytes
 _MAX_POINTS = 160
 _MAX_READOUTS, _MAX_EVENTS = 48, 40
 _MIN_TOKENS, _MIN_BYTES = 256, 100_000
-"""The shortest axes."""
+"""Minimum lengths of the axes."""
 FORGET_SCRIPT = """
 const table = document.getElementById('segments');
 table.tabIndex = 0;
@@ -46,7 +46,8 @@ element.addEventListener('click', (event) => {
   trigger('click', {index: Number(button.dataset.index)});
 });
 """
-"""Lets the keyboard scroll the table; sends the index of the segment whose button is pressed."""
+"""Script that lets the keyboard scroll the table, and sends the index of the segment whose button
+is pressed."""
 MODELS = {
     "Qwen3-VL-2B": ModelShape(28, 8, 128, 2_100_000_000),
     "Qwen3-VL-4B": ModelShape(36, 8, 128, 4_400_000_000),
@@ -58,7 +59,7 @@ MODELS = {
     "LLaVA-v1.6-Vicuna-7B": ModelShape(32, 32, 128, 7_100_000_000),
     "LLaVA-v1.6-Vicuna-13B": ModelShape(40, 40, 128, 13_400_000_000),
 }
-"""Layers, KV heads, head_dim and about how many parameters published checkpoints have."""
+"""Shapes of published checkpoints: layers, KV heads, head_dim, approximate number of parameters."""
 LENGTHS = {"this long": 0, "8K tokens": 8192, "32K tokens": 32768, "128K tokens": 131072}
 """Tokens of a conversation; 0 for its present length."""
 _NOT_COMPARED = (
@@ -66,15 +67,15 @@ _NOT_COMPARED = (
     "too, with the same sampling. Questions that were asked are asked again.</p>"
 )
 _MAX_WORDS = 2000
-"""Words of an answer that are compared."""
+"""Maximum number of words of an answer that are compared."""
 _MAX_PAIRS = 20
-"""Latest questions that are compared."""
+"""Maximum number of questions, the latest, whose answers are compared."""
 _EXAMPLE_MIX = {"text": 1, "image": 7}
-"""The mix of modalities in an empty conversation."""
+"""Mix of modalities that is assumed for an empty conversation."""
 
 
 def memory_view(session: Session) -> str:
-    """Show the memory of a conversation in numbers, and over its tokens."""
+    """Show the memory of a conversation in numbers and as a curve over its tokens."""
     chat, baseline = session.conversation, session.baseline
     return memory_panel(
         chat.curve,
@@ -98,9 +99,9 @@ def memory_panel(
     Args:
         curve: memory of the conversation.
         timings: timings of the latest answer so far.
-        baseline: memory of the same conversation over a 16-bit cache, where that runs beside it.
-        events: what happened, by tokens of the conversation.
-        packs: whether the cache format packs at all.
+        baseline: memory of the same conversation over a 16-bit cache, if one is compared.
+        events: events to mark, at the number of tokens that the conversation had then.
+        packs: whether the policy packs tokens at all.
     """
     now = curve.last
     speed = f"{timings.tokens_per_s:.0f}" if timings and timings.tokens_per_s else "-"
@@ -135,7 +136,7 @@ def _headline(now: MemorySample, *, packs: bool) -> str:
 
 
 def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
-    """Tell why a conversation takes about as much as in 16-bit precision, or a little more."""
+    """Explain why a conversation takes about as much as in 16-bit precision, or slightly more."""
     tables = f"Tables of where each token lies take {format_bytes(now.parts[TABLES])}."
     if not packs:
         return f"This conversation is stored in 16 bit, as its settings say. {tables}"
@@ -146,7 +147,8 @@ def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
 
 
 def curve_events(chat: MeasuredChat) -> list[Note]:
-    """List the latest media that were shown and forgotten, by tokens of the conversation."""
+    """List the latest media that were shown and forgotten, with the tokens of the conversation at
+    that time."""
     events = []
     for turn in chat.chat.turns:
         counts = Counter(KINDS[span.modality] for span in turn.media)
@@ -162,7 +164,7 @@ def curve_events(chat: MeasuredChat) -> list[Note]:
 def memory_chart(
     curve: MemoryCurve, baseline: MemoryCurve | None, events: Sequence[Note] = ()
 ) -> str:
-    """Draw bytes over tokens, stacked by modality, below what 16 bit would take."""
+    """Draw bytes over tokens, stacked by modality, and a line for 16-bit precision."""
     samples = curve.thinned(_MAX_POINTS)
     parts = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
     lines, below = [], [0.0] * len(samples)
@@ -197,7 +199,7 @@ def _readout(sample: MemorySample, events: Sequence[Note] = ()) -> Note:
 
 
 def _axis_bytes(count: float) -> str:
-    """Write bytes for an axis, whose steps are round."""
+    """Format the bytes of an axis tick."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:g} {unit}"
@@ -272,7 +274,8 @@ def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]
 
     Args:
         segments: segments of the conversation.
-        previews: HTML of the media of each turn, in the order of its segments; "" for none.
+        previews: HTML of the media of each turn, in the order of its segments; "" if a medium has
+            no preview.
     """
     if not segments:
         return (
@@ -320,11 +323,11 @@ def capacity(
     shape: ModelShape,
     length: str,
 ) -> str:
-    """Tell how many conversations like this fit on a GPU, computed from the model's shape.
+    """Show how many conversations like this fit on a GPU, computed from the model's shape.
 
     Args:
         stored: tokens of the conversation by modality.
-        policy: cache format of the conversation.
+        policy: policy of the conversation.
         gpu: a key of ``oscar_mm.sizes.GPUS``.
         model: name of the model.
         shape: shape of the model.
@@ -357,10 +360,11 @@ def capacity(
 
 
 def format_label(preset: str, shape: ModelShape) -> str:
-    """Tell a cache format's bits, and how much smaller than 16 bit a long conversation is with it.
+    """Describe a preset: its bits, and how much smaller than in 16-bit precision a long
+    conversation is.
 
     Args:
-        preset: name of the format.
+        preset: name of the preset.
         shape: shape of the model.
     """
     policy, tokens = KVPolicy.preset(preset), scale_mix(_EXAMPLE_MIX, LENGTHS["32K tokens"])
@@ -372,7 +376,7 @@ def format_label(preset: str, shape: ModelShape) -> str:
 
 
 def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:
-    """Scale a mix of modalities to ``total`` tokens; what division leaves over is text."""
+    """Scale a mix of modalities to ``total`` tokens; the remainder of rounding goes to text."""
     count = sum(mix.values())
     tokens = {name: total * part // count for name, part in mix.items()}
     tokens["text"] = tokens.get("text", 0) + total - sum(tokens.values())
@@ -382,7 +386,7 @@ def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:
 def memory_report(session: Session) -> str:
     """Return model, policy, memory, segments (without names) and speed as JSON.
 
-    The report is for sharing: it contains nothing that anybody said or showed.
+    The report is meant for sharing: it contains no content of the conversation.
     """
     conversation, pipe = session.conversation, session.conversation.chat.pipe
     now = conversation.curve.last

@@ -1,6 +1,6 @@
-"""The page: its parts, the handler that each part calls, and its isolation.
+"""The page: its parts, their handlers, and its isolation.
 
-Gradio sends nothing off the machine and reads no files but uploads.
+Gradio is kept from sending anything off the machine and from reading files other than uploads.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ if (field) field.setAttribute('aria-label', 'Message');
 _THUMBNAIL_SCRIPT = """() => {
   for (const item of document.querySelectorAll('#message [role=listitem]')) item.role = 'group';
 }"""
-"""Files of a message are items of no list in gradio, which a screen reader cannot make sense of."""
+"""Script that corrects roles for screen readers: gradio marks the files of a message as list items
+without a list."""
 _OPENED_SCRIPT = """(id) => {
   history.replaceState(null, '', '#' + id);
   window.onhashchange = () => location.reload();
 }"""
 _FORKED_SCRIPT = "(id) => history.pushState(null, '', '#' + id)"
-"""The conversation's id is the address's fragment, which browsers send to no server."""
+"""Script that puts the conversation's id into the fragment of the address, which browsers do not
+send to servers."""
 GPU, MODEL, LENGTH = "H100", "Qwen3-VL-8B", "32K tokens"
-"""The choices of a new page."""
+"""Initial scenario of a page."""
 _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None)
-# Answers decode together, and each occupies a worker for long; everything else is short.
+# Answers are decoded as one batch, and each occupies a worker for long; other handlers are short.
 _ANSWERS_AT_ONCE = 32
 _QUEUE = 64
 _CONTENT_POLICY = (
@@ -64,9 +66,9 @@ _CONTENT_POLICY = (
     "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'self'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-"""Keeps the browser from fetching from elsewhere, whatever an answer says."""
+"""Policy that keeps the browser from fetching from other servers, whatever an answer contains."""
 _FETCHING_PATHS = ("/file=http:", "/file=https:", "/proxy=")
-"""Paths at which gradio fetches from elsewhere."""
+"""Parts of paths that make gradio fetch from other servers."""
 
 
 def build(handlers: Handlers) -> gr.Blocks:
@@ -154,7 +156,7 @@ def _limits_of(sessions: Sessions) -> str:
 
 
 def _example_buttons(*, hears: bool) -> list[tuple[gr.Button, Example]]:
-    """Place buttons that style.css shows while the conversation is empty."""
+    """Add the buttons of the examples, which style.css shows while the conversation is empty."""
     buttons = []
     with gr.Column(elem_id="examples"):
         for examples in (QUESTIONS, EXAMPLES):
@@ -169,7 +171,7 @@ def _example_buttons(*, hears: bool) -> list[tuple[gr.Button, Example]]:
 
 
 def icon_style() -> str:
-    """Return the style of buttons with a picture; gradio's icons tell where their files are."""
+    """Return the CSS of buttons with a picture; gradio's own icons would reveal file paths."""
     rules = []
     for example in QUESTIONS:
         if example.exists and example.picture is not None:
@@ -314,17 +316,17 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
 
 
 def _press(name: str) -> str:
-    """Return a script that presses a hidden button once it has its file."""
+    """Return a script that clicks a hidden button once its file is set."""
     return f"() => setTimeout(() => document.getElementById('{name}').click(), 100)"
 
 
 class LocalBlocks(gr.Blocks):
-    """Blocks that take uploaded files only; gradio itself downloads addresses in a request."""
+    """Blocks that accept only uploaded files; gradio itself would download addresses."""
 
     async def preprocess_data(
         self, block_fn: Any, inputs: list[Any], state: Any, explicit_call: bool = False
     ) -> list[Any]:
-        """Refuse an address in place of a file, then do as ``gradio.Blocks``."""
+        """Refuse addresses in place of files, then do what ``gradio.Blocks`` does."""
         traverse(inputs, _check_file, is_file_obj_with_meta)
         return await super().preprocess_data(block_fn, inputs, state, explicit_call)
 
@@ -336,20 +338,20 @@ def _check_file(file: dict[str, Any]) -> dict[str, Any]:
 
 
 class Isolation:
-    """Middleware that keeps the browser on this server, fetches nothing and bounds uploads.
+    """Middleware that keeps the browser on this server, refuses downloads and limits uploads.
 
     Args:
-        app: the application that it protects.
+        app: application to protect.
         folder: folder of the uploads.
     """
 
     def __init__(self, app: ASGIApp, folder: Path) -> None:
         self.app, self.folder = app, folder
         self._coming: dict[object, int] = {}
-        """Bytes of each upload that have not come yet."""
+        """Bytes of each running upload that have not arrived yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer what is refused, and pass on the rest."""
+        """Answer requests that are refused, and pass on the rest."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -375,7 +377,7 @@ class Isolation:
             await self.app(scope, receive, with_headers)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take files where they and all that others send just now have room."""
+        """Accept an upload if there is enough space for it and for all other running uploads."""
         announced = Headers(scope=scope).get("content-length", "")
         if not announced.isdecimal():
             await PlainTextResponse("uploads need a Content-Length", 411)(scope, receive, send)
@@ -389,7 +391,7 @@ class Isolation:
 
         async def counted() -> Message:
             message = await receive()
-            # What has come is in the folder.
+            # Bytes that have arrived are counted in the folder.
             self._coming[upload] -= len(message.get("body", b""))
             return message
 
@@ -401,7 +403,7 @@ class Isolation:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Add up the files below a folder; files that vanish meanwhile do not count."""
+    """Return the total bytes of files below a folder; files that vanish meanwhile do not count."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):

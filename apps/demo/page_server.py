@@ -1,4 +1,4 @@
-"""PageServer: serves gradio's page over bounded connections; gradio's own server has no bounds."""
+"""PageServer: serve gradio's page with limits on connections, which gradio's own server lacks."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
 _OFF: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
 _CLOSING_S = 5
-"""Seconds that open HTTP responses have to end when the server shuts down."""
+"""Seconds to let open HTTP responses finish when the server shuts down."""
 
 
 class PageServer(uvicorn.Server):
-    """Serves a page in a thread of its own, inside a ``with`` block.
+    """Server that serves a page in its own thread within a ``with`` block.
 
     Args:
         page: gradio's blocks; closing them closes this server.
-        sockets: where to listen; closed in the end.
-        host: the address on which they are.
+        sockets: sockets to listen on; closed at the end.
+        host: address of the sockets.
         folder: folder of the uploads.
-        bounds: of the connections.
+        bounds: limits on the connections.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class PageServer(uvicorn.Server):
         self._thread = threading.Thread(target=self.run, args=[[*sockets]], daemon=True)
 
     def __enter__(self) -> PageServer:
-        """Serve from here on.
+        """Start the server.
 
         Raises:
-            InputError: the page cannot be served.
+            InputError: if the page cannot be served.
         """
         self._thread.start()
         while not self.started:
@@ -79,17 +79,17 @@ class PageServer(uvicorn.Server):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all streams and the server."""
+        """End all streams and stop the server."""
         self._page.close(verbose=False)
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self.should_exit = True
         self._thread.join(_CLOSING_S)
 
 
 def _mounted(page: Any, host: str, folder: Path) -> FastAPI:
-    """An application that serves a page and nothing else."""
+    """Return an application that serves a page and nothing else."""
     app = gr.mount_gradio_app(
         FastAPI(**_OFF),
         page,
@@ -114,6 +114,6 @@ def _mounted(page: Any, host: str, folder: Path) -> FastAPI:
         theme=Base(font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"),
         head=f"<style>{_STYLE.read_text()}\n{icon_style()}</style>",
     )
-    # The page ends the streams of its own application when it is closed.
+    # When the page is closed it ends the streams of ``page.app``.
     [page.app] = [route.app for route in app.routes if isinstance(route, Mount)]
     return app

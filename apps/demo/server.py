@@ -1,4 +1,4 @@
-"""The server: loads the model, builds the page and serves it on this machine."""
+"""Load the model, build the page and serve it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S = 600, 6 * 3600
 _CONNECTIONS = 2 * MAX_VISITS + 128
-"""Most connections: a page has two that stay, and others while it loads."""
+"""Maximum number of connections: a page keeps two open, and has more while it loads."""
 _HEAD_S = 10.0
-"""Seconds in which the head of a request must come."""
+"""Maximum seconds until the head of a request is complete."""
 GRACE_S = 10.0
-"""Seconds in which answers end when the page is closed."""
+"""Seconds to let running answers finish when the page is closed."""
 _KEEP_GRACE_S = 120.0
-"""Seconds in which conversations are written when the page is closed."""
+"""Seconds to let conversations be written when the page is closed."""
 
 
 def serve(
@@ -51,10 +51,10 @@ def serve(
     dtype: str | None,
     keep: Path | None,
 ) -> None:
-    """Load the model and serve the page until Ctrl-C or SIGTERM, then remove all its files.
+    """Load the model and serve the page until Ctrl-C or SIGTERM, then remove its temporary files.
 
     Raises:
-        InputError: there is no such model, or the port or the host cannot be used.
+        InputError: if there is no such model, or the port or the host cannot be used.
     """
     with sigterm_as_ctrl_c():
         sockets = bind(host, port)
@@ -80,30 +80,30 @@ def serve(
                 pipe.budget.close()
     print(file=sys.stderr)
     if not running.sessions.is_empty:
-        # The process would wait for the thread in which the model still reads for a visitor.
+        # A normal exit would wait for a thread in which the model still processes a prompt.
         sys.stderr.flush()
         os._exit(0)
 
 
 def _dtype(device: str | None) -> str | None:
-    """Choose 16 bit for tokens that are not packed on a CPU too; on a GPU the checkpoint does."""
+    """Choose 16-bit precision for unpacked tokens on a CPU too; on a GPU the checkpoint decides."""
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     return "bfloat16" if on_cpu else None
 
 
 def _warm_up(pipe: Pipeline) -> None:
-    """Answer once, so that no visitor waits for what the first answer compiles and loads."""
+    """Generate an answer, so that no visitor waits for what the first answer compiles and loads."""
     with suppress(InputError), pipe.chat() as chat:
         chat.ask("Hello", max_new_tokens=2)
 
 
 @dataclass(frozen=True)
 class RunningPage:
-    """A page that is served now.
+    """A page that is being served.
 
     Attributes:
         address: URL of the page.
-        sessions: its visitors.
+        sessions: sessions of its visitors.
         page: gradio's blocks.
     """
 
@@ -121,23 +121,24 @@ def serve_page(
     keep: Path | None = None,
     head_s: float = _HEAD_S,
 ) -> Iterator[RunningPage]:
-    """Serve the page inside; then end all sessions, running answers within ``GRACE_S``.
+    """Serve the page within the block; afterwards end all sessions, running answers within
+    ``GRACE_S``.
 
     Args:
-        pipe: answers.
+        pipe: pipeline that generates the answers.
         settings: settings of conversations for which the visitor has chosen none.
-        sockets: where to listen, as of ``bind``; closed in the end.
-        host: the address on which they are.
-        keep: folder from which conversations go on when the page is served again.
-        head_s: seconds in which the head of a request must come.
+        sockets: sockets to listen on, see ``bind``; closed at the end.
+        host: address of the sockets.
+        keep: folder for conversations that are to continue when the page is served again.
+        head_s: maximum seconds until the head of a request is complete.
 
     Raises:
-        InputError: the port is taken, or the folder cannot be made.
+        InputError: if the port is taken, or the folder cannot be made.
     """
-    # Answers that still run may open files in this folder.
+    # Cleanup errors are ignored because running answers may have files open in this folder.
     with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
-        # gradio reads this when it builds a page: uploads go there, and go with the server.
+        # gradio reads this when it builds a page; uploads go there and are removed with the folder.
         os.environ["GRADIO_TEMP_DIR"] = str(folder)
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         from oscar_mm.apps.demo.handlers import Handlers
@@ -160,7 +161,7 @@ def serve_page(
 
 
 def wait_for_ctrl_c() -> None:
-    """Wait while other threads serve."""
+    """Block until Ctrl-C while other threads serve."""
     try:
         threading.Event().wait()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Session: a visitor's conversation, its settings, and what the visitor may do with it."""
+"""Session: a visitor's conversation, its settings and its operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 60
 _MAX_REFUSED, _SHOWN_CHARACTERS = 20, 4000
-"""How many refused messages the transcript shows, and how much of their texts."""
+"""Maximum number of refused messages in the transcript, and of characters of their texts."""
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
 
@@ -44,14 +44,14 @@ class Session:
         sessions: all sessions of the page.
 
     Attributes:
-        id: names the session in the page's address; nobody can guess it.
-        settings: the settings of the conversation.
+        id: name of the session in the page's address; it cannot be guessed.
+        settings: settings of the conversation.
         conversation: the chat over the packed cache.
         baseline: the same chat over a 16-bit cache, or None.
-        exchanges: what the transcript shows.
-        active: the exchange whose answer the model writes now, or None.
-        baseline_exchange: the exchange that the 16-bit cache answers now, or None.
-        last_active: ``time.monotonic()`` when the visitor last did something.
+        exchanges: exchanges that the transcript shows.
+        active: exchange whose answer is being generated, or None.
+        baseline_exchange: exchange that is being answered over the 16-bit cache, or None.
+        last_active: ``time.monotonic()`` of the visitor's last action.
         is_unsaved: whether the conversation has changed since it was written to, or read from, a
             folder of conversations.
     """
@@ -63,7 +63,7 @@ class Session:
             time.monotonic(),
         )
         self._turn, self._stop, self._closed = threading.Lock(), threading.Event(), False
-        # Taken before ``_turn``: a question waits while the conversation is written.
+        # Acquired before ``_turn``, so that a question waits while the conversation is written.
         self._writing, self.is_unsaved = threading.Lock(), False
         self._begin(sessions.settings)
 
@@ -85,7 +85,7 @@ class Session:
 
     @property
     def converses(self) -> bool:
-        """Whether the model has answered a question, or answers one now."""
+        """Whether a question was answered or is being answered."""
         return self._turn.locked() or bool(self.turns)
 
     @property
@@ -94,17 +94,17 @@ class Session:
         return sum(chat.curve.last.used_bytes for chat in self._chats)
 
     def ask(self, text: str, files: Sequence[str | Path], **options: Any) -> Iterator[None]:
-        """Ask a question; each step brings ``exchanges`` up to date with the growing answer.
+        """Ask a question; each step updates ``exchanges`` with the growing answer.
 
-        What is wrong with the question becomes the exchange's error, and the conversation goes on.
+        A fault in the question becomes the exchange's error; the conversation stays usable.
 
         Args:
-            text: the question.
-            files: the media that it shows.
-            options: max_new_tokens, temperature.
+            text: text of the question.
+            files: media of the question.
+            options: max_new_tokens and temperature.
 
         Raises:
-            InputError: the model writes another answer.
+            InputError: if another answer is running.
         """
         with self._writing:
             if not self._turn.acquire(blocking=False):
@@ -126,7 +126,7 @@ class Session:
     def _answer(self, exchange: Exchange, text: str, files: Sequence[str | Path]) -> Iterator[None]:
         try:
             exchange.question = bounded_text("message", text)
-            # A chat takes pictures alone for a question; here somebody forgot to type it.
+            # A chat accepts pictures without text; here the visitor forgot to type the question.
             self.sessions.pipe.check_text("message", exchange.question)
             self._check_length(exchange.options.get("max_new_tokens"))
             exchange.media = files_by_kind(files, self.sessions.folders)
@@ -175,7 +175,7 @@ class Session:
         return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)
 
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
-        """Answer over the 16-bit cache; the comparison ends with an incomplete answer."""
+        """Answer over the 16-bit cache; an incomplete answer ends the comparison."""
         complete, self.baseline_exchange = False, exchange
         try:
             with closing(self._texts(chat, exchange)) as texts:
@@ -191,7 +191,7 @@ class Session:
         """Answer all earlier and later questions over a 16-bit cache too.
 
         Raises:
-            InputError: the conversation was loaded, and its media files are missing.
+            InputError: if media files are missing because the conversation was loaded.
         """
         with self._exclusive():
             if self.baseline is not None:
@@ -227,7 +227,7 @@ class Session:
         self._show(Exchange("", error=str(error)))
 
     def _show(self, exchange: Exchange) -> None:
-        """Add to the transcript, which forgets the oldest of many refused messages."""
+        """Add an exchange to the transcript; the oldest of too many refused messages is dropped."""
         refused = [old for old in self.exchanges if not old.counts]
         for old in refused[: len(refused) - _MAX_REFUSED]:
             self.exchanges.remove(old)
@@ -239,7 +239,7 @@ class Session:
         return self._stop.is_set() or self.conversation.finish_reason == "interrupted"
 
     def stop(self) -> None:
-        """End the answer that the model writes, or its prompt; the text so far counts."""
+        """End the running answer, or the processing of its prompt; the text so far is kept."""
         self._stop.set()
         for chat in self._chats:
             chat.chat.stop()
@@ -263,10 +263,10 @@ class Session:
             self.exchanges.pop()
 
     def take_back(self) -> tuple[str, list[str | Path]]:
-        """Take back the last question, and return its text and files, to ask it again.
+        """Take back the last question; return its text and files, to ask it again.
 
         Raises:
-            InputError: there is no question, or its files are missing.
+            InputError: if there is no question, or its files are missing.
         """
         last = self.exchanges[-1] if self.exchanges else None
         if last is not None and any(preview.path is None for preview in last.previews):
@@ -275,7 +275,7 @@ class Session:
         return (last.question, last.files) if last else ("", [])
 
     def fork(self) -> Session:
-        """Copy the conversation into a session of its own; both go on by themselves."""
+        """Copy the conversation into a new session; both continue independently."""
         with self._exclusive():
             fork = Session(self.sessions)
             fork._close_chats()
@@ -306,9 +306,9 @@ class Session:
         """Replace this conversation with a saved one.
 
         Args:
-            path: the file.
-            previews: HTML of the conversation's media in their order, as far as it is known and
-                safe; other media that were shown here lately have theirs.
+            path: path of the file.
+            previews: trusted HTML of the conversation's first media, in order; other media get the
+                previews that were shown recently, if any.
         """
         with self._change():
             chat, store = self._pipe.load_chat(path), self.sessions.previews
@@ -345,7 +345,7 @@ class Session:
                 return inspect_prompt(pipe.model, prompt)
 
     def close(self) -> None:
-        """Free the conversation now, or when the answer or the write that runs has ended."""
+        """Free the conversation now, or as soon as a running answer or write has ended."""
         self._closed = True
         self.stop()
         if self._turn.acquire(timeout=_PATIENCE_S):
@@ -359,7 +359,7 @@ class Session:
 
     @property
     def _lacks_media(self) -> bool:
-        """Whether files of media are missing, as they are in a loaded conversation."""
+        """Whether media files are missing, as in a loaded conversation."""
         previews = (preview for exchange in self.exchanges for preview in exchange.previews)
         return any(preview.path is None for preview in previews)
 
@@ -373,7 +373,7 @@ class Session:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """End the answer that the model writes, and let no other begin inside."""
+        """End the running answer, and keep others from starting within the block."""
         self.stop()
         if not self._turn.acquire(timeout=_PATIENCE_S):
             why = "being written to disk" if self._writing.locked() else "read by the model"
@@ -388,13 +388,13 @@ class Session:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Be ``_exclusive``, and note that the conversation changes."""
+        """Keep others from changing the conversation within the block, and mark it unsaved."""
         with self._exclusive():
             self.is_unsaved = True
             yield
 
     def _release(self) -> None:
-        """Let others change the conversation, which is written in the background if it has
+        """Let other threads change the conversation, and write it in the background if it has
         changed."""
         self._free_turn()
         if self.is_unsaved and not self._closed:
@@ -407,13 +407,13 @@ class Session:
 
     @contextmanager
     def unchanging(self, patience: float) -> Iterator[bool]:
-        """Inside, questions wait and the conversation does not change.
+        """Keep the conversation unchanged within the block; questions wait.
 
         Args:
-            patience: seconds to wait for the answer that the model writes.
+            patience: seconds to wait for a running answer.
 
         Yields:
-            False if the model still writes, or the conversation has ended.
+            False if the answer is still running then, or the conversation has ended.
         """
         with self._writing:
             if not self._turn.acquire(timeout=patience):

@@ -1,6 +1,6 @@
-"""Sessions: the conversations of a page, who visits them, and the pipelines that answer.
+"""Sessions: the conversations of a page, their visitors and their pipelines.
 
-ConversationFolder: conversations in files, for a page that is served again.
+ConversationFolder: conversations in files, which continue when the page is served again.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 MAX_SESSIONS = 64
-"""Most conversations on the server."""
+"""Maximum number of conversations on the server."""
 IDLE_S = 900.0
-"""A full page gives up a conversation whose visitor has done nothing for so long."""
+"""Seconds without an action of the visitor after which a full page may evict a conversation."""
 MAX_UNVISITED_S = 6 * 3600.0
-"""How long a conversation that nobody visits stays."""
+"""Seconds that a conversation without a visitor is kept."""
 MAX_UNVISITED_BYTES = 2**30
-"""Most bytes of keys and values of all conversations that nobody visits."""
+"""Maximum bytes of keys and values of all conversations without a visitor."""
 MAX_VISITS = 4 * MAX_SESSIONS
-"""Most browsers whose latest conversation is remembered."""
+"""Maximum number of browsers whose latest conversation is remembered."""
 MAX_FILES = 64
-"""Most conversations of a folder."""
+"""Maximum number of conversations in a folder."""
 MAX_BYTES = 4 * 2**30
-"""Most bytes of a folder."""
+"""Maximum bytes of a folder."""
 MAX_AGE_S = 7 * 24 * 3600.0
-"""How long a conversation stays in a folder."""
+"""Seconds that a conversation is kept in a folder."""
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 _MAX_SAMPLES = 160
 _PATIENCE_S = 60.0
-"""How long ``save`` waits for a running answer."""
+"""Seconds that ``save`` waits for a running answer."""
 _log = logging.getLogger(__name__)
 
 
 class Sessions:
-    """Each visitor has a chat of its own; all share a model, a lock and a budget.
+    """The sessions of a page: one conversation per visitor, with a shared model, lock and budget.
 
-    A conversation outlives the visit: who knows its id goes on with it, until it is old or others
-    need its place.
+    A conversation outlives the visit: any browser that knows its id can continue it, until it is
+    too old or evicted.
 
     Args:
-        pipe: answers; its ``kv_budget`` keeps visitors from filling the memory.
+        pipe: pipeline that generates the answers; its ``kv_budget`` limits the visitors' memory.
         settings: settings of conversations for which the visitor has chosen none.
         folders: the only folders from which files of messages are read.
-        keep: folder to which conversations are written after each change, and from which they go
-            on when the page is served again; None for none.
+        keep: folder to which conversations are written after each change, so that they continue
+            when the page is served again; None to write none.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: if the folder cannot be made.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Sessions:
         )
         self._sessions: dict[str, Session] = {}
         self._visits: dict[str, str] = {}
-        # A browser whose connection broke comes back with its old session hash.
+        # A browser whose connection broke returns with its old session hash.
         self._former_visits: dict[str, str] = {}
         self._lock, self._closed = threading.Lock(), False
 
     def pipeline(self, policy: KVPolicy) -> Pipeline:
-        """Give the model this cache format."""
+        """Return a pipeline of the model with this policy."""
         with self._lock:
             pipe = self._pipes.get(policy)
             if pipe is None:
@@ -100,16 +100,16 @@ class Sessions:
             return pipe
 
     def session(self, key: str) -> Session:
-        """Return the session that a browser visits, or begin one.
+        """Return the session that a browser visits, or begin a new session.
 
-        Anybody can invent keys for free: when the page is full, a session without a conversation
-        makes way, and begins anew with the first question.
+        Clients can invent any number of keys. So when the page is full, a session without a
+        conversation is evicted; it is created again with its first question.
 
         Args:
             key: the browser's session hash.
 
         Raises:
-            InputError: the page is full, or closed.
+            InputError: if the page is full, or closed.
         """
         with self._lock:
             if key in self._former_visits:
@@ -121,14 +121,14 @@ class Sessions:
         return session
 
     def visit(self, key: str, session_id: str) -> Session:
-        """Have a browser go on with a conversation, or begin one where there is none of this id.
+        """Let a browser continue a conversation, or begin a new one if this id does not exist.
 
         Args:
             key: the browser's session hash.
-            session_id: ``Session.id``, which only those know who have the page's address.
+            session_id: ``Session.id``, a secret contained in the page's address.
 
         Raises:
-            InputError: the page is full, or closed.
+            InputError: if the page is full, or closed.
         """
         self._give_up(self._expired())
         with self._lock:
@@ -138,7 +138,7 @@ class Sessions:
         return self.session(key) if exists else self._admit(key, self._read(session_id))
 
     def _read(self, session_id: str) -> Session:
-        """Read a conversation of the folder into a session, or make an empty one."""
+        """Read a conversation from the folder into a session, or return an empty session."""
         session = Session(self)
         if self.folder is not None and not self.folder.load(session, session_id):
             session.close()
@@ -146,10 +146,10 @@ class Sessions:
         return session
 
     def fork(self, key: str) -> Session:
-        """Have a browser visit a copy of its conversation; the other stays at its address.
+        """Let a browser visit a copy of its conversation; the original keeps its address.
 
         Raises:
-            InputError: the page is full, or closed.
+            InputError: if the page is full, or closed.
         """
         fork = self._admit(key, self.session(key).fork(), is_fork=True)
         self.save_later(fork)
@@ -161,7 +161,7 @@ class Sessions:
             self.folder.save_later(session)
 
     def __contains__(self, session: Session) -> bool:
-        """Whether the session has not been given up."""
+        """Whether the session has not been evicted."""
         return self._sessions.get(session.id) is session
 
     def _add_visit(self, key: str, session_id: str) -> None:
@@ -169,7 +169,7 @@ class Sessions:
         _set_latest(self._visits, key, session_id)
 
     def _admit(self, key: str, new: Session, *, is_fork: bool = False) -> Session:
-        """Add the new session, unless another thread has added one for this key or id meanwhile."""
+        """Add the new session unless another thread has meanwhile added one for this key or id."""
         evicted: list[Session] = []
         admitted = None
         try:
@@ -191,9 +191,11 @@ class Sessions:
             self._give_up(evicted)
 
     def _longest_idle(self) -> str:
-        """Choose whom to evict: among sessions without a conversation, else among those that
-        nobody visits, else among all, the one idle longest. A browser that lost its connection
-        does not say so."""
+        """Return the id of the session to evict, the one idle longest.
+
+        Sessions without a conversation go first, then sessions without a visitor, then all: a
+        browser that lost its connection still counts as a visitor.
+        """
         now, visited = time.monotonic(), set(self._visits.values())
         key, session = max(
             self._sessions.items(),
@@ -208,7 +210,7 @@ class Sessions:
         return key
 
     def leave(self, key: str) -> None:
-        """End a visit; its conversation stays for a while, an empty one goes at once."""
+        """End a visit; its conversation is kept for a while, an empty one is removed at once."""
         with self._lock:
             session_id = self._visits.pop(key, "")
             session = self._sessions.get(session_id)
@@ -225,7 +227,8 @@ class Sessions:
         self._give_up(self._expired())
 
     def _expired(self) -> list[Session]:
-        """Take out the conversations that nobody visits and that are old or, together, large."""
+        """Remove and return conversations without a visitor that are too old, or in sum too
+        large."""
         now, size, expired = time.monotonic(), 0, []
         with self._lock:
             visited = set(self._visits.values())
@@ -237,15 +240,15 @@ class Sessions:
         return expired
 
     def _give_up(self, sessions: Sequence[Session]) -> None:
-        """Free sessions that were taken out, and their files."""
+        """Free removed sessions and delete their files."""
         for session in sessions:
             if self.folder is not None:
                 self.folder.remove(session.id)
             session.close()
 
     def close(self) -> None:
-        """End all sessions as soon as their answers end, and admit no more; write what is not
-        written yet."""
+        """Admit no more sessions, stop all answers, write unsaved conversations and end all
+        sessions."""
         with self._lock:
             self._closed = True
             sessions = list(self._sessions.values())
@@ -264,12 +267,12 @@ class Sessions:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no sessions, so that the model answers nobody."""
+        """Whether there are no sessions."""
         return not self._sessions
 
     @property
     def status(self) -> str:
-        """The number of visitors and the memory of all, in words."""
+        """Number of visitors and their total memory, as text."""
         count, budget = len(self._visits), self.pipe.budget
         people = f"{count} visitor{'' if count == 1 else 's'} here"
         if budget is None:
@@ -280,7 +283,7 @@ class Sessions:
 
 
 def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
-    """Add a visit as the latest one; the oldest of too many goes."""
+    """Record a visit as the latest one, and drop the oldest of too many visits."""
     visits.pop(key, None)
     visits[key] = session_id
     if len(visits) > MAX_VISITS:
@@ -288,24 +291,24 @@ def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
 
 
 class ConversationFolder:
-    """Writes conversations to a folder, and reads one when a visitor has its id.
+    """Folder that conversations are written to, and read from when a visitor has the id.
 
-    A conversation takes two files named by its id: ``.safetensors`` as ``Chat.save`` writes it, and
-    ``.json`` with settings, curve and previews. Whoever can write to the folder is trusted. Both
-    are complete files at any time, however the process ends.
+    A conversation has two files named by its id: ``.safetensors`` as ``Chat.save`` writes it, and
+    ``.json`` with settings, curve and previews. Both are complete files at any time, however the
+    process ends. All files in the folder are trusted.
 
     Args:
-        path: folder of the files, made if it is missing.
+        path: folder of the files, created if it is missing.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: if the folder cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with writing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for part in path.glob(".*.part"):  # A process ended while it wrote.
+        for part in path.glob(".*.part"):  # The file of a process that ended while writing.
             if _ID.fullmatch(part.name[1:33]):
                 self._remove(part)
         self._writer = ThreadPoolExecutor(1, "conversation-writer")
@@ -313,20 +316,20 @@ class ConversationFolder:
         self.prune()
 
     def save_later(self, session: Session) -> None:
-        """Write a conversation as of ``save`` in the background, one after the other.
+        """Write a conversation in the background, see ``save``; one is written at a time.
 
-        Nothing is written while the conversation is changed, as the end of the change is followed
-        by another call. One that is on disk and finds no room in memory is written with the next.
+        A conversation that is being changed is skipped, because the end of the change calls this
+        again. One that was spilled to disk and does not fit into memory is written with the next.
         """
         self._writer.submit(self.save, session, patience=0.0)
-        with suppress(IndexError):  # Other threads take some too.
+        with suppress(IndexError):  # Other threads take items from the queue too.
             while True:
                 self._writer.submit(self.save, self._refused.popleft(), patience=0.0)
 
     def save(self, session: Session, patience: float = _PATIENCE_S) -> None:
         """Write a conversation if it has changed; one without turns has no files.
 
-        The log tells of a conversation that cannot be written; its old files stay.
+        A conversation that cannot be written is logged, and its old files are kept.
 
         Args:
             session: the conversation.
@@ -344,12 +347,12 @@ class ConversationFolder:
                 _log.warning("a conversation is not kept: %s", error)
             except Exception:
                 _log.exception("a conversation is not kept")
-            if session not in session.sessions:  # It was given up while it was written.
+            if session not in session.sessions:  # It was evicted while it was written.
                 self.remove(session.id)
         self.prune()
 
     def close(self) -> None:
-        """Return when nothing is written any more."""
+        """Wait until no conversation is being written, and write no more."""
         self._writer.shutdown()
 
     def _write(self, session: Session) -> None:
@@ -374,7 +377,7 @@ class ConversationFolder:
             chat.chat.save(self._path(session.id, "safetensors"))
 
     def load(self, session: Session, session_id: str) -> bool:
-        """Have a new session go on with a conversation of the folder; False if there is none."""
+        """Load a conversation of the folder into a new session; return False if there is none."""
         if not _ID.fullmatch(session_id) or not self._path(session_id, "json").is_file():
             return False
         try:
@@ -387,7 +390,7 @@ class ConversationFolder:
             chat.forgotten = [(tokens, name) for tokens, name in record["forgotten"]]
         except (
             *(InputError, OSError, ValueError, LookupError, TypeError),
-            RecursionError,  # brackets in brackets
+            RecursionError,  # from deeply nested JSON
         ) as error:
             _log.warning("a conversation cannot be read: %s", error)
             return False
@@ -395,12 +398,12 @@ class ConversationFolder:
         return True
 
     def remove(self, session_id: str) -> None:
-        """Remove the files of a conversation; the log tells of those that stay."""
+        """Remove the files of a conversation; files that cannot be removed are logged."""
         for suffix in ("json", "safetensors"):
             self._remove(self._path(session_id, suffix))
 
     def prune(self) -> None:
-        """Remove old conversations, and the oldest of too many or too large ones."""
+        """Remove old conversations, and the oldest if there are too many or too many bytes."""
         size, count = 0, 0
         for path in sorted(self.path.glob("*.safetensors"), key=_age):
             if not _ID.fullmatch(path.stem):
@@ -422,7 +425,7 @@ class ConversationFolder:
 
 
 def _age(path: Path) -> float:
-    """Return seconds since a file was written; one that is gone, or a link to itself, is oldest."""
+    """Return the seconds since a file was written; infinity if it is gone or a link to itself."""
     with suppress(OSError):
         return time.time() - path.stat().st_mtime
     return float("inf")

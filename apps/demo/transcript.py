@@ -1,4 +1,4 @@
-"""The transcript: questions, media and answers, and their HTML, in which all text is escaped."""
+"""Transcript: questions, media and answers, and their HTML, in which all text is escaped."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NOTES = {
     "interrupted": "stopped: what was written counts as the answer",
     "length": "ended at the longest answer that the settings allow",
 }
-"""What the transcript tells about an answer that something ended, by finish reason."""
+"""Note of the transcript on an answer that the model did not end, by finish reason."""
 _THUMBNAIL_SIZE = (144, 96)
 _WAVEFORM_BARS = 28
 KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
-"""What the page calls a medium."""
+"""Name of a medium on the page."""
 SCROLL_SCRIPT = """
 const box = document.getElementById('transcript');
 watch('value', () => {
@@ -76,8 +76,8 @@ if (!box.dataset.away) {
   });
 }
 """
-"""Keeps the end in sight unless the visitor has scrolled up; copies an answer; plays one recording
-at a time."""
+"""Script that keeps the end in view unless the visitor has scrolled up, copies answers, and plays
+one recording at a time."""
 _EMPTY = (
     '<div class="welcome"><b>Show something and ask about it</b>'
     "<p>What the model has seen stays in a packed cache: later questions cost their own tokens "
@@ -92,18 +92,17 @@ class Exchange:
 
     Attributes:
         question: text of the question.
-        files: files of the question, as they were sent.
-        media: the same files by kind, once they are checked.
-        previews: the same media, in the order of the turn's segments.
-        parts: texts and media of a loaded question in order; empty if all media come before the
-            text.
+        files: files of the question as uploaded.
+        media: the same files by kind, after they were checked.
+        previews: previews of the same media, in the order of the turn's segments.
+        parts: texts and media of a loaded question in order; empty if all media precede the text.
         options: sampling options of the answer.
         reasoning: reasoning of a thinking model so far.
         answer: text of the answer so far.
         baseline: text of the answer over a 16-bit cache so far, or None.
         note: what ended the answer; "" if the model did.
-        hint: why the answer means little; "" if nothing is known against it.
-        error: why there is no answer.
+        hint: reason not to trust the answer; "" if there is none.
+        error: reason why there is no answer.
         counts: whether the exchange is a turn of the chat.
     """
 
@@ -144,13 +143,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Preview:
-    """A medium of a message, with a small picture that needs no further file.
+    """A medium of a message, with a small embedded picture.
 
     Attributes:
         kind: "picture", "video" or "clip".
         name: name of the file.
-        path: the file; None where it is missing.
-        html: the picture, or "".
+        path: path of the file; None if it is missing.
+        html: HTML of the picture, or "".
     """
 
     kind: str
@@ -168,7 +167,7 @@ def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[
     """Read the media of a message, in the order of its segments: images, videos, recordings.
 
     Raises:
-        InputError: a file cannot be read, or is over the limits.
+        InputError: if a file cannot be read, or is over the limits.
     """
     reader = MediaReader(replace(limits, max_video_frames=2), fit=eighth)
     previews = []
@@ -186,7 +185,7 @@ def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[
 
 
 def _read(reader: MediaReader, kind: str, path: Path) -> Media:
-    """Decode a file; an error names it without its folder, which visitors must not learn."""
+    """Decode a file; errors name it without its folder, which visitors must not see."""
     try:
         shown: dict[str, Any] = {kind: [path]}
         return reader.read(media_parts(**shown))
@@ -222,12 +221,12 @@ def _waveform(samples: np.ndarray, name: str) -> str:
 
 
 def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> str:
-    """Show all exchanges but for the active answer; changes only where a turn begins or ends."""
+    """Show all exchanges except the active answer; this changes only when a turn starts or ends."""
     numbers: Counter[str] = Counter()
     is_begun = any(one.question or one.files or one.previews for one in exchanges)
     parts = [] if is_begun else [_EMPTY]
     for exchange in exchanges:
-        # The model sees the media of its turns only, and numbers these.
+        # The model gets only the media of its turns, and numbers them.
         seen = exchange.counts or exchange is active
         parts.append(_question(exchange, numbers if seen else None))
         if exchange is not active:
@@ -321,9 +320,10 @@ def _reasoning(exchange: Exchange, *, is_open: bool = False) -> str:
 
 
 class PreviewStore:
-    """The previews of the media that were shown lately, by their content and name.
+    """Previews of recently shown media, by digest of the content and name.
 
-    Content is a SHA-256: a conversation that names it comes from somebody who has seen the medium.
+    A saved conversation with the SHA-256 of a medium comes from a visitor who has had the medium,
+    so showing its preview reveals nothing.
     """
 
     def __init__(self) -> None:
@@ -331,7 +331,7 @@ class PreviewStore:
         self._size, self._lock = 0, threading.Lock()
 
     def add(self, media: Sequence[MediumSpan], htmls: Sequence[str]) -> None:
-        """Add previews; the oldest ones go where there are too many."""
+        """Add previews, and drop the oldest of too many."""
         with self._lock:
             for span, html in zip(media, htmls, strict=True):
                 key = span.digest, span.label
@@ -341,7 +341,7 @@ class PreviewStore:
                 self._size -= len(self._htmls.popitem(last=False)[1])
 
     def html(self, span: MediumSpan) -> str:
-        """Return the picture of a medium, or ""."""
+        """Return the HTML of a medium's picture, or ""."""
         with self._lock:
             return self._htmls.get((span.digest, span.label), "")
 

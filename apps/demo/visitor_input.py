@@ -1,4 +1,4 @@
-"""Visitor input: which files, texts and settings a visitor may send, how many, and how large."""
+"""Check visitor input: the number, size and kind of files, texts and settings."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ LIMITS = MediaLimits(
     max_audio_seconds=300,
 )
 MAX_FILES = 24
-"""Most files of one message."""
+"""Maximum number of files of a message."""
 MAX_CHAT_BYTES = 2**30
-"""Largest upload: a saved conversation may be larger than any medium."""
+"""Maximum bytes of an upload: a saved conversation may be larger than any medium."""
 MAX_STORED_BYTES = 4 * 2**30
-"""Most bytes of all files on the server."""
+"""Maximum bytes of all files on the server."""
 MAX_NEW_TOKENS = 1024
-"""Longest answer, without a thinking model's reasoning."""
+"""Maximum tokens of an answer, not counting a thinking model's reasoning."""
 MAX_CHARACTERS = 100_000
-"""Longest message or system prompt; the model's context may be shorter."""
+"""Maximum characters of a message or system prompt; the model's context may be shorter."""
 AS_PRESET = "preset"
-"""The choice of bits that leaves them to the preset."""
+"""Choice of bits that leaves them to the preset."""
 WIDTHS = ("2", "3/2", "4/2", "4", "16")
-"""Bits of keys and of values that the page offers, one number where they are the same."""
+"""Bits of keys and of values that the page offers; one number if they are the same."""
 
 
 def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[str, list[Path]]:
@@ -41,10 +41,10 @@ def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[
 
     Args:
         files: paths of the files.
-        folders: the only folders that are read: uploads, and the examples that come along.
+        folders: the only folders that are read: uploads and examples.
 
     Raises:
-        InputError: there are too many files, or one is no medium, or lies elsewhere.
+        InputError: if there are too many files, or a file is not a medium or not in ``folders``.
     """
     if len(files) > MAX_FILES:
         raise InputError(f"{len(files)} files are more than the {MAX_FILES} of one message")
@@ -65,7 +65,7 @@ def upload_path(file: str | Path, folders: Sequence[Path]) -> Path:
     """Resolve the path of an uploaded file.
 
     Raises:
-        InputError: the file lies in none of the folders, or does not exist.
+        InputError: if the file is in none of the folders, or does not exist.
     """
     path = Path(file).resolve()
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
@@ -76,10 +76,10 @@ def upload_path(file: str | Path, folders: Sequence[Path]) -> Path:
 
 
 def bounded_text(name: str, text: str) -> str:
-    """Strip the spaces around a text.
+    """Strip the spaces around a text and check its length.
 
     Raises:
-        InputError: the text is too long.
+        InputError: if the text is too long.
     """
     if len(text) > MAX_CHARACTERS:
         raise InputError(
@@ -90,13 +90,13 @@ def bounded_text(name: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What a visitor chooses for a conversation.
+    """A visitor's settings of a conversation.
 
     Attributes:
-        policy: how its keys and values are stored.
-        preset: which preset the policy is, or was made from.
+        policy: policy for keys and values.
+        preset: name of the preset that the policy is, or was derived from.
         system: system prompt, or None.
-        compare: whether a 16-bit cache answers beside it.
+        compare: whether to compare with a 16-bit cache.
     """
 
     policy: KVPolicy
@@ -108,17 +108,17 @@ class SessionSettings:
     def of_fields(
         cls, preset: str, bits: Mapping[str, str], window: float, system: str | None, compare: bool
     ) -> SessionSettings:
-        """Check what the fields of the page contain.
+        """Check the values of the page's fields, and convert them to settings.
 
         Args:
-            preset: a preset's name.
+            preset: name of a preset.
             bits: one of WIDTHS, or AS_PRESET, by modality.
-            window: latest tokens that stay in 16-bit precision.
+            window: number of latest tokens that stay in 16-bit precision.
             system: system prompt; empty for none.
-            compare: whether a 16-bit cache answers beside it.
+            compare: whether to compare with a 16-bit cache.
 
         Raises:
-            InputError: a value is not allowed.
+            InputError: if a value is not allowed.
         """
         widths = {name: _bits(text) for name, text in bits.items() if text != AS_PRESET}
         policy = KVPolicy.preset(preset, bits=widths, window=as_int(window))
@@ -127,12 +127,12 @@ class SessionSettings:
 
     @property
     def name(self) -> str:
-        """The policy's name for people; a star marks a changed preset."""
+        """Name of the policy to display; a star marks a changed preset."""
         return self.preset if self.policy == KVPolicy.preset(self.preset) else f"{self.preset}*"
 
 
 def as_int(value: Any) -> Any:
-    """Turn a slider's 32.0 into 32; leave anything else to the checks of others."""
+    """Convert a slider's 32.0 to 32; return any other value unchanged, to be checked later."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

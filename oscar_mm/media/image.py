@@ -190,7 +190,7 @@ def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> t
 
 
 def eighth(width: int, height: int) -> tuple[int, int]:
-    """Return an eighth of a size: a ``Fit`` for previews, or to check that a picture is readable."""
+    """Return an eighth of a size: a ``Fit`` for previews, and to check that a picture decodes."""
     return max(1, width // 8), max(1, height // 8)
 
 

@@ -415,7 +415,7 @@ class MediaReader:
         return [image_outline(part.source, fit=self._fit(part), **how) for part in parts]
 
     def _clip_bytes(self, part: MediaPart, outline: Video | None) -> int:
-        """Return the bytes that a video takes; without an outline, the maximum within the limits."""
+        """Return the bytes that a video takes; without an outline, the limits' maximum."""
         most = self.limits.max_video_pixels
         kept = most if outline is None else math.prod(outline.frames.shape[:3])
         taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(part.source) or 0)
