@@ -1,6 +1,7 @@
-"""Audio QA: many questions about recordings, images and videos, from one file to a cluster.
+"""Audio QA: answer many questions about recordings, images and videos, here or on a cluster.
 
-``audio_qa`` does in Python what ``oscar-mm audio-qa`` does; it loads torch on first use (PEP 562).
+``audio_qa`` is the Python equivalent of ``oscar-mm audio-qa``. It is imported, together with torch,
+on first use (PEP 562).
 """
 
 from typing import TYPE_CHECKING

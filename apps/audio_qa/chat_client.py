@@ -1,4 +1,4 @@
-"""ChatClient: asks an OpenAI server for chat completions, again where a failure may pass."""
+"""ChatClient: request chat completions from an OpenAI server, and retry transient failures."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import httpx
 from oscar_mm.errors import InputError
 
 TRIES = 8
-"""A request that fails so often has failed; that a server is too busy for it does not count."""
+"""Number of tries of a request; replies that the server is busy do not count."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _PATIENCE_S = 900.0
-"""Seconds after which a request is not sent again."""
+"""Seconds after which a request is not retried."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0, pool=None)
 _PASSING = frozenset({408, 409, 425, 429})
-"""Statuses, beside 5xx, of failures that may pass."""
+"""Statuses of transient failures, in addition to 5xx."""
 _PIECE = 1 << 20
-"""Bytes of a body that are handed to the connection at a time, which copies what it has to keep."""
+"""Bytes of a body that are passed to the connection at a time, because it copies pending bytes."""
 _LONGEST_MESSAGE = 500
 
 
 class ServerLost(InputError):
-    """The server does not answer any more, or not to this key."""
+    """The server no longer answers, or refuses the key."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Reply:
 
     Attributes:
         text: content of the message.
-        finish_reason: "stop", "length", ...
-        tokens: tokens of prompt and answer; 0 if the server does not tell.
+        finish_reason: reason why the answer ended: "stop", "length", ...
+        tokens: number of tokens of prompt and answer; 0 if the server does not report it.
     """
 
     text: str
@@ -48,12 +48,12 @@ class Reply:
 
 
 class ChatClient:
-    """Connections to a server, for use in ``async with``.
+    """Client of a server, for use in ``async with``.
 
     Args:
-        url: address that ends where the protocol's paths begin, "http://127.0.0.1:8000/v1".
+        url: base address to which the protocol's paths are added, as "http://127.0.0.1:8000/v1".
         api_key: key of the server, or None.
-        connections: most requests at once.
+        connections: maximum number of concurrent requests.
     """
 
     def __init__(self, url: str, api_key: str | None = None, connections: int = 1) -> None:
@@ -63,7 +63,7 @@ class ChatClient:
             headers=None if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=_TIMEOUT,
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-            mounts={"all://127.0.0.1": None},  # No proxy leads to this machine.
+            mounts={"all://127.0.0.1": None},  # no proxy for this machine
         )
 
     async def __aenter__(self) -> Self:
@@ -76,10 +76,11 @@ class ChatClient:
         """Return the name of the model to ask.
 
         Args:
-            wanted: name that the user has given; None takes the server's only model.
+            wanted: name given by the user; None selects the server's only model.
 
         Raises:
-            InputError: the server cannot be reached, refuses, or has not this one model.
+            InputError: if the server cannot be reached, refuses the request, lacks the model, or
+                has several models and none is given.
         """
         try:
             response = await self._http.get("models")
@@ -101,14 +102,14 @@ class ChatClient:
         return wanted
 
     async def complete(self, body: Sequence[bytes]) -> Reply:
-        """Send a request until it is answered, a bounded number of times.
+        """Send a request, and retry it a limited number of times.
 
         Args:
-            body: parts of the JSON, which are not joined, so that requests can share them.
+            body: parts of the JSON; they are not joined, so that requests can share them.
 
         Raises:
-            InputError: the server refuses the request, or fails again and again.
-            ServerLost: nothing answers there any more, or the key is refused.
+            InputError: if the server refuses the request, or all tries fail.
+            ServerLost: if the server no longer answers, or refuses the key.
         """
         start, problem, failures = time.monotonic(), "", 0
         for attempt in itertools.count():
@@ -145,7 +146,7 @@ class ChatClient:
         return await self._http.post("chat/completions", content=_pieces(body), headers=headers)
 
     async def _answers(self) -> bool:
-        """Whether anything answers there."""
+        """Whether the server answers any request."""
         try:
             return (await self._http.get("models")).status_code < 500
         except httpx.TransportError:
@@ -173,7 +174,7 @@ def _reply(response: httpx.Response) -> Reply:
 
 
 def _refusal(response: httpx.Response) -> str:
-    """Describe a response that is no answer in a line."""
+    """Describe an error response in one line."""
     try:
         content: Any = response.json()
         about = content.get("error", content)
@@ -185,7 +186,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds that the server asks to wait, as far as they are few; else 0."""
+    """Return the seconds that the server asks to wait if they are few, else 0."""
     try:
         return min(_LONGEST_PAUSE_S, max(0.0, float(response.headers.get("Retry-After", 0))))
     except ValueError:  # a date

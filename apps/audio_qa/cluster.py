@@ -1,4 +1,4 @@
-"""Cluster: answers rows on Ray Data, with a worker in each actor of a pool."""
+"""Answer rows on a Ray cluster by Ray Data, with a pool of actors that run a worker each."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from oscar_mm.errors import InputError
 
 LOCAL = "local"
 TRIES = 3
-"""A group of rows fails after so many of its workers have died."""
+"""Number of workers that may die on a group of rows before the group fails."""
 _STORE_BYTES = 256 << 20
-"""Object store of a local cluster; only text goes through it."""
+"""Bytes of a local cluster's object store; only text goes through it."""
 _MAX_BLOCKS = 5000
 _CONNECT_S = 5
 _PEAKS = ("kv_peak_bytes", "process_peak_bytes")
 
 
 class Attempts:
-    """An actor that counts how often a group of rows was begun: a group may kill its worker."""
+    """Actor that counts how often each group of rows was started: a group may kill its worker."""
 
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
 
     def begin(self, group: str) -> int:
-        """Count a beginning of the group; return how many there are with it."""
+        """Count a start of the group; return the number of starts so far."""
         self._begun[group] += 1
         return self._begun[group]
 
 
 class ClusterWorker:
-    """An actor that starts its worker once, then answers groups of rows.
+    """Actor that starts its worker once, then answers groups of rows.
 
-    It ends with a server of its own that is lost; Ray starts another.
+    If the worker's own server is lost the actor ends, and Ray starts another.
 
     Args:
-        plan: what to load, start or ask, and how to answer.
-        begin: counts how often a group, named by the id of its first row, was begun.
+        plan: settings of the worker.
+        begin: function that counts the starts of a group, named by the id of its first row.
     """
 
     def __init__(self, plan: Plan, begin: Callable[[str], int]) -> None:
@@ -59,7 +59,7 @@ class ClusterWorker:
         self._owns_server = isinstance(plan, VllmSettings)
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
-        """Answer groups of rows in JSON; yield results with what the worker has done so far."""
+        """Answer groups of rows in JSON; yield results with the worker's totals so far."""
         for group in batch["rows"]:
             rows = [_row_of_fields(fields) for fields in json.loads(group)]
             if self._begin(rows[0].id) > TRIES:
@@ -91,13 +91,13 @@ def run_on_cluster(
     workers: int | None,
     cpus_per_worker: int,
 ) -> Work:
-    """Answer rows on a Ray cluster, whose workers find media by the same paths.
+    """Answer rows on a Ray cluster whose machines have the media at the same paths.
 
-    Ray Data hands out the groups, keeps the workers busy and starts them again when they die.
-    Another worker begins the group of a dead one anew.
+    Ray Data distributes the groups, keeps the workers busy and restarts workers that die. Another
+    worker then answers the group of the dead one from its beginning.
 
     Args:
-        plan: what each worker loads, starts or asks, and how it answers.
+        plan: settings of each worker.
         rows: rows to answer.
         answers: file that this process writes.
         address: address of the cluster, or "local" to start one on this machine for this job.
@@ -113,7 +113,7 @@ def run_on_cluster(
     try:
         return _run(ray, plan, rows, answers, workers, cpus_per_worker)
     except ray.exceptions.RayError as error:
-        # The message of the worker comes last.
+        # The last line is the message of the worker.
         message = str(error).strip().splitlines()[-1]
         _, refused, told = message.rpartition(f"{InputError.__name__}: ")
         if refused:
@@ -125,8 +125,8 @@ def run_on_cluster(
 
 
 def _connect(address: str) -> tuple[Any, bool]:
-    """Import Ray and connect; return it and whether this call has connected."""
-    # Ray reads this when it is imported, and sends no statistics.
+    """Import Ray and connect; return the module and whether this call made the connection."""
+    # Ray reads this when it is imported; it turns usage statistics off.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray  # pyright: ignore[reportMissingImports] an extra
@@ -150,7 +150,7 @@ def _connect(address: str) -> tuple[Any, bool]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address where nobody listens; Ray itself would try for minutes."""
+    """Refuse an address without a listener; Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "://" in address:
         return
@@ -224,7 +224,7 @@ def _share_cluster(
     workers: int | None,
     cpus: int,
 ) -> tuple[int, dict[str, Any]]:
-    """Return the number of workers, and the resources of each."""
+    """Return the number of workers and the resources of each."""
     for name, value in (("workers", workers), ("cpus_per_worker", cpus)):
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name}={value!r}: must be a whole number, at least 1")
@@ -238,13 +238,14 @@ def _share_cluster(
 
 
 def _share_requests(plan: Plan, groups: int) -> tuple[Plan, int]:
-    """Return a plan for each of the groups that a worker answers at once, and their number.
+    """Divide a worker's concurrent requests among groups; return the plan of a group and the number
+    of groups that a worker answers at once.
 
-    Ray gives a worker group by group, so that many groups at once keep a server busy.
+    Ray passes groups to a worker one by one, so a server is only kept busy by several at once.
 
     Args:
-        plan: what a worker does.
-        groups: groups for each worker.
+        plan: settings of a worker.
+        groups: number of groups for each worker.
     """
     if isinstance(plan, WorkerSettings):
         return plan, 1

@@ -1,4 +1,4 @@
-"""`oscar-mm audio-qa`: many questions about recordings, images and videos, into a file."""
+"""`oscar-mm audio-qa`: answer many questions about recordings, images and videos."""
 
 from pathlib import Path
 from typing import Annotated
@@ -99,9 +99,9 @@ def audio_qa_command(
     """Answer many questions about recordings, images and videos.
 
     Each recording is read once and its questions share its pages. Answers are written row by row;
-    the same command goes on where an earlier one ended. Exit code 1 if a row failed.
+    repeating the command resumes an interrupted run. Exit code 1 if a row failed.
     """
-    # Errors of the request come before the model takes its time to load.
+    # Check the arguments before the model is loaded, which takes long.
     KVPolicy.preset(policy)
     rows = read_rows(questions, question=question, group_by=group_by)
     limits = MediaLimits()

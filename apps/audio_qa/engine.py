@@ -1,4 +1,4 @@
-"""Engine: a model that answers many rows at once and reads each recording once."""
+"""Engine: answer many rows at once with a model in this process, reading each recording once."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How all rows of a run are answered.
+    """Settings for the answers to all rows of a run.
 
     Attributes:
-        policy: how keys and values are stored; None where a server decides.
-        engine: "vllm" where workers start vLLM's servers; None for our own engine, or a server.
+        policy: policy for keys and values; None if a server decides.
+        engine: "vllm" if workers start vLLM servers; None for this package's engine or a server.
         system: system prompt.
-        max_new_tokens: longest free answer.
-        list_choices: write the choices under the question, with letters, and score the letters;
-            else score the choices themselves.
-        use_audio_in_video: hear the sound of videos too.
+        max_new_tokens: maximum tokens of a free answer.
+        list_choices: whether to write the choices under the question, with letters, and score the
+            letters; otherwise the choices themselves are scored.
+        use_audio_in_video: whether to read the sound of videos too.
         video_fps: frames per second that are sampled from videos.
         dtype: dtype of the weights; None for the default.
 
     Raises:
-        InputError: a value is not allowed.
+        InputError: if a value is not allowed.
     """
 
     policy: KVPolicy | None
@@ -75,7 +75,7 @@ class AnswerSettings:
             )
 
     def prompt(self, question: str, choices: tuple[str, ...]) -> tuple[str, list[str]]:
-        """Return the text of the prompt, and the answers from which the model chooses."""
+        """Return the text of the prompt, and the answers that the model chooses from."""
         if not (self.list_choices and choices):
             return question, list(choices)
         if len(choices) > len(_LETTERS):
@@ -85,11 +85,10 @@ class AnswerSettings:
         return "\n".join([question, *listed, "Answer with the letter."]), letters
 
     def fingerprint(self, model: str | None = None) -> dict[str, Any]:
-        """Return what answers depend on.
+        """Return everything that the answers depend on.
 
         Args:
-            model: ``Pipeline.fingerprint`` or a server's name of its model; None while it is
-                unknown.
+            model: ``Pipeline.fingerprint``, or the name of a server's model; None while unknown.
         """
         values = {"format": _FORMAT, "model": model}
         for name, value in asdict(self).items():
@@ -101,16 +100,16 @@ class AnswerSettings:
 
 
 class Engine:
-    """Answers rows; what is wrong with a row becomes its ``error``, not an exception.
+    """Answers rows by a pipeline; a fault in a row becomes its ``error``, not an exception.
 
     Args:
-        pipe: the model; its ``kv_budget`` bounds recordings and answers together.
-        settings: how to answer.
-        batch_size: most rows at once; the choices of a row do not count.
+        pipe: pipeline of the model; its ``kv_budget`` limits recordings and answers together.
+        settings: settings for the answers.
+        batch_size: maximum number of rows at once, however many choices they have.
 
     Attributes:
-        audio_seconds: length of the recordings read so far, each once.
-        peak_bytes: largest pools of pages and blocks so far, free slots included.
+        audio_seconds: length of the recordings read so far, each counted once.
+        peak_bytes: maximum bytes of the pools so far, free slots included.
     """
 
     def __init__(self, pipe: Pipeline, settings: AnswerSettings, batch_size: int = 32) -> None:
@@ -119,7 +118,7 @@ class Engine:
         self._sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
         self._running: dict[Request, tuple[Row, SharedMedia]] = {}
         self._reading: SharedMedia | None = None
-        """Media of the group some of whose rows have not begun."""
+        """Media of the group that still has rows to start."""
         self._since = 0.0
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
@@ -130,7 +129,7 @@ class Engine:
         """
         self._since = time.perf_counter()
         try:
-            # The thread decodes the next group while the model works on this one.
+            # The thread decodes the media of the next group while the model answers this one.
             with ThreadPoolExecutor(1) as thread:
                 for group, media in self._read_ahead(groups, thread):
                     yield from (error_result(row, row.error) for row in group if row.error)
@@ -159,7 +158,7 @@ class Engine:
             yield before
 
     def _media_of(self, row: Row | None) -> Media:
-        """Decode the media of a row that have room by their sizes, whatever is asked about them."""
+        """Decode the media of a row, after checking that they fit without any question."""
         if row is None:
             return Media()
 
@@ -173,11 +172,11 @@ class Engine:
         return self.pipe.media_reader.read(parts, fits=fits)
 
     def _group(self, rows: list[Row], media: Future[Media]) -> Iterator[Result]:
-        """Read the media of a group, and begin with the answers about them."""
+        """Read the media of a group, and start the answers about them."""
         try:
             media_read = media.result()
             reading = SharedMedia(self.pipe, media_read, self.settings.system)
-        except Exception as error:  # A file may make a library raise anything.
+        except Exception as error:  # libraries raise any exception on a damaged file
             yield from (error_result(row, error_line(error)) for row in rows)
             return
         admission = self.pipe.admission
@@ -200,7 +199,7 @@ class Engine:
         for row in rows:
             try:
                 text, choices = self.settings.prompt(row.question, row.choices)
-                # A right answer that is no choice is an error now.
+                # Raises if the right answer is not among the choices.
                 is_correct(row, "", 0 if row.choices else None)
                 if choices:
                     questions.append((row, reading.question(text, choices)))
@@ -224,7 +223,7 @@ class Engine:
             raise InputError(refusal)
 
     def _finished(self) -> Iterator[Result]:
-        """Go on until some answers have ended, and take them out of those that run."""
+        """Continue until some answers have ended, and yield their results."""
         ended = self.pipe.engine.next_ended(self._running)
         self._note_peak()
         seconds = self._seconds(len(ended))
@@ -237,7 +236,7 @@ class Engine:
             self._close_unless_used(reading)
 
     def _choices(self, questions: list[tuple[Row, Question]]) -> Iterator[Result]:
-        """Answer questions with choices together; if that fails, each by itself."""
+        """Answer questions with choices as one batch; if that fails, one by one."""
         if not questions:
             return
         try:
@@ -258,7 +257,7 @@ class Engine:
             yield from self._choices([one])
 
     def _choose(self, questions: list[Question]) -> list[Choice]:
-        """Answer questions with choices together; meanwhile their room is kept."""
+        """Answer questions with choices as one batch, with memory reserved for them."""
         admission = self.pipe.admission
         rooms: list[object] = []
         for one in questions:
@@ -273,7 +272,7 @@ class Engine:
             reading.close()
 
     def _seconds(self, rows: int) -> Result:
-        """The share of so many rows in the time since the last ones."""
+        """Return each row's share of the time since the previous rows were finished."""
         before, self._since = self._since, time.perf_counter()
         return {"seconds": round((self._since - before) / rows, 4)}
 
@@ -283,16 +282,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker loads, and how it answers.
+    """Settings of a worker with a model in its process.
 
     Attributes:
         model: name of a bundled model, folder or hub id.
-        settings: how to answer.
-        batch_size: most rows at once.
-        kv_budget: most bytes of recordings and batches together, or None.
+        settings: settings for the answers.
+        batch_size: maximum number of rows at once.
+        kv_budget: maximum bytes of keys and values of recordings and answers together, or None.
         device: torch device; by default a GPU if there is one.
-        allow_remote: fetch media that are http(s) addresses.
-        limits: bounds on media.
+        allow_remote: whether to fetch media that are http(s) addresses.
+        limits: limits on media.
     """
 
     model: str
@@ -305,19 +304,19 @@ class WorkerSettings:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a worker takes a GPU where there is one."""
+        """Whether a worker uses a GPU if there is one."""
         return self.device != "cpu"
 
     def start(self) -> Worker:
-        """Load the model, and return a worker with it."""
+        """Load the model and return a worker with it."""
         return Worker(self)
 
 
 class Worker:
-    """A loaded model that answers rows, in this process or as an actor of Ray.
+    """A loaded model that answers rows, in this process or in a Ray actor.
 
     Args:
-        plan: what to load, and how to answer.
+        plan: settings of the worker.
     """
 
     def __init__(self, plan: WorkerSettings) -> None:
@@ -340,7 +339,7 @@ class Worker:
         self.fingerprint = settings.fingerprint(self._pipe.fingerprint)
 
     def close(self) -> None:
-        """Let objects be collected again; the model ends with its process."""
+        """Unfreeze garbage collection; the model is freed when the process ends."""
         gc.unfreeze()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
@@ -354,7 +353,7 @@ class Worker:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The fields of ``Work`` that only this worker knows, so far."""
+        """Return the fields of ``Work`` that only this worker knows, with their values so far."""
         return {
             "cpu_seconds": time.process_time() - self._loaded,
             "audio_seconds": self._engine.audio_seconds,
@@ -371,7 +370,7 @@ def _process_peak() -> int:
 
 
 def resident_peak() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
+    """Return the peak resident memory of this process so far, in bytes."""
     if sys.platform == "win32":
         import psutil
 

@@ -1,4 +1,4 @@
-"""Job: answers all rows of a file, from reading them to the summary."""
+"""Run an audio QA job, from reading the rows to writing the summary."""
 
 from __future__ import annotations
 
@@ -57,62 +57,60 @@ def audio_qa(
     workers: int | None = None,
     cpus_per_worker: int = 1,
 ) -> dict[str, Any]:
-    """Answer many questions about recordings, images and videos, and read each medium once.
+    """Answer many questions about recordings, images and videos, reading each medium once.
 
     ::
 
         summary = audio_qa("questions.jsonl", "answers.jsonl", "Qwen/Qwen3-Omni-30B-A3B-Instruct")
 
-    Every answer is on the disk before the next one; the same call goes on where an earlier one
-    ended. Answers come as they are ready; in the end the file gets the order of the questions. A
-    row without an answer gets an ``error`` and stops nothing.
+    Every answer is flushed to disk before the next one is written, and repeating the call resumes
+    an interrupted run. Answers are written as they are ready; at the end the file is sorted in the
+    order of the questions. A row that cannot be answered gets an ``error``, and the run continues.
 
     Args:
         questions: JSONL or CSV file, folder of media, or dicts; see ``rows.read_rows``.
-        out: JSONL file of the answers, see ``results.Result``. Two files go beside it:
-            ``out``.run.json identifies the run, and ``out``.summary.json sums it up.
-        model: name of a bundled model, folder or hub id; with ``server`` the server's name of the
+        out: JSONL file of the answers, see ``results.Result``. Two more files are written:
+            ``out``.run.json identifies the run, and ``out``.summary.json has its summary.
+        model: name of a bundled model, folder or hub id; with ``server`` the name of the server's
             model, or None for its only one.
-        engine: "oscar", or "vllm": each worker starts vLLM's server for itself, with pages of this
-            package, and asks it as it asks ``server``; so ``policy`` must be a preset's name, and
-            ``batch_size``, ``use_audio_in_video``, ``video_fps`` and ``device`` concern only
-            "oscar".
-        policy: how keys and values are stored.
-        question: question of rows that have none, and of all media of a folder.
+        engine: "oscar", or "vllm": each worker starts its own vLLM server, with pages of this
+            package, and uses it like ``server``; then ``policy`` must be the name of a preset, and
+            ``batch_size``, ``use_audio_in_video``, ``video_fps`` and ``device`` do not apply.
+        policy: policy for keys and values.
+        question: question for rows that have none, and for all media of a folder.
         system: system prompt.
-        max_new_tokens: longest free answer.
-        list_choices: write choices under the question and choose among their letters.
+        max_new_tokens: maximum tokens of a free answer.
+        list_choices: whether to write choices under the question and choose among their letters.
         group_by: field whose value groups the rows of the summary.
-        batch_size: most rows at once.
-        kv_budget: most bytes ("8GB") of keys and values together; None for no bound.
-        overwrite: begin anew, whatever ``out`` contains.
-        retry_failed: answer rows again that have an error.
-        samples: file that also gets the answers in lmms-eval's layout.
-        use_audio_in_video: hear the sound of videos too.
+        batch_size: maximum number of rows at once.
+        kv_budget: maximum bytes ("8GB") of keys and values together; None for no limit.
+        overwrite: whether to start over, whatever ``out`` contains.
+        retry_failed: whether to answer rows with an error again.
+        samples: file to which the answers are also written in lmms-eval's layout.
+        use_audio_in_video: whether to read the sound of videos too.
         video_fps: frames per second that are sampled from videos.
-        limits: bounds on media.
-        allow_remote: fetch media that are http(s) addresses.
+        limits: limits on media.
+        allow_remote: whether to fetch media that are http(s) addresses.
         device: torch device of the model; by default a GPU if there is one.
         dtype: dtype of the weights.
-        server: address of an OpenAI server, which answers in the place of a model of this process.
-            It is shown recordings and images, and answers choices only with ``list_choices``: its
-            reply names a letter. ``policy``, ``batch_size``, ``kv_budget``,
-            ``use_audio_in_video``, ``video_fps``, ``device`` and ``dtype`` concern only a model of
-            this process.
-        concurrency: most requests to the server at once, of each worker.
+        server: address of an OpenAI server to use instead of a model in this process. It gets
+            recordings and images, and answers choices only with ``list_choices``: its reply names
+            a letter. ``policy``, ``batch_size``, ``kv_budget``, ``use_audio_in_video``,
+            ``video_fps``, ``device`` and ``dtype`` apply only to a model in this process.
+        concurrency: maximum number of concurrent requests of each worker to the server.
         api_key: key of the server.
-        ray: address of a Ray cluster, "local" for one on this machine; None for no Ray.
-        workers: workers of Ray, each of which loads the model, starts vLLM's server or asks the
-            server; by default one per GPU, or without GPUs and with ``server`` as many as the CPUs
-            allow.
+        ray: address of a Ray cluster, "local" for one on this machine; None to run without Ray.
+        workers: number of Ray workers, each of which loads the model, starts a vLLM server or
+            sends requests to the server; by default one per GPU, or without GPUs and with
+            ``server`` as many as the CPUs allow.
         cpus_per_worker: CPUs of a worker.
 
     Returns:
-        the summary, see ``summary.summarize``.
+        The summary, see ``results.summarize``.
 
     Raises:
-        InputError: a file or argument cannot be used, ``out`` belongs to another run, the disk is
-            full, vLLM is missing, or the server does not answer any more; answers so far stay.
+        InputError: if a file or argument cannot be used, ``out`` belongs to another run, the disk
+            is full, vLLM is missing, or the server no longer answers; finished answers are kept.
     """
     rows = read_rows(questions, question=question, group_by=group_by)
     _check_overwrites(questions if isinstance(questions, str | Path) else None, rows, out, samples)
@@ -178,7 +176,7 @@ def audio_qa(
         done = {row.id: answers.done[row.id] for row in rows}
     finally:
         answers.close()
-    # The file of questions may have other groups than in an earlier run.
+    # The groups in the file of questions may have changed since an earlier run.
     summary = summarize([done[row.id] | {"group": row.group} for row in rows], work)
     path = Path(f"{out}{SUMMARY}")
     with writing(path), whole_file(path) as part:
@@ -204,10 +202,11 @@ def _run_here(plan: Plan, rows: list[Row], answers: AnswerFile) -> Work:
 def _check_for_server(
     asked: str, rows: Iterable[Row], local: Mapping[str, tuple[Any, Any]], list_choices: bool
 ) -> None:
-    """Refuse options that concern only a model of this process, and choices that nothing scores.
+    """Refuse options that apply only to a model in this process, and choices that a server cannot
+    score.
 
     Args:
-        asked: what messages call the server.
+        asked: name of the server in messages.
         rows: the questions.
         local: value and default of each such option.
         list_choices: whether choices are listed in the prompt.
@@ -242,11 +241,12 @@ def _check_overwrites(
 
 
 def _file_identity(path: str | Path) -> tuple[int, int] | str:
-    """Return the same for all names of a file, hard and symbolic links included."""
+    """Return a value that is the same for all paths to a file, including hard and symbolic links.
+    """
     try:
         status = os.stat(path)
         return status.st_dev, status.st_ino
     except OSError:
         return os.path.realpath(path)
-    except ValueError:  # this names no file
+    except ValueError:  # not a valid path
         return str(path)

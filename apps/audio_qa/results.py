@@ -1,4 +1,4 @@
-"""Results: a run's output file with its lines, its summary, and samples in lmms-eval's layout."""
+"""Results: the output file of a run, its summary, and samples in lmms-eval's layout."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Result = dict[str, Any]
 
 - id, group: id and group of the row. digest: ``Row.digest``.
 - answer: text of the answer, or of the choice. choice: index of the choice, from 0.
-- correct: true, false, or null where the row has no answer.
-- scores: log-likelihood of each choice; null from a server, whose reply names a choice, or none.
+- correct: whether the answer is right; null if the row has no answer to compare with.
+- scores: log-likelihood of each choice; null from a server, whose reply only names a choice.
 - finish_reason: "stop", "length" or "choice".
 - tokens: tokens of prompt and answer, media included.
-- kv_bytes: bytes of the pages, blocks and tables of these tokens, also of those that other rows
-  share; kv_ratio: bytes of as many tokens in 16-bit precision, divided by kv_bytes. 0 and null from
-  a server.
-- seconds: the row's share of reading the media and of its batch.
-- error: why there is no answer, else null.
+- kv_bytes: bytes of the pages, blocks and tables of these tokens, including those shared with
+  other rows; kv_ratio: bytes of as many tokens in 16-bit precision, divided by kv_bytes. 0 and
+  null from a server.
+- seconds: the row's share of the time to read the media and to answer its batch.
+- error: reason why there is no answer, else null.
 """
 RUN = ".run.json"
 """Suffix of the file with the fingerprint."""
 
 
 def answer_result(row: Row, answer: Answer) -> Result:
-    """Describe a free answer."""
+    """Return the result of a free answer."""
     return _result(
         row,
         answer.memory,
@@ -53,7 +53,7 @@ def answer_result(row: Row, answer: Answer) -> Result:
 
 
 def choice_result(row: Row, choice: Choice) -> Result:
-    """Describe the answer to a row with choices."""
+    """Return the result of a row with choices."""
     return _result(
         row,
         choice.memory,
@@ -67,7 +67,7 @@ def choice_result(row: Row, choice: Choice) -> Result:
 
 
 def reply_result(row: Row, text: str, finish_reason: str, tokens: int) -> Result:
-    """Describe the reply of a server; one to a row with choices names a choice, or is wrong."""
+    """Return the result of a server's reply; with choices, a reply that names none is wrong."""
     choice = named_choice(row, text)
     return _result(
         row,
@@ -81,12 +81,12 @@ def reply_result(row: Row, text: str, finish_reason: str, tokens: int) -> Result
 
 
 def error_result(row: Row, error: str) -> Result:
-    """Describe a row without an answer."""
+    """Return the result of a row that could not be answered."""
     return _result(row, None, error=error)
 
 
 def error_line(error: Exception) -> str:
-    """Describe an error in a line, with its type unless the input is to blame."""
+    """Describe an error in one line, with its type unless it is an input error."""
     text = " ".join(str(error).split())
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"
 
@@ -108,15 +108,15 @@ def _result(row: Row, memory: MemoryReport | None, **values: Any) -> Result:
 
 @dataclass(frozen=True)
 class Work:
-    """What this process, or its workers, did for the run.
+    """Totals of a run, over this process or its workers.
 
     Attributes:
-        rows: rows answered or failed.
+        rows: number of rows answered or failed.
         seconds: time from the first row to the last, without loading the model.
-        cpu_seconds: time of all processors and threads.
-        audio_seconds: length of the recordings read; rows that share a recording count it once.
-        kv_peak_bytes: largest pools of pages and blocks of a worker.
-        process_peak_bytes: largest resident memory of a process; on a GPU its allocated memory.
+        cpu_seconds: CPU time of all threads.
+        audio_seconds: length of the recordings read; a recording that rows share is counted once.
+        kv_peak_bytes: maximum bytes of the pools of a worker.
+        process_peak_bytes: peak resident memory of a process; on a GPU its allocated memory.
     """
 
     rows: int
@@ -128,7 +128,7 @@ class Work:
 
 
 def summarize(results: Iterable[Mapping[str, Any]], work: Work) -> dict[str, Any]:
-    """Sum up all rows of an output, and the speed of this run."""
+    """Summarize all rows of an output, and the speed of this run."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     rows = list(results)
     for row in rows:
@@ -193,7 +193,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
             f"{counts['failed']:,}",
             *(_percent(counts[key]) for key in ("accuracy", "choice_accuracy", "exact_match")),
             f"{counts['mean_tokens'] or 0:,.0f}",
-            # A server does not tell.
+            # A server does not report bytes.
             format_bytes(counts["mean_kv_bytes"]) if counts["mean_kv_bytes"] else "",
             f"{counts['kv_ratio']:.2f}x" if counts["kv_ratio"] else "",
         )
@@ -202,7 +202,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     work, rates = summary["work"], summary["throughput"]
     peaks = {"KV": work["kv_peak_bytes"], "process": work["process_peak_bytes"]}
     most = ", ".join(f"{name} {format_bytes(size)}" for name, size in peaks.items() if size)
-    # Of a run that had nothing left to do there is none.
+    # A run with no rows left to answer has no peak.
     memory = f"; most memory: {most}" if most else ""
     print(
         f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
@@ -215,14 +215,17 @@ def _percent(share: float | None) -> str:
 
 
 def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]) -> int:
-    """Write a line for each answered row, as lmms-eval's ``--log_samples`` does; count them.
+    """Write a line for each answered row, as lmms-eval's ``--log_samples`` does.
 
     A line has doc_id, input, target, resps, filtered_resps and doc_hash, and a metric:
     ``exact_match``, or for choices ``acc``. The resps of scored choices are pairs of a
     log-likelihood and whether it is the highest.
 
+    Returns:
+        Number of lines.
+
     Raises:
-        InputError: the file cannot be written.
+        InputError: if the file cannot be written.
     """
     lines = [
         json.dumps(_sample(number, row, done[row.id]), ensure_ascii=False)
@@ -260,23 +263,24 @@ def _sample(number: int, row: Row, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AnswerFile:
-    """Appends rows to a file, each flushed to the disk before the next.
+    """Output file to which rows are appended, each flushed to disk before the next.
 
     Whenever the process ends, the file has all rows that were written; resuming removes an
-    incomplete last line. Only one process at a time writes to a file. Half of a surrogate pair, for
-    which UTF-8 has no bytes, becomes JSON's escape.
+    incomplete last line. The file is locked: only one process can write to it. An unpaired
+    surrogate, which UTF-8 cannot encode, is written as a JSON escape.
 
     Args:
-        path: JSONL file; its folder is made.
+        path: JSONL file; its folder is created.
         fingerprint: fingerprint of the run, without the model while that is unknown.
-        overwrite: begin anew once the run is confirmed; else go on with the rows of the file.
+        overwrite: whether to start over once the run is confirmed, instead of keeping the rows of
+            the file.
 
     Attributes:
         done: rows of the file, by id.
 
     Raises:
-        InputError: the file cannot be written, is another run's (the message names the
-            difference), or another process writes to it.
+        InputError: if the file cannot be written, belongs to another run (the message names the
+            difference), or is locked by another process.
     """
 
     def __init__(
@@ -292,7 +296,7 @@ class AnswerFile:
         self._begins_anew = overwrite
         try:
             if not os.fstat(self._file.fileno()).st_size:
-                # Nothing is left of the run that this describes.
+                # The run that this file describes has no rows left.
                 self._run.unlink(missing_ok=True)
             elif not overwrite:
                 self._check(fingerprint)
@@ -305,7 +309,8 @@ class AnswerFile:
         """Check or write the complete fingerprint of the run, before the first row.
 
         Raises:
-            InputError: the rows of the file are another run's, or nothing can be written.
+            InputError: if the rows of the file belong to another run, or the file cannot be
+                written.
         """
         if self._begins_anew:
             with writing(self.path):
@@ -319,24 +324,24 @@ class AnswerFile:
                 part.write_text(json.dumps(fingerprint, indent=1) + "\n", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row and wait until it is on the disk.
+        """Append a row and flush it to disk.
 
         Raises:
-            InputError: the disk is full; the file has nothing of the row.
+            InputError: if the disk is full; the file is unchanged.
         """
         with writing(self.path):
             self._append(_line(row))
         self.done[row["id"]] = dict(row)
 
     def resume(self, rows: Iterable[Row], *, retry_failed: bool = False) -> None:
-        """Go on with the rows of the file.
+        """Check the rows of the file, and keep them.
 
         Args:
             rows: the questions of this run.
-            retry_failed: remove rows with an error, so that the model answers them again.
+            retry_failed: whether to remove rows with an error, so that they are answered again.
 
         Raises:
-            InputError: a row of the file asks something else now; the message names it.
+            InputError: if the question of a row in the file has changed; the message names it.
         """
         done = self.done
         if retry_failed:
@@ -352,10 +357,10 @@ class AnswerFile:
         self._replace(done)
 
     def sort(self, rows: Iterable[Row]) -> None:
-        """Put the file into the order of the questions, rows without a question last.
+        """Sort the file in the order of the questions, rows without a question last.
 
         Raises:
-            InputError: the disk is full; the file does not change.
+            InputError: if the disk is full; the file is unchanged.
         """
         in_order = {row.id: self.done[row.id] for row in rows if row.id in self.done}
         self._replace(in_order | self.done)
@@ -368,7 +373,7 @@ class AnswerFile:
         """Open the file and lock it for this process."""
         while True:
             file = _locked(self.path, self.path)
-            # Another process may have put a file in its place meanwhile, and have that.
+            # Another process may have replaced the file meanwhile, and have locked the new one.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
                     return file
@@ -386,7 +391,7 @@ class AnswerFile:
             raise
 
     def _replace(self, rows: dict[str, dict[str, Any]]) -> None:
-        """Replace the rows of the file at once."""
+        """Replace all rows of the file atomically."""
         if list(rows) == list(self.done):
             return
         with writing(self.path):
@@ -394,10 +399,10 @@ class AnswerFile:
             try:
                 with whole_file(self.path) as part:
                     part.write_bytes(b"".join(map(_line, rows.values())))
-                    if os.name == "nt":  # It does not replace an open file.
+                    if os.name == "nt":  # Windows cannot replace an open file.
                         self._file.close()
                     else:
-                        # Before it has the name, so that no other process gets in between.
+                        # Lock the new file before renaming it, so that no other process can.
                         new = _locked(part, self.path)
             except BaseException:
                 if new is not None:
@@ -442,12 +447,17 @@ class AnswerFile:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    # Python's backslash escape of a surrogate is JSON's too.
+    # Python's backslash escape of a surrogate is valid JSON too.
     return (json.dumps(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def _locked(file: Path, path: Path) -> FileIO:
-    """Open a file that has, or will have, a path, and lock it for this process."""
+    """Open a file and lock it for this process.
+
+    Args:
+        file: path of the file.
+        path: path that the file has or will have, for messages.
+    """
     opened = FileIO(file, "ab+")
     try:
         _lock_file(opened.fileno(), path)

@@ -1,4 +1,4 @@
-"""Rows: the questions of JSONL, CSV or a folder of recordings, and whether answers are right."""
+"""Rows: read questions from JSONL, CSV or a folder of recordings, and judge answers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
 _CHOSEN = ("choices", "answer")
 _Record = tuple[Mapping[str, Any] | InputError, str]
-"""Fields, or why there are none, and their file and line."""
+"""Fields of a row, or the reason why there are none; and their file and line."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question.
+    """A question and its media.
 
     Attributes:
-        id: names the row in the answers.
-        question: text.
-        audio, images, videos: paths, made absolute, or addresses.
-        choices: texts from which the model chooses; empty for a free answer.
-        answer: texts that are right; empty if nobody knows.
-        group: the summary adds up the rows of a group; "" for none.
+        id: name of the row in the answers.
+        question: text of the question.
+        audio, images, videos: absolute paths, or addresses.
+        choices: texts that the model chooses from; empty for a free answer.
+        answer: texts of right answers; empty if unknown.
+        group: group of the row in the summary; "" for none.
         where: file and line, for messages.
-        error: why nobody can answer the row; "" if the model can.
+        error: reason why the row cannot be answered; "" if it can.
     """
 
     id: str
@@ -59,12 +59,12 @@ class Row:
 
     @property
     def recording(self) -> tuple[tuple[str, ...], ...]:
-        """Equal in rows about the same media."""
+        """Key that is equal for rows about the same media."""
         return tuple(getattr(self, kind) for kind in MEDIA)
 
     @property
     def digest(self) -> str:
-        """Equal in rows that ask the same."""
+        """Digest that is equal for rows with the same question and media."""
         content = [
             self.question,
             self.choices,
@@ -85,17 +85,17 @@ def read_rows(
         source: a JSONL file (a JSON object on each line), a CSV file with a header, a folder of
             recordings, pictures and videos, each of which becomes a row, or dicts. Fields are id,
             question, audio, images, videos (a path or a list of them, relative to the file),
-            choices and answer; in CSV a list is a JSON list. Other fields do not matter. The id
-            of a row that has none is its line number, or "line 7" where a row has the id "7".
-        question: question of rows that have none; a folder needs it.
+            choices and answer; in CSV a list is a JSON list. Other fields are ignored. The id of
+            a row without one is its line number, or "line 7" if another row has the id "7".
+        question: question for rows that have none; a folder needs it.
         group_by: field whose value groups the rows of the summary.
 
     Returns:
-        rows in the order of the source. A row with unusable fields has an ``error``; so has a line
-        that is no JSON object, whose id is "line 7".
+        Rows in the order of the source. A row with unusable fields has an ``error``; so has a line
+        that is not a JSON object, with an id such as "line 7".
 
     Raises:
-        InputError: there are no rows, no line is a JSON object, the quotes of a CSV file do not
+        InputError: if there are no rows, no line is a JSON object, the quotes of a CSV file do not
             match, or two rows have the same id; the message names the file and the line.
     """
     if isinstance(source, str | Path):
@@ -154,12 +154,12 @@ def _csv(path: Path) -> Iterator[_Record]:
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: is no text in UTF-8: {error}") from None
         except csv.Error as error:
-            # Nobody knows where the next row begins.
+            # Where the next row begins is unknown.
             raise InputError(f"{path}, after line {reader.line_num}: no CSV: {error}") from None
 
 
 def _record(parse: Callable[[Any], Any], raw: Any) -> Mapping[str, Any] | InputError:
-    """Return the fields of a row, or why it has none."""
+    """Return the fields of a row, or the error if it has none."""
     try:
         return _fields(parse(raw))
     except InputError as error:
@@ -181,7 +181,7 @@ def _parse_line(line: bytes) -> Any:
         raise InputError(f"is no JSON: {error.msg} at character {error.pos + 1}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"is no text in UTF-8: {error}") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # also a number with thousands of digits
         raise InputError(f"is no JSON: {error}") from None
 
 
@@ -192,13 +192,13 @@ def _parse_cells(columns: int, cells: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _cell(name: str, cell: str) -> Any:
-    """What a cell says; an error as a value, so that the row keeps its id."""
+    """Return the value of a cell; an error is returned as a value, so that the row keeps its id."""
     if name not in (*_CHOSEN, *MEDIA, *_SINGULAR) or not cell.lstrip().startswith("["):
         return cell
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):
-        # Names of files begin like that too.
+        # File names may begin like this too.
         wrong = InputError(f'{name}: {cell[:80]!r} is no JSON list such as ["a", "b"]')
         return wrong if name in _CHOSEN else cell
 
@@ -224,7 +224,7 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
 
 
 def _rows(records: Sequence[_Record], base: Path, question: str | None, group_by: str) -> list[Row]:
-    """Convert records into rows; a file without any record is of another kind."""
+    """Convert records to rows; a file without any valid record is refused."""
     if records and all(isinstance(record, InputError) for record, _ in records):
         record, where = records[0]
         raise InputError(f"{where}: {record}")
@@ -277,21 +277,21 @@ def _given_id(record: Mapping[str, Any] | InputError) -> str | None:
 
 
 def _unused_id(taken: Container[str | None], *names: str) -> str:
-    """Choose an id for a row without one: the first of ``names`` that no other row has."""
+    """Return an id for a row without one: the first of ``names`` that no other row has."""
     more = (f"{names[-1]} ({count})" for count in itertools.count(2))
     return next(name for name in itertools.chain(names, more) if name not in taken)
 
 
 def _label(name: str, value: Any) -> str:
     try:
-        # The answers are JSON too, which joins two halves of a surrogate pair into a character.
+        # A round trip through JSON, as for the answers, joins surrogate pairs to characters.
         return json.loads(json.dumps(str(value)))
     except (RecursionError, ValueError):
         raise InputError(f"{name} must be text or a number") from None
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Convert one text or a list of texts; a number becomes a text."""
+    """Convert a text or a list of texts to a tuple; numbers become texts."""
     if isinstance(value, InputError):
         raise value
     if value is None or value == "":
@@ -311,10 +311,10 @@ def _medium_path(base: Path, source: str) -> str:
 
 
 def right_choices(row: Row) -> set[int]:
-    """Return the indices of right choices, found by text or else by letter (A is the first).
+    """Return the indices of right choices, matched by text or else by letter (A is the first).
 
     Raises:
-        InputError: the row's answer is none of its choices.
+        InputError: if the row's answer is not among its choices.
     """
     texts = [normal_form(choice) for choice in row.choices]
     right = set()
@@ -336,7 +336,8 @@ _LETTER = (
 _MARKED = re.compile(
     rf"(?:^|\b(?:or|and)\b|或|和)(?:[^\w\n]|_)*{_LETTER}", re.MULTILINE | re.IGNORECASE
 )
-"""A letter that begins a line, or comes after such a one: "(B) white", "A. brown or B. white"."""
+"""A letter at the start of a line, or a later one in the same form: "(B) white", "A. brown or B.
+white"."""
 _CLAIMED = re.compile(
     r"(?:\b(?:answer|option|choice|correct|choose|pick|select|letter|boxed|it is|it's)"
     r"|答案|正确|选)"
@@ -350,7 +351,7 @@ _SEVERAL = re.compile(
     r"(?:\s*(?:,(?!\s*[AI]\s+[a-z])|[/&+、或和与及]|\b(?:or|and|nor)\b)+[\s(\[*]*"
     r"(?:(?:option|choice) )?[\s(\[*]*[A-Z](?![A-Za-z'])[^\w\s,]*)+"
 )
-"""Letters named together, which is no choice: "A or B", "(A) and (C)"."""
+"""Several letters named together, which is not a choice: "A or B", "(A) and (C)"."""
 
 
 def named_choice(row: Row, reply: str) -> int | None:
@@ -374,7 +375,7 @@ def named_choice(row: Row, reply: str) -> int | None:
 
 
 def _place(letter: str) -> int:
-    """The index of a choice that a letter from A to Z names."""
+    """Return the index of the choice named by a letter from A to Z."""
     return ord(letter.upper()) - ord("A")
 
 
@@ -388,6 +389,6 @@ def is_correct(row: Row, text: str, choice: int | None) -> bool | None:
 
 
 def normal_form(text: str) -> str:
-    """Remove case, surrounding punctuation and differences of white space."""
+    """Normalize case, white space and surrounding punctuation."""
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return plain.strip(".,;:!?\"'` ") or plain

@@ -1,4 +1,4 @@
-"""ServerWorker: an OpenAI server, one that runs or vLLM's that the worker starts, answers rows."""
+"""ServerWorker: answer rows by an OpenAI server, a running one or a vLLM server that it starts."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ from oscar_mm.media.source import describe, read_bytes
 _READERS = 4
 """Threads that decode recordings."""
 _MAX_BYTES = 512 << 20
-"""Media in base64 of the requests in progress; those of the next groups are in memory too."""
+"""Maximum bytes of base64 media of requests in progress; media of the next groups come on top."""
 _HOST = "127.0.0.1"
 _LONGEST_START_S = 3600.0
-"""Seconds that a server has to fetch and load its model."""
+"""Maximum seconds for a server to download and load its model."""
 _TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Which server a worker asks, and how.
+    """Settings of a worker that uses a running server.
 
     Attributes:
         url: the server's address, with or without the path "/v1".
-        settings: how to answer; ``policy`` is None where a server decides.
-        model: name of the model at the server; None for its only one.
-        concurrency: most requests at once.
+        settings: settings for the answers; ``policy`` is None if the server decides.
+        model: name of the server's model; None for its only one.
+        concurrency: maximum number of concurrent requests.
         api_key: key of the server, or None.
-        allow_remote: fetch media that are http(s) addresses.
-        limits: bounds on media.
+        allow_remote: whether to fetch media that are http(s) addresses.
+        limits: limits on media.
 
     Raises:
-        InputError: ``url`` or ``concurrency`` cannot be used.
+        InputError: if ``url`` or ``concurrency`` cannot be used.
     """
 
     url: str
@@ -90,36 +90,36 @@ class ServerSettings:
 
     @property
     def endpoint(self) -> str:
-        """Address that ends where the protocol's paths begin."""
+        """Base address to which the protocol's paths are added."""
         address = self.url.rstrip("/")
         return address if urlsplit(address).path else f"{address}/v1"
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a worker takes a GPU."""
+        """Whether a worker uses a GPU."""
         return False
 
     def start(self) -> ServerWorker:
-        """Return a worker that asks the server."""
+        """Return a worker that uses the server."""
         return ServerWorker(self)
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What the server of a worker loads, and how it is asked.
+    """Settings of a worker that starts its own vLLM server.
 
     Attributes:
         model: name of a bundled model, folder or hub id.
-        policy: preset, with changes or without, whose pages vLLM stores.
-        settings: how to answer.
-        concurrency: most requests at once.
-        kv_budget: bytes of keys and values; None for all memory that vLLM finds.
-        allow_remote: fetch media that are http(s) addresses; the server gets them as bytes.
-        limits: bounds on media.
+        policy: preset, with or without changes, for the pages that vLLM stores.
+        settings: settings for the answers.
+        concurrency: maximum number of concurrent requests.
+        kv_budget: bytes of keys and values; None for all memory that vLLM has available.
+        allow_remote: whether to fetch media that are http(s) addresses; the server gets bytes.
+        limits: limits on media.
 
     Raises:
-        InputError: vLLM cannot store the policy, there is no such model, or ``concurrency`` cannot
-            be used.
+        InputError: if vLLM cannot store the policy, there is no such model, or ``concurrency``
+            cannot be used.
     """
 
     model: str
@@ -131,17 +131,17 @@ class VllmSettings:
     limits: MediaLimits = field(default_factory=MediaLimits)
 
     uses_gpu = True
-    """A worker takes a GPU where there is one."""
+    """A worker uses a GPU if there is one."""
 
     def __post_init__(self) -> None:
         self._arguments(port=0)
         self._server_settings(port=0, key="")
 
     def start(self) -> ServerWorker:
-        """Start a server on a free port, and return a worker that owns and asks it.
+        """Start a server on a free port, and return a worker that owns it.
 
         Raises:
-            InputError: vLLM is missing, or its server ended or did not answer in an hour.
+            InputError: if vLLM is missing, or its server ends or does not answer within an hour.
         """
         check_installed()
         [sock] = bind(_HOST, 0)
@@ -165,7 +165,7 @@ class VllmSettings:
 
     def _arguments(self, port: int) -> list[str]:
         options = {
-            "max_context": "auto",  # as much as the KV memory holds, else the model's own
+            "max_context": "auto",  # the model's context, or less if the KV memory is smaller
             **({} if self.kv_budget is None else {"kv_budget": self.kv_budget}),
             **({} if self.settings.dtype is None else {"dtype": self.settings.dtype}),
         }
@@ -191,26 +191,26 @@ def _answers(client: httpx.Client, endpoint: str) -> bool:
 
 
 Plan = WorkerSettings | ServerSettings | VllmSettings
-"""What each worker of a run loads, asks or starts."""
+"""Settings of the workers of a run."""
 
 
 class ServerWorker:
-    """Asks a server about rows, as ``Worker`` asks its model.
+    """Worker that sends rows to a server, with the interface of ``Worker``.
 
-    Several threads may run groups at once; each sends as many requests as the plan says.
+    Several threads may run groups at once; each has ``plan.concurrency`` requests.
 
     Args:
-        plan: which server to ask, and how.
-        owned: that server, where it is this worker's own.
+        plan: settings of the worker.
+        owned: the server, if the worker owns it.
 
     Attributes:
-        model: the server's name of the model.
-        fingerprint: what the answers depend on, as far as the server tells.
-        audio_seconds: length of the recordings sent so far, each once.
-        kv_bytes: 0, as a server does not tell.
+        model: name of the server's model.
+        fingerprint: everything that the answers depend on, as far as the server reports it.
+        audio_seconds: length of the recordings sent so far, each counted once.
+        kv_bytes: 0, because a server does not report it.
 
     Raises:
-        InputError: the server cannot be reached, or has not the model.
+        InputError: if the server cannot be reached, or lacks the model.
     """
 
     kv_bytes = 0
@@ -225,15 +225,15 @@ class ServerWorker:
         self._counting = threading.Lock()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
-        """Ask about groups of rows about the same media; yield results as they are ready.
+        """Answer groups of rows about the same media; yield results as they are ready.
 
         Raises:
-            ServerLost: the server does not answer any more; rows without a result stay open.
+            ServerLost: if the server no longer answers; rows without a result stay open.
         """
         ready: SimpleQueue[Result | None] = SimpleQueue()
         since = time.perf_counter()
-        # A thread of its own runs the requests, because the caller may have a running loop, and
-        # because they go on while the caller writes. Leaving the block cancels what still runs.
+        # Requests run in an event loop of another thread, because the caller may have a running
+        # loop, and so that they continue while the caller writes. Leaving the block cancels them.
         with start_blocking_portal() as portal:
             asked = portal.start_task_soon(self._ask_all, groups, ready)
             while (result := ready.get()) is not None:
@@ -245,17 +245,17 @@ class ServerWorker:
                 raise ServerLost(f"{error}{self.close()}") from None
 
     def heard(self, seconds: float) -> None:
-        """Count recordings that were sent."""
+        """Add the length of recordings that were sent."""
         with self._counting:
             self.audio_seconds += seconds
 
     def close(self) -> str:
-        """End the worker's own server; return what its log says for a message."""
+        """Stop the worker's own server; return the gist of its log for a message."""
         return "" if self._owned is None else self._owned.close()
 
     @property
     def report(self) -> dict[str, Any]:
-        """The fields of ``Work`` that only this worker knows, so far."""
+        """Return the fields of ``Work`` that only this worker knows, with their values so far."""
         return {
             "cpu_seconds": time.process_time() - self._begun,
             "audio_seconds": self.audio_seconds,
@@ -281,10 +281,10 @@ class ServerWorker:
             ready.put(None)
 
     def shown(self, rows: list[Row]) -> _Shown:
-        """Return what requests about the media of a group show.
+        """Return the media of a group as parts of a message.
 
         Raises:
-            InputError: a medium that cannot be read, or that a server is not shown.
+            InputError: if a medium cannot be read, or cannot be sent to a server.
         """
         row = next((row for row in rows if not row.error), Row("", ""))
         if row.videos:
@@ -309,7 +309,7 @@ class _Shown:
     """Media of a group as parts of a message.
 
     Attributes:
-        parts: JSON, each part with a comma after it.
+        parts: JSON of the parts, each followed by a comma.
         seconds: length of the recordings.
         open_rows: rows of the group without a result.
     """
@@ -320,7 +320,7 @@ class _Shown:
 
 
 class _Requests:
-    """The requests of one run, in an event loop."""
+    """Requests of a run, in an event loop."""
 
     def __init__(
         self, worker: ServerWorker, client: ChatClient, ready: SimpleQueue[Result | None]
@@ -330,10 +330,10 @@ class _Requests:
         self._bytes, self._freed = 0, asyncio.Event()
 
     async def send(self, groups: Iterable[list[Row]]) -> None:
-        """Ask about all rows.
+        """Send the requests of all rows.
 
         Raises:
-            ServerLost: the server does not answer any more.
+            ServerLost: if the server no longer answers.
         """
         reading: deque[tuple[list[Row], asyncio.Future[_Shown]]] = deque()
         loop = asyncio.get_running_loop()
@@ -353,14 +353,15 @@ class _Requests:
     async def _begin(
         self, tasks: asyncio.TaskGroup, rows: list[Row], reading: asyncio.Future[_Shown]
     ) -> None:
-        """Begin the requests of a group, as there is room for its media and then for each row."""
+        """Start the requests of a group, after waiting for memory for its media, and for each row
+        until a request may start."""
         for row in rows:
             if row.error:
                 self._ready.put(error_result(row, row.error))
         rows = [row for row in rows if not row.error]
         try:
             shown = await reading
-        except Exception as error:  # A file may make a library raise anything.
+        except Exception as error:  # libraries raise any exception on a damaged file
             for row in rows:
                 self._ready.put(error_result(row, error_line(error)))
             return
@@ -391,10 +392,10 @@ class _Requests:
                 self._freed.set()
 
     def _body(self, row: Row, shown: _Shown) -> list[bytes]:
-        """Return the JSON of a request in three parts, of which the media are not copied.
+        """Return the JSON of a request in three parts, without copying the media.
 
         Raises:
-            InputError: the choices cannot be listed, or none of them is right.
+            InputError: if the choices cannot be listed, or none of them is right.
         """
         settings = self._worker.plan.settings
         text, _ = settings.prompt(row.question, row.choices)
@@ -411,8 +412,7 @@ class _Requests:
 
 
 def wav(recording: Audio) -> bytes:
-    """Encode a recording as WAV in 16-bit precision; one read from 16 bit at 16 kHz does not
-    change."""
+    """Encode a recording as 16-bit WAV; this is lossless if its source was 16-bit at 16 kHz."""
     samples = np.rint(recording.samples * 2**15).clip(-(2**15), 2**15 - 1).astype("<i2")
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
@@ -422,10 +422,10 @@ def wav(recording: Audio) -> bytes:
 
 
 def _image_part(source: str, media: MediaReader, place: str) -> bytes:
-    """Return an image file as it is, in the part of a message that shows it.
+    """Return the part of a message that contains an image file, not re-encoded.
 
     Raises:
-        InputError: the file cannot be read, or is no image.
+        InputError: if the file cannot be read, or is not an image.
     """
     name = describe(source, place)
     data = read_bytes(source, allow_remote=media.allow_remote, limits=media.limits, label=name)
@@ -440,12 +440,12 @@ def _image_part(source: str, media: MediaReader, place: str) -> bytes:
 
 
 def _part(kind: str, fields: dict[str, str], name: str, before: bytes, data: bytes) -> bytes:
-    """Return the JSON of a part of a message, with a comma after it.
+    """Return the JSON of a part of a message, followed by a comma.
 
     Args:
-        kind: type of the part, and its field.
-        fields: other fields in there.
-        name: the field that holds ``before`` and then ``data`` in base64.
+        kind: type of the part, and name of its field.
+        fields: other fields within that field.
+        name: field that contains ``before``, followed by ``data`` in base64.
     """
     part = json.dumps({"type": kind, kind: {**fields, name: "?"}}).encode()
     start, _, end = part.rpartition(b"?")
