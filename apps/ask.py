@@ -1,4 +1,4 @@
-"""`oscar-mm ask`: one question about images, videos and sound, answered as it is generated."""
+"""`oscar-mm ask`: answer one question about images, videos and sound."""
 
 import json
 import sys
@@ -47,10 +47,10 @@ def ask(
 ) -> None:
     """Answer one question about images, videos and sound.
 
-    The answer goes to stdout as it is generated, a thinking model's reasoning and the memory table
-    to stderr.
+    The answer is streamed to stdout; a thinking model's reasoning and the memory table go to
+    stderr.
     """
-    # Errors of the request come before the model takes its time to load.
+    # Check the arguments before the model is loaded, which takes long.
     KVPolicy.preset(policy)
     given = options.by_kind(media or [])
     given["videos"] += video or []

@@ -1,4 +1,4 @@
-"""`oscar-mm bench`: compares ways to store the KV cache on a user's model and questions."""
+"""`oscar-mm bench`: compare methods of storing the KV cache on a user's model and questions."""
 
 import json
 import sys
@@ -26,9 +26,9 @@ _TOKENS, _PASSAGES = 1024, 8
 
 
 class Column(NamedTuple):
-    """A column of the table: the key of a row's number, and the number's format.
+    """A column of the table: the key of a number in the rows, and its format.
 
-    The table omits a standard error where there is one prompt only.
+    The standard error is omitted if there is only one prompt.
     """
 
     head: str
@@ -75,7 +75,7 @@ _PERPLEXITY_NOTE = "ppl: perplexity of the text itself; rise: over the 16-bit ca
 
 @bench.callback()
 def _group() -> None:
-    """Compare ways to store the KV cache."""
+    """Compare methods of storing the KV cache."""
 
 
 @bench.command()
@@ -129,14 +129,15 @@ def accuracy(
     device: options.Device = None,
     dtype: options.Dtype = None,
 ) -> None:
-    """Compare methods on your questions or text: bits per value against what is left.
+    """Compare methods on your questions or text: bits per value against quality.
 
-    The model answers each question with a 16-bit cache. Then each method reads these answers:
-    its next-token distributions are compared with those of the 16-bit cache. Where the file has
-    an answer, each policy also answers freely, and is right if its text contains one.
+    The model answers each question with a 16-bit cache. Then the model reads these answers over
+    the cache of each method, and its next-token distributions are compared with those of the
+    16-bit cache. If the file has an answer, each policy also answers freely, and is right if its
+    text contains the answer.
 
-    With --text, a language model reads passages: each method stores them, and the model reads the
-    tokens that really follow with what the method gives back.
+    With --text, a language model reads passages: each method stores their keys and values, and the
+    model reads the tokens that follow in the text over what the method restores.
     """
     if (questions is None) == (not text):
         raise InputError("give --questions FILE or, for a language model, --text FILE: one of them")
@@ -203,7 +204,7 @@ def _compare_questions(
     device: str | None,
     dtype: str | None,
 ) -> dict[str, Any]:
-    """Compare and print; return what was compared, and the rows of the table."""
+    """Compare methods and print a table; return its rows and what was compared."""
     from oscar_mm.compare.comparison import Comparison
     from oscar_mm.pipelines import pipeline_for
     from oscar_mm.pipelines.text import is_text_model
@@ -234,10 +235,10 @@ def _compare_texts(
     device: str | None,
     dtype: str | None,
 ) -> dict[str, Any]:
-    """Compare and print; return what was compared, and the rows of the table.
+    """Compare methods and print a table; return its rows and what was compared.
 
     Args:
-        sizes: tokens of a passage, number of passages, tokens judged after each.
+        sizes: tokens of a passage, number of passages, and judged tokens after each.
     """
     from oscar_mm.compare.comparison import PassageComparison, longest, passages
     from oscar_mm.pipelines.text import is_text_model, load_text_model
@@ -282,7 +283,7 @@ def _is_policy(method: Any) -> "TypeGuard[Paged]":
 
 
 def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
-    """Compare on a question; print why if that fails, and return whether it succeeds."""
+    """Compare methods on a question; if that fails, print why and return False."""
     from oscar_mm.engine.message import first_turn
     from oscar_mm.media.part import media_parts
 

@@ -1,4 +1,4 @@
-"""`oscar-mm chat`: a conversation in the terminal that keeps its cache."""
+"""`oscar-mm chat`: hold a conversation in the terminal, with its cache kept between turns."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ _HELP = """\
 _SUFFIX = ".safetensors"
 _UNCHANGED = "stopped; the chat is as it was before"
 _ANSWER_TOKENS = 1024
-"""Longest answer by default, in tokens."""
+"""Default maximum tokens of an answer."""
 
 
 @options.grouped
@@ -64,7 +64,7 @@ def chat(
     audio_in_video: options.AudioInVideo = False,
     allow_remote: options.AllowRemote = False,
 ) -> None:
-    """Talk about images, videos and sound; earlier ones stay in sight.
+    """Chat about images, videos and sound, which stay in the context in later turns.
 
     A line is a message, or a command: /help lists them. Answers go to stdout, a thinking model's
     reasoning to stderr.
@@ -102,7 +102,7 @@ def chat(
 
 
 class _TerminalChat:
-    """A chat in the terminal, and the media that its next message will show."""
+    """A chat in the terminal, and the media for its next message."""
 
     def __init__(self, pipe: "Pipeline", chat: Any, sampling: dict[str, Any]) -> None:
         self.pipe, self.chat, self.sampling = pipe, chat, sampling
@@ -122,7 +122,7 @@ class _TerminalChat:
         }
 
     def take(self, line: str) -> bool:
-        """Carry out a line and print errors; return whether the conversation goes on."""
+        """Execute a line and print errors; return whether the conversation continues."""
         name, _, argument = line.strip().partition(" ")
         if name == "/quit":
             return False
@@ -173,13 +173,13 @@ class _TerminalChat:
         self.pending[kind] += [self._checked(path, modality) for path in paths_of(line)]
 
     def _checked(self, path: str, modality: Modality) -> str:
-        """Return a path or an address that can be shown."""
+        """Return a path or an address after checking that it can be used."""
         if is_address(path) and self.pipe.allow_remote and modality is not Modality.VIDEO:
             return path
         path = os.path.expanduser(path)
         existing_file(path, path)
         if modality is Modality.IMAGE:
-            load_image(path, fit=eighth)  # An unreadable image is an error now.
+            load_image(path, fit=eighth)  # raises if the image cannot be decoded
         return path
 
     def _drop(self) -> None:
@@ -220,20 +220,23 @@ class _TerminalChat:
 
 
 def _asked(turn: "Turn") -> str:
-    """Return the texts and the names of the media of a question, in order."""
+    """Return the texts of a question and the names of its media, in order."""
     parts = [part for message in turn.messages for part in message.parts]
     return "\n".join(part if isinstance(part, str) else f"[{part.label}]" for part in parts)
 
 
 class _Interruption:
-    """Whether an answer has begun, and whether Ctrl-C has requested its end since."""
+    """State of an answer: whether it has started, and whether Ctrl-C has requested its end."""
 
     begun = requested = False
 
 
 @contextmanager
 def _end_on_ctrl_c() -> Iterator[_Interruption]:
-    """Make Ctrl-C interrupt until an answer has begun, then request the answer's end, once."""
+    """Let the first Ctrl-C after the start of an answer request its end, within the block.
+
+    Before that, and from the second on, Ctrl-C raises KeyboardInterrupt.
+    """
     interruption = _Interruption()
 
     def note(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Connections: a bounded number, whose clients say in time what they want."""
+"""Connections with a maximum number and a deadline for requests."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 @dataclass(eq=False)
 class ConnectionBounds:
-    """Bounds on the connections of a server, in its event loop.
+    """Limits on the connections of a server, for use in its event loop.
 
     Attributes:
-        most: connections; one more closes the one that has waited longest for its client.
-        head_s: seconds in which the head of a request must come, from the beginning of the
-            connection or the end of the answer before.
+        most: maximum number of connections; a further one closes the connection that has waited
+            longest for its client.
+        head_s: maximum seconds until the head of a request is complete, counted from the start of
+            the connection or the end of the previous response.
     """
 
     most: int
     head_s: float
     _waiting: dict[Connection, None] = field(default_factory=dict, init=False, repr=False)
-    """Connections whose client has not sent a whole request, the first to wait first."""
+    """Connections that wait for a complete request, longest wait first."""
 
     def add(self, connection: Connection) -> None:
-        """Note that a connection waits for its client."""
+        """Record that a connection waits for its client."""
         self._waiting.setdefault(connection)
 
     def discard(self, connection: Connection) -> None:
-        """Note that a connection does not wait for its client any more."""
+        """Record that a connection no longer waits for its client."""
         self._waiting.pop(connection, None)
 
     def make_room(self) -> None:
@@ -41,11 +42,11 @@ class ConnectionBounds:
 
 
 class Connection(H11Protocol):
-    """A connection that ends where no request comes; uvicorn alone waits without end.
+    """A connection that is closed if no request arrives; uvicorn by itself waits forever.
 
     Args:
-        bounds: of all connections of the server.
-        arguments: of uvicorn.
+        bounds: limits on all connections of the server.
+        arguments: arguments that uvicorn passes.
     """
 
     def __init__(self, bounds: ConnectionBounds, **arguments: Any) -> None:
@@ -54,34 +55,34 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as uvicorn has it
-        """Begin to wait for the first request."""
+        """Start to wait for the first request."""
         super().connection_made(transport)
         self._follow()
         if len(self.connections) > self._bounds.most:
             self._bounds.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Stop waiting."""
         super().connection_lost(exc)
         self._bounds.discard(self)
         self._end_deadline()
 
     def handle_events(self) -> None:
-        """Take what the client has sent."""
+        """Process received data."""
         super().handle_events()
         self._follow()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
+        """Start to wait for the next request."""
         super().on_response_complete()
         self._follow()
 
     def _follow(self) -> None:
-        """Wait for the head of a request, or for its body, or not at all."""
+        """Update the deadline and the wait for the state: head, body or response."""
         cycle = self.cycle
         answers = cycle is not None and not cycle.response_complete
         if answers:
-            # The application waits for the body, and not for long.
+            # The head has arrived; the application has its own timeout for the body.
             self._end_deadline()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self._bounds.head_s, self.transport.close)

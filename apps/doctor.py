@@ -1,4 +1,4 @@
-"""`oscar-mm doctor`: shows what runs on this machine, and checks packing, video and kernels."""
+"""`oscar-mm doctor`: show versions and devices, and check packing, video and kernels."""
 
 import importlib.metadata
 import json
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 DISTRIBUTION = "oscar-mm"
 DEVELOPER_EXTRAS = ("test", "dev")
 
-# Largest relative error |x^ - x| / |x| of Gaussian keys and values, by bits per code. Min-max over
-# 128 Gaussian numbers spans about 5.5 sigma, so 2^bits levels leave 0.53 (2 bits) and 0.11 (4
-# bits); bfloat16 rounds to 2^-9. The bounds add a quarter.
+# Maximum relative error |x^ - x| / |x| of Gaussian keys and values, by bits per code. The range of
+# 128 Gaussian numbers is about 5.5 sigma, so 2^bits levels leave 0.53 (2 bits) and 0.11 (4 bits);
+# bfloat16 rounds to 2^-9. The bounds add a quarter.
 ERROR_BOUND = {2: 0.66, 3: 0.3, 4: 0.14, 16: 0.003}
-# Bits per value beside the codes: scales and zeros (32 bits a group of 32) and norms (16 a key).
+# Bits per value in addition to the codes: scales and zeros (32 bits per group of 32), and norms (16
+# bits per key).
 OVERHEAD_BOUND = 1.2
 BY_TORCH = "PyTorch operations over packed pages"
 BY_LOOPS = "loops that numba compiles, over packed pages"
@@ -58,7 +59,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
     ] = False,
 ) -> None:
-    """Show what runs on this machine and check it; the exit code is 1 if a check fails."""
+    """Show versions and devices and check them; the exit code is 1 if a check fails."""
     devices = _devices()
     checks = [_video_check()]
     for device in devices:
@@ -138,7 +139,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _extras() -> dict[str, list[str]] | None:
-    """Return missing packages of each extra, or None where no installation lists them."""
+    """Return the missing packages of each extra; None if no installation lists the extras."""
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -157,7 +158,7 @@ def _extras() -> dict[str, list[str]] | None:
 
 
 def _run_check(name: str, trial: Callable[[], tuple[bool, str]]) -> Check:
-    """Run a check; an exception in it is a failure."""
+    """Run a check; an exception counts as a failure."""
     try:
         return Check(name, *trial())
     except Exception as error:
@@ -180,7 +181,7 @@ def _video_check() -> Check:
 
 
 def _write_clip(path: Path) -> str:
-    """Write a clip that gets brighter from frame to frame; return the codec's name."""
+    """Write a video that gets brighter from frame to frame; return the codec's name."""
     import av
     import numpy as np
 
@@ -226,7 +227,7 @@ def _roundtrip_check(preset: str, device: str) -> Check:
 
 
 def _loop_checks() -> list[Check]:
-    """Compare loops for CPUs with PyTorch operations."""
+    """Compare CPU kernels with PyTorch operations."""
     from oscar_mm.apps.operation_checks import check_all_loops
 
     return [
@@ -240,7 +241,7 @@ def _loop_checks() -> list[Check]:
 
 
 def _kernel_checks(device: str) -> list[Check]:
-    """Compare kernels with PyTorch operations, and their speed with a plain copy."""
+    """Compare GPU kernels with PyTorch operations, and their speed with that of a plain copy."""
     import torch
 
     from oscar_mm.apps import operation_checks

@@ -1,4 +1,4 @@
-"""Guard: refuses requests that a web page of another site makes a browser send."""
+"""Guard: refuse requests that a web page of another site makes a browser send."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _LOOPBACK_NAMES = ("localhost",)
 _FOREIGN_SITES = ("cross-site", "same-site")
-"""Values of Sec-Fetch-Site in requests that a page of another origin makes."""
+"""Values of Sec-Fetch-Site in requests from pages of another origin."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, without a port, is this machine's loopback."""
+    """Whether a name or an address, without a port, is a loopback address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -24,19 +24,19 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """Middleware for a server without a key.
 
-    A browser sends what any page tells it to, also to a server that only this machine can reach.
-    The guard refuses:
+    Any web page can make a browser send requests, also to a server that only this machine can
+    reach. The guard refuses:
 
-    - names of other machines in ``Host``, where the server listens on loopback only: the browser
-      takes a page whose owner lets its name point here (DNS rebinding) for the same origin;
-    - pages of another origin, by ``Origin`` and ``Sec-Fetch-Site``. A visitor may still follow a
-      link to a page: the other page reads nothing;
-    - bodies that are no JSON: browsers send these without asking the server first (CORS).
+    - other host names in ``Host`` if the server listens only on loopback: a site whose name is made
+      to resolve to this machine (DNS rebinding) counts as the same origin in the browser;
+    - requests from pages of another origin, by ``Origin`` and ``Sec-Fetch-Site``. Links to a page
+      still work, because the other site cannot read the response;
+    - bodies other than JSON: browsers send them across origins without a preflight request (CORS).
 
     Args:
-        app: the application that it protects.
-        host: the address on which the server listens.
-        uploads: ends of paths that take files, as multipart/form-data.
+        app: application to protect.
+        host: address on which the server listens.
+        uploads: endings of paths that accept files as multipart/form-data.
         origins: origins of web pages that may use the server nevertheless.
     """
 
@@ -51,7 +51,7 @@ class Guard:
         self.loopback = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer what is refused, and pass on the rest."""
+        """Answer requests that are refused, and pass on the rest."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -60,7 +60,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         status, message = refusal
-        scope.setdefault("state", {})["refusal"] = message  # for an access log
+        scope.setdefault("state", {})["refusal"] = message  # for the access log
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": message})
             return
@@ -90,19 +90,20 @@ class Guard:
 
 
 class OneLength:
-    """Middleware that refuses a request with Content-Length and Transfer-Encoding.
+    """Middleware that refuses a request with both Content-Length and Transfer-Encoding.
 
-    A proxy in front may see another end of it, and so another next request, than this server.
+    A proxy in front might place the end of such a request, and so the start of the next one,
+    elsewhere than this server (request smuggling).
 
     Args:
-        app: the application that it protects.
+        app: application to protect.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse and close the connection, or pass on."""
+        """Refuse the request and close the connection, or pass the request on."""
         headers = Headers(scope=scope) if scope["type"] == "http" else {}
         if not ("content-length" in headers and "transfer-encoding" in headers):
             await self.app(scope, receive, send)

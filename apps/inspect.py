@@ -1,4 +1,4 @@
-"""`oscar-mm inspect`: token norms by modality, and what quantizing a prompt's keys does."""
+"""`oscar-mm inspect`: measure key norms by modality and quantization errors of a prompt."""
 
 import json
 import sys
@@ -39,11 +39,11 @@ def inspect(
     device: options.Device = None,
     dtype: options.Dtype = None,
 ) -> None:
-    """Show why a model needs token scaling, or that it does not.
+    """Show whether a model needs token scaling, and why.
 
     Reads one prompt with the media, or a text with a language model, and measures in every layer:
-    norms of keys by modality, outlier channels, and errors of quantization with token scaling and
-    without.
+    norms of keys by modality, outlier channels, and quantization errors with and without token
+    scaling.
     """
     if text is not None and (media or prompt is not None):
         raise InputError("--text is read alone: give neither media nor --prompt with it")
@@ -88,7 +88,7 @@ def _load(
     device: str | None,
     dtype: str | None,
 ) -> tuple[Any, Any]:
-    """Load a model, and prepare the prompt with its media, or the text, that it reads."""
+    """Load a model and prepare its prompt, either a question with media or a text."""
     from oscar_mm.engine.message_lists import conversation_from
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
     from oscar_mm.pipelines.text import is_text_model, load_text_model

@@ -1,4 +1,4 @@
-"""The pipelines as a model of lmms-eval, which finds it by the entry point "lmms_eval.models":
+"""Pipelines as a model of lmms-eval, registered by the entry point "lmms_eval.models":
 
     lmms-eval --model oscar_mm --model_args pretrained=Qwen/Qwen3-VL-8B-Instruct,policy=compact \
         --tasks ocrbench
@@ -28,13 +28,13 @@ class OscarMM(lmms):
     Args:
         pretrained: name of a bundled model, folder or hub id.
         policy: name of a preset.
-        batch_size: most questions at once.
-        max_tokens: most tokens at once, padding and room for the answers included.
-        device: torch device; each of several processes takes its own GPU instead.
+        batch_size: maximum number of questions at once.
+        max_tokens: maximum number of tokens at once, including padding and the answers.
+        device: torch device; with several processes each uses its own GPU instead.
         dtype: dtype of the weights.
 
     Raises:
-        InputError: an argument or a question cannot be used.
+        InputError: if an argument or a question cannot be used.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class OscarMM(lmms):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        # lmms-eval itself adds arguments that have no meaning here and are None.
+        # lmms-eval adds arguments of its own, which are None and have no meaning here.
         given = sorted(name for name, value in unknown.items() if value is not None)
         if given:
             raise InputError(f"model_args: oscar_mm takes no {', '.join(given)}")
@@ -75,7 +75,7 @@ class OscarMM(lmms):
         return answers
 
     def _questions(self, requests: list[Instance]) -> Iterator[dict[str, Any]]:
-        """Yield arguments of ``Pipeline.batch`` one by one, so that not all media are in memory."""
+        """Yield arguments of ``Pipeline.batch`` lazily, so that not all media are in memory."""
         for request in requests:
             context, options, media_of, doc_id, task, split = request.args
             question: dict[str, Any] = {"prompt": context} | _sampling(options)
@@ -85,11 +85,11 @@ class OscarMM(lmms):
             yield question
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Raise: a pipeline writes answers and does not score given ones."""
+        """Refuse, because a pipeline generates answers and does not score given ones."""
         raise NotImplementedError("oscar_mm answers generate_until tasks, not loglikelihood")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Raise: a pipeline answers one round."""
+        """Refuse, because a pipeline answers a single round."""
         raise NotImplementedError("oscar_mm answers generate_until tasks of one round")
 
 
@@ -99,7 +99,7 @@ def manifest() -> ModelManifest:
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Convert a task's generation_kwargs into fields of ``Sampling``, without beams."""
+    """Convert a task's generation_kwargs to fields of ``Sampling``; beams are not supported."""
     longest = int(options.get("max_new_tokens") or 256)
     fields: dict[str, Any] = {"max_new_tokens": longest, "temperature": 0}
     if until := options.get("until"):
@@ -112,7 +112,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _medium(medium: Any) -> tuple[str, Any]:
-    """Return the argument of ``Pipeline.batch`` that takes a medium, and its value."""
+    """Return the name and the value of the argument of ``Pipeline.batch`` for a medium."""
     if isinstance(medium, Image.Image):
         return "images", medium
     if isinstance(medium, str):

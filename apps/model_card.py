@@ -1,4 +1,4 @@
-"""ModelCard: what the page and the terminal say about the model that answers."""
+"""ModelCard: description of a model for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oscar_mm.models import BUNDLED, bundled
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
-# Fields of the bundled models' questions: codes and numbers, colours, shapes.
+# Variable fields in the bundled models' questions: codes and numbers, colours, shapes.
 _FIELDS = (
     (re.compile(r"\b[A-Z0-9]+\b"), "#"),
     (re.compile(r"\b(red|green|blue|yellow|purple|black)\b"), "red"),
@@ -23,14 +23,15 @@ _QUESTION = re.compile(r"`([A-Z][^`]*[.?])`")
 
 @dataclass(frozen=True)
 class ModelCard:
-    """Name and size of a model, and what it can answer.
+    """Name, size and abilities of a model.
 
     Attributes:
-        name: a bundled model's name, the last part of a hub id, or a folder's name.
+        name: name of a bundled model, last part of a hub id, or name of a folder.
         parameters: number of parameters.
-        abilities: what the model can do, in words.
-        example: a question that a bundled model was taught; "" for other models.
-        patterns: all questions that a bundled model was taught, fields replaced; empty for others.
+        abilities: description of what the model can do.
+        example: question that a bundled model was trained on; "" for other models.
+        patterns: all questions that a bundled model was trained on, with their fields replaced;
+            empty for other models.
     """
 
     name: str
@@ -41,7 +42,7 @@ class ModelCard:
 
     @classmethod
     def of(cls, pipe: Pipeline) -> ModelCard:
-        """Describe the model of a pipeline; a bundled one by the README.md in its folder."""
+        """Describe the model of a pipeline; a bundled model by the README.md in its folder."""
         model = pipe.family.outer_model
         folder = Path(model.name_or_path)
         name, parameters = folder.name or pipe.family.name, model.num_parameters()
@@ -54,12 +55,12 @@ class ModelCard:
 
     @property
     def is_demo(self) -> bool:
-        """Whether the model was made for demos and knows a few questions only."""
+        """Whether the model is a demo model that can answer only a few questions."""
         return bool(self.patterns)
 
     @property
     def title(self) -> str:
-        """Name and size in a few words."""
+        """Name and size, as text."""
         size, unit = (
             (self.parameters / 1e9, "B") if self.parameters >= 1e9 else (self.parameters / 1e6, "M")
         )
@@ -67,7 +68,7 @@ class ModelCard:
         return f"{self.name}, {size:.2g}{unit} parameters{kind}"
 
     def hint(self, question: str) -> str:
-        """Tell that a bundled model was never taught a question; "" where it may know it."""
+        """Return a hint that a bundled model was not trained on a question; "" if it may be."""
         if not self.is_demo or _pattern(question.strip()) in self.patterns:
             return ""
         return (

@@ -1,6 +1,7 @@
-"""Compares kernels and loops for CPUs with PyTorch operations, and kernels with a plain copy.
+"""Compare GPU and CPU kernels with PyTorch operations, and the speed of GPU kernels with a copy.
 
-python -m oscar_mm.apps.operation_checks compares loops. A machine's first call compiles them.
+python -m oscar_mm.apps.operation_checks checks the CPU kernels. The first call on a machine
+compiles them.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ from oscar_mm.quant.quantize import Recipe
 KERNELS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)
 _WHOLE_PAGE_POLICY = KVPolicy.preset("channel")
-"""The policy of ``pack``, which the default policy does not use."""
+"""Policy to check ``pack`` with, which the default policy does not use."""
 _DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
 _PAGES = 1024
-"""131,072 tokens: 537 MB in 16-bit precision and 94 MB packed, more than a GPU's cache has."""
+"""Pages of the prompt: 131,072 tokens, 537 MB in 16-bit precision and 94 MB packed, which exceeds
+the cache of a GPU."""
 _ROWS = 8
 _WIDTH, _HIDDEN = 4096, 12288
-"""Widths of the feed-forward layer through which a row goes."""
+"""Widths of the feed-forward layer that is checked."""
 _MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
 _LINEAR_KERNELS = (
     (LinearKernel, linear_module.Specialization(1, True, _DTYPE)),
@@ -71,18 +73,18 @@ _MIXTURE_KERNELS = (
     (GroupedKernels, mixture_module.GroupedSpecialization(8, 32, 8, True, _DTYPE)),
     (PromptKernels, mixture_module.PromptSpecialization(32, 8, True)),
 )
-"""Kernels of an operation, and what they are compiled for; only the first one works without TMA."""
+"""Kernels of an operation and their specializations; only the first works without TMA."""
 _COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 LOOPS = ("decode", "store", "unpack")
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of keys and values; loops are compiled for each."""
+"""Dtypes of keys and values; CPU kernels are compiled for each."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of an operation, and the least bytes that it must read and write."""
+    """A call of an operation, and the minimum bytes that it must read and write."""
 
     call: Callable[[], object]
     moved_bytes: int
@@ -92,7 +94,7 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
     """Compare the kernel that the default policy uses for an operation with PyTorch.
 
     Raises:
-        KernelError: this device has no kernel; the message says why.
+        KernelError: if this device has no kernel; the message says why.
     """
     if operation == "append":
         return AppendKernel.checked.check(append_module.Specialization(_DTYPE, 16), device)
@@ -121,8 +123,13 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
 def _first_that_disagrees(
     device: torch.device, first: tuple[Any, Any], *others: tuple[Any, Any]
 ) -> Verdict:
-    """The verdict on the first of some kernels (with what they are compiled for) that disagrees, or
-    on the last; ``others`` only where kernels copy by TMA."""
+    """Return the verdict on the first kernel that disagrees with PyTorch, otherwise on the last.
+
+    Args:
+        device: device to check.
+        first: kernel and its specialization.
+        others: further pairs, which are only checked on devices with TMA.
+    """
     kernel, made = first
     verdict = kernel.checked.check(made, device)
     for kernel, made in others:
@@ -186,7 +193,7 @@ def _store(pool: torch.Tensor, page_format: PageFormat) -> Workload:
 
 
 def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> Workload:
-    """Decode one new token of each row; rows of equal length make up the prompt."""
+    """Decode one new token of each row; the prompt is divided into rows of equal length."""
     device, per_row = pool.device, len(slots) // _ROWS
     keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
     new = (_states(device, _ROWS, _HEADS * _GROUP, 1), keys, values)
@@ -248,7 +255,7 @@ _TOKEN_WORKLOADS = {"append": _append, "linear": _linear, "mixture": _mixture, "
 
 
 def call_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call on the device; a CUDA graph excludes the host's time."""
+    """Return the median seconds of a call on the device; a CUDA graph excludes host time."""
     with torch.cuda.device(device):
         call()
         torch.cuda.synchronize()
@@ -283,7 +290,7 @@ def _median_seconds(call: Callable[[], object]) -> float:
 
 
 class _StoreLoops:
-    """``store`` and ``store_layers`` as a kernel has them."""
+    """CPU versions of ``store`` and ``store_layers``, with the interface of a kernel."""
 
     def __call__(self, arguments: StoreArguments) -> None:
         store_on_cpu(arguments)
@@ -292,7 +299,7 @@ class _StoreLoops:
 
 
 def check_loops(operation: str, dtype: torch.dtype) -> Verdict:
-    """Compare the loops of an operation as its kernel is compared."""
+    """Compare the CPU kernel of an operation with PyTorch, by the same test as its GPU kernel."""
     page_format = PageFormat.of(_POLICY, _POLICY.bits.text, 1, 128)
     if operation == "decode":
         made = Specialization.of((page_format,), 128, _POLICY.rotate, torch.bfloat16, 4)
@@ -310,7 +317,7 @@ def check_loops(operation: str, dtype: torch.dtype) -> Verdict:
 
 
 def check_all_loops() -> dict[str, Verdict]:
-    """A verdict for each operation and dtype, by name."""
+    """Return a verdict for each operation and dtype, by name."""
     return {
         f"{operation}, {str(dtype).removeprefix('torch.')}": check_loops(operation, dtype)
         for operation in LOOPS

@@ -1,4 +1,4 @@
-"""Options that several commands share, alone and in groups, and the key of a server."""
+"""Command-line options that several commands share, singly and in groups, and a server's key."""
 
 import functools
 import inspect
@@ -93,12 +93,12 @@ TEXT_NEEDS_LANGUAGE_MODEL = (
 )
 KEY_VARIABLE = "OSCAR_MM_API_KEY"
 _KEY_BYTES = 4096
-"""Largest file of a key."""
+"""Maximum bytes of a key file."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the model chooses tokens; None leaves a choice to the checkpoint."""
+    """Sampling options; None uses the checkpoint's default."""
 
     max_new_tokens: AnswerLength = None
     temperature: Annotated[
@@ -117,10 +117,10 @@ class SamplingOptions:
     seed: Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")] = None
 
     def checked(self) -> dict[str, Any]:
-        """Return the options that are not None, checked before a model takes its time to load.
+        """Check the options and return those that are not None, before the model is loaded.
 
         Raises:
-            InputError: a value is not allowed.
+            InputError: if a value is not allowed.
         """
         options = {name: value for name, value in asdict(self).items() if value is not None}
         if options:
@@ -132,7 +132,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """Where a model runs, and in what dtype."""
+    """Options for the device and the dtype of a model."""
 
     device: Device = None
     device_map: Annotated[
@@ -143,7 +143,7 @@ class PlacementOptions:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Show typer the fields of a command's groups of options in place of each group."""
+    """Decorate a command so that typer gets the fields of each group of options as parameters."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -173,7 +173,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def by_kind(media: list[str]) -> dict[str, list[str]]:
-    """Sort files into "images", "videos" and "audio"; what is unknown is an image."""
+    """Sort files into "images", "videos" and "audio"; files of unknown kind count as images."""
     kinds: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
     for name in media:
         kinds[kind_of(name) or "images"].append(name)
@@ -181,14 +181,14 @@ def by_kind(media: list[str]) -> dict[str, list[str]]:
 
 
 def model_or_bundled(model: str | None, *, hears: bool = False) -> str:
-    """Return ``model``, or name a bundled one on stderr and return it.
+    """Return ``model``, or choose a bundled model and name it on stderr.
 
     Args:
-        model: what the user has named, or None.
-        hears: whether the model must take sound.
+        model: model given by the user, or None.
+        hears: whether the model must support audio.
 
     Raises:
-        InputError: the model cannot be had, told before torch is imported.
+        InputError: if the model is not available; raised before torch is imported.
     """
     if model is not None:
         check_source(model)
@@ -199,10 +199,10 @@ def model_or_bundled(model: str | None, *, hears: bool = False) -> str:
 
 
 def api_key(file: Path | None) -> str | None:
-    """Read the key from a file or the environment; the process list would show an option.
+    """Read the key from a file or the environment; an option would be visible in the process list.
 
     Raises:
-        InputError: the file cannot be read, or holds no key.
+        InputError: if the file cannot be read, or contains no key.
     """
     name = KEY_VARIABLE if file is None else str(file)
     if file is None:

@@ -1,4 +1,4 @@
-"""`oscar-mm plan`: the memory of a conversation with a model, before anything is loaded."""
+"""`oscar-mm plan`: compute the memory of a conversation without loading a model."""
 
 import json
 import re
@@ -45,12 +45,12 @@ def plan(
         bool, typer.Option("--json", help="Print one JSON object instead of the tables.")
     ] = False,
 ) -> None:
-    """Tell tokens, KV bytes in 16-bit precision and packed, and how many such sessions fit a GPU.
+    """Show tokens, KV bytes in 16-bit precision and packed, and how many such sessions fit a GPU.
 
-    The model's configuration and processor are enough; its weights are not read. The shapes of
-    released models (qwen3-vl-2b to -32b and -30b-a3b, qwen3-omni-30b-a3b, llava-v1.6-vicuna-7b,
-    -13b, -mistral-7b, -34b) are known without a download. A language model needs only its
-    configuration, and takes --text-tokens alone.
+    Only the model's configuration and processor are read, not its weights. The shapes of released
+    models (qwen3-vl-2b to -32b and -30b-a3b, qwen3-omni-30b-a3b, llava-v1.6-vicuna-7b, -13b,
+    -mistral-7b, -34b) are built in and need no download. A language model needs only its
+    configuration, and supports only --text-tokens.
     """
     KVPolicy.preset(policy)
     gpus = _gpus(gpu)
@@ -123,7 +123,7 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
 
 
 def _gpus(gpu: str | None) -> dict[str, float]:
-    """Return names and bytes of the GPUs for which to plan."""
+    """Return names and bytes of the GPUs to plan for."""
     if gpu is None:
         return {f"{name}, {size} GB": size * _GIGABYTE for name, size in GPUS.items()}
     known = {name.lower(): name for name in GPUS}

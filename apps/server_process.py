@@ -1,4 +1,4 @@
-"""The process of a server: where it listens, the signal that ends it, and one that another owns."""
+"""Server processes: sockets to listen on, signals, and a server owned by another process."""
 
 import atexit
 import errno
@@ -20,25 +20,25 @@ from oscar_mm.errors import InputError
 _MODULE = "oscar_mm.apps.server_process"
 _POLL_S = 0.2
 _TELL_S = 30.0
-"""Seconds after which a server that loads is spoken of again."""
+"""Seconds between two messages that a server is still loading."""
 _END_S = 15.0
-"""Seconds that a server has to end in, before it is killed."""
+"""Seconds to let a server end before it is killed."""
 _LOG_BYTES = 1 << 16
 _LOG_LINES = 10
 _ERROR = re.compile(r"\w(Error|Exception): ")
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind a socket to each address of a name; none takes connections before ``listen``.
+    """Bind a socket to each address of a name; connections are refused until ``listen``.
 
-    A server claims its port by this before its model takes its time to load.
+    This reserves the port of a server before its model is loaded, which takes long.
 
     Args:
         host: name or address of this machine.
-        port: 0 for a free one.
+        port: port number; 0 for a free one.
 
     Raises:
-        InputError: the name or address is unknown, or the port is taken.
+        InputError: if the name or address is unknown, or the port is taken.
     """
     try:
         addresses = socket.getaddrinfo(
@@ -59,7 +59,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise _unusable(host, port, error) from None
-                # A machine without IPv6 may still give localhost the address ::1.
+                # A machine without IPv6 may still resolve localhost to ::1.
                 absent = error
             else:
                 sockets.append(sock)
@@ -70,10 +70,10 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def listen(sockets: Iterable[socket.socket]) -> None:
-    """Take connections.
+    """Start to accept connections.
 
     Raises:
-        InputError: another server has bound the same port and listens already.
+        InputError: if another server has bound the same port and is listening already.
     """
     for sock in sockets:
         host, port = sock.getsockname()[:2]
@@ -84,7 +84,7 @@ def listen(sockets: Iterable[socket.socket]) -> None:
 
 
 def url(host: str, port: int) -> str:
-    """Return the address for clients."""
+    """Return the URL for clients."""
     host = _bare(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -102,20 +102,21 @@ def _unusable(host: str, port: int, error: OSError) -> InputError:
 
 
 def freeze_loaded() -> None:
-    """Keep what is loaded until now out of garbage collection, in a process that lives for it.
+    """Exclude all objects that exist now from garbage collection, in a process that keeps them.
 
-    The many objects of modules, processor and libraries would be gone through again and again: a
-    short request took two to three times as long to prepare.
+    Otherwise each collection scans the many objects of modules, processor and libraries: it took
+    two to three times as long to prepare a short request.
     """
     gc.collect()
     gc.freeze()
-    # Else libraries find objects of theirs that nobody has destroyed, and complain.
+    # Otherwise libraries complain at exit that objects of theirs were not destroyed.
     atexit.register(gc.unfreeze)
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Make SIGTERM do inside what Ctrl-C does, but once, so that it does not disturb the end."""
+    """Let the first SIGTERM act like Ctrl-C within the block; later ones are ignored, so that they
+    do not disturb the shutdown."""
 
     def interrupt(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -132,15 +133,15 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 class OwnedServer:
-    """A server in a process of its own, which ends with this process, however this one ends.
+    """A server in a separate process that ends with this process, however this one ends.
 
-    Between the two is a keeper: it ends the server and all its processes as soon as this process
-    closes their pipe, which it also does when it is killed.
+    A keeper process runs the server. It ends the server and all its children as soon as the pipe
+    from this process is closed, which also happens when this process is killed.
 
     Args:
-        name: what messages call the server.
+        name: name of the server in messages.
         command: program and arguments.
-        environment: all variables of the server.
+        environment: all environment variables of the server.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -151,14 +152,19 @@ class OwnedServer:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process.
+            start_new_session=True,  # Ctrl-C must reach only this process.
         )
 
     def wait_until(self, answers: Callable[[], bool], seconds: float) -> None:
-        """Wait until the server answers, and end it if it does not; tell how long it takes.
+        """Wait until the server answers, reporting the time from time to time; else end it.
+
+        Args:
+            answers: function that returns whether the server answers.
+            seconds: maximum time to wait.
 
         Raises:
-            InputError: it has ended, or does not answer in time; the message has what its log says.
+            InputError: if the server has ended, or does not answer in time; the message quotes its
+                log.
         """
         start, told = time.monotonic(), 0
         while not answers():
@@ -173,7 +179,7 @@ class OwnedServer:
             time.sleep(_POLL_S)
 
     def close(self) -> str:
-        """End the server; return its log's errors, else its last lines, for a message in a line."""
+        """End the server; return the errors in its log, else its last lines, joined to one line."""
         if self._log.closed:
             return ""
         if self._keeper.stdin is not None:
@@ -189,9 +195,9 @@ class OwnedServer:
 
 
 def _keep(command: Sequence[str]) -> None:
-    """Run a command until it or stdin ends; then end this process group, which has no others."""
+    """Run a command until it or stdin ends; then kill this process group, which is its own."""
     if os.fork():
-        # Ray kills the children of a worker that ends, but not their children.
+        # Fork because Ray kills the children of a worker that ends, but not their children.
         os.wait()
         return
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""The terminal of commands: answers, reasoning, warnings and bars out, lines of a user in."""
+"""Terminal: output of answers, reasoning, warnings and progress bars; input of lines."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _GAIN = 1.05
-"""Ratio from which a cache is called smaller than 16 bit."""
+"""Minimum ratio for which a cache is called smaller than in 16-bit precision."""
 
 
 def model_description(model: str, pipe: Pipeline) -> str:
-    """What runs, in a line: the model's name, its size and what it reads."""
+    """Describe a model in one line: its name, its size and the modalities that it supports."""
     if model in BUNDLED:
         return description(model)
     count = pipe.family.outer_model.num_parameters()
@@ -37,13 +37,13 @@ def model_description(model: str, pipe: Pipeline) -> str:
 
 
 def print_hint(pipe: Pipeline, question: str) -> None:
-    """Tell on stderr that a bundled model was never taught a question."""
+    """Print a hint to stderr if a bundled model was not trained on a question."""
     if hint := ModelCard.of(pipe).hint(question):
         print(hint, file=sys.stderr, flush=True)
 
 
 def headline(kv_bytes: int, bf16_bytes: int) -> str:
-    """The bytes of a cache in a line, what it saves first."""
+    """Describe the bytes of a cache in one line, starting with what it saves."""
     held, plain = format_bytes(kv_bytes), format_bytes(bf16_bytes)
     if bf16_bytes < _GAIN * kv_bytes:
         return f"{held} held, {plain} in 16 bit: longer conversations take less than 16 bit"
@@ -51,7 +51,7 @@ def headline(kv_bytes: int, bf16_bytes: int) -> str:
 
 
 def memory_text(report: MemoryReport) -> str:
-    """A report for the terminal: what is saved, or why nothing is, then the table."""
+    """Format a report for the terminal: what is saved, or why nothing is, then the table."""
     if any(report.by_kind.get(kind) for kind in ("codes", "scales")):
         return f"{headline(report.kv_bytes, report.bf16_bytes)}\n{report}"
     more = report.kv_bytes - report.bf16_bytes
@@ -62,13 +62,13 @@ def memory_text(report: MemoryReport) -> str:
 
 
 def print_pieces(pieces: Iterable[str]) -> Iterator[str]:
-    """Print an answer as it comes: text on stdout, a model's reasoning dimly on stderr.
+    """Print an answer while it is generated: text to stdout, reasoning dimmed to stderr.
 
     Args:
         pieces: pieces of ``AnswerStream.with_reasoning``.
 
     Yields:
-        each piece after it is printed.
+        Each piece after it is printed.
     """
     from oscar_mm.engine.answer import Reasoning
 
@@ -93,7 +93,7 @@ def _print_dimly(piece: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, by which text in a picture could command a terminal."""
+    """Replace control characters, by which an answer could control the terminal."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}"
         if unicodedata.category(character) == "Cc" and character not in "\n\t"
@@ -104,7 +104,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Print each warning inside as one line on stderr."""
+    """Print warnings as single lines on stderr within the block."""
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         yield
@@ -115,10 +115,10 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def quiet_transformers() -> None:
-    """Silence transformers, but for its bar over the weights on a terminal."""
+    """Silence transformers, except for its progress bar over the weights on a terminal."""
     from transformers.utils import logging
 
-    # The command line itself shows errors.
+    # The command line shows errors itself.
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -126,10 +126,12 @@ def quiet_transformers() -> None:
 
 @contextmanager
 def prefill_bar(model: Any) -> Iterator[None]:
-    """Show a bar over the decoder's layers during the first forward pass, on a terminal.
+    """Show a progress bar over the decoder's layers in the first forward pass within the block.
+
+    The bar is only shown on a terminal.
 
     Args:
-        model: a generative model of transformers.
+        model: generative model of transformers.
     """
     if not sys.stderr.isatty():
         yield
@@ -137,7 +139,7 @@ def prefill_bar(model: Any) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress
 
-    # Some language models have another name for their layers: then there is no bar.
+    # Some language models have another name for their layers; they get no bar.
     layers = getattr(model.get_decoder(), "layers", ())
     if not len(layers):
         yield
@@ -157,13 +159,14 @@ def prefill_bar(model: Any) -> Iterator[None]:
 
 
 class RowsBar:
-    """A bar with rows, hours of audio per hour and KV memory; invisible off a terminal."""
+    """A progress bar with rows, hours of audio per hour and KV memory; hidden unless stderr is a
+    terminal."""
 
     def __init__(self, shown: tuple[Progress, TaskID] | None) -> None:
         self._shown = shown
 
     def update(self, rows: int, audio_seconds: float, seconds: float, kv_bytes: int) -> None:
-        """Show what this run has done so far."""
+        """Show the progress of this run."""
         if self._shown is None:
             return
         progress, task = self._shown
@@ -174,7 +177,7 @@ class RowsBar:
 
 @contextmanager
 def rows_bar(rows: int) -> Iterator[RowsBar]:
-    """Show a bar over ``rows`` rows inside."""
+    """Show a progress bar over ``rows`` rows within the block."""
     if not sys.stderr.isatty():
         yield RowsBar(None)
         return
@@ -193,15 +196,15 @@ def rows_bar(rows: int) -> Iterator[RowsBar]:
 
 
 def typed_lines(commands: Iterable[str]) -> Iterator[str]:
-    """Yield lines of the input until its end; on a terminal Ctrl-C empties the line.
+    """Yield lines of stdin until its end; on a terminal Ctrl-C clears the line.
 
     Args:
-        commands: words that a line may begin with, which Tab completes.
+        commands: words that a line may start with, for completion by Tab.
     """
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
-    # Python on Windows has no readline: its console edits lines itself.
+    # Python on Windows has no readline; the console itself edits lines.
     with suppress(ImportError):
         _complete_by_tab(sorted(commands))
     while True:
@@ -222,20 +225,20 @@ def _complete_by_tab(commands: list[str]) -> None:
         return found[number] if number < len(found) else None
 
     readline.set_completer(complete)
-    # The whole line is one word, so that the completer sees where a path begins.
+    # Without delimiters the completer gets the whole line, and can tell where a path starts.
     readline.set_completer_delims("")
     libedit = "libedit" in (readline.__doc__ or "")
     readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
 
 
 def completions(line: str, commands: Iterable[str]) -> list[str]:
-    """The lines that a line may become: a command, or a command's last path with more letters."""
+    """Return the completions of a line: of a command, or of the last path after a command."""
     if not line.startswith("/"):
         return []
     command, *words = line.split(" ")
     if not words:
         return [f"{name} " for name in commands if name.startswith(line)]
-    # Names may have spaces: the longest end of the line that a path begins with.
+    # Names may contain spaces, so the longest suffix that matches a path is used.
     for first in range(len(words)):
         path = " ".join(words[first:]).lstrip("'\"").replace("\\ ", " ")
         before = " ".join([command, *words[:first]])
@@ -248,16 +251,16 @@ def completions(line: str, commands: Iterable[str]) -> list[str]:
 
 
 def paths_of(text: str) -> list[str]:
-    """The paths in the rest of a line: quoted ones, several, and those of a pattern (*.png).
+    """Return the paths in a text: plain or quoted paths, and the matches of patterns (*.png).
 
-    A file whose name has spaces needs no quotes where it is alone.
+    A single file name with spaces needs no quotes.
     """
     text = text.strip()
     if os.path.isfile(os.path.expanduser(text)):
         return [text]
     try:
         words = shlex.split(text)
-    except ValueError:  # an apostrophe in a name
+    except ValueError:  # unbalanced quote, such as an apostrophe in a name
         words = [text]
     paths = []
     for word in words:
@@ -268,7 +271,7 @@ def paths_of(text: str) -> list[str]:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Keep what is typed inside off the screen; the next line that is read begins with it."""
+    """Hide typed characters within the block; the next line that is read starts with them."""
     if not sys.stdin.isatty():
         yield
         return

@@ -241,8 +241,7 @@ def _check_overwrites(
 
 
 def _file_identity(path: str | Path) -> tuple[int, int] | str:
-    """Return a value that is the same for all paths to a file, including hard and symbolic links.
-    """
+    """Return a value that all paths to a file share, including hard and symbolic links."""
     try:
         status = os.stat(path)
         return status.st_dev, status.st_ino
