@@ -1,4 +1,4 @@
-"""Comparison of methods: on prompts of a checkpoint, whose answers are read again, or on a text."""
+"""Compare methods by teacher forcing, on a model's own 16-bit answers or on text."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 JUDGED = 64
-"""Tokens after a passage that are judged."""
+"""Number of judged tokens after a passage."""
 TAIL = 37
-"""Tokens by which a passage is longer than the one before: pages end anywhere in it."""
+"""Tokens by which each passage is longer than the previous one, so that the lengths of last pages
+vary."""
 ONE_BY_ONE = "{}, one by one"
-"""Name of the row of a policy whose tokens are stored one at a time."""
+"""Name of the row of a policy that stores tokens one at a time."""
 _CHARACTERS = 8
-"""Characters that a token of a long text has on average, at most."""
+"""Maximum average number of characters per token of a long text."""
 
 
 class Comparison:
@@ -54,9 +55,9 @@ class Comparison:
     method restores them, and the next-token distributions are compared with the 16-bit cache's.
 
     Args:
-        pipe: pipeline whose model answers; its own policy plays no part.
+        pipe: pipeline of the model; its own policy has no effect.
         methods: methods to compare.
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: maximum tokens of an answer.
     """
 
     def __init__(self, pipe: Pipeline, methods: Sequence[Method], max_new_tokens: int) -> None:
@@ -74,11 +75,11 @@ class Comparison:
 
         Args:
             prompt: prompt of a single row, from ``Pipeline.prepare``.
-            is_right: whether a text is a right answer. With it every method that is a policy also
-                answers freely, through the packed cache.
+            is_right: function that returns whether a text is a right answer. If given, every
+                method that is a policy also answers freely, over the packed cache.
 
         Returns:
-            whether the prompt counts: an empty 16-bit answer says nothing.
+            Whether the prompt counts; it does not if the 16-bit answer is empty.
         """
         pipe = self.pipe
         recorder = Recorder(pipe.model)
@@ -89,7 +90,7 @@ class Comparison:
             return False
         forced = _forced_answer(prompt, answer)
         exact = answer_logits(pipe.model, as_recorded(layers), prompt.tokens, forced)
-        # The 16-bit cache's own choice after each token, the last one included.
+        # Targets are the 16-bit cache's likeliest tokens, also after the last token.
         forced.targets.copy_(exact.argmax(-1)[None])
         for method in self.methods:
             if reason := method.missing(layers, ids):
@@ -110,7 +111,7 @@ class Comparison:
         return True
 
     def _answer(self, prompt: Prompt, policy: KVPolicy) -> list[int]:
-        """Greedy answer through a packed cache, without its end token."""
+        """Generate an answer greedily over a packed cache; return it without its end token."""
         pipe = self.pipe
         cache = OscarCache(policy, model=pipe.model)
         ends = pipe.family.end_tokens()
@@ -119,9 +120,9 @@ class Comparison:
             return [token for token, *_ in steps if token is not None]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each method: "method", bits per value and ``Scores.summary``.
+        """Return a row for each method: "method", bits per value and ``Scores.summary``.
 
-        A method that does not apply to the prompts has "method" and the reason, "missing".
+        A method that does not apply to the prompts has only "method" and "missing", the reason.
         """
         rows = []
         for method in self.methods:
@@ -147,7 +148,7 @@ class Comparison:
 
 
 def _forced_answer(prompt: Prompt, answer: list[int]) -> Forced:
-    """The answer's tokens after the prompt, all judged; ``add`` fills in the targets."""
+    """Return the answer's tokens after the prompt, all judged; ``add`` fills in the targets."""
     ids = torch.tensor([answer], device=prompt.inputs["input_ids"].device)
     place = torch.arange(len(answer), device=prompt.next_position.device)
     positions = prompt.next_position[:, None] + place
@@ -160,29 +161,29 @@ def _forced_answer(prompt: Prompt, answer: list[int]) -> Forced:
 
 
 def longest(tokens: int, judged: int = JUDGED) -> int:
-    """Tokens of the longest passage of ``passages``, judged ones included."""
+    """Return the length in tokens of the longest passage, including judged tokens."""
     return tokens + PAGE_TOKENS - 1 + judged + 1
 
 
 def passages(
     tokenizer: Any, texts: Mapping[str, str], tokens: int, count: int, judged: int = JUDGED
 ) -> Iterator[Tensor]:
-    """Passages from all over the texts in turn, each a little longer than ``tokens``.
+    """Yield passages spread over the texts in turn, each slightly longer than ``tokens``.
 
-    They overlap where the texts are short.
+    Passages of short texts overlap.
 
     Args:
         tokenizer: tokenizer of the model.
         texts: texts by name; errors quote the name.
-        tokens: least number of stored tokens; a passage has up to ``PAGE_TOKENS - 1`` more.
+        tokens: minimum number of stored tokens; a passage has up to ``PAGE_TOKENS - 1`` more.
         count: number of passages.
-        judged: judged tokens; the stored ones are followed by one more than these.
+        judged: number of judged tokens; one more than these follow the stored tokens.
 
     Yields:
         (1, stored tokens + judged + 1) int64 ids on the CPU.
 
     Raises:
-        InputError: a text is too short for one passage.
+        InputError: if a text is too short for one passage.
     """
     names = list(texts)
     turns = -(-count // len(names))
@@ -193,13 +194,13 @@ def passages(
 
 
 def _passage(tokenizer: Any, name: str, text: str, length: int, number: int, count: int) -> Tensor:
-    """(1, length) ids from the line that begins after ``number / count`` of a text."""
+    """Return (1, length) ids, starting at the first line after ``number / count`` of a text."""
 
     def ids(start: int, stop: int) -> Tensor:
         return tokenizer(text[start:stop], return_tensors="pt").input_ids
 
     reach = length * _CHARACTERS
-    if reach > len(text):  # a short text: by the length of its own tokens
+    if reach > len(text):  # a short text, so measure its tokens
         total = max(1, ids(0, len(text)).shape[1])
         reach = min(len(text), math.ceil(len(text) * length / total))
     start = (len(text) - reach) * number // count
@@ -209,7 +210,7 @@ def _passage(tokenizer: Any, name: str, text: str, length: int, number: int, cou
     while (passage := ids(start, stop)).shape[1] < length:
         if stop < len(text):
             stop += length * _CHARACTERS
-        elif start:  # the end of a text may have longer tokens than the rest
+        elif start:  # tokens at the end of the text may be longer than average
             start = max(0, start - length)
         else:
             raise InputError(
@@ -221,15 +222,16 @@ def _passage(tokenizer: Any, name: str, text: str, length: int, number: int, cou
 
 @dataclass
 class _Row:
-    """Results of one method, an entry for each passage.
+    """Results of a method, an entry for each passage.
 
     Attributes:
-        losses: nats of the text itself over judged tokens, by the method and by the 16-bit cache.
+        losses: negative log-likelihood (nats) of the judged tokens of the text, with the method and
+            with the 16-bit cache.
         pages: bytes and values of the tokens in few bits.
         cached: bytes and values of a whole cache.
-        same: freely written tokens before the first that differs from 16 bit.
-        equal: freely written tokens that 16 bit writes at the same place.
-        quarters: (4,) mean divergences of each quarter of the judged tokens.
+        same: number of generated tokens before the first that differs from the 16-bit cache's.
+        equal: number of generated tokens equal to the 16-bit cache's at the same place.
+        quarters: (4,) mean divergence of each quarter of the judged tokens.
     """
 
     scores: Scores = field(default_factory=Scores)
@@ -241,7 +243,7 @@ class _Row:
     quarters: list[Tensor] = field(default_factory=list)
 
     def add(self, forced: Forced, exact: Tensor, logits: Tensor) -> None:
-        """Judge a passage by logits (judged tokens, vocabulary) in 16-bit precision and of the
+        """Judge a passage by the logits (judged tokens, vocabulary) of the 16-bit cache and of the
         method."""
         divergence = self.scores.add(forced, exact, logits)
         self.quarters.append(torch.stack([x.mean() for x in divergence.tensor_split(4)]))
@@ -252,19 +254,19 @@ class _Row:
         self.losses.append((own, other))
 
     def add_written(self, written: Sequence[int], expected: Sequence[int]) -> None:
-        """Compare freely written ids with those that 16 bit writes."""
+        """Compare generated ids with those of the 16-bit cache."""
         agree = [new == old for new, old in zip(written, expected, strict=True)]
         self.same.append(next((i for i, good in enumerate(agree) if not good), len(agree)))
         self.equal.append(sum(agree))
 
     def summary(self, generated: int) -> dict[str, Any]:
-        """Figures of the method's row in ``PassageComparison.rows``."""
+        """Return the figures of the method's row in ``PassageComparison.rows``."""
         tokens = torch.cat(self.scores.tokens).double().cpu()
         loss, exact = (torch.stack(column) for column in zip(*self.losses, strict=True))
         (nats, error), (rise, rise_error) = ratio(loss, tokens), ratio(loss - exact, tokens)
         pages, cached = (_bits(counts) for counts in (self.pages, self.cached))
         scores = self.scores.summary()
-        # Whether every token of the text itself is the likeliest one says nothing.
+        # In a text, unlike in an answer, tokens need not be the likeliest ones.
         for key in ("answers", "exact", "exact_error"):
             del scores[key]
         figures: dict[str, Any] = {"page_bits": pages, "held_bits": cached} | scores
@@ -289,19 +291,19 @@ def _bits(counts: Sequence[tuple[int, int]]) -> float | None:
 class PassageComparison:
     """Compares methods on real text, passage by passage.
 
-    The model reads a passage once in 16-bit precision. Each method stores its keys and values; then
-    the model reads the next tokens of the text over those that the method restores (teacher
-    forcing), and the next-token distributions are compared with those over the 16-bit past.
+    The model reads a passage once in 16-bit precision. Each method stores the keys and values; then
+    the model reads the next tokens of the text over what the method restores (teacher forcing), and
+    the next-token distributions are compared with those over the 16-bit past.
 
     Args:
         model: causal language model with attention "oscar".
         methods: methods to compare.
-        judged: judged tokens after a passage.
-        decoded: tokens after a passage that the model also reads as it decodes, one by one, each
-            stored by the method and read by the later ones as the method has it by then; 0 for
-            none.
-        stepwise: names of policies that can also read and write through the packed cache itself.
-        generated: tokens that these policies write freely.
+        judged: number of judged tokens after a passage.
+        decoded: number of tokens after a passage that the model also reads as in decoding: the
+            method stores each token, and later tokens attend to it as the method has it by then;
+            0 for none.
+        stepwise: names of policies that can also read and generate tokens over the packed cache.
+        generated: number of tokens that these policies generate.
     """
 
     def __init__(
@@ -326,10 +328,10 @@ class PassageComparison:
         """Compare on one passage.
 
         Args:
-            ids: (1, tokens); the last ones, one more than ``judged`` or ``decoded``, whichever is
-                more, follow the stored ones.
-            stepwise: let the policies that are named for it also read token by token through the
-                packed cache, each token stored before the next is read, and write freely.
+            ids: (1, tokens) ids: stored tokens, then one more than the larger of ``judged`` and
+                ``decoded``.
+            stepwise: whether the policies named as stepwise also read token by token over the
+                packed cache, each token stored before the next is read, and generate tokens.
         """
         ids = ids.to(computing_device(self.model.get_input_embeddings()))
         length = ids.shape[1] - max(self.judged, self.decoded) - 1
@@ -372,13 +374,13 @@ class PassageComparison:
             return self._logits(DecodedCache(method, layers, kinds), forced)
 
         kinds = torch.zeros(layers[0].keys.shape[2] + forced.ids.shape[1], dtype=torch.int8)
-        # Here the new tokens, too, are rounded to 16 bits.
+        # The reference is decoded too, because here new tokens are rounded to 16 bits.
         exact = logits(Paged(REFERENCE, KVPolicy.preset("bf16")))
         for method in methods:
             self._decoded[method.name].add(forced, exact, logits(method))
 
     def _logits(self, cache: ForcedCache, forced: Forced) -> Tensor:
-        """(judged tokens, vocabulary) float32, by the model's own head, over a given past."""
+        """Return logits (judged tokens, vocabulary) float32 over a given past."""
         output = self.model(
             input_ids=forced.ids,
             position_ids=forced.positions,
@@ -405,7 +407,7 @@ class PassageComparison:
                 row.add_written(self._written(past, method.policy), expected)
 
     def _written(self, past: Tensor, policy: KVPolicy) -> list[int]:
-        """Ids that the model writes greedily after ``past``."""
+        """Generate ids greedily after ``past``."""
         if not self.generated:
             return []
         text = self.model.generate(
@@ -420,16 +422,16 @@ class PassageComparison:
         return text[0, past.shape[1] :].tolist()
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each method, then one for each policy that also read token by token.
+        """Return a row for each method, then a row for each policy that also read token by token.
 
-        A method that does not apply to the passages has "method" and the reason, "missing". The
-        others have "method", bits per value ("page_bits" in pages, "held_bits" in a whole cache,
-        None where not measured), ``Scores.summary``, and, with a standard error over passages
-        ("..._error"): "perplexity" of the text itself; "perplexity_ratio" to the 16-bit cache's,
-        passage by passage; "kl_ratio" to the published recipe's KL, if that was measured; and,
-        where a policy wrote freely, "same", the tokens before the first that differs from 16 bit,
-        and "greedy", the share of tokens that 16 bit writes at the same place. Where tokens were
-        decoded too, there are figures of these ("decoded_..."), with the KL of each quarter.
+        A method that does not apply to the passages has only "method" and "missing", the reason.
+        The others have "method", bits per value ("page_bits" in pages, "held_bits" in a whole
+        cache, None if not measured), ``Scores.summary``, and, with a standard error over passages
+        ("..._error"): "perplexity" of the text; "perplexity_ratio" to the 16-bit cache's, passage
+        by passage; and "kl_ratio" to the published recipe's KL, if that was measured. If a policy
+        generated tokens, "same" is their number before the first that differs from the 16-bit
+        cache's, and "greedy" the share that equals the 16-bit cache's at the same place. If tokens
+        were decoded too, "decoded_..." are figures of these, with the KL of each quarter.
         """
         rows = []
         for method in self.methods:
@@ -458,7 +460,7 @@ class PassageComparison:
         return figures
 
     def _summary_of_decoded(self, name: str) -> dict[str, Any]:
-        """What differs from the figures over a stored past, "decoded_..."; nothing without it."""
+        """Return the figures of decoded tokens, "decoded_..."; empty if none were decoded."""
         if not (row := self._decoded[name]).losses:
             return {}
         figures = self._summary(self._decoded, name)
@@ -468,7 +470,8 @@ class PassageComparison:
 
 
 def _forced_after(ids: Tensor, length: int, count: int) -> Forced:
-    """Tokens after so many of a passage: each is judged by the one that follows in the text."""
+    """Return ``count`` tokens after the first ``length`` of a passage; the target of each is the
+    next token of the text."""
     given = ids[:, length : length + count]
     return Forced(
         ids=given,

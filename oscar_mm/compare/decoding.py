@@ -1,10 +1,10 @@
-"""Decoding token by token over what a method stores, by one forward pass of all its tokens.
+"""Simulate decoding token by token over what a method stores, in one forward pass.
 
-Teacher forcing over a stored past (``oscar_mm.compare.teacher_forcing``) lets the new tokens see
-each other exactly. While a model decodes they see each other as the cache holds them: exactly as
-long as the cache keeps a token in 16 bits, else as it is restored, and what deeper layers make of
-that goes into the cache in its turn. All of this is known layer by layer, so that one pass with two
-versions of every key and value gives what as many steps would give.
+With teacher forcing over a stored past (``oscar_mm.compare.teacher_forcing``) new tokens attend to
+each other exactly. In real decoding they attend to each other as the cache stores them: exactly
+while the cache keeps a token in 16-bit precision, later as restored, and deeper layers store what
+follows from that. All of this is known layer by layer, so one pass with two versions of every key
+and value gives the same result as decoding step by step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from oscar_mm.compare.teacher_forcing import ForcedCache, LayerStates, Pair
 
 
 class DecodedCache(ForcedCache):
-    """Stands in for a cache in which the tokens of a forward pass come one by one.
+    """Stand-in for a cache that gets the tokens of a forward pass one by one.
 
     Args:
-        method: how tokens are stored.
+        method: method that stores the tokens.
         layers: recorded states of the prompt, of a single row.
         ids: (tokens,) modality ids on the CPU, of the prompt and the tokens of the pass.
     """
@@ -37,14 +37,15 @@ class DecodedCache(ForcedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """The new keys and values; attention "oscar" calls the object attached to the keys."""
+        """Return the new keys and values, with the object that attention "oscar" calls attached to
+        the keys."""
         keys = key_states.view_as(key_states)
         keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
 
 
 class _Attention:
-    """Attention of one layer, which attention "oscar" calls."""
+    """Attention of one layer, called by attention "oscar"."""
 
     def __init__(self, cache: DecodedCache, index: int) -> None:
         self._cache, self._states = cache, cache.layers[index]
@@ -58,10 +59,10 @@ class _Attention:
         scaling: float,
         visible: Tensor | None,
     ) -> Tensor:
-        """(rows, query heads, tokens, head_dim)."""
+        """Return the output, (rows, query heads, tokens, head_dim)."""
         cache, states = self._cache, self._states
         pairs = zip((states.keys, states.values), (key, value), strict=True)
-        # Rounded to 16 bits, as a cache keeps them.
+        # New keys and values are rounded to 16 bits, as in a cache.
         keys, values = (torch.cat([old, new.to(old.dtype)], 2) for old, new in pairs)
         back = cache.method.restored(replace(states, keys=keys, values=values), cache.ids)
         place = torch.arange(keys.shape[2], device=query.device)

@@ -1,4 +1,4 @@
-"""Methods that are compared, by name, with their sources."""
+"""Methods to compare, by name, with their sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oscar_mm.compare.rivals import Exact, ExLlamaV3, KVarN, Rival, TurboQuant
 from oscar_mm.compare.teacher_forcing import LayerStates, Pair
 from oscar_mm.policy import KVPolicy
 
-# By backend: its package, its layer and the axis that transformers' documentation advises.
+# For each backend: its package, its layer and the axis that transformers' documentation recommends.
 BACKENDS = {
     "quanto": ("optimum.quanto", QuantoQuantizedLayer, 0),
     "hqq": ("hqq", HQQQuantizedLayer, 1),
@@ -25,10 +25,11 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class QuantizedCacheMethod:
-    """A layer of ``transformers.QuantizedCache`` with its default groups of 64 channels a token.
+    """A layer of ``transformers.QuantizedCache`` with its default groups of 64 channels per token.
 
-    It stores the tokens that ``like`` packs, so that methods are compared and not windows. The real
-    cache quantizes a whole prompt, and everything anew each time its residual is full.
+    It quantizes the tokens that ``like`` packs, so that methods are compared and not windows. The
+    real cache quantizes a whole prompt, and quantizes everything again each time its residual is
+    full.
 
     Attributes:
         backend: "quanto" or "hqq".
@@ -46,7 +47,7 @@ class QuantizedCacheMethod:
         return f"{self.backend}, {self.bits} bit"
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
-        """Which package is not installed; None if the method applies."""
+        """Return which package is not installed; None if the method applies."""
         return not_installed(self.backend)
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
@@ -66,25 +67,25 @@ class QuantizedCacheMethod:
         return Restored(keys, values, sum(map(stored_bytes, stored)), 2 * sides[0].numel())
 
     def one_by_one(self, prompt: int) -> QuantizedCacheMethod:
-        """The same method: each token is quantized by itself."""
+        """Return the same method, because each token is quantized by itself."""
         return self
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """As in ``Paged``; from when ``like`` packs a token."""
+        """See ``Paged.restored_from``; a token is restored as soon as ``like`` packs it."""
         return self.like.restored_from(ids, prompt)
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
-        """None: the cache has no report."""
+        """Return None, because the cache has no report."""
         return
 
 
 def quantized_cache_methods(like: Paged) -> list[QuantizedCacheMethod]:
-    """Methods of both backends with 2 and 4 bits."""
+    """Return methods of both backends with 2 and 4 bits."""
     return [QuantizedCacheMethod(name, bits, like) for name in BACKENDS for bits in (2, 4)]
 
 
 def not_installed(backend: str) -> str | None:
-    """A sentence that names the package a backend lacks; None if it is installed."""
+    """Return a sentence that names the missing package of a backend; None if it is installed."""
     package = BACKENDS[backend][0]
     try:
         installed = find_spec(package) is not None
@@ -94,7 +95,7 @@ def not_installed(backend: str) -> str | None:
 
 
 def stored_bytes(stored: Any) -> int:
-    """Bytes of codes, scales and zeros of a tensor that a layer of ``BACKENDS`` has quantized."""
+    """Return the bytes of codes, scales and zeros of a tensor that a backend has quantized."""
     if isinstance(stored, tuple):  # hqq
         codes, about = stored
         return sum(part.nbytes for part in (codes, about["scale"], about["zero"]))
@@ -102,26 +103,26 @@ def stored_bytes(stored: Any) -> int:
 
 
 class Memory(Protocol):
-    """What a method holds, such as a ``MemoryReport``."""
+    """Memory of a method, such as a ``MemoryReport``."""
 
     @property
     def kv_bytes(self) -> int:
-        """All bytes."""
+        """Bytes of keys and values, with everything that belongs to them."""
         ...
 
     @property
     def values(self) -> int:
-        """Key and value elements."""
+        """Number of key and value elements."""
         ...
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of an element."""
+        """Bits per element."""
         ...
 
 
 class Method(Protocol):
-    """A way to store keys and values; arguments are as in ``Paged``."""
+    """A method of storing keys and values; arguments as in ``Paged``."""
 
     @property
     def name(self) -> str:
@@ -129,35 +130,35 @@ class Method(Protocol):
         ...
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
-        """Why the method does not apply to this model or prompt; None if it does."""
+        """Return why the method does not apply to this model or prompt; None if it does."""
         ...
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """Keys and values of a layer as the method restores them."""
+        """Return keys and values of a layer as the method restores them."""
         ...
 
     def one_by_one(self, prompt: int) -> Method:
-        """The method for tokens that come one by one after a prompt of so many tokens."""
+        """Return the method for tokens that are stored one by one after a prompt of this length."""
         ...
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """From which token on each token is read as it is restored."""
+        """Return, for each token, from which token on it is read as restored."""
         ...
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> Memory | None:
-        """Memory with the first row, of a real cache where there is one; None if not known."""
+        """Return the memory for the first row, of a real cache if there is one; None if unknown."""
         ...
 
 
 class StoredPast:
-    """The past as a method restores it, one layer per call, and its bytes and values so far."""
+    """The past as a method restores it, one layer per call, with total bytes and values so far."""
 
     def __init__(self, method: Method, layers: Sequence[LayerStates], ids: Tensor) -> None:
         self.method, self.layers, self.ids = method, layers, ids
         self.stored_bytes = self.stored_values = 0
 
     def __call__(self, index: int) -> Pair:
-        """Restored keys and values of a layer."""
+        """Return the restored keys and values of a layer."""
         back = self.method.restored(self.layers[index], self.ids)
         self.stored_bytes += back.stored_bytes
         self.stored_values += back.stored_values
@@ -165,7 +166,7 @@ class StoredPast:
 
 
 def bits_per_value(stored_bytes: int, stored_values: int) -> float:
-    """Bits per stored value; 16 where nothing is stored in fewer bits."""
+    """Return the bits per stored value; 16 if nothing is stored in fewer bits."""
     return 8 * stored_bytes / stored_values if stored_values else 16.0
 
 
@@ -187,16 +188,16 @@ _RECENT = {"window": _COMPACT.window, "sinks": _COMPACT.sinks}
 """All methods keep the same tokens in 16-bit precision: methods are compared, not windows."""
 _FINE = {"key_group": 32, "value_group": 32}
 _OTHER_GROUP = next(size for size in (64, 128) if size != _CHANNEL.key_group)
-"""Key group, in tokens, of the rows that differ from ``channel`` in it."""
+"""Key group, in tokens, of the ablations that vary the key group of ``channel``."""
 _PLAIN_VALUES = {"value_scale": "plain"}
 _MINMAX = {"fit": "minmax", "value_scale": "plain"}
 _NAIVE = {**_MINMAX, "norm": "plain", "balance": None}
 
 
 def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
-    """Things whose name equals a text, or contains a text that equals no name; all without texts.
+    """Select things whose name equals a text, or contains a text that equals no name.
 
-    The order of ``things`` stays.
+    Without texts all are selected. The order of ``things`` is kept.
     """
     names = {thing.name for thing in things}
     exact, parts = names.intersection(texts), [text for text in texts if text not in names]
@@ -212,11 +213,11 @@ def _channel(**changes: Any) -> KVPolicy:
 
 
 def main_methods() -> list[Method]:
-    """The methods of the main table."""
+    """Return the methods of the main table."""
     plain = {name: KVPolicy.preset(name, **_RECENT) for name in ("kivi", "quarot", "oscar")}
     return [
         Paged(REFERENCE, KVPolicy.preset("bf16")),
-        # One group for each head, and nothing else.
+        # One group per head, without rotation and centers.
         Paged("INT2 per token", replace(_COMPACT, rotate=False, center=False, **_NAIVE)),
         Paged("KIVI", plain["kivi"]),  # arXiv:2402.02750
         Paged("QuaRot", plain["quarot"]),  # arXiv:2404.00456
@@ -249,7 +250,7 @@ def main_methods() -> list[Method]:
 
 
 def rival_methods() -> list[Rival]:
-    """Formats of other projects with the exact tokens of ``standard``, and with their own."""
+    """Return other projects' formats, with the 16-bit tokens of ``standard`` and with their own."""
     same = Exact(_STANDARD.sinks, _STANDARD.window + 1)
     found = []
     for bits in (4, 3, 2):
@@ -258,7 +259,7 @@ def rival_methods() -> list[Rival]:
         found += [Rival(name, kvarn, same), Rival(f"{name}, own tokens", kvarn, own)]
     for bits, preset in ((3, "3bit_nc"), (4, "k3v4_nc")):
         turbo, name = TurboQuant(3, bits), f"TurboQuant {preset}"
-        # In vLLM a token's query sees the token itself packed.
+        # In vLLM a token's query attends to the token itself in packed form.
         own = Exact(recent=0, layers=2)
         found += [
             Rival(name, turbo, replace(same, layers=own.layers)),
@@ -272,8 +273,8 @@ def rival_methods() -> list[Rival]:
 
 
 def block_methods() -> list[Blocks]:
-    """``standard`` as vLLM serves with it, of prompts read in several ways; all but the last ones
-    without tokens in 16-bit precision."""
+    """Return ``standard`` as vLLM uses it, with prompts read in several ways; only the last methods
+    have tokens in 16-bit precision."""
     ways = {"": (None, 1), " in chunks of 200": (200, 200), " decoded": (40, 1)}
     widths: dict[str, Any] = {"": (3, 2), ", keys 4 bit": (4, 2), ", 2 bit": 2}
     packed = replace(_STANDARD, window=0, sinks=0)
@@ -294,7 +295,7 @@ def block_methods() -> list[Blocks]:
 
 
 def ablation_methods() -> list[Paged]:
-    """``channel`` with one change each, without the rows of the main table."""
+    """Return variants of ``channel`` with one change each, except methods of the main table."""
     other = f"key group {_OTHER_GROUP}"
     changes: dict[str, dict[str, Any]] = {
         "rotate False": {"rotate": False},

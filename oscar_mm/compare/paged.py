@@ -1,4 +1,4 @@
-"""Methods that a ``KVPolicy`` describes, by real packed pages, in a cache or as engines' blocks."""
+"""Methods defined by a ``KVPolicy``, by real packed pages, in a cache or as blocks of vLLM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Restored:
 
     Attributes:
         keys, values: (rows, KV heads, tokens, head_dim), dtype of the input.
-        stored_bytes: bytes of the elements in fewer than 16 bits, scales and the like included.
+        stored_bytes: bytes of the elements in fewer than 16 bits, including scales and the like.
         stored_values: number of these elements, keys and values.
     """
 
@@ -47,13 +47,13 @@ class Restored:
 
 @dataclass(frozen=True)
 class Paged:
-    """A policy under a name.
+    """A policy with a name.
 
     Attributes:
         name: name in tables.
-        policy: how keys and values are stored; its window counts from the end of the prompt.
-        mixed: pages hold tokens in the order of the prompt, whatever their modality; the cache
-            itself never does that.
+        policy: policy for keys and values; its window counts from the end of the prompt.
+        mixed: whether pages have tokens in the order of the prompt, whatever their modality; the
+            cache itself never does that.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Paged:
     mixed: bool = False
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
-        """Why the method does not apply to this model or prompt; None if it does."""
+        """Return why the method does not apply to this model or prompt; None if it does."""
         named = [Modality[name.upper()] for name in self.policy.bits._fields]
         wide = {kind for kind in named if not self.policy.bits_for(kind).packed}
         if wide and len(wide) < len(named) and not wide & {Modality(i) for i in ids.tolist()}:
@@ -76,7 +76,7 @@ class Paged:
             ids: (tokens,) modality ids on the CPU, the same in all rows.
 
         Raises:
-            FloatingPointError: keys or values cannot be stored.
+            FloatingPointError: if keys or values cannot be stored.
         """
         sides = keys, values = [states.keys.clone(), states.values.clone()]
         rows, heads, _, head_dim = states.keys.shape
@@ -93,28 +93,29 @@ class Paged:
             back = unpack(packed, page_format, basis, states.keys.dtype)
             for side, pages in zip(sides, back, strict=True):
                 side[:, :, where] = _as_rows(pages, rows)[:, :, : len(where)]
-            # A page that is not full counts in part; a cache's report has all of it.
+            # A partly filled page counts in proportion, unlike in a cache's report.
             tokens = len(where) * rows
             stored_bytes += packed.nbytes * tokens // (len(packed) * PAGE_TOKENS)
             stored_values += 2 * tokens * heads * head_dim
         return Restored(keys, values, stored_bytes, stored_values)
 
     def one_by_one(self, prompt: int) -> Paged:
-        """The same method for tokens that come one by one after so many that come at once.
+        """Return the method for tokens that are stored one by one after a prompt.
 
-        That makes no difference to what a cache stores, in a window of 4 tokens or more.
+        This is the same method: with a window of 4 tokens or more the cache stores the same.
         """
         return self
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """From which token on each token is read as it is restored.
+        """Return, for each token, from which token on it is read as restored.
 
         Args:
             ids: (tokens,) modality ids on the CPU.
-            prompt: the first tokens, which come at once; the others come one by one.
+            prompt: number of tokens that are stored at once; the others follow one by one.
 
         Returns:
-            (tokens,) int64 numbers of tokens; that of all tokens where it is not restored by then.
+            (tokens,) int64 indices of tokens; the number of all tokens if a token is still in
+            16-bit precision at the end.
         """
         found = np.full(len(ids), len(ids))
         kv_manager, streams = KVCacheManager(PageStore(self.policy)), self._streams(ids)[None]
@@ -127,11 +128,11 @@ class Paged:
         return torch.from_numpy(found)
 
     def packed(self, ids: Tensor) -> dict[Modality, Tensor]:
-        """Tokens of each modality that are in pages, ascending."""
+        """Return the indices of the tokens of each modality that are in pages, ascending."""
         return {Modality(int(ids[places[0]])): places for places, _ in self._packed(ids)}
 
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, PackJob]]:
-        """Tokens of a prompt that a cache packs, stream by stream, and their places in pages."""
+        """Return the tokens of a prompt that a cache packs and their places in pages, by stream."""
         step = KVCacheManager(PageStore(self.policy)).advance(self._streams(ids)[None])
         return [(torch.from_numpy(pack_job.source), pack_job) for pack_job in step.pack_jobs]
 
@@ -141,7 +142,7 @@ class Paged:
     def _stored(
         self, sides: list[Tensor], pack_job: PackJob, page_format: PageFormat, basis: Basis
     ) -> Tensor:
-        """(rows * pages, page_bytes) uint8: the pages of one filling, for every row."""
+        """Return the pages of a pack job for every row, (rows * pages, page_bytes) uint8."""
         rows, pages, device = len(sides[0]), len(pack_job.pages), sides[0].device
         numbers = {page: number for number, page in enumerate(pack_job.pages)}
         tables = []
@@ -165,10 +166,10 @@ class Paged:
         page_format: PageFormat,
         basis: Basis,
     ) -> None:
-        """``oscar_mm.ops.store`` of new keys and values.
+        """Store new keys and values by ``oscar_mm.ops.store``.
 
         Raises:
-            FloatingPointError: they cannot be stored.
+            FloatingPointError: if keys or values cannot be stored.
         """
         keys, values = sides
         bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
@@ -180,16 +181,16 @@ class Paged:
             raise FloatingPointError(NOT_STORABLE)
 
     def sigma(self, states: LayerStates) -> Tensor | None:
-        """The balancing that ``oscar_mm.cache.cache.balancing_of`` gives the layer."""
+        """Return the balancing of the layer, see ``oscar_mm.cache.cache.balancing_of``."""
         return states.sigmas[self.policy.centers_keys] if self.policy.balances else None
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport:
-        """Memory of a real cache with the first row."""
+        """Return the memory of a real cache with the first row."""
         return cached(self, layers, torch.zeros_like(ids) if self.mixed else ids).memory()
 
 
 def cached(method: Paged, layers: Sequence[LayerStates], ids: Tensor) -> OscarCache:
-    """A cache with the first row, filled as a model with attention "oscar" fills it."""
+    """Return a cache with the first row, filled as a model with attention "oscar" would fill it."""
     cache = OscarCache(method.policy)
     cache.sigmas = {states.index: method.sigma(states) for states in layers}
     cache.expect(ids[None])
@@ -205,25 +206,26 @@ def cached(method: Paged, layers: Sequence[LayerStates], ids: Tensor) -> OscarCa
 
 
 def _as_pages(x: Tensor) -> Tensor:
-    """(rows, heads, pages * 128, d) -> (rows * pages, heads, 128, d)."""
+    """Reshape (rows, heads, pages * 128, d) to (rows * pages, heads, 128, d)."""
     return x.unflatten(2, (-1, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)
 
 
 def _as_rows(pages: Tensor, rows: int) -> Tensor:
-    """The inverse of ``_as_pages``."""
+    """Invert ``_as_pages``."""
     return pages.unflatten(0, (rows, -1)).transpose(1, 2).flatten(2, 3)
 
 
 @dataclass(frozen=True)
 class Blocks(Paged):
-    """A policy of key_axis "token" as vLLM serves with it: a step stores all tokens that it reads.
+    """A policy with key_axis "token" as vLLM uses it: a step packs all tokens that it reads.
 
-    Those of its window and its sinks are stored in 16-bit precision too, and read so.
+    Tokens of the window and the sinks are also stored in 16-bit precision, and read from there.
 
     Attributes:
-        first: tokens of the first step; None for all.
-        step: tokens of each later one.
-        prompt: tokens that come so; those after them come one by one. None for all.
+        first: number of tokens in the first step; None for all.
+        step: number of tokens in each later step.
+        prompt: number of tokens that are read in such steps; later tokens are read one by one. None
+            for all.
     """
 
     first: int | None = None
@@ -231,17 +233,17 @@ class Blocks(Paged):
     prompt: int | None = None
 
     def one_by_one(self, prompt: int) -> Blocks:
-        """See ``Paged.one_by_one``; here it does make a difference."""
+        """See ``Paged.one_by_one``; here the method differs."""
         return replace(self, prompt=prompt)
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """See ``Paged.restored_from``; here a token is as soon as it has left the window."""
+        """See ``Paged.restored_from``; here a token is restored as soon as it leaves the window."""
         found = torch.arange(len(ids)) + self.policy.window + 1
         found[: self.policy.sinks] = len(ids)
         return found.clamp(max=len(ids))
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """See ``Paged.restored``: all tokens are packed, some are there as they came as well."""
+        """See ``Paged.restored``; all tokens are packed, some are also kept in 16-bit precision."""
         back, place = super().restored(states, ids), torch.arange(len(ids))
         exact = (place < self.policy.sinks) | (place >= len(ids) - self.policy.window)
         exact = exact.to(back.keys.device)[:, None]
@@ -249,11 +251,11 @@ class Blocks(Paged):
         return replace(back, keys=keys, values=torch.where(exact, states.values, back.values))
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
-        """None: the engine owns the cache."""
+        """Return None, because vLLM owns the cache."""
         return
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> None:
-        """None: it applies to all."""
+        """Return None, because the method always applies."""
         return
 
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, PackJob]]:
@@ -283,9 +285,9 @@ class Blocks(Paged):
         return packed
 
     def _steps(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """First token and end of each step, where steps that begin no page are joined.
+        """Yield start and end of each step; steps that start no page are joined.
 
-        In a page that has begun a token is stored the same way alone or with others.
+        Within a page that has been started, tokens are stored the same way alone or together.
         """
         prompt = tokens if self.prompt is None else self.prompt
         ends = [0, *range(self.first or prompt, prompt, self.step), *range(prompt, tokens), tokens]

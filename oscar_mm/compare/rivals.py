@@ -1,6 +1,6 @@
-"""KV-cache formats of other projects, each by what its cache gives back and the bytes it takes.
+"""KV-cache formats of other projects, each by what its cache restores and the bytes it takes.
 
-Written from papers and from the layouts that these projects store. No method uses statistics of a
+Implemented from the papers and from the projects' storage layouts. No method uses statistics of a
 model or a text; each token or tile is quantized by itself.
 """
 
@@ -20,52 +20,52 @@ from oscar_mm.compare.teacher_forcing import LayerStates
 from oscar_mm.quant.basis import hadamard
 
 _HALF = 2
-"""Bytes of a scale, a zero point, a norm, and of a number that is not quantized."""
+"""Bytes of a scale, a zero point, a norm, and of a value that is not quantized."""
 _ROUNDS = 8
-"""Rounds of KVarN's normalization, as vLLM's fork has them."""
+"""Rounds of KVarN's normalization, as in vLLM's fork."""
 _DEVIATIONS = 1e-3, 1e3
 _SCALES = math.exp(-0.3), math.exp(10)
-"""Limits of KVarN's standard deviations and of the scales that it divides by."""
+"""Limits of KVarN's standard deviations and of its scales."""
 _LLOYD_ROUNDS = 1000
 
 
 class Format(Protocol):
-    """How keys and values are stored in few bits."""
+    """A format of keys and values in few bits."""
 
     @property
     def tile(self) -> int:
-        """Tokens that are quantized together."""
+        """Number of tokens that are quantized together."""
         ...
 
     @property
     def channels(self) -> int:
-        """A head has a multiple of so many channels."""
+        """Number of which head_dim must be a multiple."""
         ...
 
     def keys(self, x: Tensor) -> Tensor:
-        """Keys as they are restored: (..., tokens, head_dim) float32 to the same shape."""
+        """Quantize and restore keys, (..., tokens, head_dim) float32."""
         ...
 
     def values(self, x: Tensor) -> Tensor:
-        """The same for values."""
+        """Quantize and restore values, (..., tokens, head_dim) float32."""
         ...
 
     def tile_bytes(self, head_dim: int) -> int:
-        """Bytes of keys and values of one head and tile, scales and the like included."""
+        """Return the bytes of keys and values of a head and tile, including scales and the like."""
         ...
 
 
 @dataclass(frozen=True)
 class KVarN:
-    """KVarN (arXiv:2606.03458): tiles of 128 tokens with even deviations of rows and columns.
+    """KVarN (arXiv:2606.03458): tiles of 128 tokens, normalized by rows and columns.
 
     Keys and values are rotated; then the standard deviations of columns and rows are divided out
-    in turn, and the rows (channels of keys, tokens of values) are quantized from their least to
-    their largest number. Scales and zero points are in 16 bits.
+    in turn, and the rows (channels of keys, tokens of values) are quantized between minimum and
+    maximum. Scales and zero points have 16 bits.
 
     Attributes:
-        key_bits: bits of a key's number.
-        value_bits: bits of a value's number.
+        key_bits: bits per key element.
+        value_bits: bits per value element.
         tile, channels: see ``Format``.
     """
 
@@ -83,8 +83,11 @@ class KVarN:
         return self._tiled(x, lambda tiles: _evened_and_rounded(tiles, self.value_bits))
 
     def _tiled(self, x: Tensor, restored: Callable[[Tensor], Tensor]) -> Tensor:
-        """By tiles. What is left over takes the statistics of as many tokens as a tile has, with
-        tokens before it, so that it is quantized as it would be in the tile that it waits for."""
+        """Quantize and restore tile by tile.
+
+        Remaining tokens form the last tile together with tokens before them, which gives them
+        statistics of a whole tile.
+        """
         rotation = hadamard(x.shape[-1], x.device)
         rotated = x @ rotation
         left = x.shape[-2] % self.tile
@@ -103,7 +106,7 @@ class KVarN:
 
 
 def _evened_and_rounded(tiles: Tensor, bits: int) -> Tensor:
-    """Round (..., rows, columns) row by row, with the deviations of both axes divided out."""
+    """Quantize (..., rows, columns) row by row after dividing out the deviations of both axes."""
     of_rows, of_columns = _even_scales(tiles)
     even, steps = tiles / of_rows / of_columns, 2**bits - 1
     low, high = even.amin(-1, keepdim=True), even.amax(-1, keepdim=True)
@@ -113,7 +116,7 @@ def _evened_and_rounded(tiles: Tensor, bits: int) -> Tensor:
 
 
 def _even_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of rows (..., rows, 1) and of columns (..., 1, columns); those of the best round."""
+    """Return the scales of rows (..., rows, 1) and columns (..., 1, columns) of the best round."""
     rows, columns = torch.ones_like(tiles[..., :1]), torch.ones_like(tiles[..., :1, :])
     kept, least = (rows, columns), _unevenness(tiles)
     for _ in range(_ROUNDS):
@@ -129,7 +132,7 @@ def _even_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unevenness(tiles: Tensor) -> Tensor:
-    """(..., 1, 1): largest by smallest deviation of the rows and of the columns, summed."""
+    """Return the largest deviation over the smallest, of rows plus of columns, (..., 1, 1)."""
     total = torch.zeros_like(tiles[..., :1, :1])
     for dim in (-2, -1):
         deviations = _deviation(tiles, dim, limited=False)
@@ -139,22 +142,22 @@ def _unevenness(tiles: Tensor) -> Tensor:
 
 
 def _deviation(tiles: Tensor, dim: int, *, limited: bool = True) -> Tensor:
-    """Standard deviations along ``dim``, kept of size 1; of a single number 0."""
+    """Return standard deviations along ``dim``, kept with size 1; 0 for a single value."""
     found = tiles.std(dim, correction=min(1, tiles.shape[dim] - 1), keepdim=True)
     return found.clamp(*_DEVIATIONS) if limited else found
 
 
 @dataclass(frozen=True)
 class TurboQuant:
-    """TurboQuant as vLLM has it, "nc": a key has a norm and codes of its rotated direction.
+    """TurboQuant, vLLM's variant "nc": a key has a norm and codes of its rotated direction.
 
-    The levels are those of least squared error for normal numbers (Lloyd and Max), and the vector
-    of levels is given the stored norm. Values are not rotated; a token's are quantized from the
-    least to the largest. The norm, scale and zero point are in 16 bits.
+    The levels minimize the squared error for normal numbers (Lloyd and Max), and the restored
+    vector is scaled to the stored norm. Values are not rotated; those of a token are quantized
+    between minimum and maximum. Norm, scale and zero point have 16 bits.
 
     Attributes:
-        key_bits: bits of a key's number.
-        value_bits: bits of a value's number.
+        key_bits: bits per key element.
+        value_bits: bits per value element.
         tile, channels: see ``Format``.
     """
 
@@ -185,7 +188,7 @@ class TurboQuant:
 
 @lru_cache(maxsize=8)
 def normal_levels(bits: int) -> Tensor:
-    """(2 ** bits,) float64 levels of least squared error for standard normal numbers."""
+    """Return (2 ** bits,) float64 levels that minimize the squared error for a standard normal."""
     levels = torch.linspace(-3.5, 3.5, 2**bits, dtype=torch.float64)
     ends = torch.tensor([math.inf], dtype=torch.float64)
     for _ in range(_LLOYD_ROUNDS):
@@ -197,14 +200,14 @@ def normal_levels(bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ExLlamaV3:
-    """The quantized cache of ExLlamaV3: groups of 32 channels, rotated, by their largest number.
+    """The quantized cache of ExLlamaV3: rotated groups of 32 channels, scaled by their maximum.
 
-    The levels are the midpoints of equal steps from minus the largest to the largest, which is in
-    16 bits. (It can also compress the steps towards zero, which is off by default.)
+    The levels are the midpoints of equal steps between minus and plus the maximum magnitude, which
+    has 16 bits. (An option to make steps smaller towards zero is off by default.)
 
     Attributes:
-        key_bits: bits of a key's number.
-        value_bits: bits of a value's number.
+        key_bits: bits per key element.
+        value_bits: bits per value element.
         tile, channels: see ``Format``.
     """
 
@@ -235,20 +238,20 @@ class ExLlamaV3:
 
 
 def _half(x: Tensor) -> Tensor:
-    """As 16-bit numbers."""
+    """Round to 16-bit precision."""
     return x.half().float()
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What is kept in 16-bit precision.
+    """The tokens and layers that are kept in 16-bit precision.
 
     Attributes:
         sinks: number of first tokens.
-        recent: number of last tokens, with the one whose query is asked.
-        tile: tokens after the sinks that are packed together as soon as all of them are there.
-        layers: number of first layers, and of last ones, in which nothing is packed; fewer in a
-            model that has not twice as many.
+        recent: number of latest tokens, including the token of the query.
+        tile: number of tokens after the sinks that are packed together once all have arrived.
+        layers: number of first layers, and of last layers, in which nothing is packed; fewer in a
+            model that does not have twice as many.
     """
 
     sinks: int = 0
@@ -257,7 +260,8 @@ class Exact:
     layers: int = 0
 
     def packed_from(self, tokens: int) -> Tensor:
-        """(tokens,) int64: the first token whose query sees each of them packed."""
+        """Return, for each token, the first token whose query attends to it packed, (tokens,)
+        int64."""
         place = torch.arange(tokens)
         tile_ends = self.sinks + ((place - self.sinks) // self.tile + 1) * self.tile
         found = place + self.recent
@@ -275,25 +279,25 @@ class Exact:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of keys and values of some tokens, and their number of elements."""
+    """Bytes and number of elements of keys and values."""
 
     kv_bytes: int
     values: int
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of an element."""
+        """Bits per element."""
         return 8 * self.kv_bytes / self.values
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A format and which tokens it does not store in few bits, under a name.
+    """A format with a name, and the tokens that it does not pack.
 
     Attributes:
         name: name in tables.
-        format: of packed tokens.
-        exact: what is not packed.
+        format: format of packed tokens.
+        exact: tokens and layers that are not packed.
     """
 
     name: str
@@ -301,16 +305,16 @@ class Rival:
     exact: Exact
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
-        """Why the format cannot store the model's heads; None if it can."""
+        """Return why the format cannot store the model's heads; None if it can."""
         head_dim, channels = layers[0].keys.shape[-1], self.format.channels
         return None if head_dim % channels == 0 else f"heads are no multiple of {channels} channels"
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """Keys and values as the format restores them; arguments as in ``Paged``.
+        """Return keys and values as the format restores them; arguments as in ``Paged``.
 
-        A tile that is not full is packed as if the tokens that complete it were known, unless
-        ``exact`` lets its tokens wait for them. The bytes of a layer in which nothing is packed
-        count for as many tokens as others pack.
+        An incomplete tile is packed as if it were complete, unless ``exact`` keeps its tokens in
+        16-bit precision until then. A layer in which nothing is packed counts 16-bit bytes for the
+        tokens that other layers pack.
         """
         packed = self._packed(len(ids))
         rows, heads, _, head_dim = states.keys.shape
@@ -331,16 +335,16 @@ class Rival:
         return Restored(keys, values, self._bytes(rows * heads * count, head_dim), elements)
 
     def one_by_one(self, prompt: int) -> Rival:
-        """The same method: a token is stored alike, however many come with it."""
+        """Return the same method, because a token is stored the same way alone or with others."""
         return self
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """From which token on each token is read as it is restored; as in ``Paged``."""
+        """Return, for each token, from which token on it is read as restored; see ``Paged``."""
         return self.exact.packed_from(len(ids)).clamp(max=len(ids))
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> Held:
-        """Codes, scales and tokens in 16-bit precision of the first row; free memory that a peer
-        reserves does not count."""
+        """Return the bytes of codes, scales and 16-bit tokens of the first row, without free memory
+        that the project's cache would reserve."""
         packed, held, values = int(self._packed(len(ids)).sum()), 0, 0
         for states in layers:
             _, heads, tokens, head_dim = states.keys.shape
@@ -351,9 +355,9 @@ class Rival:
         return Held(held, values)
 
     def _bytes(self, tokens: int, head_dim: int) -> int:
-        """Bytes of so many packed tokens of a head: their part of tiles."""
+        """Return the bytes of packed tokens of a head, in proportion to those of a tile."""
         return tokens * self.format.tile_bytes(head_dim) // self.format.tile
 
     def _packed(self, tokens: int) -> Tensor:
-        """(tokens,) bool: which of them the next token sees packed."""
+        """Return which tokens the next token attends to packed, (tokens,) bool."""
         return self.exact.packed_from(tokens) <= tokens

@@ -1,8 +1,8 @@
-"""Teacher forcing: methods answer over a recorded past, and are scored against the 16-bit cache.
+"""Teacher forcing: run methods over a recorded past, and score them against the 16-bit cache.
 
 A prompt runs through the model once, with exact attention, and its keys and values are recorded.
-Each method then turns them into those that it restores, and the model reads the text after the
-prompt over them. So all methods answer the same question after the same words.
+Each method then stores and restores them, and the model reads the text after the prompt over what
+is restored. So all methods are judged after the same tokens.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from oscar_mm.cache.paged_attention import KeyLength
 from oscar_mm.quant.balance import sigmas_of_model
 
 IGNORE = -100
-"""Target of a token after which nothing is judged."""
+"""Target of a token whose prediction is not judged."""
 Pair = tuple[Tensor, Tensor]
 _RUNNERS_UP = 4
 
 
 @dataclass(frozen=True)
 class LayerStates:
-    """States of one layer for a batch of prompts of one layout, without padding.
+    """States of one layer for a batch of prompts with the same layout, without padding.
 
     Attributes:
         index: number of the layer.
         module: attention module of the layer.
         scaling: factor of the scores.
-        keys: (rows, KV heads, tokens, head_dim) after RoPE, 16 bit.
-        values: (rows, KV heads, tokens, head_dim), 16 bit.
+        keys: (rows, KV heads, tokens, head_dim) after RoPE, in a 16-bit dtype.
+        values: (rows, KV heads, tokens, head_dim), in a 16-bit dtype.
         first_queries: (1, query heads, tokens, head_dim), queries of the first row.
-        sigmas: (KV heads or 1, head_dim) balancing, by ``KVPolicy.centers_keys``; None where the
-            layer is not balanced.
+        sigmas: (KV heads or 1, head_dim) balancing, by ``KVPolicy.centers_keys``; None if the layer
+            is not balanced.
     """
 
     index: int
@@ -52,14 +52,14 @@ class LayerStates:
 
 @dataclass(frozen=True)
 class Forced:
-    """Text after the prompts, given to all methods.
+    """Text after the prompts, the same for all methods.
 
     Attributes:
-        ids: (rows, tokens) token ids, right-padded with any of them.
+        ids: (rows, tokens) token ids, right-padded with any valid id.
         positions: (rows, tokens) or (3, rows, tokens) position ids.
-        targets: (rows, tokens) the token that should follow each, IGNORE where not judged.
-        answers: (rows, tokens) number of the row's answer to which a target belongs.
-        count: answers in a row.
+        targets: (rows, tokens) expected next token of each token; IGNORE if it is not judged.
+        answers: (rows, tokens) index of the answer, within its row, that a target belongs to.
+        count: number of answers in a row.
     """
 
     ids: Tensor
@@ -70,17 +70,17 @@ class Forced:
 
 
 class ForcedCache(Cache):
-    """Stands in for a cache during a forward pass, in a model with attention "oscar".
+    """Stand-in for a cache during a forward pass of a model with attention "oscar".
 
     New tokens attend to the given past and, causally, to each other, by PyTorch operations;
     nothing is stored.
 
     Args:
-        past: keys and values of a layer by its index, (rows, KV heads, tokens, head_dim) each;
-            None for no past.
-        length: tokens of the past.
-        look: called with (index, module, queries, keys, values, scaling) of each layer's new
-            tokens.
+        past: function from the index of a layer to its past keys and values, (rows, KV heads,
+            tokens, head_dim) each; None for no past.
+        length: number of past tokens.
+        look: function that is called with (index, module, queries, keys, values, scaling) of each
+            layer's new tokens.
     """
 
     def __init__(
@@ -95,36 +95,37 @@ class ForcedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """The new keys and values; attention "oscar" calls the object attached to the keys."""
+        """Return the new keys and values, with the object that attention "oscar" calls attached to
+        the keys."""
         keys = key_states.view_as(key_states)
         keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
 
     def attend_packed(self, mask: Tensor | None) -> bool:
-        """False: no token is hidden.
+        """Return False after checking that no token is hidden.
 
         Raises:
-            ValueError: the mask hides tokens.
+            ValueError: if the mask hides tokens.
         """
         if mask is not None and not bool(mask.all()):
             raise ValueError("prompts that are compared or inspected have no padding")
         return False
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(number of past and new tokens, 0)."""
+        """Return the number of past and new tokens, and 0."""
         return KeyLength(self.length + query_length, self), 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of past tokens."""
+        """Return the number of past tokens."""
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: unbounded."""
+        """Return -1 for an unbounded cache."""
         return -1
 
 
 class _Attention:
-    """Attention of one layer, which attention "oscar" calls."""
+    """Attention of one layer, called by attention "oscar"."""
 
     def __init__(self, cache: ForcedCache, index: int) -> None:
         self._cache, self._index = cache, index
@@ -138,7 +139,7 @@ class _Attention:
         scaling: float,
         visible: Tensor | None,
     ) -> Tensor:
-        """(rows, query heads, tokens, head_dim)."""
+        """Return the output, (rows, query heads, tokens, head_dim)."""
         cache, tokens = self._cache, query.shape[2]
         if cache.look is not None:
             cache.look(self._index, module, query, key, value, scaling)
@@ -151,7 +152,7 @@ class _Attention:
         if visible is None and cache.length:
             place = torch.arange(key.shape[2], device=query.device)
             visible = place[-tokens:, None] >= place
-        # Expanded, because attention in float32 with groups of heads keeps all scores.
+        # Expand KV heads, because float32 attention with head groups materializes all scores.
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         return scaled_dot_product_attention(
@@ -160,11 +161,11 @@ class _Attention:
 
 
 class Recorder:
-    """Keeps every layer's states for a prompt; ``cache`` goes through the forward pass.
+    """Recorder of every layer's states for a prompt, whose ``cache`` is passed to the model.
 
     Args:
-        model: that computes the states, for its balancing.
-        dtype: 16-bit dtype to keep keys and values in; a 16-bit model's own dtype wins.
+        model: model that computes the states, for its balancing.
+        dtype: 16-bit dtype to store keys and values in, unless the model has a 16-bit dtype.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -198,18 +199,18 @@ class Recorder:
 
 
 def as_recorded(layers: Sequence[LayerStates]) -> Callable[[int], Pair]:
-    """The recorded keys and values as the ``past`` of a ``ForcedCache``."""
+    """Return a function for the ``past`` of a ``ForcedCache`` with the recorded keys and values."""
     return lambda index: (layers[index].keys, layers[index].values)
 
 
 @torch.no_grad()
 def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: Forced) -> Tensor:
-    """Logits (judged tokens, vocabulary) float32, in the order of ``forced.targets``.
+    """Compute logits (judged tokens, vocabulary) float32, in the order of ``forced.targets``.
 
     Args:
         model: generative model with attention "oscar" in its decoder.
-        past: keys and values of a layer by its index, for ``ForcedCache``.
-        length: tokens of the past.
+        past: function from the index of a layer to its past, see ``ForcedCache``.
+        length: number of past tokens.
         forced: text to read after the past.
     """
     output = model.get_decoder()(
@@ -224,16 +225,16 @@ def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: 
 
 @dataclass
 class Scores:
-    """Sums of one method, an element for each prompt.
+    """Sums of a method, with an element for each prompt.
 
     Attributes:
-        exact: for each answer instead, whether all its tokens are the likeliest ones.
+        exact: for each answer (not prompt), whether all its tokens are the likeliest ones.
         agreed: number of judged tokens with the same likeliest token as with the 16-bit cache.
         divergence: sum over judged tokens of the KL divergence of the next-token distribution,
             16-bit cache against method, in nats.
         margin: sum over judged tokens of the mean squared error of the logit of the likeliest
-            token less the logits of the next four. The divergence depends on the few tokens that
-            are nearly wrong; the margin does not, and tells methods apart with fewer prompts.
+            token minus the logits of the next four. The divergence depends on the few tokens that
+            are nearly wrong; the margin does not, and needs fewer prompts to rank methods.
         tokens: number of judged tokens.
     """
 
@@ -244,10 +245,10 @@ class Scores:
     tokens: list[Tensor] = field(default_factory=list)
 
     def add(self, forced: Forced, exact_logits: Tensor, logits: Tensor) -> Tensor:
-        """Judge a batch: logits (judged tokens, vocabulary) of the 16-bit cache and the method.
+        """Judge a batch by logits (judged tokens, vocabulary) of the 16-bit cache and the method.
 
         Returns:
-            (judged tokens,) divergence after each.
+            (judged tokens,) divergence after each token.
         """
         judged = forced.targets != IGNORE
         rows = judged.nonzero()[:, 0]
@@ -267,7 +268,7 @@ class Scores:
         return divergence
 
     def summary(self) -> dict[str, float | int]:
-        """Shares and means over tokens, and their standard errors over prompts ("..._error").
+        """Return shares and means over tokens, with standard errors over prompts ("..._error").
 
         "exact" is a share of answers, with its standard error over answers.
         """
@@ -293,7 +294,7 @@ class Scores:
 
 
 def ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Ratio of two sums and its standard error over their parts, by the delta method.
+    """Return the ratio of two sums and its standard error over their parts, by the delta method.
 
     Args:
         sums: (parts,) float64, such as divergences by prompt.

@@ -1,1 +1,1 @@
-"""Inspect: what a prompt's keys look like in each layer, and what quantizing them does."""
+"""Inspect the keys of a prompt in each layer, and the effect of quantizing them."""

@@ -1,4 +1,4 @@
-"""Inspection: norms, outlier channels and errors of every layer for one prompt, seen by a Probe."""
+"""Inspection: norms, outlier channels and quantization errors of every layer for one prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oscar_mm.quant.basis import Basis
 LONG = 3.0
 """A key is long if its norm is over this many times the median of its modality."""
 _CHUNK_TOKENS = 4096
-"""Tokens that are copied to float32 at a time."""
+"""Number of tokens that are copied to float32 at a time."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Layer:
     Attributes:
         index: number of the layer.
         norms: norms of its keys by modality.
-        channels: largest over median rms of key channels, by transform ("raw", "rotated", ...).
-        errors: quantization errors by variant's label, then by modality and "all"; a modality
+        channels: largest rms of key channels over their median rms, by transform ("raw", "rotated",
+            ...).
+        errors: quantization errors by label of the variant, then by modality and "all"; a modality
             without a full page has none.
     """
 
@@ -46,8 +47,8 @@ class Inspection:
     """Figures of a prompt.
 
     Attributes:
-        tokens: tokens of the prompt by modality.
-        quantized: tokens of each layer on which the errors were measured.
+        tokens: number of tokens of the prompt by modality.
+        quantized: number of tokens per layer on which the errors were measured.
         qk_norm: whether the model normalizes its keys, head by head.
         layers: figures of all layers, in order.
     """
@@ -68,7 +69,7 @@ class Inspection:
         return bool(self.parts)
 
     def mean_errors(self, variant: str, part: str = ALL) -> Errors:
-        """Errors of a variant for a modality or "all", mean over layers."""
+        """Return the errors of a variant for a modality or "all", averaged over layers."""
         rows = [astuple(layer.errors[variant][part]) for layer in self.layers]
         return Errors(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
 
@@ -78,7 +79,7 @@ class Inspection:
         return list(next(iter(self.layers[0].errors.values()), {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
+        """Return all figures as a dict for JSON."""
         return asdict(self) | {
             "layers": [
                 asdict(layer)
@@ -90,7 +91,7 @@ class Inspection:
 
 @torch.inference_mode()
 def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
-    """Read a prompt once and measure the keys, values and attention of every layer on the way.
+    """Read a prompt once, and measure the keys, values and attention of every layer meanwhile.
 
     The keys and values of at most one layer are in memory. For a long prompt a sample of whole
     pages is quantized (``oscar_mm.inspect.quantization_errors.sampled``).
@@ -100,7 +101,7 @@ def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
         prompt: prompt of a single row.
 
     Raises:
-        InputError: keys or values are NaN, infinite or beyond float16.
+        InputError: if keys or values are NaN, infinite or beyond float16.
     """
     ids = prompt.modalities[0]
     sample = sampled(ids)
@@ -134,11 +135,11 @@ def _measured(
 
 @dataclass(frozen=True)
 class Spread:
-    """Norms of the tokens of one modality.
+    """Distribution of the norms of one modality.
 
     Attributes:
         mean, p5, median, p95: mean, and percentiles 5, 50 and 95.
-        long: share of norms over ``LONG`` times the median.
+        long: share of norms above ``LONG`` times the median.
     """
 
     mean: float
@@ -149,7 +150,7 @@ class Spread:
 
     @classmethod
     def of(cls, norms: torch.Tensor) -> Spread:
-        """Spread of a tensor of norms, of any shape."""
+        """Compute the spread of a tensor of norms, of any shape."""
         ordered = norms.flatten().sort().values
         p5, median, p95 = (ordered[round(q * (len(ordered) - 1))] for q in (0.05, 0.5, 0.95))
         long = (ordered > LONG * median).float().mean()
@@ -161,7 +162,8 @@ class Norms:
     """Norms of a layer's keys by modality, in the balanced coordinates in which they are stored.
 
     Attributes:
-        tokens: norm of a token's keys in all KV heads, divided by the square root of their number.
+        tokens: norm of a token's keys over all KV heads, divided by the square root of the number
+            of heads.
         heads: norm of a token's key in one head, divided by the median of that head.
         scaled: ``heads`` after token scaling "shared", which makes ``tokens`` equal. After
             "per_head" every norm is 1.
@@ -188,7 +190,7 @@ class Norms:
 
 
 def measure_norms(keys: torch.Tensor, sigma: torch.Tensor | None, ids: torch.Tensor) -> Norms:
-    """Norms of (KV heads, tokens, head_dim) keys; ``ids`` are (tokens,) modality ids."""
+    """Measure the norms of keys, (KV heads, tokens, head_dim); ``ids`` has their modality ids."""
     basis = Basis(keys.shape[-1], False, sigma)
     parts = [basis.balanced(part).norm(dim=-1) for part in keys.split(_CHUNK_TOKENS, dim=1)]
     heads = torch.cat(parts, dim=1)
@@ -209,14 +211,14 @@ def measure_norms(keys: torch.Tensor, sigma: torch.Tensor | None, ids: torch.Ten
 
 
 def channel_outliers(keys: torch.Tensor, sigma: torch.Tensor | None) -> dict[str, float]:
-    """Largest over median rms of a head's key channels, in the worst head.
+    """Return the largest rms of a head's key channels over their median rms, in the worst head.
 
     Args:
         keys: (KV heads, tokens, head_dim) after RoPE.
         sigma: (KV heads or 1, head_dim), balancing.
 
     Returns:
-        the ratio for keys that are "raw", "rotated", "balanced", and "balanced, rotated".
+        The ratio for keys that are "raw", "rotated", "balanced", and "balanced, rotated".
     """
     head_dim = keys.shape[-1]
     bases = {
@@ -240,12 +242,12 @@ def _ratio(spreads: dict[str, Spread]) -> float:
 
 
 class Probe(ForcedCache):
-    """Stands in for a cache during a prefill, in a model with attention "oscar".
+    """Stand-in for a cache during a prefill of a model with attention "oscar".
 
     Attention over the prompt is exact. At most one layer's keys and values are in memory.
 
     Args:
-        look: called with each layer's states, for a single row without padding.
+        look: function that is called with each layer's states, for a single row without padding.
     """
 
     def __init__(self, look: Callable[[LayerStates], None]) -> None:

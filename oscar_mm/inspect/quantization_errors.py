@@ -1,7 +1,7 @@
-"""What quantization does: keys and values as the cache would return them, and the errors it causes.
+"""Quantization errors: keys and values as the cache restores them, and the resulting errors.
 
-``roundtrip`` goes through real packed pages. Errors are those of keys, values and attention of a
-layer, by modality.
+``roundtrip`` uses real packed pages. Errors are measured for keys, values and attention of a layer,
+by modality.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.basis import Basis
 
 SAMPLE_TOKENS = 8192
-"""Most tokens of a layer that are quantized; a longer prompt gives pages at even distances."""
+"""Maximum number of tokens of a layer that are quantized; from a longer prompt evenly spaced pages
+are taken."""
 QUERY_TOKENS = 64
-"""Number of last tokens of the prompt, whose attention is compared."""
+"""Number of last tokens of the prompt whose attention is compared."""
 ALL = "all"
 _PRESETS = ("channel", "oscar", "kivi")
 
@@ -33,7 +34,7 @@ class Roundtrip:
     Attributes:
         k: keys, shape and dtype of the input.
         v: values, shape and dtype of the input.
-        bits_per_value: bits of the packed pages per stored element, the mean over pages of
+        bits_per_value: bits per stored element of the packed pages, averaged over pages of
             different widths; the dtype's bits if no page was full.
         pages: number of packed pages, over batch and modalities.
     """
@@ -54,21 +55,20 @@ def roundtrip(
 ) -> Roundtrip:
     """Pack keys and values into pages and read them back, as the cache does in one layer.
 
-    Every full page of each modality is packed; an incomplete last page stays as it is. Window and
+    Every full page of each modality is packed; an incomplete last page is left unpacked. Window and
     sinks of the policy are not applied.
 
     Args:
         k: (batch, KV heads, tokens, head_dim), float32, bfloat16 or float16, after RoPE.
-        v: (batch, KV heads, tokens, head_dim), the dtype of ``k``.
-        policy: a KVPolicy or a preset's name.
-        modality: one for all tokens ("text", Modality.IMAGE, ...), or ids of each token as a
-            (tokens,) or (batch, tokens) tensor (0 text, 1 image, 2 video, 3 audio). Text by
-            default.
-        sigma: (KV heads or 1, head_dim) query-key balancing of a layer, as
-            ``oscar_mm.quant.balance.sigmas_of_model`` has it; without it keys are not balanced.
+        v: (batch, KV heads, tokens, head_dim), same dtype as ``k``.
+        policy: KVPolicy or name of a preset.
+        modality: modality of all tokens ("text", Modality.IMAGE, ...), or a (tokens,) or (batch,
+            tokens) tensor of ids (0 text, 1 image, 2 video, 3 audio). Text by default.
+        sigma: (KV heads or 1, head_dim) query-key balancing of a layer, as returned by
+            ``oscar_mm.quant.balance.sigmas_of_model``; without it keys are not balanced.
 
     Raises:
-        InputError: shapes or dtypes do not fit, or keys or values are NaN, infinite or out of
+        InputError: if shapes or dtypes do not fit, or keys or values are NaN, infinite or out of
             range.
     """
     policy = KVPolicy.of(policy)
@@ -109,7 +109,7 @@ def roundtrip(
 
 
 def _as_pages(x: torch.Tensor) -> torch.Tensor:
-    """(KV heads, pages * 128, head_dim) -> (pages, KV heads, 128, head_dim)."""
+    """Reshape (KV heads, pages * 128, head_dim) to (pages, KV heads, 128, head_dim)."""
     return x.unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
 
 
@@ -178,7 +178,7 @@ class LayerStates:
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy that is tried: a preset with token scaling or without.
+    """A policy to measure: a preset with or without token scaling.
 
     Attributes:
         preset: name of the preset.
@@ -190,7 +190,7 @@ class Variant:
 
     @property
     def policy(self) -> KVPolicy:
-        """The preset with this token scaling; ``measure_errors`` does the balancing."""
+        """Return the preset with this token scaling; ``measure_errors`` does the balancing."""
         return KVPolicy.preset(self.preset, token_scaling=self.token_scaling, balance=None)
 
     @property
@@ -205,30 +205,30 @@ class Variant:
 
 
 def _variants(preset: str) -> tuple[Variant, Variant]:
-    # KIVI has no token scaling: it gets the published recipe's.
+    # KIVI has no token scaling, so its variant uses that of the published recipe.
     own = KVPolicy.preset(preset).token_scaling or "shared"
     return Variant(preset, own), Variant(preset, None)
 
 
 PAIRS = {preset: _variants(preset) for preset in _PRESETS}
-"""Each preset with token scaling and without."""
+"""Each preset with and without token scaling."""
 VARIANTS = (Variant(DEFAULT, None), *(variant for pair in PAIRS.values() for variant in pair))
-"""All variants that are tried. The default scales each token by itself."""
+"""All variants to measure. The default preset scales each token by itself."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors from quantizing the tokens of one modality, or of all.
+    """Errors from quantizing the tokens of one modality, or all tokens.
 
     Attributes:
-        bits: bits of a page per key or value element, scales and the like included.
+        bits: bits of a page per key or value element, including scales and the like.
         keys: |quantized - exact| / |exact| of the keys of tokens in pages.
-        values: |quantized - exact| / |exact| of their values.
-        output: |quantized - exact| / |exact| of attention's output, where these tokens are
-            quantized and all others are exact.
+        values: |quantized - exact| / |exact| of the values of tokens in pages.
+        output: |quantized - exact| / |exact| of attention's output if these tokens are quantized
+            and all others are exact.
         divergence: Kullback-Leibler divergence of the attention weights, exact against quantized,
-            in nats, mean over queries and heads. It tells more about answers than ``output``,
-            which favours fits that shrink keys.
+            in nats, mean over queries and heads. It predicts the quality of answers better than
+            ``output``, which favours fits that shrink keys.
     """
 
     bits: float
@@ -239,7 +239,7 @@ class Errors:
 
 
 def sampled(ids: torch.Tensor, limit: int = SAMPLE_TOKENS) -> torch.Tensor:
-    """Indices of tokens to quantize, ascending: all, or whole pages of a long prompt.
+    """Return indices of tokens to quantize, ascending: all tokens, or whole pages of a long prompt.
 
     A page has tokens of one modality in the order of the prompt. Each modality gives pages in
     proportion to its share of the prompt, at least one.
@@ -264,7 +264,9 @@ def sampled(ids: torch.Tensor, limit: int = SAMPLE_TOKENS) -> torch.Tensor:
 def measure_errors(
     states: LayerStates, sigma: torch.Tensor | None, ids: torch.Tensor, sample: torch.Tensor
 ) -> dict[str, dict[str, Errors]]:
-    """Errors by variant's label, then by modality and "all"; a modality without a page has none.
+    """Measure errors by label of the variant, then by modality and "all".
+
+    A modality without a full page has no errors.
 
     Args:
         states: states of the layer.
@@ -273,7 +275,7 @@ def measure_errors(
         sample: indices of the tokens to quantize, from ``sampled``.
 
     Raises:
-        InputError: keys or values are NaN, infinite or beyond float16.
+        InputError: if keys or values are NaN, infinite or beyond float16.
     """
     device = states.keys.device
     where = sample.to(device)
@@ -315,7 +317,7 @@ class _Attention:
 
     Attributes:
         queries: (KV heads, group, queries, head_dim).
-        hidden: (queries, keys) bool, keys that a query does not see.
+        hidden: (queries, keys) bool, keys that a query does not attend to.
         scaling: factor of the scores.
     """
 
@@ -326,15 +328,15 @@ class _Attention:
     def __call__(
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and logarithms of the weights; keys and values are (KV heads, keys, head_dim)."""
+        """Return the output and the log weights; keys and values are (KV heads, keys, head_dim)."""
         scores = self.queries @ keys[:, None].mT * self.scaling
-        # A finite number, so that hidden keys add 0 to a divergence.
+        # A finite value instead of -inf, so that hidden keys add 0 to a divergence.
         weights = scores.masked_fill(self.hidden, torch.finfo(scores.dtype).min / 2).log_softmax(-1)
         return weights.exp() @ values[:, None], weights
 
 
 def _paged(ids: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
-    """(tokens,) bool by modality and for "all": whether a token is in a full page."""
+    """Return, by modality and for "all", which tokens are in full pages, (tokens,) bool."""
     parts = {}
     for modality in Modality:
         places = (ids == int(modality)).nonzero()[:, 0]

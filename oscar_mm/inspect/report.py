@@ -1,6 +1,6 @@
-"""An inspection in words, as tables, as panels over layers, and as one HTML file.
+"""Report an inspection as sentences, tables, a figure of panels over layers, and an HTML file.
 
-The file needs no other. Panels are drawn by matplotlib.
+The HTML file is self-contained. Figures are drawn by matplotlib.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _USUAL_PRESET = "channel"
 _MATTERS = 0.1
-"""Relative change of the divergence up to which token scaling hardly matters."""
+"""Relative change of the divergence up to which token scaling counts as irrelevant."""
 _DIFFERS = 1.05
 """Ratio of the modalities' median norms up to which they count as equal."""
 _PAGE_STYLE = """
@@ -41,8 +41,8 @@ th { border-bottom: 2px solid #888; }
 th:first-child, td:first-child { text-align: left; }
 """
 _PAGE_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-# Okabe and Ito's colours, distinct with any colour vision. Later markers are smaller, so that lines
-# on top of each other are all seen.
+# Okabe and Ito's colours, which are distinct with any colour vision. Later markers are smaller, so
+# that lines on top of each other all stay visible.
 _MODALITY_STYLES: dict[str, dict[str, Any]] = {
     "text": {"color": "#0072B2", "marker": "o", "markersize": 10},
     "image": {"color": "#E69F00", "marker": "s", "markersize": 7.5},
@@ -59,7 +59,7 @@ _CHANNEL_STYLES: dict[str, dict[str, Any]] = {
 
 
 def findings(inspection: Inspection) -> list[str]:
-    """Sentences about an inspection, the verdict first."""
+    """Return sentences about an inspection, the verdict first."""
     return [
         _verdict(inspection),
         *_on_scaling(inspection),
@@ -185,7 +185,7 @@ class Table:
 
 
 def tables(inspection: Inspection) -> list[Table]:
-    """A table with a row for each layer and, where there are pages, one with a row per format."""
+    """Return a table by layer and, if there are pages, a table by format."""
     if not inspection.has_pages:
         return [_by_layer(inspection)]
     return [_by_layer(inspection), _by_format(inspection)]
@@ -237,7 +237,7 @@ def _by_format(inspection: Inspection) -> Table:
 
 
 def details(inspection: Inspection) -> list[Table]:
-    """A table of each preset's errors by layer and modality; none without pages."""
+    """Return a table of errors by layer and modality for each preset; empty without pages."""
     if not inspection.has_pages:
         return []
     fields = ("keys", "values", "output", "divergence")
@@ -259,7 +259,7 @@ def details(inspection: Inspection) -> list[Table]:
 def page(
     title: str, subtitle: str, sentences: list[str], figure: bytes, tables: list[Table]
 ) -> str:
-    """HTML of an inspection's page.
+    """Return the HTML of an inspection.
 
     Args:
         title: heading of the page.
@@ -309,7 +309,7 @@ def require_matplotlib() -> None:
     """Check that matplotlib is installed.
 
     Raises:
-        InputError: it is not.
+        InputError: if it is not installed.
     """
     try:
         import matplotlib  # noqa: F401
@@ -321,14 +321,14 @@ def require_matplotlib() -> None:
 
 
 def png(inspection: Inspection, title: str) -> bytes:
-    """The bytes of a PNG with the figure of an inspection."""
+    """Draw the figure of an inspection and return it as a PNG."""
     from matplotlib.figure import Figure
 
     drawn = [(_norms, 0), (_spread, 0.9), (_divergence, 0), (_channels, 0.9)]
     if inspection.has_pages:
         drawn += [(partial(_errors_of, field=field), 0) for field in ("keys", "output")]
     figure = Figure(figsize=(13, 2.6 * len(drawn)), dpi=120, layout="constrained")
-    # A dollar sign would begin a formula.
+    # A dollar sign would start a formula.
     figure.suptitle(title.replace("$", r"\$"), fontsize=15, fontweight="bold")
     panels = figure.subplots(len(drawn) // 2, 2)
     for panel, (draw, bottom) in zip(panels.flat, drawn, strict=True):
