@@ -1,1 +1,1 @@
-"""Tool parsers: the formats in which models write tool calls, one file each."""
+"""Tool parsers: formats in which models write tool calls, one file each."""

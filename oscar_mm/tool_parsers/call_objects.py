@@ -1,4 +1,4 @@
-"""Calls as JSON objects with a name and arguments, which several formats have in common."""
+"""Read calls written as JSON objects with a name and arguments, which several formats share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from oscar_mm.tool_parsers.values import normalized, read_short_string, read_val
 _ARGUMENTS = ("arguments", "parameters")
 _NO_ARGUMENTS = "{}"
 _BEFORE = ("type", "id")
-"""Keys that may come before the arguments of a bare object."""
+"""Keys that may precede the arguments of a bare object."""
 
 
 def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Reading[None]:
     """Read an object with a name and arguments, in any order.
 
     Args:
-        bare: no mark comes before it, so it may be anything: only a call of a tool that is offered,
-            with its name before its arguments, is one.
+        bare: whether no mark precedes the object. Then only an object with the name of an offered
+            tool before the arguments counts as a call.
 
     Raises:
-        Broken: it is none, or breaks off.
+        Broken: if the text is not such an object, or ends within it.
     """
     name: str | None = None
     arguments, written = _NO_ARGUMENTS if not bare else "", False
@@ -42,7 +42,7 @@ def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Readi
         elif bare and not written:
             if key not in _BEFORE:
                 raise Broken
-            yield from read_short_string(reader)  # No more: text would wait for its end.
+            yield from read_short_string(reader)  # Only short values: text is held back meanwhile.
         else:
             pieces: list[str] = []
             yield from read_value(reader, pieces.append)
@@ -59,10 +59,10 @@ def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Readi
 
 
 def read_arguments(reader: Reader, calls: CallWriter) -> Reading[None]:
-    """Read the arguments of a call that has begun, and write them as they come.
+    """Read the arguments of an open call, and write them as they arrive.
 
     Raises:
-        Broken: they are no JSON.
+        Broken: if they are not JSON.
     """
     yield from reader.space()
     if (yield from reader.peek()) == "{":
@@ -93,7 +93,7 @@ def _check(name: str, calls: CallWriter, bare: bool) -> None:
 
 
 def _as_object(arguments: str) -> str:
-    """Arguments, of which some models write none, or JSON in a string."""
+    """Return arguments as an object; some models write none, or JSON in a string."""
     if arguments == "null":
         return _NO_ARGUMENTS
     inner = normalized(json.loads(arguments)) if arguments.startswith('"') else None

@@ -1,4 +1,4 @@
-"""Tool calls: complete, in pieces as they are streamed, and as a chat template takes them."""
+"""Tool calls: complete, in streamed pieces, and in the form for chat templates."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from oscar_mm.tool_parsers.values import json_text
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that the model asks for.
+    """A tool call requested by the model.
 
     Attributes:
-        id: names the call; the tool's result refers to it.
-        name: of the tool; one that the client has not offered is possible.
-        arguments: JSON text of an object. Where the model wrote no valid JSON, or was cut short,
-            what it wrote.
+        id: id of the call, to which the tool's result refers.
+        name: name of the tool, possibly one that was not offered.
+        arguments: JSON text of an object; if the model wrote invalid JSON or was cut off, the text
+            that it wrote.
     """
 
     id: str
@@ -26,7 +26,7 @@ class ToolCall:
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """The call as a chat template takes it: arguments are an object where they are valid."""
+        """Return the call in the form for chat templates; valid arguments become an object."""
         arguments: Any = self.arguments
         try:
             parsed = json.loads(arguments)
@@ -39,7 +39,7 @@ class ToolCall:
 
     @property
     def unescaped(self) -> str:
-        """The arguments as a chat template may write them: with characters for their escapes."""
+        """Return the arguments as a chat template may write them, with escapes decoded."""
         arguments = self.for_template()["function"]["arguments"]
         return arguments if isinstance(arguments, str) else json_text(arguments)
 
@@ -49,9 +49,9 @@ class ToolCallDelta:
     """A piece of a tool call.
 
     Attributes:
-        index: of the call in the answer, from 0.
-        arguments: the next characters of its arguments.
-        id, name: of the call, in its first piece only.
+        index: index of the call in the answer, from 0.
+        arguments: next characters of the call's arguments.
+        id, name: id and name of the call, in its first piece only.
     """
 
     index: int
@@ -65,7 +65,7 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """The calls whose pieces these are."""
+    """Join pieces to calls."""
     heads: list[tuple[str, str]] = []
     arguments: list[list[str]] = []
     for delta in deltas:

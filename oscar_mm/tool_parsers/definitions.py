@@ -1,4 +1,4 @@
-"""Tool definitions: functions that a request offers to the model, checked."""
+"""Tool definitions: check the functions that a request offers to the model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from oscar_mm.errors import InputError, shown
 from oscar_mm.tool_parsers.values import texts_of
 
 MAX_TOOLS = 1024
-"""Most tools of a request."""
+"""Maximum number of tools of a request."""
 MAX_DEPTH = 64
-"""Deepest nesting of a schema of parameters."""
+"""Maximum nesting depth of a schema of parameters."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 @dataclass(frozen=True)
 class ToolDefinition:
-    """A function that the model may ask for.
+    """A function that the model may call.
 
     Attributes:
-        name: letters, digits and ``_.:/-``.
-        description: what it does, for the model.
-        parameters: JSON schema of its parameters.
+        name: name of letters, digits and ``_.:/-``.
+        description: description for the model.
+        parameters: JSON schema of the parameters.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ToolDefinition:
     parameters: Mapping[str, Any]
 
     def for_template(self) -> dict[str, Any]:
-        """The definition as chat templates take it."""
+        """Return the definition in the form for chat templates."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -43,25 +43,25 @@ class ToolDefinition:
 
     @property
     def characters(self) -> int:
-        """Characters that it takes in a prompt, up to its punctuation."""
+        """Number of characters of the definition in a prompt, whose punctuation may differ."""
         return len(json.dumps(self.for_template(), ensure_ascii=False))
 
     def texts(self) -> Iterator[str]:
-        """All texts that a chat template may write."""
+        """Yield all texts that a chat template may write."""
         yield from (self.name, self.description)
         yield from texts_of(self.parameters)
 
 
 def read_definitions(tools: Sequence[Any]) -> tuple[ToolDefinition, ...]:
-    """Check tools as OpenAI's protocol has them, and as Python functions.
+    """Check tools given in OpenAI's format or as Python functions.
 
     Args:
-        tools: each ``{"type": "function", "function": {"name": ..., "description": ...,
-            "parameters": {...}}}``, the inner object alone, or a function with type hints and a
-            docstring, which transformers' ``get_json_schema`` reads.
+        tools: tools, each as ``{"type": "function", "function": {"name": ..., "description": ...,
+            "parameters": {...}}}``, as the inner object alone, or as a function with type hints
+            and a docstring for transformers' ``get_json_schema``.
 
     Raises:
-        InputError: names the tool, says what is wrong with it and what would be right.
+        InputError: if a tool is invalid; the message names the tool, the fault and the remedy.
     """
     if not isinstance(tools, list | tuple):
         raise InputError(f"tools={shown(tools)}: must be a list")
@@ -115,12 +115,12 @@ def _schema_of(function: Any, label: str) -> Any:
 
     try:
         return get_json_schema(function)
-    except Exception as error:  # Of its docstring, its type hints, or what these name.
+    except Exception as error:  # The docstring or the type hints may cause any error.
         raise InputError(f"{label}: {error}") from error
 
 
 def _nodes(value: Any) -> Iterator[tuple[Any, int]]:
-    """All values within a value, itself included, and their depths; none deeper than allowed."""
+    """Yield a value and all values nested in it with their depths, up to the maximum depth."""
     open_nodes = [(value, 0)]
     while open_nodes:
         node, depth = open_nodes.pop()

@@ -1,4 +1,4 @@
-"""Grammar: rules of calls in llguidance's dialect of Lark, from which formats build theirs."""
+"""Grammar rules of calls in llguidance's Lark syntax, from which formats build their grammars."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from oscar_mm.tool_parsers.definitions import ToolDefinition
 from oscar_mm.tool_parsers.schema import without_unknown_formats
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as models write it, which keeps a model from white space without end."""
+"""Options for JSON with fixed spacing, so that a model cannot write white space forever."""
 
 
 def literal(text: str) -> str:
-    """A text."""
+    """Return a rule that matches a text."""
     return json.dumps(text)
 
 
 def mark(text: str, mark_tokens: Mapping[str, int]) -> str:
-    """A mark: a token of its own, which llguidance takes for no text, or a text."""
+    """Return a rule that matches a mark: by id if it is a single token, otherwise as text."""
     return f"<[{mark_tokens[text]}]>" if text in mark_tokens else literal(text)
 
 
 def sequence(*parts: str) -> str:
-    """Parts one after the other."""
+    """Return a rule that matches parts one after the other."""
     return " ".join(part for part in parts if part)
 
 
 def choice(names: Iterable[str]) -> str:
-    """One of some rules."""
+    """Return a rule that matches any of some rules."""
     return " | ".join(names)
 
 
 def rules_of_calls(
     tools: Sequence[ToolDefinition], rules_of: Callable[[ToolDefinition, str], dict[str, str]]
 ) -> dict[str, str]:
-    """The rule ``call``, a call of any of the tools, and those that it needs.
+    """Return the rule ``call``, which matches a call of any tool, and the rules that it needs.
 
     Args:
-        tools: that may be called.
-        rules_of: rules of a tool, of which one has the name that it is given.
+        tools: tools that may be called.
+        rules_of: function from a tool and a name to rules, of which one has this name.
     """
     rules: dict[str, str] = {}
     for place, tool in enumerate(tools):
@@ -50,13 +50,13 @@ def rules_of_calls(
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """JSON that a schema allows."""
+    """Return a rule that matches JSON valid under a schema."""
     served = without_unknown_formats(schema)
     return f"%json {json.dumps({**served, 'x-guidance': _SPACING})}"
 
 
 def schema_of_arguments(tool: ToolDefinition) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments; without parameters that of an empty object."""
+    """Return the JSON schema of a tool's arguments; an empty object if it has no parameters."""
     schema = dict(tool.parameters)
     if schema == {"type": "object", "properties": {}}:
         schema["additionalProperties"] = False
@@ -69,7 +69,7 @@ def arguments_of(tool: ToolDefinition) -> str:
 
 
 def grammar_of(start: str, rules: Mapping[str, str]) -> str:
-    """The grammar of an answer."""
+    """Return a grammar with a start rule and further rules by name."""
     return "".join(f"{name}: {rule}\n" for name, rule in {"start": start, **rules}.items())
 
 
@@ -77,8 +77,8 @@ def calls_or(text: str, calls: str) -> str:
     """Return a grammar of answers that are either calls or a text.
 
     Args:
-        text: the rule of the text.
-        calls: the grammar of calls, see ``grammar_of``.
+        text: rule of the text.
+        calls: grammar of calls, see ``grammar_of``.
     """
     return f"start: calls | text\ntext: {text}\n{calls.replace('start:', 'calls:', 1)}"
 
@@ -86,8 +86,10 @@ def calls_or(text: str, calls: str) -> str:
 def call_rules(
     tools: Iterable[ToolDefinition], before: str, between: str, after: str
 ) -> dict[str, str]:
-    """Rules ``call`` of any tool and ``call_N`` of each: ``before`` name ``between`` arguments
-    ``after``, all of them texts."""
+    """Return the rules ``call`` for any tool and ``call_N`` for each tool.
+
+    A call is written as ``before``, name, ``between``, arguments, ``after``.
+    """
     rules: dict[str, str] = {}
     for place, tool in enumerate(tools):
         head = literal(before + tool.name + between)
@@ -98,15 +100,15 @@ def call_rules(
 
 
 def repeated(rule: str, between: str, many: bool) -> str:
-    """A rule once, or several times with something in between."""
+    """Return a rule that matches ``rule`` once, or if ``many`` several times with ``between``."""
     return f"{rule} ({sequence(between, rule)})*" if many else rule
 
 
 def parameters_of(tool: ToolDefinition) -> list[tuple[str, dict[str, Any], bool]]:
-    """Name and schema of each parameter of a tool, and whether it is required, these first.
+    """Return name, schema and whether it is required for each parameter of a tool, required first.
 
     Raises:
-        InputError: the schema does not list the parameters.
+        InputError: if the schema does not list the parameters.
     """
     properties = tool.parameters.get("properties")
     if not isinstance(properties, Mapping):

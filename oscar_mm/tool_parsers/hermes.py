@@ -19,7 +19,7 @@ _BEGIN = "<tool_call>"
 
 
 class Hermes(ToolFormat):
-    """Calls between tags, in JSON."""
+    """Format with calls in JSON between tags."""
 
     name = "hermes"
     begins = (_BEGIN,)
@@ -35,7 +35,7 @@ class Hermes(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Blocks of one call, a line break between them."""
+        """Return a grammar of blocks with one call each, separated by line breaks."""
         rules = call_rules(tools, '\n{"name": "', '", "arguments": ', "}\n")
         block = sequence(mark(_BEGIN, mark_tokens), "call", mark(cls.end, mark_tokens))
         return grammar_of(repeated("block", literal("\n"), many), {"block": block, **rules})

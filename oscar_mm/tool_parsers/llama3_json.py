@@ -25,7 +25,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolFormat):
-    """Calls of tools that are offered, wherever such an object stands."""
+    """Format with bare JSON objects; only calls of offered tools count."""
 
     name = "llama3_json"
     begins = (_TAG, "{")
@@ -39,7 +39,7 @@ class Llama3Json(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Return a grammar of JSON objects that are separated by semicolons.
+        """Return a grammar of JSON objects separated by semicolons.
 
         Calls are ``%json`` rules, not literals: llguidance takes the longest matching literal, so a
         literal that begins with a bracket would hide a JSON answer.

@@ -1,4 +1,4 @@
-"""Marks: those of tool calls that are tokens of their own, and how special ones are decoded."""
+"""Find the marks of tool calls that are single tokens, and decode those that are special."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from oscar_mm.tool_parsers.parser import ToolFormat
 
 
 def mark_tokens(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]:
-    """Ids of a format's marks that are tokens of their own."""
+    """Return the ids of a format's marks that are single tokens, by their texts."""
     added = {one.content: number for number, one in tokenizer.added_tokens_decoder.items()}
     return {mark: added[mark] for mark in tool_format.marks() if mark in added}
 
 
 def special_marks(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]:
-    """Ids of a format's marks that are special tokens, which decoding leaves out of the text.
+    """Return the ids of a format's marks that are special tokens, which decoding skips.
 
     "[TOOL_CALLS]" of Mistral's tokenizers and "<|python_tag|>" of Llama's are special, and
     "<tool_call>" of Qwen's is not.
@@ -29,10 +29,10 @@ def special_marks(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, in
 
 
 class MarkDecoder:
-    """Decodes tokens as a tokenizer does, and writes marks that are special tokens.
+    """Decoder that works like the tokenizer, but keeps marks that are special tokens.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         marks: ids of the marks that are special tokens, by their texts.
     """
 
@@ -41,7 +41,7 @@ class MarkDecoder:
         self._marks = {number: mark for mark, number in marks.items()}
 
     def decode(self, tokens: list[int], **options: Any) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         pieces = []
         for is_mark, group in groupby(tokens, self._marks.__contains__):
             if is_mark:

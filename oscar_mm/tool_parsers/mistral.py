@@ -32,7 +32,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class Mistral(ToolFormat):
-    """Calls after a control token."""
+    """Format with calls after a control token."""
 
     name = "mistral"
     begins = (_BEGIN,)
@@ -47,7 +47,7 @@ class Mistral(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """A list of objects after the control token."""
+        """Return a grammar of a list of objects after the control token."""
         rules = call_rules(tools, '{"name": "', '", "arguments": ', "}")
         calls = repeated("call", literal(", "), many)
         begin = mark(_BEGIN, mark_tokens)
@@ -55,13 +55,13 @@ class Mistral(ToolFormat):
 
     @classmethod
     def new_id(cls) -> str:
-        """Nine letters or digits: the templates refuse others."""
+        """Return nine letters or digits; the templates refuse other ids."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
-        """Read a list, or one call."""
-        while (yield from reader.literal(_BEGIN)):  # Some models repeat it.
+        """Read a list of calls, or a single call."""
+        while (yield from reader.literal(_BEGIN)):  # Some models repeat the token.
             yield from reader.space()
         listed = yield from reader.literal("[")
         if not listed and (yield from reader.peek()) != "{":
@@ -78,7 +78,7 @@ class Mistral(ToolFormat):
 
 
 class MistralNamed(Mistral):
-    """Calls after a control token each, which newer models write: a name, then arguments."""
+    """Format of newer models: a control token before each call, then its name and arguments."""
 
     name = "mistral_named"
 
@@ -91,7 +91,7 @@ class MistralNamed(Mistral):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Calls one after the other."""
+        """Return a grammar of calls one after the other."""
         rules: dict[str, str] = {}
         begin, middle = mark(_BEGIN, mark_tokens), mark(_ARGUMENTS, mark_tokens)
         for place, tool in enumerate(tools):

@@ -1,4 +1,4 @@
-"""ToolOffer: what a request offers to the model, and what it may or must do with it."""
+"""ToolOffer: the tools of a request, and which of them may or must be called."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ToolOffer:
     """Tools that are offered to the model.
 
     Attributes:
-        tools: all of them, which the prompt names.
-        tool_format: in which the model writes calls.
-        required: whether the answer must be calls.
-        named: the only tool that may and must be called, once; None if there is no such.
-        parallel: whether an answer may hold several calls.
+        tools: all tools, as listed in the prompt.
+        tool_format: format in which the model writes calls.
+        required: whether the answer must consist of calls.
+        named: the only tool that may be called, and must be, once; None if there is none.
+        parallel: whether an answer may have several calls.
     """
 
     tools: tuple[ToolDefinition, ...]
@@ -40,20 +40,20 @@ class ToolOffer:
 
     @property
     def max_calls(self) -> int:
-        """Calls after which an answer ends."""
+        """Number of calls after which an answer ends."""
         return MAX_CALLS if self.parallel and self.named is None else 1
 
     @property
     def characters(self) -> int:
-        """Characters that the tools take in a prompt, up to their punctuation."""
+        """Number of characters of the tools in a prompt, whose punctuation may differ."""
         return sum(tool.characters for tool in self.tools)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them."""
+        """Return the tools in the form for chat templates."""
         return [tool.for_template() for tool in self.tools]
 
     def parser(self) -> ToolCallParser:
-        """Reads the calls of one answer."""
+        """Return a parser for the calls of one answer."""
         schemas = {tool.name: tool.parameters for tool in self.tools}
         return ToolCallParser(self.tool_format, schemas, self.max_calls)
 
@@ -66,11 +66,11 @@ class ToolOffer:
         """Return the answer's grammar in llguidance's Lark syntax; None if any answer is valid.
 
         Args:
-            mark_tokens: ids of marks that are tokens of their own; see ``marks.mark_tokens``.
+            mark_tokens: ids of marks that are single tokens, see ``marks.mark_tokens``.
             text: grammar rule for the text of an answer without calls; None allows any text.
 
         Raises:
-            InputError: the format has no way to write the parameters of a tool.
+            InputError: if the format has no way to write the parameters of a tool.
         """
         if not self.must_call and text is None:
             return None
@@ -85,19 +85,19 @@ def read_offer(
     parallel: bool,
     tool_format: type[ToolFormat] | None,
 ) -> ToolOffer | None:
-    """Check what a request offers.
+    """Check the tools and the tool choice of a request.
 
     Args:
-        tools: as ``read_definitions`` takes them.
+        tools: tools, see ``read_definitions``.
         choice: OpenAI's tool_choice: "none", "auto", "required", a function, or None.
-        parallel: whether an answer may hold several calls.
-        tool_format: of the model's chat template; None if it has none.
+        parallel: whether an answer may have several calls.
+        tool_format: format of the model's chat template; None if it has none.
 
     Returns:
-        None where no tools are given, or none may be called.
+        None if no tools are given, or none may be called.
 
     Raises:
-        InputError: names the argument, says what is wrong with it and what would be right.
+        InputError: if an argument is invalid; the message names argument, fault and remedy.
     """
     definitions, named = read_definitions(() if tools is None else tools), _named(choice)
     if choice == "none":
@@ -115,7 +115,7 @@ def read_offer(
 
 
 def _named(choice: Any) -> str | None:
-    """The name of the function that is chosen, if one is."""
+    """Return the name of the chosen function, or None."""
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
         return None
     function = choice.get("function") if isinstance(choice, Mapping) else None

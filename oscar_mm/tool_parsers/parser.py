@@ -1,4 +1,4 @@
-"""ToolCallParser: text and tool calls of an answer, told apart as its text comes."""
+"""ToolCallParser: separate the text and the tool calls of a streamed answer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from oscar_mm.tool_parsers.definitions import ToolDefinition
 from oscar_mm.tool_parsers.reader import MAX_NAME, Broken, Reader, Reading
 
 MAX_CALLS = 1024
-"""Most calls of an answer, which ends after the last of them."""
+"""Maximum number of calls of an answer, which ends after the last of them."""
 
 Piece = str | ToolCallDelta
 
 
 class ToolFormat(ABC):
-    """How a model writes tool calls.
+    """Format in which a model writes tool calls.
 
     Attributes:
-        name: of the format.
-        begins: marks with which calls begin.
-        end: mark with which they end; "" if there is none.
-        inner: marks within them.
+        name: name of the format.
+        begins: marks that start calls.
+        end: mark that ends calls; "" if there is none.
+        inner: marks within calls.
     """
 
     name: ClassVar[str]
@@ -36,7 +36,7 @@ class ToolFormat(ABC):
 
     @classmethod
     def marks(cls) -> tuple[str, ...]:
-        """All marks, of which some are tokens of their own."""
+        """Return all marks, of which some may be single tokens."""
         return tuple(mark for mark in (*cls.begins, *cls.inner, cls.end) if mark)
 
     @classmethod
@@ -47,11 +47,11 @@ class ToolFormat(ABC):
     @classmethod
     @abstractmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
-        """Read the calls that begin with the mark that comes next.
+        """Read the calls that start with the next mark.
 
         Raises:
-            Broken: there is none, or no more. The text since the last complete call is not lost: of
-                a call that has begun it is the arguments, else text of the answer.
+            Broken: if the text is not a call, or not a further call. The text since the last
+                complete call is kept: as arguments if a call is open, otherwise as text.
         """
 
     @classmethod
@@ -59,34 +59,34 @@ class ToolFormat(ABC):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Lark grammar, as llguidance reads it, of an answer that is nothing but calls.
+        """Return a grammar, in llguidance's Lark syntax, of answers that consist only of calls.
 
         Args:
-            tools: that may be called.
-            many: allow several calls.
-            mark_tokens: ids of marks that are tokens of their own, which a grammar names by id.
+            tools: tools that may be called.
+            many: whether to allow several calls.
+            mark_tokens: ids of marks that are single tokens, which a grammar refers to by id.
         """
 
     @classmethod
     def new_id(cls) -> str:
-        """A new id for a call, as the chat template accepts it."""
+        """Return a new id for a call that the chat template accepts."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class CallWriter:
-    """Takes the calls that a format reads.
+    """Receiver of the calls that a format reads.
 
     Args:
-        tool_format: makes their ids.
-        tools: that are offered.
-        limit: calls after which no more is read.
-        reader: what they are read from.
+        tool_format: format, which creates the ids.
+        tools: offered tools.
+        limit: maximum number of calls.
+        reader: reader of the text.
 
     Attributes:
-        tools: that are offered.
-        pieces: of the answer, which the calls are added to.
-        is_open: whether a call has begun and not ended.
-        count: calls that have ended.
+        tools: offered tools.
+        pieces: pieces of the answer, to which the calls are added.
+        is_open: whether a call has started and not ended.
+        count: number of calls that have ended.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class CallWriter:
 
     @property
     def full(self) -> bool:
-        """Whether no more calls are taken."""
+        """Whether the maximum number of calls is reached."""
         return self.count >= self._limit
 
     def begin(self, name: str) -> None:
-        """Begin a call.
+        """Start a call.
 
         Raises:
-            Broken: this can be no name, or there are enough calls.
+            Broken: if the name is not valid, or the maximum number of calls is reached.
         """
         if self.full or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise Broken
@@ -117,29 +117,29 @@ class CallWriter:
         self.pieces.append(ToolCallDelta(self.count, arguments))
 
     def end(self) -> None:
-        """End a call: what is read from now on does not undo it."""
+        """End a call; text that is read from now on cannot undo it."""
         self.is_open = False
         self.count += 1
         self._reader.keep()
 
 
 class ToolCallParser:
-    """Tells text and tool calls apart while an answer is written.
+    """Parser that separates text and tool calls while an answer is generated.
 
-    White space around calls belongs neither to them nor to the text. What may be the beginning of a
-    mark waits until that is decided. Text that begins like a call and is none stays text.
+    White space around calls is dropped. Text that may be the start of a mark is held back until
+    that is decided. Text that starts like a call but is not a call is kept as text.
 
     Args:
-        tool_format: of the model's chat template.
-        tools: that are offered.
-        limit: calls after which the answer ends: 1 without parallel calls.
+        tool_format: format of the model's chat template.
+        tools: offered tools.
+        limit: number of calls after which the answer ends: 1 without parallel calls.
     """
 
     def __init__(self, tool_format: type[ToolFormat], tools: Tools, limit: int = MAX_CALLS) -> None:
         self._format, self._reader = tool_format, Reader()
         self._calls = CallWriter(tool_format, tools, limit, self._reader)
         self._space: list[str] = []
-        """White space that is text unless a call follows."""
+        """White space that becomes text unless a call follows."""
         self._after_call = False
         self._text: list[str] = []
         self._deltas: list[ToolCallDelta] = []
@@ -147,28 +147,28 @@ class ToolCallParser:
 
     @property
     def complete(self) -> bool:
-        """Whether all calls that are allowed have been written: the answer ends there."""
+        """Whether the maximum number of calls is reached, which ends the answer."""
         return self._calls.full
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Text so far."""
         return "".join(self._text)
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far; the last one may be in the middle of its arguments."""
+        """Calls so far; the arguments of the last one may be incomplete."""
         return joined_calls(self._deltas)
 
     def feed(self, text: str) -> list[Piece]:
-        """Take text; the pieces that are now certain, none empty."""
+        """Add text; return the pieces that are now certain, none of them empty."""
         if self.complete:
             return []
         self._reader.feed(text)
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """The pieces that waited for more text."""
+        """Return the pieces that were held back for more text."""
         self._reader.ended = True
         return self._advance()
 
@@ -199,7 +199,7 @@ class ToolCallParser:
             calls.pieces += self._space
 
     def _read_broken(self, mark: str) -> Reading[None]:
-        """Keep what is no call: as arguments of a call that has begun, else as text."""
+        """Keep text that is not a call: as arguments if a call is open, otherwise as text."""
         reader, calls, end = self._reader, self._calls, self._format.end
         if calls.is_open:
             yield from reader.until([end or self._format.begins[0]], calls.write)
@@ -222,7 +222,7 @@ class ToolCallParser:
 def parse(
     text: str, tool_format: type[ToolFormat], tools: Tools, limit: int = MAX_CALLS
 ) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text and the calls of a whole answer; text after ``limit`` calls is left out."""
+    """Return the text and the calls of a complete answer; text after ``limit`` calls is dropped."""
     parser = ToolCallParser(tool_format, tools, limit)
     parser.feed(text)
     parser.finish()
@@ -230,7 +230,7 @@ def parse(
 
 
 def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join pieces that follow each other in the text or in one call."""
+    """Join consecutive pieces of text, or of the same call."""
     for index, group in groupby(pieces, lambda one: None if isinstance(one, str) else one.index):
         if index is None:
             yield "".join(cast("Iterator[str]", group))

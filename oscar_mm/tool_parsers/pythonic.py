@@ -34,13 +34,13 @@ _ESCAPE = re.compile(
     r"\\(?:(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3})|(.))", re.DOTALL
 )
 _ESCAPED = dict(zip("\\'\"/abfnrtv\n", [*"\\'\"/\a\b\f\n\r\t\v", ""], strict=True))
-"""What letters after a backslash stand for, in Python or in JSON."""
+"""Meaning of letters after a backslash, in Python or in JSON."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _LONGEST_NUMBER = 64
 
 
 class Pythonic(ToolFormat):
-    """Calls of tools that are offered, wherever such a list stands."""
+    """Format with calls in a Python list; only calls of offered tools count."""
 
     name = "pythonic"
     begins = (*_TAGS, "[")
@@ -55,13 +55,13 @@ class Pythonic(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """A list of calls, with values in JSON."""
+        """Return a grammar of a list of calls, with values in JSON."""
         listed = sequence(literal("["), repeated("call", literal(", "), many), literal("]"))
         return grammar_of(listed, rules_of_calls(tools, _rules_of))
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
-        """Read a list; each of its calls comes whole."""
+        """Read a list of calls; each call is written when it is complete."""
         closing = ""
         for tag, end in _TAGS.items():
             if (yield from reader.literal(tag)):
@@ -84,8 +84,8 @@ class Pythonic(ToolFormat):
 
 
 def _rules_of(tool: ToolDefinition, call: str) -> dict[str, str]:
-    """Rules of a call: ``CALL_pN`` are its parameters from the Nth on, of which the optional ones
-    may be left out."""
+    """Return the rules of a call; ``CALL_pN`` matches the parameters from the Nth on, where
+    optional ones may be missing."""
     parameters, rules = parameters_of(tool), dict[str, str]()
     first = f"{call}_p0" if parameters else ""
     needed = bool(parameters) and parameters[0][2]
@@ -161,7 +161,7 @@ def _scalar(word: str) -> str:
 
 
 def _number(word: str) -> int | float:
-    """A number as Python writes it; NaN for anything else."""
+    """Parse a number in Python's syntax; return NaN for any other text."""
     for kind in (partial(int, base=0), float):
         with suppress(ValueError):
             return kind(word)

@@ -1,4 +1,4 @@
-"""Qwen3 Coder: calls and their parameters between tags, values as they are.
+"""Qwen3 Coder: calls and their parameters between tags, with unquoted values.
 
 <tool_call>
 <function=find>
@@ -33,15 +33,15 @@ from oscar_mm.tool_parsers.values import json_text, normalized
 
 _BEGIN, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
 _ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
-"""What ends a value; models forget a closing tag now and then."""
+"""Texts that end a value; models sometimes forget a closing tag."""
 _NAME = re.compile(r"[^<>\s]*")
 _TYPES = {"[": "array", "{": "object", '"': "string", "n": "null", "t": "boolean", "f": "boolean"}
-"""Types of JSON values by their first characters; of others "number"."""
+"""Type of a JSON value by its first character; for other characters "number"."""
 _KNOWN = {*_TYPES.values(), "number", "integer"}
 
 
 class Qwen3Coder(ToolFormat):
-    """Calls between tags, with parameters between tags."""
+    """Format with calls between tags and their parameters between tags."""
 
     name = "qwen3_coder"
     begins = (_BEGIN, _FUNCTION)
@@ -56,7 +56,7 @@ class Qwen3Coder(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Blocks of one call, with its parameters in the order of the schema."""
+        """Return a grammar of blocks with one call each, parameters in the order of the schema."""
         begin, end = mark(_BEGIN, mark_tokens), mark(cls.end, mark_tokens)
         block = sequence(begin, literal("\n"), "call", literal("\n"), end)
         start = repeated("block", literal("\n"), many)
@@ -79,7 +79,7 @@ class Qwen3Coder(ToolFormat):
 
 
 def _rules_of(tool: ToolDefinition, call: str) -> dict[str, str]:
-    """Rules of a call and of its parameters."""
+    """Return the rules of a call and of its parameters."""
     rules = {call: literal(f"{_FUNCTION}{tool.name}>\n")}
     for place, (key, schema, required) in enumerate(parameters_of(tool)):
         name = f"{call}_p{place}"
@@ -124,7 +124,7 @@ def _read_function(reader: Reader, calls: CallWriter) -> Reading[None]:
 
 
 def _read_parameter(reader: Reader, calls: CallWriter, types: frozenset[str]) -> Reading[None]:
-    """Read a value: a string as it comes, any other whole."""
+    """Read a value; a string is written as it arrives, any other value when it is complete."""
     yield from reader.literal("\n")
     pieces: list[str] = []
     if types <= {"string"}:
@@ -145,7 +145,7 @@ def _read_parameter(reader: Reader, calls: CallWriter, types: frozenset[str]) ->
 
 
 def _value(text: str, types: frozenset[str]) -> str:
-    """JSON of a value as the model wrote it: a string if it has none of the other types."""
+    """Convert a value to JSON: a string if it has none of the other types."""
     bare = text.strip()
     if bare in ("True", "False", "None"):
         bare = {"True": "true", "False": "false", "None": "null"}[bare]
@@ -159,7 +159,7 @@ def _value(text: str, types: frozenset[str]) -> str:
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """Types that a schema allows, as far as its first two levels tell; none if it tells none."""
+    """Return the types that the first two levels of a schema name; empty if they name none."""
     if not isinstance(schema, Mapping):
         return frozenset()
     found = set(_own_types(schema))

@@ -1,6 +1,6 @@
-"""Reader: text that comes in pieces, read from its beginning by one generator.
+"""Reader: streamed text that a generator reads from its beginning.
 
-A generator that reads yields where it needs more text, and returns what it has read.
+Generators that read yield when they need more text, and return what they have read.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Yields where it needs more text."""
+"""Generator that yields when it needs more text, and returns a T."""
 Write = Callable[[str], object]
 MAX_NAME = 256
-"""Longest name of a tool, a parameter or a key, in characters."""
+"""Maximum characters of the name of a tool, a parameter or a key."""
 _SPACE = re.compile(r"\s*")
 
 
 class Broken(Exception):
-    """The text is not what a tool call looks like."""
+    """The text does not have the syntax of a tool call."""
 
 
 class Reader:
-    """Text of which a part is read; the cost of a piece does not depend on those before it.
+    """Streamed text with a read position; the cost of a piece does not depend on earlier pieces.
 
     Attributes:
-        ended: whether all text has come.
+        ended: whether the text is complete.
     """
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
         self._kept: list[str] = []
-        """Text since ``keep`` that has left ``_text``."""
+        """Text read since ``keep`` that was removed from ``_text``."""
         self._keep = 0
         self.ended = False
 
@@ -43,30 +43,30 @@ class Reader:
         self._text, self._at, self._keep = self._text[self._at :] + piece, 0, 0
 
     def keep(self) -> None:
-        """Have ``rewind`` return here."""
+        """Mark the position to which ``rewind`` returns."""
         self._kept, self._keep = [], self._at
 
     def rewind(self) -> None:
-        """Unread the text since ``keep``."""
+        """Return to the position of ``keep``."""
         if self._kept:
             self._text = "".join([*self._kept, self._text[self._keep :]])
             self._kept, self._keep = [], 0
         self._at = self._keep
 
     def take(self, size: int) -> str:
-        """Read characters that are there."""
+        """Read characters that are available already."""
         taken = self._text[self._at : self._at + size]
         self._at += len(taken)
         return taken
 
     def peek(self, size: int = 1) -> Reading[str]:
-        """The next characters, unread; fewer at the end of the text."""
+        """Return the next characters without reading them; fewer at the end of the text."""
         while len(self._text) - self._at < size and not self.ended:
             yield
         return self._text[self._at : self._at + size]
 
     def literal(self, word: str) -> Reading[bool]:
-        """Read a word if it comes next."""
+        """Read a word if it is next; return whether it was."""
         while not self._text.startswith(word, self._at):
             left = len(self._text) - self._at
             if self.ended or left >= len(word) or not word.startswith(self._text[self._at :]):
@@ -76,11 +76,11 @@ class Reader:
         return True
 
     def run(self, pattern: re.Pattern[str], write: Write | None = None) -> Reading[None]:
-        """Read the characters that come next as long as they match.
+        """Read the next characters as long as they match.
 
         Args:
-            pattern: of any number of characters, each by itself.
-            write: takes them, piece by piece.
+            pattern: repetition of a pattern for a single character.
+            write: function that gets the characters, piece by piece.
         """
         while True:
             match = pattern.match(self._text, self._at)
@@ -100,7 +100,7 @@ class Reader:
         """Read a short run.
 
         Raises:
-            Broken: it is longer than ``MAX_NAME``.
+            Broken: if it is longer than ``MAX_NAME``.
         """
         pieces: list[str] = []
         size = 0
@@ -116,14 +116,14 @@ class Reader:
         return "".join(pieces)
 
     def until(self, marks: Sequence[str], write: Write) -> Reading[str]:
-        """Read up to a mark and not the mark.
+        """Read up to a mark, but not the mark.
 
         Args:
-            marks: none of them empty.
-            write: takes the text before, piece by piece.
+            marks: marks, none of them empty.
+            write: function that gets the text before the mark, piece by piece.
 
         Returns:
-            the mark; "" at the end of the text.
+            The mark; "" at the end of the text.
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
@@ -136,7 +136,7 @@ class Reader:
             yield
 
     def _possible(self, marks: Sequence[str]) -> int:
-        """Characters at the end that may be the beginning of a mark."""
+        """Return how many characters at the end may be the start of a mark."""
         if self.ended:
             return 0
         end = self._text[max(self._at, len(self._text) - max(map(len, marks))) :]

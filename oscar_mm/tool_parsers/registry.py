@@ -1,4 +1,4 @@
-"""Registry: the formats of tool calls by name, and the one that a chat template asks for."""
+"""Registry: formats of tool calls by name, and detection of a chat template's format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from oscar_mm.tool_parsers.qwen3_coder import Qwen3Coder
 FORMATS: dict[str, type[ToolFormat]] = {
     one.name: one for one in (Qwen3Coder, Hermes, MistralNamed, Mistral, Pythonic, Llama3Json)
 }
-"""In the order in which a template is asked: one with several marks has the first of them."""
+"""Formats in the order of detection; the first that matches a template is used."""
 
 
 def format_of(template: str) -> type[ToolFormat] | None:
-    """The format in which a chat template tells the model to write calls; None if in no known one.
+    """Return the format in which a chat template asks for calls; None if it is not a known one.
 
     Args:
         template: text of the template.
     """
-    text = template.replace('\\"', '"')  # Most of it stands in strings of the template.
+    text = template.replace('\\"', '"')  # Most marks are within strings of the template.
     return next((one for one in FORMATS.values() if one.written_by(text)), None)

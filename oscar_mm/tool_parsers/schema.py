@@ -1,4 +1,4 @@
-"""JSON schemas in the form that llguidance accepts."""
+"""Convert JSON schemas to a form that llguidance accepts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _VALUES = frozenset(("const", "enum", "default", "examples"))
 def without_unknown_formats(schema: Any) -> Any:
     """Return a schema without the string formats that llguidance refuses.
 
-    An implementation must ignore formats that it does not know (JSON Schema 2020-12, Validation,
-    7.2.3).
+    An implementation must ignore unknown formats (JSON Schema 2020-12, Validation, 7.2.3).
     """
     if isinstance(schema, list):
         return [without_unknown_formats(item) for item in schema]

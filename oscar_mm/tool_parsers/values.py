@@ -1,6 +1,6 @@
-"""Values: JSON, read as it comes and written as JSON; a sibling syntax differs in its words.
+"""Read streamed JSON values, or values of a similar syntax, and write them as JSON.
 
-There is no recursion: values may be nested as deeply as they like.
+There is no recursion, so values may be nested to any depth.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SCALAR = re.compile(
 
 @dataclass(frozen=True)
 class Syntax:
-    """How values are written.
+    """Syntax of values.
 
     Attributes:
-        brackets: what closes a list or an object, and what JSON opens and closes it with.
-        quotes: characters that begin a string.
-        read_string: reads a string that begins with such a quote, and writes it as JSON.
-        scalar: JSON of a number or a constant; raises ``Broken``.
-        last_comma: whether a comma may come before a closing bracket.
+        brackets: for each opening bracket the closing one, and the two brackets in JSON.
+        quotes: characters that start a string.
+        read_string: function that reads a string with such a quote, and writes it as JSON.
+        scalar: function that converts a number or a constant to JSON, or raises ``Broken``.
+        last_comma: whether a comma may precede a closing bracket.
     """
 
     brackets: Mapping[str, tuple[str, str]]
@@ -40,13 +40,13 @@ class Syntax:
 
 
 def json_text(value: object) -> str:
-    """JSON of a value, in ASCII where it cannot be UTF-8."""
+    """Convert a value to JSON; in ASCII if it cannot be encoded as UTF-8."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() or not _has_surrogates(text) else json.dumps(value)
 
 
 def read_string(reader: Reader, write: Write) -> Reading[None]:
-    """Read a JSON string, in which control characters may stand as they are."""
+    """Read a JSON string, which may contain unescaped control characters."""
     write(reader.take(1))
     while True:
         yield from reader.run(_PLAIN, write)
@@ -75,10 +75,10 @@ JSON = Syntax({"[": ("]", "[]"), "{": ("}", "{}")}, '"', read_string, _json_scal
 
 
 def read_value(reader: Reader, write: Write, syntax: Syntax = JSON) -> Reading[None]:
-    """Read a value and write it as JSON while it comes.
+    """Read a value and write it as JSON while it arrives.
 
     Raises:
-        Broken: it is none; what has been read of it has been written.
+        Broken: if the text is not a value; the part that was read has been written.
     """
     closing: list[tuple[str, str]] = []
     while True:
@@ -113,7 +113,7 @@ def _read_scalar(reader: Reader, write: Write, syntax: Syntax) -> Reading[None]:
 def _read_after(
     reader: Reader, write: Write, syntax: Syntax, closing: list[tuple[str, str]]
 ) -> Reading[bool]:
-    """Read the brackets and the comma after a value; whether another value follows."""
+    """Read the brackets and the comma after a value; return whether another value follows."""
     while closing:
         closer, closed = closing[-1]
         yield from reader.space()
@@ -130,13 +130,13 @@ def _read_after(
 
 
 def _closes(reader: Reader, closer: str) -> Reading[bool]:
-    """Whether a bracket closes here, perhaps after white space."""
+    """Read white space; return whether a closing bracket is next."""
     yield from reader.space()
     return (yield from reader.peek()) == closer
 
 
 def _read_key(reader: Reader, write: Write, syntax: Syntax, closed: str) -> Reading[None]:
-    """Read the key of an object's member; nothing in a list."""
+    """Read the key of a member of an object; read nothing in a list."""
     if closed == "}":
         yield from reader.space()
         char = yield from reader.peek()
@@ -153,7 +153,7 @@ def read_short_string(reader: Reader) -> Reading[str]:
     """Read a JSON string of up to ``MAX_NAME`` characters.
 
     Raises:
-        Broken: there is none, or it is longer.
+        Broken: if the text is not a string, or the string is longer.
     """
     pieces: list[str] = []
     size = 0
@@ -172,7 +172,7 @@ def read_short_string(reader: Reader) -> Reading[str]:
 
 
 def normalized(text: str) -> str | None:
-    """A JSON text as this module writes it; None if it is none."""
+    """Return a JSON text in the spelling of this module; None if it is not JSON."""
     reader, pieces = Reader(), list[str]()
     reader.feed(text)
     reader.ended = True
@@ -187,7 +187,7 @@ def normalized(text: str) -> str | None:
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """All texts within a value; keys also between tags, as some chat templates write them."""
+    """Yield all texts within a value; keys also as tags, which some chat templates write."""
     open_values = [value]
     while open_values:
         one = open_values.pop()
