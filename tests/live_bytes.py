@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts what operations make, as long as somebody holds it.
+    """Dispatch mode that counts the bytes of tensors created within the block while they live.
 
     Attributes:
         now: bytes that are alive.

@@ -134,7 +134,7 @@ def greedy(plain: Any, prompt: Prompt, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("name", ["MLP", "norm", "rotation"])
 def test_answers_obey_what_was_replaced(qwen3_vl_folder, name: str, monkeypatch) -> None:
-    """Of a pipeline that has answered before: prompt and answer run by the same code."""
+    """Modules are replaced after an answer: then prompt and answer run by the same code."""
     pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="bf16")
     pipe.model.generation_config.eos_token_id = NEVER
     plain = copy.deepcopy(pipe.model)

@@ -17,8 +17,8 @@ def ids_of(pipe: Pipeline, text: str) -> list[int]:
 
 @contextmanager
 def saying(pipe: Pipeline, *rows: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """Inside, answers have these tokens, one after the other in their order, then the end token;
-    gives the model's own logits, step by step."""
+    """Make answers within the block consist of these tokens in order, then the end token; yield the
+    model's own logits, step by step."""
     end = next(iter(pipe.family.end_tokens()))
     seen: list[torch.Tensor] = []
     order: dict[SamplingState, tuple[Sequence[int], list[int]]] = {}

@@ -12,7 +12,7 @@ ROWS, TOKENS, STEPS = 2, 300, 6
 
 
 def test_weights_that_a_step_reads(mixture: Decoder) -> None:
-    """Of 8 experts, of which a token takes 2, four tokens are expected to read 68%."""
+    """Four tokens, each of which uses 2 of 8 experts, are expected to read 68% of them."""
     parts = dict(mixture.model.named_parameters())
     experts = sum(weight.nbytes for name, weight in parts.items() if ".experts." in name)
     unread = ("visual", "embed_tokens")
@@ -104,9 +104,8 @@ def test_our_pools_are_as_large_as_needed_from_the_start(decoder: Decoder, polic
 
 
 def test_slots_of_a_row() -> None:
-    """Of 1,100 tokens 4 are sinks and 32 are in the window; the others, and 20
-    more, take 9 pages. A step writes one token. In 16 bit alone an answer takes 32 slots at a
-    time."""
+    """Of 1,100 tokens 4 are sinks and 32 are in the window; the others, and 20 more, take 9 pages.
+    A step writes one token. In 16-bit precision an answer takes 32 slots at a time."""
     policy = KVPolicy.preset("compact")
     assert (policy.sinks, policy.window) == (4, 32)
     assert VARIANTS["compact-graph"].slots(1100, 20) == {Bits(2, 2): 9, PLAIN: 4 + 32 + 1}

@@ -30,7 +30,7 @@ def model() -> PreTrainedModel:
 
 @torch.no_grad()
 def log_probs(model: PreTrainedModel, cache: OscarCache | DynamicCache) -> torch.Tensor:
-    """Of the answer's tokens, read one by one after the prompt."""
+    """Return log-probabilities of the answer's tokens, read one by one after the prompt."""
     model.set_attn_implementation("oscar" if isinstance(cache, OscarCache) else "sdpa")
     model(IDS[:, :PROMPT], **as_argument(cache), logits_to_keep=1)
     steps = [model(x, **as_argument(cache)).logits[0] for x in IDS[:, PROMPT:].split(1, dim=1)]
@@ -47,7 +47,7 @@ def exact(model: PreTrainedModel) -> torch.Tensor:
     [("standard", 0.2), ("standard:window=0", 0.2), ("compact", 0.3), ("compact:window=2", 0.3)],
 )
 def test_answers_hold(model, exact, policy: str, most: float) -> None:
-    """Of 0.6 and 3 with the bias in sigma; not balanced, 0.14 and 0.2."""
+    """The divergence was 0.6 and 3 with the bias in sigma, and is 0.14 and 0.2 unbalanced."""
     found = log_probs(model, OscarCache(policy, model=model))
     divergence = float((exact.exp() * (exact - found)).sum(-1).mean())
     plain = log_probs(model, OscarCache(KVPolicy.preset(policy, balance=None)))

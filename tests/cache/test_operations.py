@@ -119,7 +119,7 @@ def test_forks_share_what_they_have_in_common() -> None:
 
 
 def test_forks_that_are_cut_and_go_on() -> None:
-    """Inside a shared block: the place that is written to must be the fork's own."""
+    """After a cut within a shared block, a fork must write to a copy of its own."""
     cache, _ = filled("channel", torch.zeros(1, 50, dtype=torch.int64))
     cache.batch_repeat_interleave(2)
     before = [x[:, :, :40].clone() for x in cache.unpacked(0)]

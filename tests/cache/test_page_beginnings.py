@@ -25,7 +25,7 @@ def text(tokens: int) -> np.ndarray:
 
 
 def held(numbers: Numbers) -> dict[int, tuple[list, list[int]]]:
-    """Of each stream the tokens and centers of its pages, and its tokens in 16-bit precision."""
+    """Return, for each stream, tokens and centers of its pages, and its 16-bit tokens."""
     contents, policy, found = numbers.contents, numbers.kv_manager.policy, {}
     has_centers = policy.center and policy.window >= 4  # Below that, they are of keys at hand.
     for code, stream in numbers.kv_manager.sequences[0].streams.items():

@@ -121,7 +121,7 @@ def test_a_prefix_snapshot_goes_on_whatever_its_parent_does(
 
 
 def test_a_token_goes_to_a_copy_of_a_page_that_others_have() -> None:
-    """Of a page that two caches have both fill the same places, each in a page of its own."""
+    """Two caches that share a page fill the same places, each in its own copy of the page."""
     cache, _ = filled(POLICIES["stream"], torch.zeros(1, 200, dtype=torch.int64))
     twins = [cache, cache.fork(), cache.fork()]
     bits = Bits(3, 2)

@@ -92,8 +92,8 @@ def test_round_trip(policy: str, tmp_path: Path) -> None:
 
 
 def test_pages_of_several_orders(tmp_path: Path) -> None:
-    """Of one layer some are as the kernels take them, others, of bits that these do not know, are
-    token by token."""
+    """Some pages of a layer have the order of the kernels; others, with bits that kernels do not
+    support, have the order of tokens."""
     policy = KVPolicy.preset("channel", bits={"text": (3, 2)})
     cache, _ = filled(policy, random_ids(8, 200, 290, 240))
     assert {page.in_fragments for page in cache.layers[0].formats.values()} == {False, True}

@@ -24,7 +24,7 @@ from oscar_mm.media import load_video
 from tests.adapters import OwnAdapters
 
 ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
-"""Of a chat, by kind of media."""
+"""Arguments of a chat's methods, by kind of media."""
 KINDS = tuple(ARGUMENTS)
 
 

@@ -41,7 +41,7 @@ def check_report(report: MemoryReport, cache: OscarCache, store: PageStore) -> N
 
 
 def bytes_of_slots(store: PageStore, *caches: OscarCache) -> int:
-    """Of the slots that caches name, each once."""
+    """Return the bytes of all slots in the caches' tables, each counted once."""
     named: dict[Bits, set[int]] = {bits: set() for bits in store.allocators}
     for cache in caches:
         for sequence in cache.kv_manager.sequences:

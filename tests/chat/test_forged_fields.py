@@ -111,7 +111,7 @@ def chat(request, qwen3_vl_folder, tmp_path_factory) -> tuple[Any, Path]:
 
 
 def test_each_field(chat, tmp_path) -> None:
-    """Of all that loads, nothing else in the file tells the right value."""
+    """A changed field is only accepted if nothing else in the file implies its right value."""
     pipe, path = chat
     tensors, text = read(path)
     loaded, tried = set(), set()
@@ -133,7 +133,7 @@ def test_each_field(chat, tmp_path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("by", [-1, 1, 7, 1000])
 def test_positions(name: str, by: int, tmp_path, request) -> None:
-    """Of the next token, of a turn, of all turns from one on."""
+    """Positions of the next token, of a turn, and of all turns from one on are forged."""
     kind, fixture, media = FAMILIES[name]
     path = tmp_path / "chat"
     pipe = saved(kind, request.getfixturevalue(fixture), media, path, "standard")

@@ -46,7 +46,7 @@ def media(tmp_path_factory) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def models(request) -> dict[str, tuple[Plain, Pipeline]]:
-    """Of each family plain transformers, and a pipeline whose answers end at some words."""
+    """Return for each family plain transformers, and a pipeline whose answers end at some words."""
     found = {}
     for family, (kind, folder) in FAMILIES.items():
         plain = Plain(family, request.getfixturevalue(folder))

@@ -115,7 +115,7 @@ def test_short_texts_are_read_together(qwen) -> None:  # noqa: F811
 
 
 def test_a_chat_stays_while_turns_are_told(qwen) -> None:  # noqa: F811
-    """Who needs room meanwhile does not move it to disk, which would free nothing."""
+    """A request that needs memory meanwhile does not spill the chat, which would free nothing."""
     found = []
     with qwen.chat() as chat:
         chat.tell("Why?", "So.")

@@ -56,7 +56,7 @@ STEPS = {
 OF_NOBODY = ("other_request", "batch", "begin", "trim", "offload", "adapt")
 """Steps that are not of one chat."""
 TOLERANCE = 1e-5
-"""Of logits, as a share of the largest of them."""
+"""Tolerance of logits, as a share of the largest logit."""
 SMALL = 1 << 16
 """Bytes of what is no key or value: token ids, positions, one flag for each layer."""
 MARKS = 1 << 14
@@ -422,7 +422,7 @@ class Walk:
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
-        """Inside, notes by which logits the tokens of each answer are chosen."""
+        """Record the logits from which the tokens of each answer are chosen, within the block."""
         # Weak: a sampler has the ids of its prompt, which are to go when its answer ends.
         latest = weakref.WeakKeyDictionary[SamplingState, np.ndarray]()
         choose, take, submit = Sampler.__call__, RequestState.take, Engine.submit

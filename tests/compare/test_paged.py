@@ -49,7 +49,7 @@ def test_restored_is_what_the_cache_unpacks(method: Paged, normed: bool) -> None
 @pytest.mark.parametrize("normed", [True, False], ids=["qk-norm", "no norm"])
 @pytest.mark.parametrize("name", STREAMS)
 def test_restored_of_stream_pages_is_what_the_cache_unpacks(name: str, normed: bool) -> None:
-    """Of every row, and not only what is in full pages."""
+    """All rows are compared, including tokens outside full pages."""
     method, layers = Paged(name, STREAMS[name]), states(3, normed=normed)
     back = method.restored(layers[0], IDS)
     cache = cached(method, layers, IDS)

@@ -1,4 +1,4 @@
-"""Checkpoints that several tests of reading prompts share, and a pipeline."""
+"""Checkpoints and a pipeline that several tests of prefill share."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ def folders(
 
 @pytest.fixture(scope="module")
 def plain(qwen3_vl_folder: Path) -> "OscarVLPipeline":
-    """Nobody changes it."""
+    """Pipeline that tests must not change."""
     from tests.engine.engine import loaded
 
     return loaded(qwen3_vl_folder)

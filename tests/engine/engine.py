@@ -23,19 +23,19 @@ from tests.pipelines.conftest import NEVER
 
 SHORT = ["What is on the sign?", "Why?", "Which month was the wettest?", "How much is it?"]
 BAD = "Zq9 what?"
-"""A prompt with tokens that no other one has."""
+"""A prompt with tokens that occur in no other prompt."""
 TOKENS = 12
 
 
 @cache
 def checkpoint(folder: Path) -> tuple[PreTrainedModel, Any]:
-    """Its model and processor: a copy takes a sixth of the time of loading."""
+    """Load model and processor once; copying them takes a sixth of the time of loading."""
     pipe = OscarVLPipeline(folder, device="cpu")
     return pipe.family.outer_model, pipe.processor
 
 
 def loaded(folder: Path, policy: str = "bf16", **options: Any) -> OscarVLPipeline:
-    """A pipeline whose model is its own; the processor is that of all."""
+    """Return a pipeline with its own copy of the model and the shared processor."""
     model, processor = checkpoint(folder)
     pipe = OscarVLPipeline(deepcopy(model), processor=processor, policy=policy, **options)
     pipe.model.generation_config.eos_token_id = NEVER
@@ -43,14 +43,14 @@ def loaded(folder: Path, policy: str = "bf16", **options: Any) -> OscarVLPipelin
 
 
 def made(pipe: Pipeline, prompt: str, images: Any = None, **options: Any) -> Request:
-    """An answer that has not begun."""
+    """Return a request that has not started."""
     sampling = pipe.sampling({"max_new_tokens": TOKENS, "temperature": 0} | options, ())
     read = pipe.read_request(first_turn(prompt, media_parts(images)), sampling.max_new_tokens)
     return pipe.new_request(read, sampling, time.perf_counter())
 
 
 def run(pipe: Pipeline, answers: Sequence[Request], most: int = 5000) -> None:
-    """Go on until all have ended; fails where that takes more than so many steps."""
+    """Run until all requests have ended; fail if that takes more than a number of steps."""
     left = itertools.count(most, -1)
 
     def done() -> bool:
@@ -73,7 +73,7 @@ def alone(pipe: Pipeline, prompts: Sequence[str] = SHORT, **options: Any) -> lis
 
 @contextmanager
 def embedding(pipe: Pipeline, meets: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """Calls ``meets`` with the ids of each pass that reads tokens of ``BAD`` and no others do."""
+    """Call ``meets`` with the ids of each pass that reads tokens only ``BAD`` has."""
     tokenizer = pipe.processor.tokenizer
     [bad] = {tokenizer("Zq9")["input_ids"][-1]}
 
@@ -95,7 +95,7 @@ def spill(pipe: Pipeline, chat: Chat) -> None:
 
 
 def empty(pipe: Pipeline) -> bool:
-    """Whether no answer has left anything behind."""
+    """Whether all requests have released everything."""
     gc.collect()
     with pipe.lock:
         pipe.store.collect()
@@ -110,8 +110,8 @@ def needed(pipe: Pipeline, answer: Request) -> int:
 
 
 class SimulatedMoment:
-    """Of a device that takes a time for each layer of a prompt and for each step, and which the
-    host never waits for."""
+    """Point in time of a simulated device, on which each layer of a prompt and each step takes a
+    fixed time, and for which the host never waits."""
 
     clock = 0.0
     comes_later = True
@@ -120,7 +120,7 @@ class SimulatedMoment:
         self.seconds = SimulatedMoment.clock
 
     def wait(self) -> None:
-        """It is simulated."""
+        """Do nothing; the time is simulated."""
 
     def since(self, earlier: "SimulatedMoment") -> float:
         return self.seconds - earlier.seconds
@@ -128,7 +128,7 @@ class SimulatedMoment:
 
 @contextmanager
 def counted(modules: Any) -> Iterator[list[int]]:
-    """How often each of some layers reads a prompt, or a part of one."""
+    """Count how often each of some layers reads a prompt or a part of one."""
     counts = [0] * len(modules)
 
     def count(index: int, _: Any, args: tuple) -> None:

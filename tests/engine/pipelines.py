@@ -7,7 +7,7 @@ from oscar_mm.pipelines.pipeline import Pipeline
 
 
 def pipelines(folders: dict[str, Path], policy: str) -> dict[str, Pipeline]:
-    """One of each on the CPU."""
+    """A pipeline of each family on the CPU."""
     return {
         name: (OscarOmniPipeline if name == "omni" else OscarVLPipeline)(
             folder, device="cpu", policy=policy

@@ -1,4 +1,4 @@
-"""An answer from tokens as they come; its stream has no empty pieces, and ends with the answer."""
+"""Answers from tokens; their streams have no empty pieces, and end with the answer."""
 
 import time
 from collections.abc import Iterator

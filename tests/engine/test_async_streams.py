@@ -30,7 +30,7 @@ def pipe(qwen3_vl_folder) -> OscarVLPipeline:
 
 
 class NoPool(ThreadPoolExecutor):
-    """A default pool of an event loop that nothing may use."""
+    """Default executor of an event loop that fails when it is used."""
 
     def submit(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("a stream waits in the default pool")
@@ -45,7 +45,7 @@ def run(coroutine: Any) -> Any:
 
 
 def ends(condition: Any) -> bool:
-    """Whether a condition holds soon."""
+    """Wait a short time for a condition; return whether it holds."""
     deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
         gc.collect()

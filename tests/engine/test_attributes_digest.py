@@ -1,4 +1,4 @@
-"""A digest of attributes sees every change, and nothing but changes."""
+"""The digest of attributes changes with every attribute, and only then."""
 
 import enum
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ def test_every_change_counts() -> None:
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_processors(name: str) -> None:
-    """Two that were loaded alike are alike, and all that they hold counts."""
+    """Processors loaded the same way have the same digest, and each attribute counts."""
     one, other = (AutoProcessor.from_pretrained(bundled(name)) for _ in range(2))
     assert processor_settings(one) == processor_settings(other)
     parts = ("image_processor", "video_processor", "feature_extractor")

@@ -1,4 +1,4 @@
-"""Answers that are cancelled while their prompts are read: reading ends, and nothing is left."""
+"""Requests cancelled during prefill: the prefill ends, and everything is released."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 
 @contextmanager
 def at_layer(module: Any, call: Callable[[], Any], passed: int = 0) -> Iterator[None]:
-    """Calls once, in another thread, in the middle of a pass of a layer; some passes go by."""
+    """Call a function once, in another thread, within a layer's pass after some other passes."""
     left = [passed]
 
     def hook(*_: Any) -> None:
@@ -65,7 +65,7 @@ def at_layer(module: Any, call: Callable[[], Any], passed: int = 0) -> Iterator[
 
 @contextmanager
 def nan_in_unused_memory(pipe: Pipeline) -> Iterator[None]:
-    """Free slots are NaN, and so is memory that is not initialized."""
+    """Fill free slots and uninitialized memory with NaN."""
     with pipe.lock:
         poison(pipe.store)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -151,7 +151,7 @@ def test_some_of_those_that_are_read_together(qwen3_vl_folder: Path, policy: str
 
 
 def test_who_leaves_beside_a_bad_prompt(qwen3_vl_folder: Path) -> None:
-    """One by one, after an error, each answer is asked for itself."""
+    """When prompts run one by one after an error, each request is checked for cancellation."""
     pipe = loaded(qwen3_vl_folder, "channel")
     expected, layers = alone(pipe), pipe.model.get_decoder().layers
     answers = [made(pipe, prompt) for prompt in (BAD, *SHORT)]
@@ -276,7 +276,7 @@ def test_a_turn_that_is_cancelled_before_its_first_word(qwen3_vl_folder: Path, w
 
 
 def test_an_answer_that_a_hook_of_others_cancels(qwen3_vl_folder: Path) -> None:
-    """One that uses another pipeline may end so."""
+    """A hook that uses another pipeline may raise Cancelled too."""
     pipe = loaded(qwen3_vl_folder, "channel")
     expected, layers = alone(pipe), pipe.model.get_decoder().layers
 
@@ -324,7 +324,7 @@ def test_a_turn_that_is_cancelled_after_its_first_word(qwen3_vl_folder: Path) ->
 
 
 def test_ranks_read_on(qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would have to agree on the layer."""
+    """Ranks of a tensor-parallel group would have to agree on the layer to stop at."""
     pipe = loaded(qwen3_vl_folder)
     layers, answer = pipe.model.get_decoder().layers, made(pipe, LONG)
     two = type("TwoRanks", (), {"of": staticmethod(lambda _: TPGroup(count=2))})
@@ -337,7 +337,7 @@ def test_ranks_read_on(qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_other_threads_passes_go_on(qwen3_vl_folder: Path) -> None:
-    """A pass of the same layers that has nothing to do with the engine."""
+    """A pass of the same layers outside the engine is not stopped."""
     pipe = loaded(qwen3_vl_folder)
     layers, answer = pipe.model.get_decoder().layers, made(pipe, LONG)
     passes: list[tuple[int, ...]] = []
@@ -357,7 +357,7 @@ def test_other_threads_passes_go_on(qwen3_vl_folder: Path) -> None:
 def test_the_host_waits_for_layers_of_long_prompts(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool
 ) -> None:
-    """So that most of them are not launched yet where nobody waits any more."""
+    """So most layers are not launched yet when a request is cancelled."""
     pipe, waited, in_flight = loaded(qwen3_vl_folder), [0], list[int]()
     layers = pipe.model.get_decoder().layers
     for index in range(len(layers), 8):

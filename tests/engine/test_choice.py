@@ -1,4 +1,4 @@
-"""Choices: the tokens that float32 logits and the rows' samplings give, whatever else is there."""
+"""Sampler: tokens depend only on a row's float32 logits and sampling, not on other rows."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def choices(device: str = "cpu") -> Sampler:
 
 
 def logits(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """(rows, vocabulary), of which the highest are several."""
+    """Return (rows, vocabulary) logits with several equal maxima."""
     found = 4 * torch.randn(ROWS, 600, generator=torch.Generator().manual_seed(seed))
     return found.clamp(max=6).to(dtype)
 
@@ -56,7 +56,7 @@ def test_every_row_by_its_sampling(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("row", range(ROWS))
 def test_nan_is_told_of_its_row(row: int) -> None:
-    """Until then the tokens are such that a step can be fed with them."""
+    """Until NaN is reported, tokens are valid inputs of a step."""
     given = logits(1)
     given[row, 77] = float("nan")
     choice = choices()(given)
@@ -66,7 +66,7 @@ def test_nan_is_told_of_its_row(row: int) -> None:
 
 
 def test_rows_that_nobody_looks_at() -> None:
-    """The others' tokens are the same beside them."""
+    """Padding rows do not change the tokens of other rows."""
     few = Sampler([None, *samplers(), None], torch.device("cpu"), TPGroup())
     for seed in range(5):
         given = logits(seed)
@@ -79,7 +79,7 @@ def test_rows_that_nobody_looks_at() -> None:
 
 
 def test_a_regrouped_row_goes_on() -> None:
-    """Seeds and penalties continue where the row was, beside whatever other rows."""
+    """Seeds and penalties continue when a row moves to another batch."""
     tokens: list[list[int]] = []
     for regroup in (False, True):
         rows, found = samplers(), []

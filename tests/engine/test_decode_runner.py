@@ -1,4 +1,4 @@
-"""Rows that decode together, and OscarCache in transformers' own: equal to plain transformers."""
+"""Decoding in batches, and OscarCache in transformers' generate, equal plain transformers."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def reference(request: pytest.FixtureRequest) -> Reference:
 
 @pytest.fixture(scope="module")
 def plain(reference: Reference) -> dict[int | None, tuple[list[list[int]], dict[str, int]]]:
-    """Answers with transformers' own cache, and the options that they come of, by ``end``."""
+    """Return answers with transformers' own cache, and their options, by ``end``."""
     inputs, options = reference.inputs(BATCH), {"max_new_tokens": 64, "eos_token_id": NEVER}
     reference.model.set_attn_implementation({"text_config": "sdpa"})
     whole = reference.generate(inputs, **options)
@@ -33,7 +33,7 @@ def plain(reference: Reference) -> dict[int | None, tuple[list[list[int]], dict[
 
 
 def run(oscar: Reference, requests, *, policy="bf16", ends=frozenset(), tokens=24, **how):
-    """Token lists of each row, and the cache."""
+    """Return the tokens of each row, and the cache."""
     cache = OscarCache(policy, model=oscar.model)
     steps = list(
         decode(

@@ -1,4 +1,4 @@
-"""Prompts that are embedded part by part are what their model makes of them at once."""
+"""Prompts embedded part by part equal what the model computes at once."""
 
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def hooks_of(model: torch.nn.Module) -> int:
 
 
 def test_packed_chunks_have_the_same_borders(pipes: dict[str, Pipeline]) -> None:
-    """Whatever the towers read at a time, the decoder reads chunks of one size."""
+    """The decoder reads chunks of one size, however much the towers read at a time."""
     pipe = pipes["qwen"]
     prompt = prompt_of(pipe, "What is on the sign? " * 60)
     assert prompt.tokens > 300
@@ -124,7 +124,7 @@ def test_packed_chunks_have_the_same_borders(pipes: dict[str, Pipeline]) -> None
 
 
 def test_another_conversation_reads_on(pipes: dict[str, Pipeline]) -> None:
-    """While one is embedded the model may decode for another thread's cache."""
+    """While a prompt is embedded, the model may decode for another thread's cache."""
     pipe = pipes["qwen"]
     prompt, other, found = prompt_of(pipe), OscarCache("bf16", model=pipe.model), []
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Pieces of an answer: whole characters, joined the tokenizer's own text, nothing of a stop."""
+"""Pieces of an answer: whole characters that join to the tokenizer's text, without stop strings."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,7 +14,7 @@ BYTE_LEVEL = qwen_tokenizer(500)
 
 
 def byte_fallback() -> PreTrainedTokenizerBase:
-    """Llama's and Mistral's way: words, and bytes for what is not a word."""
+    """Tokenizer with byte fallback, as Llama's and Mistral's: words, and bytes for other text."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["\u2581", "a", "b", "\u2581the", "\u2581sign", "\u2581\u2581", "\u6f22", "."]
     vocab = {token: place for place, token in enumerate(tokens)}
@@ -73,7 +73,7 @@ def test_a_stop_text_at_an_end_within_a_character() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=20))
 def test_any_tokens(tokens: list[int]) -> None:
-    """A model may choose half characters, bytes that are no UTF-8 and special tokens."""
+    """A model may generate parts of characters, invalid UTF-8 and special tokens."""
     given_out, text = pieces(BYTE_LEVEL, tokens)
     assert "".join(given_out) == decoded(BYTE_LEVEL, tokens)
     assert text.token_ids == tokens
@@ -91,7 +91,7 @@ def test_byte_fallback(text: str, words: list[int]) -> None:
 @given(st.lists(st.integers(0, len(BYTE_FALLBACK) - 1), max_size=12))
 @example([3 + 0x34, 3 + 0xF5, 260])
 def test_bytes_that_are_no_text_do_not_end_the_answer(tokens: list[int]) -> None:
-    """A run of bytes with one mistake is read as mistakes throughout, those given out too."""
+    """One invalid byte turns its whole run of bytes invalid, including those already streamed."""
     given_out, _ = pieces(BYTE_FALLBACK, tokens)
     assert len("".join(given_out)) >= len(decoded(BYTE_FALLBACK, tokens)) // 4
 
@@ -154,7 +154,7 @@ def test_stop(text: str, stop: tuple[str, ...], expected: str) -> None:
     st.lists(st.text("abc \u6f22", min_size=1, max_size=5), min_size=1, max_size=3),
 )
 def test_nothing_of_a_stop_is_given_out(text: str, stop: list[str]) -> None:
-    """Whatever the borders of the tokens: one byte each."""
+    """Stop strings are held back also with tokens of one byte each."""
     alphabet = BYTE_LEVEL.backend_tokenizer.get_vocab()
     units = [BYTE_LEVEL.backend_tokenizer.pre_tokenizer.pre_tokenize_str(one) for one in text]
     tokens = [alphabet[unit] for [(word, _)] in units for unit in word]

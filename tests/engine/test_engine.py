@@ -1,4 +1,4 @@
-"""Engine: answers that run together are those that run alone, and nothing of one is another's."""
+"""Engine: concurrent answers equal those that run alone, and do not affect each other."""
 
 import random
 import weakref
@@ -100,7 +100,7 @@ def test_nan_of_a_prompt_is_that_prompts(qwen3_vl_folder, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["bf16", "standard"])
 def test_a_chat_that_begins_beside_a_bad_prompt(qwen3_vl_folder, policy: str) -> None:
-    """The first prompts of a pipeline, and a later turn of the good one."""
+    """Covers the first prompts of a pipeline, and a later turn of the good chat."""
     pipe = loaded(qwen3_vl_folder, policy)
     with torch.no_grad():
         place = pipe.processor.tokenizer("Zq9")["input_ids"][-1]
@@ -119,7 +119,7 @@ def test_a_chat_that_begins_beside_a_bad_prompt(qwen3_vl_folder, policy: str) ->
 
 @pytest.mark.parametrize("policy", ["bf16", "standard"])
 def test_beginnings_of_bad_prompts_are_not_kept(qwen3_vl_folder, policy: str) -> None:
-    """Nor is one that was read beside them thrown away."""
+    """The beginning of a good prompt of the same pass is kept."""
     pipe = loaded(qwen3_vl_folder, policy, prefix_cache=1 << 22)
     with torch.no_grad():
         place = pipe.processor.tokenizer("Zq9")["input_ids"][-1]
@@ -180,7 +180,7 @@ def test_a_tokenizers_error_is_that_answers(plain, monkeypatch) -> None:
 
 @pytest.mark.parametrize("old", [0, 1])
 def test_a_cache_with_balancing_of_its_own(folders, monkeypatch, old: int) -> None:
-    """Chats of earlier versions have it. They decode beside the batch of all others."""
+    """Chats of earlier versions have such a cache; they decode in a batch of their own."""
     pipe = loaded(folders["llava"], "channel")
     pipe.model.generation_config.eos_token_id = NEVER
     together(pipe, [made(pipe, SHORT[0])])  # The batch has the balancing of the model.
@@ -227,7 +227,7 @@ def test_a_change_of_the_model_between_answers(qwen3_vl_folder, monkeypatch) -> 
     mlp = pipe.model.get_decoder().layers[1].mlp
 
     def fresh() -> list[list[int]]:
-        """Of a pipeline that has never decoded anything."""
+        """Return the answers of a pipeline that has never decoded."""
         return alone(OscarVLPipeline(pipe.model, processor=pipe.processor, policy="bf16"))
 
     hook = mlp.register_forward_hook(lambda _, __, output: -output)
@@ -330,7 +330,7 @@ def test_seeds_beside_the_same_answers(plain) -> None:
 def test_nan_of_a_token_that_was_chosen_is_its_answers(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, record: Repeat | None
 ) -> None:
-    """Also where a step that was launched early has read it already."""
+    """Also if an in-flight step has already read the token."""
     monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=record))
     pipe = loaded(qwen3_vl_folder, "standard")
     expected = alone(pipe, SHORT, max_new_tokens=40)
@@ -357,7 +357,7 @@ def test_nan_of_a_token_that_was_chosen_is_its_answers(
 
 
 def test_what_was_captured_is_released(qwen3_vl_folder, monkeypatch) -> None:
-    """Of a pipeline with another policy too; a running answer keeps its own."""
+    """Graphs of a pipeline with another policy are released too; a running answer keeps its own."""
     repeats = list[weakref.ref[Repeat]]()
 
     def steps(*arguments: Any) -> GraphRunner:

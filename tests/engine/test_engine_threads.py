@@ -1,4 +1,4 @@
-"""Threads of the engine: who makes the steps, and who waits for what."""
+"""Threads of the engine: which thread runs the steps, and what the others wait for."""
 
 import gc
 import itertools
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 
 def test_a_finalizer_in_the_middle_of_the_queue(plain) -> None:
     class Left:
-        """Somebody else's answer is collected while this one is looked at."""
+        """Another answer is garbage-collected while this one is compared."""
 
         looked = 0
 
@@ -220,7 +220,7 @@ def test_a_step_wakes_only_those_for_whom_something_has_changed(plain: OscarVLPi
 
 @pytest.mark.parametrize("rows", [2, 256])
 def test_no_thread_waits_for_a_step_that_nobody_makes(qwen3_vl_folder: Path, rows: int) -> None:
-    """Answers that end, are left or fail, and threads that come while others leave."""
+    """Answers end, are abandoned or fail, and threads arrive while others leave."""
     pipe = loaded(qwen3_vl_folder)
     pipe.engine.max_rows = rows
     expected = alone(pipe)
@@ -310,7 +310,7 @@ def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(
 
 
 def test_a_thread_of_steps_takes_over_what_runs(plain) -> None:
-    """Also from a thread that makes steps, and gives it back."""
+    """Also from a thread that is running steps, and hands the work back at the end."""
     expected = alone(plain, SHORT[:1], max_new_tokens=150)[0]
     answer, other = made(plain, SHORT[0], max_new_tokens=150), made(plain, SHORT[1])
     pieces = iter(answer)
@@ -325,7 +325,7 @@ def test_a_thread_of_steps_takes_over_what_runs(plain) -> None:
 
 
 def test_an_answer_has_ended_once_its_last_piece_is_there(plain, monkeypatch) -> None:
-    """Who looks while a step is made takes all pieces of an answer that has ended."""
+    """A thread that looks during a step gets all pieces of an answer that has ended."""
     answer, writing, go_on = made(plain, SHORT[0]), threading.Event(), threading.Event()
     push = answer.written.push
 

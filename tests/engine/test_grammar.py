@@ -126,14 +126,14 @@ SCHEMAS: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
 
 @pytest.fixture(scope="module")
 def pipe(qwen3_vl_folder: Path) -> Pipeline:
-    """Its answers may end by themselves."""
+    """Pipeline whose answers may end by themselves."""
     made = loaded(qwen3_vl_folder)
     made.model.generation_config.eos_token_id = made.processor.tokenizer.eos_token_id
     return made
 
 
 def answers(pipe: Pipeline, grammars: list[Grammar | None], **options: Any) -> list[Any]:
-    """Answers with these grammars, which decode in one batch."""
+    """Return answers with these grammars, decoded in one batch."""
     options = {"temperature": 1.0, "max_new_tokens": 80} | options
     begun = [
         made(pipe, "Why?", grammar=grammar, seed=place, **options)
@@ -146,7 +146,7 @@ def answers(pipe: Pipeline, grammars: list[Grammar | None], **options: Any) -> l
 
 
 def test_schemas(pipe) -> None:
-    """Answers with different grammars and without one decode together."""
+    """Answers with different grammars, and without one, decode in one batch."""
     several = [pair for pair in SCHEMAS for _ in range(3)]
     grammars = [Grammar.json_schema(schema) for schema, _ in several]
     found = answers(pipe, [*grammars, None, None], max_new_tokens=240)
@@ -189,7 +189,7 @@ def test_other_forms(pipe, grammar: Grammar, expression: str) -> None:
 
 
 def test_the_grammar_wins(pipe) -> None:
-    """Over bans that leave nothing; where other tokens are left, the bans hold."""
+    """A grammar overrides bans that leave no token; if other tokens are left, the bans hold."""
     tokenizer = pipe.processor.tokenizer
     grammar = Grammar.choice(["yes", "no"])
     words = {"bad_words": ["y", "n", "ye", "yes", "no", "e", "o", "s", "es"], "min_tokens": 30}
@@ -201,7 +201,7 @@ def test_the_grammar_wins(pipe) -> None:
 
 
 def test_an_answer_without_an_end_token(qwen3_vl_folder) -> None:
-    """What is complete ends, though the model could go on."""
+    """A complete answer ends, although the model could continue."""
     pipe = loaded(qwen3_vl_folder)
     tokenizer = pipe.processor.tokenizer
     grammar = Grammar.choice(["yes", "no"])
@@ -223,7 +223,7 @@ def test_a_chat_and_a_stream(pipe) -> None:
 
 
 def test_reasoning_is_free(qwen3_vl_thinking_folder) -> None:
-    """The grammar begins after it; the first token that it does not allow would end the answer."""
+    """The grammar applies after the reasoning; a token that it forbids would end the answer."""
     from oscar_mm import OscarVLPipeline
 
     pipe = OscarVLPipeline(qwen3_vl_thinking_folder, policy="bf16", device="cpu")
@@ -314,7 +314,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_cost_little(pipe, name: str) -> None:
-    """They are refused, end their own answer, or are followed as quickly as others."""
+    """Such grammars are refused, end their own answer, or run as fast as others."""
     start = time.perf_counter()
     try:
         begun = made(pipe, "Why?", grammar=HOSTILE[name](), temperature=1.0, max_new_tokens=60)
@@ -354,7 +354,7 @@ def test_an_answer_that_becomes_too_complex_ends_alone(pipe, monkeypatch) -> Non
 
 
 def test_bits_of_tokens_at_word_boundaries(pipe) -> None:
-    """Every token by itself: the mask lets it and no other through."""
+    """A mask with a single token lets that token through and no other."""
     vocabulary = pipe.model.config.text_config.vocab_size
     tokenizer = pipe.processor.tokenizer
     texts = {}

@@ -1,4 +1,4 @@
-"""Prompts that are read while answers decode: both have their share of the time."""
+"""Layered prefill: prompts and running answers share the time."""
 
 import itertools
 import threading
@@ -105,7 +105,7 @@ def test_prompts_in_chunks_are_read_as_alone(qwen3_vl_folder, policy: str) -> No
 
 
 def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
-    """A lock that the thread of the steps takes again at once would keep others out."""
+    """If the step thread re-acquired the lock at once, other threads would starve."""
     pipe = loaded(qwen3_vl_folder)
     steps, over = [0], threading.Event()
     running = made(pipe, SHORT[0], max_new_tokens=3000)
@@ -288,7 +288,7 @@ def test_an_answer_after_a_pause_has_not_waited_since_the_last_one(
 def test_many_that_wait_are_read_before_a_few_go_on(
     at_once: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock that ticks with each layer: one by one, a running answer has half of the time."""
+    """On a clock that ticks with each layer; one by one, a running answer gets half of the time."""
     pipe = loaded(qwen3_vl_folder)
     pipe.engine.reader.max_varlen_tokens = 1  # Each prompt is read by itself.
     ticks = itertools.count()
@@ -394,7 +394,7 @@ def test_who_waits_for_the_lock_waits_for_one_prompt_of_many(qwen3_vl_folder: Pa
 def test_who_waits_for_a_moment_comes_between_the_layers_of_a_prompt(
     qwen3_vl_folder: Path, brief: bool
 ) -> None:
-    """And may free what would let pools shrink, of which the prompt reads on."""
+    """Such a thread may free slots, but pools must not shrink while the prompt reads them."""
     pipe = loaded(qwen3_vl_folder)
     chat, other = pipe.chat(), pipe.chat()
     chat.ask(SHORT[0], max_new_tokens=2)

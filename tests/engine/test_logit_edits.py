@@ -1,4 +1,4 @@
-"""Biases, penalties and bans: as the processors of transformers where it has them, else by hand."""
+"""Biases, penalties and bans, against transformers' processors or against hand computation."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,12 +42,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def step_logits(row: int) -> torch.Tensor:
-    """(steps, vocabulary)"""
+    """Return logits, (steps, vocabulary)."""
     return 3 * torch.randn(STEPS, VOCABULARY, generator=torch.Generator().manual_seed(row))
 
 
 def by_transformers(options: dict[str, Any], prompt: torch.Tensor, row: int) -> list[int]:
-    """Greedy tokens."""
+    """Return greedy tokens."""
     processors = LogitsProcessorList()
     if bias := options.get("logit_bias"):
         biases = {(token,): float(value) for token, value in bias.items()}
@@ -101,7 +101,7 @@ def test_every_row_beside_all_others_as_transformers(reseated: int) -> None:
 
 
 def test_presence_and_frequency_by_hand() -> None:
-    """Logits 5, 4, 3, 2 at every step. The prompt, which has them all, does not count."""
+    """Logits are 5, 4, 3, 2 at every step; tokens of the prompt do not count."""
     logits, prompt = torch.tensor([5.0, 4.0, 3.0, 2.0]), torch.tensor([0, 1, 2, 3])
     for options, expected in (
         # 0 falls to 3.5, then 1 to 2.5; then nothing falls any more.
@@ -128,7 +128,7 @@ def test_unlikely_tokens_are_never_sampled() -> None:
 
 
 def test_infinite_logits_and_bans() -> None:
-    """A ban of a token that is certain leaves the others."""
+    """Banning a certain token leaves the other tokens."""
     logits = torch.tensor([[float("inf"), 1.0, 2.0]])
     sampler = SamplingState(Sampling(bad_words=["x"]), torch.tensor([0]), ENDS, [(0,), (2, 1)])
     chooser = SamplerGroup([sampler], CPU)

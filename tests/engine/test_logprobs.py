@@ -1,4 +1,4 @@
-"""Log-probabilities: those of plain transformers' logits for the same tokens."""
+"""Log-probabilities equal those of plain transformers' logits for the same tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def reference(qwen3_vl_folder: Path) -> Reference:
 
 @torch.inference_mode()
 def expected(reference: Reference, request: Request, answer: Answer) -> torch.Tensor:
-    """(tokens, vocabulary), of a forward pass over prompt and answer."""
+    """Return (tokens, vocabulary) log-probabilities of a forward pass over prompt and answer."""
     inputs, count = reference.inputs([request]), len(answer.token_ids)
     written = torch.tensor([answer.token_ids])
     inputs["input_ids"] = torch.cat([inputs["input_ids"], written], dim=1)
@@ -77,7 +77,7 @@ def test_rows_that_ask_for_others_or_none(plain, reference) -> None:
 
 
 def test_where_the_answer_ends(plain, reference) -> None:
-    """One for each of the answer's tokens, so none for an end token that is no part of it."""
+    """There is one for each token of the answer, and none for an end token outside it."""
     free = plain(None, "Why?", max_new_tokens=12, temperature=0).token_ids
     end = next(token for token in free[3:] if free.index(token) >= 3)
     options = {"max_new_tokens": 12, "temperature": 0, "logprobs": 0, "stop_token_ids": [end]}

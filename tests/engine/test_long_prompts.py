@@ -1,4 +1,4 @@
-"""Prompts of several chunks, between which others begin, decode, fail and leave."""
+"""Prompts of several chunks, between which other requests start, decode, fail and are cancelled."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def at_passes(pipe: Pipeline, calls: dict[int, Any]) -> Iterator[list[int]]:
 
 
 def noted(answers: Sequence[Request], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets the index of an answer with each of its tokens."""
+    """Append the index of an answer to a list with each of its tokens."""
     order: list[int] = []
 
     def take(index: int, taken: Any, token: int) -> None:
@@ -59,7 +59,7 @@ def noted(answers: Sequence[Request], monkeypatch: pytest.MonkeyPatch) -> list[i
 def test_short_prompts_begin_between_chunks(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, policy: str, before: int | None
 ) -> None:
-    """Those that waited behind the long one, and those that come while it is read."""
+    """Covers requests that waited behind the long one, and requests that arrive meanwhile."""
     pipe = loaded(qwen3_vl_folder, policy, prefill_chunk=CHUNK)
     expected = alone(pipe, [LONGER, *SHORT[:2]])
     answers = [made(pipe, prompt) for prompt in (LONGER, *SHORT[:2])]
@@ -76,7 +76,7 @@ def test_short_prompts_begin_between_chunks(
 
 
 def test_long_prompts_take_turns(qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that came last has fewer chunks and is read first; running answers go on."""
+    """The last request has fewer chunks and finishes first; running answers continue."""
     pipe = loaded(qwen3_vl_folder, prefill_chunk=CHUNK)
     expected = alone(pipe, [SHORT[0]], max_new_tokens=200) + alone(pipe, [LONGER, LONG])
     answers = [made(pipe, SHORT[0], max_new_tokens=200), made(pipe, LONGER), made(pipe, LONG)]
@@ -93,7 +93,7 @@ def test_long_prompts_take_turns(qwen3_vl_folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("policy", ["bf16", "compact"])
 @pytest.mark.parametrize("leaves", [0, 1])
 def test_who_leaves_between_chunks(qwen3_vl_folder: Path, policy: str, leaves: int) -> None:
-    """The room is free before another pass."""
+    """The memory is free before the next pass."""
     pipe = loaded(qwen3_vl_folder, policy, prefill_chunk=CHUNK, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
     prompts = [LONGER, LONG, SHORT[0]]
@@ -117,7 +117,7 @@ def test_who_leaves_between_chunks(qwen3_vl_folder: Path, policy: str, leaves: i
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_prompt_that_fails_in_the_middle(qwen3_vl_folder: Path, where: int) -> None:
-    """Its keys are NaN, in a chunk other than the first one or in the last one."""
+    """Keys are NaN in a middle chunk or in the last one."""
     pipe = loaded(qwen3_vl_folder, "compact", prefill_chunk=CHUNK)
     tokenizer, embeddings = pipe.processor.tokenizer, pipe.model.get_input_embeddings()
     bad = [LONGER + BAD + LONG, LONGER + BAD][where]
@@ -136,7 +136,7 @@ def test_a_prompt_that_fails_in_the_middle(qwen3_vl_folder: Path, where: int) ->
 
 
 def test_who_has_no_room_beside_a_long_prompt_waits_for_it(qwen3_vl_folder: Path) -> None:
-    """Nothing decodes meanwhile, and smaller requests overtake."""
+    """Nothing decodes meanwhile, and smaller requests may overtake."""
     pipe = loaded(qwen3_vl_folder, prefill_chunk=CHUNK, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
     prompts = [LONGER, LONG, SHORT[0]]
@@ -154,7 +154,7 @@ def test_who_has_no_room_beside_a_long_prompt_waits_for_it(qwen3_vl_folder: Path
 
 
 def test_a_prompt_of_one_chunk_is_read_exactly(qwen3_vl_folder: Path) -> None:
-    """With pages of few bits too: as transformers' own attention does without a cache."""
+    """With pages of few bits too, it equals transformers' own attention without a cache."""
     pipe = loaded(qwen3_vl_folder, "compact", prefill_chunk=400)
     images = [noise(96, 64), noise(64, 96, 1)]
     prompt = prepare(pipe, LONG, pipe.read_media(images))
@@ -196,7 +196,7 @@ def test_told_turns_leave_others_their_turns(
 
 
 def test_who_leaves_while_turns_are_told(qwen3_vl_folder: Path) -> None:
-    """The turns that were read before count; pages of the others are free."""
+    """Turns read before the cancellation are kept; pages of the others are free."""
     pipe = loaded(qwen3_vl_folder, "compact", prefill_chunk=CHUNK)
     with pipe.chat() as chat:
         chat.tell("Who?", "Nobody.")
@@ -210,7 +210,7 @@ def test_who_leaves_while_turns_are_told(qwen3_vl_folder: Path) -> None:
 
 
 def test_a_thread_that_tells_and_one_that_asks(qwen3_vl_folder: Path) -> None:
-    """Whoever makes the steps: here neither thread knows of the other."""
+    """Either of two independent threads may run the steps."""
     pipe = loaded(qwen3_vl_folder, prefill_chunk=CHUNK)
     expected = alone(pipe, SHORT)
     events: list[Any] = []

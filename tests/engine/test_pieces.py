@@ -1,4 +1,4 @@
-"""Towers and MLPs that read in pieces give what they give at once."""
+"""Towers and MLPs that run in pieces give the same output as at once."""
 
 from pathlib import Path
 from threading import Thread

@@ -1,4 +1,4 @@
-"""Prefill in chunks: the logits of the whole prompt, wherever a chunk ends."""
+"""Prefill in chunks gives the logits of the whole prompt, wherever a chunk ends."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def reference(request: pytest.FixtureRequest) -> Reference:
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Up to the rounding of float32: 1e-5 of the largest logit, which is about 15."""
+    """Compare up to float32 rounding: 1e-5 of the largest logit, which is about 15."""
     torch.testing.assert_close(actual, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
 
 
@@ -101,7 +101,7 @@ def test_the_hook_is_gone_afterwards(reference) -> None:
 
 @pytest.fixture(scope="module")
 def pipe() -> OscarVLPipeline:
-    """Widths in the ratios of Qwen3-VL-8B."""
+    """Pipeline of a model with the width ratios of Qwen3-VL-8B."""
     released = RELEASED["qwen3-vl-8b"].tiny()
     text = released.text | {
         "hidden_size": 128,
@@ -119,7 +119,7 @@ def pipe() -> OscarVLPipeline:
 
 
 def activations(pipe: OscarVLPipeline, prompt: Prompt, chunk: int | None) -> int:
-    """Most bytes alive while a prompt is read, keys and values included, pixels not."""
+    """Return the peak bytes alive during a prefill, including keys and values but not pixels."""
     with LiveBytes() as live:
         read_prompt(pipe.model, prompt, OscarCache("channel", model=pipe.model), chunk)
     return live.peak
@@ -129,7 +129,7 @@ def activations(pipe: OscarVLPipeline, prompt: Prompt, chunk: int | None) -> int
 def test_activations_of_a_token(
     pipe: OscarVLPipeline, chunk: int | None, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Less than 10 hidden states in one go, and none in chunks: what grows is the cache."""
+    """A token takes less than 10 hidden states at once, and none in chunks but its cache."""
     monkeypatch.setattr(prefill_module, "MAX_TOKENS", 128)
     monkeypatch.setattr(prefill_module, "MAX_RECORDED", 128)
     monkeypatch.setattr(prefill_module, "MAX_PATCHES", 512)

@@ -1,4 +1,4 @@
-"""Shared prefixes: the same beginning is read once, and only the very same."""
+"""Prefix cache: a beginning is read once, and shared only by prompts that equal it exactly."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -170,7 +170,7 @@ def test_never_across_processor_settings(folder) -> None:
 
 
 def test_never_across_filters_of_sound(qwen3_omni_folder) -> None:
-    """They are no setting that is saved, but all that is heard goes through them."""
+    """Mel filters are not a saved setting, but all audio passes through them."""
     pipe = pipeline(OscarOmniPipeline, qwen3_omni_folder)
     ask = {"audio": tone(6), "max_new_tokens": 2}
     pipe(prompt="What is it?", **ask)

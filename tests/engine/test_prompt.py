@@ -1,4 +1,4 @@
-"""Prompts: where their tensors are, and what follows them."""
+"""Prompts: the devices of their tensors, and their continuation."""
 
 import torch
 

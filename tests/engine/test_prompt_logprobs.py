@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of plain transformers' logits."""
+"""Log-probabilities of prompts equal those of plain transformers' logits."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_in_chunks_and_without_the_prefix_cache(qwen3_vl_folder, reference) -> N
 
 
 def test_beside_others(plain, reference) -> None:
-    """Short prompts are read in one pass, but one whose tokens are asked for by itself."""
+    """Short prompts share a pass, except a prompt whose log-probabilities are requested."""
     request = REQUESTS["text"]
     rows = [{"prompt": request.prompt, "max_new_tokens": 3, "temperature": 0} for _ in range(3)]
     rows[1]["prompt_logprobs"] = 0

@@ -1,4 +1,4 @@
-"""Reasoning and text of a thinking model's answer, told apart as their tokens come."""
+"""Reasoning and text of a thinking model's answer are separated while it is generated."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_think_tokens(tokenizer, thinks) -> None:
 
 @pytest.mark.parametrize("prompt", [OPENED, "<|im_start|>assistant\n"])
 def test_reasoning_and_text_are_apart(tokenizer, prompt: str) -> None:
-    """Whether the template opens the reasoning or the model does."""
+    """Covers reasoning opened by the template and by the model."""
     begun = "" if prompt == OPENED else "<think>\n"
     said = f"{begun}\nIt is a sign.\n\nOr not?\n</think>\n\nThe sign\n says:\n</think>"
     writer, pieces = written(tokenizer, said, prompt)

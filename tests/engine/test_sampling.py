@@ -1,4 +1,4 @@
-"""Sampling: what is allowed, and the one line that tells what is not."""
+"""Sampling: allowed values, and one-line errors for others."""
 
 from typing import Any
 

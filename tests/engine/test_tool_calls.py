@@ -1,4 +1,4 @@
-"""Tool calls of answers: told apart from text and reasoning as tokens come."""
+"""Tool calls are separated from text and reasoning while an answer is generated."""
 
 import json
 import time
@@ -32,7 +32,7 @@ STOP = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def qwen() -> Any:
-    """As Qwen3's, of which the tags are tokens, but no special ones."""
+    """Tokenizer as Qwen3's, whose tags are tokens, but not special tokens."""
     made = qwen_tokenizer(400)
     made.add_tokens([*THINK, "<tool_call>", "</tool_call>"])
     return made

@@ -1,4 +1,4 @@
-"""Requests and chats that wait for room in the budget, and what may overtake them."""
+"""Requests and chats that wait for memory in the budget, and requests that may overtake them."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -136,7 +136,7 @@ def test_a_request_waits_for_the_answers_of_another_policy(qwen3_vl_folder) -> N
 
 
 def test_a_request_begins_when_an_answer_of_another_policy_has_ended(qwen3_vl_folder) -> None:
-    """Not only when one of its own policy has."""
+    """An answer of another policy frees memory too, not only one of the same policy."""
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
     twin = pipe.with_policy("standard")
     assert pipe.budget is not None
@@ -313,7 +313,7 @@ def test_memory_that_the_next_prompt_takes_is_not_given_back_before(
 def test_a_chat_waits_for_an_answer_of_another_policy_beside_a_thread_of_steps(
     qwen3_vl_folder, steps_of_twin: bool
 ) -> None:
-    """Whether anybody asks for pieces of that answer or not."""
+    """Covers an answer whose pieces are read, and one whose pieces are not."""
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
     twin, chat = pipe.with_policy("standard"), pipe.chat()
     assert pipe.budget is not None

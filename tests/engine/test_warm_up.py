@@ -1,4 +1,4 @@
-"""Warm-up: what is captured before the first request is not captured while others come."""
+"""Warm-up: graphs captured before the first request are not captured again later."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,12 +13,12 @@ from tests.engine.engine import SHORT, alone, empty, loaded, made, together
 from tests.fast_decode.test_decode_steps import Repeat
 
 ROWS = 14
-"""Of a batch of 16."""
+"""Number of rows in a batch of 16."""
 
 
 @pytest.fixture
 def repeat(monkeypatch) -> Repeat:
-    """Captures steps, in pools that stay where they are, as those of a GPU do."""
+    """Capture steps with pools whose addresses do not change, as on a GPU."""
     monkeypatch.setattr(PageStore, "version", 0)
     repeat = Repeat()
     steps = partial(graph_runner.GraphRunner, record=repeat)

@@ -39,7 +39,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def guesses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each step that was launched ahead, when the next is asked for: whether it was that."""
+    """Record for each in-flight step whether it was the step requested next."""
     found: list[bool] = []
     is_step = InflightStep.is_step
 

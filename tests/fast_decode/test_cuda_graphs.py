@@ -26,7 +26,7 @@ def test_no_graphs_on_a_cpu() -> None:
 
 @pytest.mark.gpu
 def test_a_thread_whose_first_product_is_in_the_capture() -> None:
-    """Of several at once, as a thread that ends leaves its handle of cuBLAS to the next."""
+    """Threads run at once, because a thread that ends leaves its cuBLAS handle to the next."""
     count, found = 6, list[float]()
     together, errors = threading.Barrier(count), list[BaseException]()
     states = [product(32 + index) for index in range(count)]

@@ -177,7 +177,7 @@ def test_rows_choose_for_themselves() -> None:
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_equal_logits_and_nan() -> None:
-    """Of equal logits the first experts are chosen; NaN stays in its row."""
+    """With equal logits the first experts are chosen; NaN stays in its row."""
     generator = torch.Generator("cuda").manual_seed(0)
     made = Specialization(2, 60, 4, True, 256, 256, torch.bfloat16)
 

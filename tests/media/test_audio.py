@@ -271,7 +271,7 @@ def test_calls_in_amr(tmp_path: Path, suffix: str, dtx: bool) -> None:
 
 
 def test_pauses_in_wide_band_amr() -> None:
-    """Of calls too; no encoder is at hand, so what is spoken is random bits."""
+    """Pauses are decoded in calls too; without an encoder, the speech is random bits."""
     bits = np.random.default_rng(0)
     speech, comfort, nothing = (
         bytes([0x44]) + bits.bytes(60),

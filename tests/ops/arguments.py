@@ -38,7 +38,7 @@ OPERATIONS = {
 
 
 def channel_policy(**changes: Any) -> KVPolicy:
-    """Of pages with scales of keys by channel."""
+    """Return a policy of pages whose keys are scaled by channel."""
     fields = {"bits": 2, "key_axis": "channel", "token_scaling": "per_head", "center": False}
     return KVPolicy(**(fields | changes))
 
@@ -47,7 +47,7 @@ POLICY = channel_policy()
 
 
 def stream_policy(bits: tuple[int, int] = (3, 2), **changes: Any) -> KVPolicy:
-    """Of stream pages with a center."""
+    """Return a policy of stream pages with a center."""
     fields = {"bits": bits, "key_axis": "token", "token_scaling": None, "center": True}
     return KVPolicy(**(fields | changes))
 
@@ -64,7 +64,7 @@ def zeros(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 
 def append_arguments(device: str, dtype: torch.dtype) -> tuple:
-    """Of five new tokens of two rows; one write does nothing."""
+    """Return arguments for five new tokens of two rows; one write does nothing."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (
         torch.randn(2, 5, 2, 64, generator=generator).to(device, dtype).transpose(1, 2)

@@ -45,7 +45,8 @@ def filled(
 def attention(
     cache: OscarCache, new: Chunk, real: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one more chunk, not stored: by the cache, and in float64 over its unpacked copy."""
+    """Return attention of a further chunk, which is not stored: by the cache, and in float64 over
+    the unpacked cache."""
     queries, keys, values = new
     layer, batch, tokens = cache.layers[0], keys.shape[0], keys.shape[2]
     stored = cache.unpacked(0, torch.float32)
@@ -178,9 +179,9 @@ def test_a_row_that_has_ended_is_zero() -> None:
 
 @pytest.mark.parametrize("policy", [COMPACT, STREAM, STREAM_2])
 def test_scores_of_any_size(policy: KVPolicy) -> None:
-    """Of 1 to 1,000; token norms over four decades, a few huge channels, 200 random pasts.
+    """Scores from 1 to 1,000; token norms over four decades, a few huge channels, 200 random pasts.
 
-    Stream pages take queries of 16 bits, others of 22: that is seen where two tokens all but tie.
+    Stream pages read queries of 16 bits, others of 22; this shows where two tokens nearly tie.
     """
     errors = {seed: error_at(10 ** (seed / 199 * 3), seed, policy) for seed in range(200)}
     worst = max(errors, key=errors.__getitem__)

@@ -80,7 +80,7 @@ def test_line_is_shared_out(
 
 
 def test_where_most_thread_blocks_have_work_each_has_a_round() -> None:
-    """Of 260 items of a head nobody gets eight, of which all would get some."""
+    """A head's 260 items are not divided by eight, which would give every thread block some."""
     tables = [assign(((3, pages),), 4, 4, 132) for pages in (65, 188, 256, 392, 400)]
     assert [(table[:, 1] > 0).sum() // 4 for table in tables] == [9, 24, 22, 33, 32]
 

@@ -99,7 +99,7 @@ class Engine:
         self.blocks.reshape(-1)[self.slots(request, new)] = request.tokens[request.read :][:new]
 
     def slots(self, request: Request, new: int) -> list[int]:
-        """Of its next tokens."""
+        """Return the slots of a request's next tokens."""
         places = range(request.read, request.read + new)
         return [request.blocks[place // 128] * 128 + place % 128 for place in places]
 

@@ -122,7 +122,7 @@ def test_jobs_equal_torch(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "head_dim"), list(product(POLICIES, (64, 128))))
 def test_a_long_prompt(name: str, head_dim: int) -> None:
-    """Whole tiles of 64 pages: errors as those of PyTorch operations."""
+    """Whole tiles of 64 pages have the same errors as PyTorch operations."""
     recipe, place = recipe_of(name, head_dim, 5), torch.device("cuda", 0)
     page_format, pages = recipe.page_format, 64
     tokens = 128 * pages

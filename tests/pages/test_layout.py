@@ -122,8 +122,8 @@ def test_heads_are_contiguous() -> None:
 
 
 def in_fragments(token: int, channel: int) -> dict[str, tuple[int, ...]]:
-    """Of a key's and of a value's code, as the text of fragments.py states it: half of the tokens,
-    odd, half of the channels, step, lane and tile."""
+    """Return the place of a key's and a value's code, as fragments.py documents it: token half,
+    odd, channel half, step, lane and tile."""
     tile, half, group = token // 16, token // 8 % 2, token % 8
     step, chalf, quad, odd = channel // 16, channel // 8 % 2, channel // 2 % 4, channel % 2
     key = (half, odd, chalf, step, 4 * group + quad, tile)
@@ -161,7 +161,7 @@ def test_place_of_a_code_for_the_kernels(policy: KVPolicy, bits: int, head_dim: 
 
 @pytest.mark.parametrize("page", [one for one in PAIR_FORMATS if 3 in one.bits], ids=name_of)
 def test_codes_of_three_bits_are_in_two_arrays(page: PageFormat) -> None:
-    """Of the low two bits, as codes of 2 bits are, then of the high ones."""
+    """The low two bits come first, laid out like 2-bit codes, then the high bits."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 8, (2, page.kv_heads, PAGE_TOKENS, page.head_dim), generator=generator)
     ones = torch.tensor([byte.bit_count() for byte in range(256)])

@@ -72,7 +72,7 @@ class Adapted:
         self.plain = OscarVLPipeline(model, policy="bf16")
 
     def answers(self) -> tuple[list[int], list[int]]:
-        """Of the two pipelines."""
+        """Return the answers of the two pipelines."""
         found, expected = (
             pipe([PICTURE], "What is it?", max_new_tokens=6).token_ids
             for pipe in (self.pipe, self.plain)

@@ -1,4 +1,4 @@
-"""Of a large picture as much is kept as the model uses, in the tokens that its header tells."""
+"""Large pictures are kept at the size that the model uses, with the tokens that headers predict."""
 
 import io
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_llava_gets_the_same_tiles(released_llava: LlavaNext, width: int, height
 
 @pytest.mark.parametrize("family", ["qwen", "llava"])
 def test_tokens_are_those_told_ahead(family: str, request: pytest.FixtureRequest) -> None:
-    """Of a photo, and of the same picture as an array; they show the same."""
+    """A photo and the same picture as an array have the same size and nearly the same pixels."""
     exact = request.getfixturevalue(family)
     photo = Image.fromarray(noise(40, 60)).resize((2700, 1800), Image.Resampling.BICUBIC)
     file = io.BytesIO()

@@ -13,7 +13,7 @@ END = [2, 7]
 
 
 def total(steps: torch.Tensor, choice: list[int]) -> float:
-    """Of (tokens + 1, vocabulary) logits, each of what comes next."""
+    """Return the log-likelihood of a choice from next-token logits (tokens + 1, vocabulary)."""
     steps = steps.log_softmax(-1)
     chosen = sum(float(steps[place, token]) for place, token in enumerate(choice))
     return chosen + float(steps[-1, END].logsumexp(-1))

@@ -40,7 +40,7 @@ class Plain:
         ).eval()
 
     def inputs(self, prompt: str, media: Media) -> Any:
-        """Of media of one kind each; a video may have sound, if there is no recording besides."""
+        """Return the processor's inputs; a video may have sound only if there is no recording."""
         parts = [{"type": medium.modality.label} for medium in media]
         turn = {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
         text = self.processor.apply_chat_template(
@@ -189,7 +189,7 @@ def test_a_medium_is_the_same_whatever_comes_with_it(omni) -> None:
 
 
 SHORT, LONG = tone(0.37, 300.0), tone(2.3)
-"""Of less than a second, which the tower alone does not pad, and more."""
+"""A recording under a second, which the tower by itself does not pad, and a longer one."""
 
 
 def last_logits(pipe: OscarOmniPipeline, prompt: Prompt) -> torch.Tensor:

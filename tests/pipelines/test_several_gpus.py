@@ -28,7 +28,7 @@ HALVES = {
     **dict.fromkeys((f"{DECODER}.norm", f"{DECODER}.rotary_emb"), 1),
     "lm_head": 1,
 }
-"""Of pocket-vl: two of its four layers on each GPU."""
+"""Device map of pocket-vl: two of its four layers on each GPU."""
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),

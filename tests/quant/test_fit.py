@@ -223,7 +223,7 @@ def test_unbiased_values_do_not_shrink(bits: int, size: int, kind: str) -> None:
 
 @pytest.mark.parametrize("mean", [300.0, -2000.0])
 def test_unbiased_values_far_from_zero(mean: float) -> None:
-    """Of values that are far larger than their differences, nothing is lost by cancellation."""
+    """Values far larger than their differences lose nothing by cancellation."""
     values = groups(5, (200, 128)) + mean
     scale, zero = fit_group(values, 2, "lsq", -1)
     codes = assign_codes(values, scale, zero, 2)

@@ -31,7 +31,7 @@ class Request:
     outputs: list[torch.Tensor] = field(default_factory=list)
 
     def output(self) -> torch.Tensor:
-        """Of all tokens that were read."""
+        """Output of all tokens that were read."""
         return torch.cat(self.outputs)
 
 
@@ -64,7 +64,7 @@ class Layer:
         shape = (pages, self.format.page_bytes)
         self.pages = torch.full(shape, 255, dtype=torch.uint8, device=device)
         self.other_pages: list[torch.Tensor] = []
-        """Of further layers, which get the same states."""
+        """Pages of further layers, which get the same states."""
         self._other_rings: list[torch.Tensor] = []
         group = HEADS // KV_HEADS
         sizes = (16, 4096, pages, KV_HEADS, group, max_unpacked)

@@ -41,7 +41,7 @@ def is_exact(layer: Layer, request: Request) -> bool:
 
 @pytest.mark.parametrize(("window", "sinks"), [(0, 0), (0, 4), (32, 4), (64, 0), (128, 64)])
 def test_decoding_after_prompts(window: int, sinks: int, place: dict) -> None:
-    """Of several lengths, in rows that move, over the ends of blocks."""
+    """Requests of several lengths, in rows that move, decode past the ends of blocks."""
     layer = Layer(policy(window, sinks), **place)
     short, middle, long = layer.request(160), layer.request(300), layer.request(600)
     step(layer, (middle, 3), (long, 333))

@@ -70,7 +70,7 @@ def test_rows_without_tokens_in_a_mixed_step(engine: Engine) -> None:
 
 
 def test_wide_block_tables_and_long_bounds(engine: Engine) -> None:
-    """Of a request at the longest length vLLM's bound counts drafts that were rejected."""
+    """At the maximum length, vLLM's bound still counts rejected draft tokens."""
     request = engine.request(LONGEST)
     engine.run([(request, LONGEST - 10)])
     engine.run([(request, 4)], rejected=200)

@@ -86,7 +86,7 @@ class GpuLike(Platform):
 
 
 def configuration(folder: Path, policy: str = "standard", drafts: int = 0) -> VllmConfig:
-    """Of a small model, for requests of up to ``LONGEST`` tokens.
+    """Return the configuration of a small model, for requests of up to ``LONGEST`` tokens.
 
     Args:
         folder: for the files of the model.

@@ -55,7 +55,7 @@ def sessions(pipe: OscarOmniPipeline, uploads: Path) -> Iterator[Sessions]:
 
 @pytest.fixture
 def session(sessions: Sessions) -> Session:
-    """Who has just come in."""
+    """Session of a visitor that has just arrived."""
     return sessions.session("a")
 
 

@@ -37,7 +37,7 @@ for (; element; element = element.parentElement) {
 return there;
 """
 TOKENS = 160
-"""Of each answer: long enough to watch it grow."""
+"""Tokens of each answer, enough to watch it grow."""
 
 
 @pytest.fixture(scope="module")

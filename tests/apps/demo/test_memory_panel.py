@@ -35,7 +35,7 @@ BITS = {one.label: AS_PRESET for one in Modality}
 
 
 def report(text: int, image: int) -> MemoryReport:
-    """Of so many bytes of text and image, four times smaller than 16 bit."""
+    """Return a report with these bytes of text and image, a quarter of the bytes in bfloat16."""
     return MemoryReport(
         kv_bytes=text + image + 50 + 1000,
         bf16_bytes=4 * (text + image + 50),

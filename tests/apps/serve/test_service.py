@@ -187,7 +187,7 @@ def test_a_body_that_does_not_come(omni) -> None:
 
 
 def test_bodies_have_a_bound_together(omni) -> None:
-    """Of requests that wait, too."""
+    """The limit counts the bodies of waiting requests too."""
     with served(omni, running=1, max_request_bytes=3000, max_new_tokens=2000) as address:
         padding = {"metadata": {"x": "y" * 2500}}
         with one_running(address):
