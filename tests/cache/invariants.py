@@ -1,6 +1,6 @@
-"""Driving a cache without a model, and what must hold whatever it stores.
+"""Drive a cache without a model, and check its invariants.
 
-The central invariant: attention over packed pages is plain softmax attention over the unpacked
+The central invariant: attention over packed pages equals plain softmax attention over the unpacked
 copy of the same pages and the raw new tokens.
 """
 
@@ -40,7 +40,7 @@ def chunk(
     group: int = 2,
     head_dim: int = 64,
 ) -> Chunk:
-    """Queries, keys and values of new tokens; a few channels are larger than the others."""
+    """Return queries, keys and values of new tokens; a few channels are larger than the others."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(heads: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def announce(
     padding: torch.Tensor | None,
     window: int | None = None,
 ) -> torch.Tensor | None:
-    """What transformers does once a forward pass before any layer, with attention "oscar"."""
+    """Do what transformers does once per forward pass, before any layer, with attention "oscar"."""
     length, offset = cache.get_mask_sizes(tokens, 0)
     assert length == cache.get_seq_length() + tokens
     full = None
@@ -96,7 +96,7 @@ def attend_oscar(
     window: int | None = None,
     module: nn.Module | None = None,
 ) -> torch.Tensor:
-    """One layer's forward pass with attention "oscar": (batch, query heads, tokens, head_dim).
+    """Run a layer with attention "oscar"; return its output (batch, query heads, tokens, head_dim).
 
     ids: (batch, tokens) modality ids, PADDING for pads; announced before layer 0.
     """
@@ -120,7 +120,7 @@ def plain_attention(
     real: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal softmax attention in float64; queries are the last tokens. 0 where a query is a pad.
+    """Compute causal softmax attention in float64, with queries of the last tokens; 0 for pads.
 
     real: (batch, length) bool, False for padding.
     """
@@ -156,7 +156,7 @@ def check_chunk(
     window: int | None = None,
     module: nn.Module | None = None,
 ) -> torch.Tensor:
-    """Feed a chunk and compare its attention with the central invariant; returns the output."""
+    """Feed a chunk, check the central invariant and return the output of attention."""
     queries, keys, values = new
     batch, _, tokens, _ = keys.shape
     past = cache.get_seq_length() if layer == 0 else cache.get_seq_length() - tokens
@@ -180,7 +180,7 @@ def check_chunk(
 def filled(
     policy: str | KVPolicy, ids: torch.Tensor, *, seed: int = 0, **shape: int
 ) -> tuple[OscarCache, Chunk]:
-    """A cache of one layer that holds a prompt, and the prompt."""
+    """Return a cache of one layer that has read a prompt, and the prompt."""
     cache = OscarCache(policy)
     prompt = chunk(seed, ids.shape[1], batch=ids.shape[0], **shape)
     attend_oscar(cache, prompt, ids=ids)
@@ -188,7 +188,8 @@ def filled(
 
 
 def random_ids(seed: int, *lengths: int) -> torch.Tensor:
-    """(1, sum of lengths): spans of these lengths, each of another modality than the last."""
+    """Return (1, sum of lengths) ids: spans of these lengths, each of a different modality than the
+    previous one."""
     generator = torch.Generator().manual_seed(seed)
     ids, modality = [], 0
     for length in lengths:
@@ -198,7 +199,7 @@ def random_ids(seed: int, *lengths: int) -> torch.Tensor:
 
 
 def left_padded(ids: torch.Tensor, *lengths: int) -> torch.Tensor:
-    """Rows with the last ``length`` ids each, padded on the left."""
+    """Return rows with the last ``length`` ids each, padded on the left."""
     rows = ids.repeat(len(lengths), 1)
     for row, length in zip(rows, lengths, strict=True):
         row[: len(row) - length] = PADDING
@@ -206,7 +207,7 @@ def left_padded(ids: torch.Tensor, *lengths: int) -> torch.Tensor:
 
 
 def poison(store: PageStore) -> None:
-    """What nobody holds is NaN: reading it would show."""
+    """Fill free slots with NaN, so that reading them shows."""
     for pools in store.layers.values():
         for bits, pool in pools.by_bits.items():
             free = torch.tensor(store.allocators[bits]._free, dtype=torch.long)

@@ -1,5 +1,5 @@
-"""Caches of token numbers: what a KV cache manager says, carried out without tensors, and
-compared."""
+"""Caches of token numbers: carry out the plans of a KV cache manager without tensors, and check
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oscar_mm.policy import PLAIN, Bits
 
 
 class Contents:
-    """The pools of a layer of token numbers; nothing is written that has several owners."""
+    """Pools of token numbers in place of a layer's; a slot with several owners is never written."""
 
     def __init__(self, policy: KVPolicy) -> None:
         self.store = PageStore(policy)
@@ -34,7 +34,7 @@ class Contents:
         self.recent[slot] = number
 
     def read_ahead(self, step: StepPlan) -> None:
-        """What a step writes that is launched ahead: only where nothing is stored."""
+        """Check that an in-flight step only writes to places where nothing is stored."""
         assert not step.copies
         read = step.sources()[PLAIN]
         for row, _, slot in () if step.writes is None else step.writes.T.tolist():
@@ -83,8 +83,7 @@ class Contents:
 
 
 class Numbers:
-    """A cache of token numbers: does what the steps of a KV cache manager say, as a real layer
-    would."""
+    """A cache of token numbers that carries out plans of a KV cache manager as a layer would."""
 
     def __init__(self, policy: KVPolicy) -> None:
         self.contents = Contents(policy)
@@ -104,7 +103,7 @@ class Numbers:
             self.ids[row] += ids[row].tolist()
 
     def plan_ahead(self, ids: np.ndarray) -> StepPlan | None:
-        """As a step does that is launched ahead: it writes where it is told that tokens will go."""
+        """Plan an in-flight step, which writes to the places that the next tokens will take."""
         step = self.kv_manager.planned(ids.astype(np.int8))
         if step is not None:
             self.contents.read_ahead(step)
@@ -131,7 +130,7 @@ class Numbers:
         return twin
 
     def check(self) -> None:
-        """Every row reads back as what went in."""
+        """Check that every row reads back as it was written."""
         assert len(self.kv_manager.sequences) == len(self.rows)
         for row, (numbers, ids) in enumerate(zip(self.rows, self.ids, strict=True)):
             sequence = self.kv_manager.sequences[row]
@@ -150,7 +149,7 @@ class Numbers:
             assert found == expected
 
     def check_window_and_sinks(self) -> None:
-        """Not after a crop, which cannot bring back what was packed."""
+        """Check window and sinks; not valid after a crop, which cannot unpack tokens."""
         policy = self.kv_manager.policy
         for row, ids in enumerate(self.ids):
             sequence = self.kv_manager.sequences[row]
@@ -174,7 +173,7 @@ class Numbers:
 
 
 def check_slots(store: PageStore, kv_managers: list[KVCacheManager]) -> None:
-    """Every slot has as many owners as there are tables that name it: none leaks."""
+    """Check that every slot has as many owners as tables refer to it, so that none leaks."""
     store.collect()
     owners = {bits: Counter() for bits in store.allocators}
     for sequence in itertools.chain.from_iterable(

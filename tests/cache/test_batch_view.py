@@ -1,4 +1,4 @@
-"""BatchView: rows of several caches go on in one pass as each would alone."""
+"""BatchView: rows of several caches continue in one pass as each would alone."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def read(model, cache: OscarCache, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def prefill_varlen(model, view: BatchView, tokens: list[torch.Tensor], pasts) -> torch.Tensor:
-    """Logits of the last token of each row."""
+    """Return the logits of the last token of each row."""
     view.begin([np.zeros(row.shape[1], np.int8) for row in tokens])
     places = [
         torch.arange(past, past + x.shape[1], device=x.device)
@@ -71,7 +71,7 @@ def flash_by_sdpa(
     *,
     upper_left: bool = False,
 ) -> torch.Tensor:
-    """What flash attention gives for rows that follow each other, by their ends."""
+    """Compute what flash attention returns for concatenated rows, given the ends of rows."""
     found = []
     ends = zip(*(x.tolist() for x in (run.query_ends, run.key_ends)), strict=True)
     first, stop = next(ends), None
@@ -116,7 +116,7 @@ def test_flash_attention_agrees(dtype: torch.dtype, head_dim: int) -> None:
 
 @pytest.fixture(params=["row by row", "in one launch", "in two", "with a long row"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """How attention goes over rows in line; whether in launches, as on a GPU."""
+    """Select how varlen attention runs; return whether it runs by launches, as on a GPU."""
     if request.param == "row by row":
         return False
     monkeypatch.setattr(varlen_attention, "flash_varlen", flash_by_sdpa)
@@ -134,7 +134,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prompts_in_line_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row as alone, up to rounding; what is free is NaN."""
+    """Each row equals itself alone, up to rounding; free slots are NaN."""
     made = build_decoder("qwen3").to("cuda", torch.bfloat16)
     made.set_attn_implementation("oscar")
     store = PageStore(policy)
@@ -197,7 +197,7 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: 
 
 
 def test_what_a_layer_could_not_store_is_told_once(model) -> None:
-    """On a GPU a layer notes it, and somebody looks later."""
+    """On a GPU a layer sets a flag, which is read later."""
     store = PageStore("standard")
     [cache] = caches_of(model, store, (50,))
     view = BatchView(store)
@@ -263,7 +263,7 @@ def test_what_is_no_row(model) -> None:
 
 
 def test_rows_have_one_balancing(model) -> None:
-    """A cache that an earlier version saved has the balancing of that version."""
+    """A cache saved by an earlier version keeps the balancing of that version."""
     store = PageStore("standard")
     caches = caches_of(model, store, (200, 90))
     old = caches_of(model, store, (90,))[0]

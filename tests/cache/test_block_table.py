@@ -1,4 +1,4 @@
-"""Slots of streams are counted once, whoever names them how often."""
+"""Slots of streams are counted once, however many tables refer to them."""
 
 import torch
 
@@ -30,7 +30,7 @@ def test_forks_hold_the_same_slots() -> None:
 
 
 def test_a_page_with_a_gap_is_one_slot() -> None:
-    """It has two entries then."""
+    """Such a page has two entries."""
     cache, _ = filled("channel", IDS)
     before = SlotSet.of(cache.kv_manager.streams())
     [row] = cache.kv_manager.sequences

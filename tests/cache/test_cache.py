@@ -1,4 +1,4 @@
-"""OscarCache: what it is told, what it returns without attention "oscar", and what it refuses."""
+"""OscarCache: its inputs, its output without attention "oscar", and its errors."""
 
 import copy
 import dataclasses
@@ -68,7 +68,7 @@ def test_what_is_not_packed_of_a_float32_model_is_in_16_bit() -> None:
 
 
 def test_layers_are_independent() -> None:
-    """Three layers of one cache hold what three caches of one layer do."""
+    """Three layers of one cache store the same as three caches of one layer."""
     ids = random_ids(6, 90, 200, 100)
     alone = [OscarCache("channel") for _ in range(3)]
     together = OscarCache("channel")
@@ -180,7 +180,7 @@ def test_values_of_another_shape() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_interrupted_forward_pass(broken: int, packed: bool) -> None:
-    """Whatever comes after it, in the same or another size, with or without a cut."""
+    """The next pass may have the same or another size, with or without a crop before it."""
 
     def forward(cache: OscarCache, tokens: int, layers: int = 3) -> None:
         for layer in range(layers):

@@ -1,4 +1,4 @@
-"""Centers of pages in a small window: keys that come one by one are stored as exactly as others."""
+"""Centers of pages with a small window: keys stored one by one are as exact as others."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def small_window(window: int = 0) -> KVPolicy:
 
 @pytest.fixture(scope="module")
 def states() -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys around an offset, which drifts, as those of models are; and values."""
+    """Return keys around a drifting offset, like those of models, and values."""
     generator = torch.Generator().manual_seed(0)
     noise, values = torch.randn(2, 1, 2, TOKENS, 64, generator=generator)
     offset = 3 * torch.randn(1, 2, 1, 64, generator=generator)
@@ -32,7 +32,7 @@ def states() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stored(policy: KVPolicy, states: tuple[torch.Tensor, ...], pieces: tuple) -> torch.Tensor:
-    """Keys as a cache gives them back."""
+    """Return keys as a cache restores them."""
     cache, start = OscarCache(policy), 0
     for count in pieces:
         cache.update(*(x[:, :, start : start + count] for x in states), 0)
@@ -41,7 +41,7 @@ def stored(policy: KVPolicy, states: tuple[torch.Tensor, ...], pieces: tuple) ->
 
 
 def divergence(keys: torch.Tensor, found: torch.Tensor) -> float:
-    """Mean KL divergence of attention over stored keys from attention over the keys."""
+    """Return the mean KL divergence of attention over stored keys from that over exact keys."""
     queries = torch.randn(64, keys.shape[-1], generator=torch.Generator().manual_seed(1))
     log, other = ((queries @ x.mT / 8).log_softmax(-1) for x in (keys, found))
     return float((log.exp() * (log - other)).sum(-1).mean())
@@ -62,8 +62,8 @@ def test_keys_that_come_one_by_one_are_stored_as_exactly(states, monkeypatch, wi
 
 
 def test_centers_are_of_32_keys() -> None:
-    """The page's own first ones where these come together; else those before it, of the same step
-    or of the page before."""
+    """The page's own first keys if they arrive together; else keys before the page, of the same
+    step or of the previous page."""
     numbers = Numbers(small_window())
     for count in (100, 60, *[1] * 300, 30, 47, 128):
         numbers.advance(np.zeros((1, count), dtype=int))
@@ -76,7 +76,7 @@ def test_centers_are_of_32_keys() -> None:
 
 
 def test_a_page_without_these_keys_is_no_help() -> None:
-    """They were forgotten: the center is of the keys at hand."""
+    """Those keys were forgotten, so the center is the mean of the available keys."""
     numbers = Numbers(small_window())
     numbers.advance(np.zeros((1, 120), dtype=int))
     numbers.forget(0, 80, 90)
@@ -100,7 +100,7 @@ def test_the_first_page_has_the_tokens_that_waited() -> None:
 @pytest.mark.parametrize("before", [20, 40])
 @pytest.mark.parametrize("copied", ["forked", "loaded", "cropped"])
 def test_copies_go_on_alike(states, tmp_path: Path, copied: str, before: int, window: int) -> None:
-    """From before a page is full, or while tokens wait for the next one."""
+    """Copies are made before a page is full, or while tokens wait for the next page."""
     cache, first = OscarCache(small_window(window)), 100 + window
     pieces = [[x[:, :, a : a + 1] for x in states] for a in range(first, first + 80)]
     cache.update(*(x[:, :, :first] for x in states), 0)

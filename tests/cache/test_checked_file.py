@@ -1,4 +1,4 @@
-"""The container: whole or not at all, and nothing altered goes unnoticed."""
+"""The file container: written completely or not at all, and every change is detected."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def test_no_tensors(tmp_path: Path) -> None:
 
 
 def test_any_altered_byte_is_found(saved: Path, tmp_path: Path) -> None:
-    """Length, header, texts, the checksum itself, data: every single one."""
+    """Every byte is tried: of length, header, texts, checksum and data."""
     whole = saved.read_bytes()
     other = tmp_path / "altered"
     for at in range(len(whole)):
@@ -155,7 +155,7 @@ def test_refusal_comes_before_the_whole_file_is_read(
 
 
 def written_before(path: Path) -> None:
-    """A file as earlier versions wrote it: a SHA-256 of the whole file, with zeros in its place."""
+    """Write a file as earlier versions did: with a SHA-256 of the file with zeros in its place."""
     save_file(TENSORS, path, {**TEXTS, "oscar_mm.sha256": "0" * 64})
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest().encode()
@@ -176,7 +176,7 @@ def test_files_of_earlier_versions(tmp_path: Path) -> None:
 
 
 def test_tensors_of_any_shape(tmp_path: Path) -> None:
-    """And names and texts are told apart, whatever is in them."""
+    """Names and texts of any content are kept apart."""
     tensors = {"none": torch.zeros(0, 3), "one": torch.tensor(2.0), "true": torch.ones(2) > 0}
     write_checked(tmp_path / "a", tensors, {"x": "", "": "y"})
     found, texts = read(tmp_path / "a")

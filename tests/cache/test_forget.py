@@ -1,4 +1,4 @@
-"""Forgetting tokens of a cache: nobody sees them, the others stay what and where they are."""
+"""Forgetting tokens of a cache: no query attends to them, and other tokens do not change."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ IDS = random_ids(3, 60, 400, 50, 300)
 
 
 def test_forget_is_seen_by_no_attention() -> None:
-    """With and without a sliding window, in all streams and in the tails."""
+    """Covers layers with and without a sliding window, all streams, and tails."""
     cache, _ = filled("channel", IDS)
     real = torch.ones(1, 810, dtype=torch.bool)
     for start, stop in ((0, 3), (50, 300), (600, 640), (780, 809)):
@@ -29,7 +29,7 @@ def test_forget_is_seen_by_no_attention() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_many_tokens_move_up(shared: bool) -> None:
-    """More than are moved at a time."""
+    """More tokens move than are moved at a time."""
     cache, (_, keys, _) = filled("bf16", torch.zeros(1, 6000, dtype=torch.int64), kv_heads=1)
     twin = cache.fork()
     if not shared:
@@ -47,7 +47,7 @@ def test_many_tokens_move_up(shared: bool) -> None:
 def test_a_model_goes_on_as_if_forgotten_tokens_were_masked(
     window: int | None, implementation: str
 ) -> None:
-    """Positions of the others stay: logits are those of a plain cache with a mask."""
+    """Other tokens keep their positions: logits equal those of a plain cache with a mask."""
     model = build_decoder("mistral", sliding_window=window)
     model.set_attn_implementation(implementation)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""OscarCache in real decoders: as transformers' own cache in 16-bit precision, close to it in 2."""
+"""OscarCache in decoders: equal to transformers' cache in 16-bit precision, close with 2 bits."""
 
 import copy
 import functools
@@ -60,7 +60,7 @@ def logits(model: PreTrainedModel, cache: object, ids: torch.Tensor, **inputs) -
 
 @pytest.fixture(scope="module")
 def plain(models) -> Callable[..., torch.Tensor]:
-    """What transformers generates with its own cache and attention."""
+    """Generate with transformers' own cache and attention."""
 
     @functools.cache
     def generated(name: str, inputs: str, **options: object) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_16_bit_beams_and_sampling(
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 def test_assisted_decoding(models, policy: str, implementation: str) -> None:
-    """Candidates come and go by crop; the answer is that of greedy decoding."""
+    """Rejected candidates are removed by crop; the answer equals that of greedy decoding."""
     model = models["llama"]
     assistant = copy.deepcopy(model)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_assisted_decoding(models, policy: str, implementation: str) -> None:
 @pytest.mark.parametrize("policy", PACKED)
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_attention_is_unpacked_attention(models, name: str, policy: str) -> None:
-    """The same state seen through "oscar" and through "sdpa"; the prompt's logits are exact."""
+    """Attention "oscar" and "sdpa" agree over the same state; the prompt's logits are exact."""
     model = models[name]
     model.set_attn_implementation("sdpa")
     ids, new = prompt(420), prompt(9, seed=1)
@@ -148,7 +148,7 @@ def test_packed_attention_is_unpacked_attention(models, name: str, policy: str) 
 
 @pytest.mark.parametrize("policy", PACKED)
 def test_packed_batch_is_its_rows(models, policy: str) -> None:
-    """Padding changes nothing: a row of a padded batch answers as it does alone."""
+    """Padding has no effect: a row of a padded batch gives the same answer as alone."""
     model = models["llama"]
     model.set_attn_implementation("oscar")
     policy = KVPolicy.preset(policy, balance=None)
@@ -177,7 +177,7 @@ def test_second_turn(models, name: str, implementation: str) -> None:
 
 
 def test_second_turn_of_a_batch(models) -> None:
-    """Pads on the left and after a row that ended early; only real positions are compared."""
+    """Pads are on the left and after a row that ended early; only real positions are compared."""
     model = models["qwen3"]
     model.set_attn_implementation("oscar")
     inputs = padded(150, 150, 61, 3)
@@ -204,7 +204,7 @@ def test_second_turn_of_a_batch(models) -> None:
 
 @functools.cache
 def logarithms(size: float, policy: str | KVPolicy) -> torch.Tensor:
-    """Log-probabilities of 40 tokens after a prompt of 1000, three times, by a biased model."""
+    """Return log-probabilities of 40 tokens after 1000, for three prompts, by a biased model."""
     model, found = biased(size), []
     for seed in range(3):
         cache = OscarCache(policy, model=model)
@@ -214,14 +214,14 @@ def logarithms(size: float, policy: str | KVPolicy) -> torch.Tensor:
 
 
 def divergence(size: float, policy: str | KVPolicy) -> float:
-    """Mean KL against 16 bit."""
+    """Return the mean KL divergence from 16-bit precision."""
     exact, found = logarithms(size, "bf16"), logarithms(size, policy)
     return float((exact.exp() * (exact - found)).sum(-1).mean())
 
 
 @functools.cache
 def biased(size: float) -> PreTrainedModel:
-    """Qwen2 with constant keys of this size in the two slowest rotary pairs of each head."""
+    """Return a Qwen2 with key biases of this size in the two slowest rotary pairs of each head."""
     model = build_decoder("qwen2")
     for layer in model.model.layers:
         bias = layer.self_attn.k_proj.bias
@@ -237,7 +237,7 @@ def biased(size: float) -> PreTrainedModel:
     "policy", ["oscar", "kivi", KVPolicy.preset("channel", balance=None)], ids=str
 )
 def test_large_key_biases(policy: str | KVPolicy, size: float) -> None:
-    """Zero points take constants out, also rotated; keys quantized per token do not survive."""
+    """Zero points remove constants, also rotated ones; keys quantized per token are ruined."""
     found = divergence(size, policy)
     assert found < 0.2
     assert divergence(size, "quarot") > 10 * found
@@ -254,7 +254,7 @@ def test_larger_key_biases_balanced() -> None:
 
 
 def test_language_model_of_qwen3_vl() -> None:
-    """Its rotary embedding and positions differ; the cache must not care."""
+    """Its rotary embedding and positions differ, which must not affect the cache."""
     config = Qwen3VLTextConfig(
         vocab_size=300,
         hidden_size=64,

@@ -1,5 +1,5 @@
-"""Keys with large biases on slow rotary pairs, as those of Qwen2.5-1.5B have in their first layer
-(up to 354): a page's center takes the bias out, and balancing must not count it."""
+"""Keys with large biases on slow rotary pairs, as in the first layer of Qwen2.5-1.5B (up to 354):
+a page's center removes the bias, and balancing must not count it."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_answers_hold(model, exact, policy: str, most: float) -> None:
 
 
 def test_without_a_center_the_bias_counts(model) -> None:
-    """Nothing takes it out there, so that keys cost what their energy is."""
+    """Without a center nothing removes the bias, so balancing counts the full energy of keys."""
     center, none = (OscarCache(f"standard:center={x}", model=model) for x in ("true", "false"))
     for cache in (center, none):
         log_probs(model, cache)
@@ -66,7 +66,7 @@ def test_without_a_center_the_bias_counts(model) -> None:
 
 @pytest.mark.parametrize("balance", ["auto", "prompt"])
 def test_a_chat_of_before_goes_on_as_it_is_stored(model, tmp_path: Path, balance: str) -> None:
-    """Its sigma is of the first prompt, and its pages are read with that one."""
+    """Its sigma was computed from the first prompt, and its pages are read with that sigma."""
     cache = OscarCache("standard", model=model)
     old = {0: sigma_from_rms(*torch.rand(2, 2, 64, generator=torch.Generator().manual_seed(4)))}
     cache.sigmas = old

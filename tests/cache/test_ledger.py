@@ -1,4 +1,4 @@
-"""The KV cache manager keeps every token once, in order, whatever comes in; carried out on token
+"""The KV cache manager stores every token once, in order, whatever arrives; tested on token
 numbers."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POLICIES = WHOLE_PAGES | STREAM_PAGES
 
 @st.composite
 def chunks(draw: st.DrawFn, batch: int) -> np.ndarray:
-    """(batch, tokens): runs of modalities, cut to one length."""
+    """Return (batch, tokens) ids with runs of modalities, cut to one length."""
     tokens = draw(st.sampled_from([1, 2, 31, 32, 128, 150, 300]))
     rows = []
     for _ in range(batch):
@@ -109,7 +109,7 @@ def test_any_operations_on_caches_of_one_store(data: st.DataObject, policy: KVPo
 
 
 def is_same(step: StepPlan, other: StepPlan) -> bool:
-    """Whether two steps do the same: of the same rows, slots and pages."""
+    """Whether two step plans are equal: same rows, slots and pages."""
     ours, theirs = (
         [
             (
@@ -160,8 +160,8 @@ def test_decoding_token_by_token(sizes: list[int], window: int, by_token: bool) 
 
 
 def test_a_decode_step_of_stream_pages_seldom_allocates() -> None:
-    """Never while its page has room: the token that leaves the window leaves its slot. Each that
-    waits for a page takes another one, and some are asked for at once."""
+    """No step allocates while the page has free places: the token that leaves the window frees its
+    slot. Each token that waits for a page takes another slot; several are allocated at once."""
     numbers = Numbers(KVPolicy(**STREAM))
     numbers.advance(np.zeros((2, 300), dtype=int))
     before, allocated = numbers.contents.store.epoch, []
@@ -175,8 +175,8 @@ def test_a_decode_step_of_stream_pages_seldom_allocates() -> None:
 
 
 def test_centers_do_not_depend_on_how_tokens_come() -> None:
-    """Together, in chunks or one by one: the same tokens in the same places of pages, and the mean
-    of the same ones as the center."""
+    """At once, in chunks or one by one, tokens take the same places of pages, and centers are the
+    means of the same tokens."""
     policy = KVPolicy(bits={"text": (3, 2), "image": 2}, sinks=3, window=20, **STREAM)
     generator = np.random.default_rng(0)
     ids = np.repeat([[0, 1, 0, 1, 0]], [90, 217, 60, 150, 340], axis=1)
@@ -293,7 +293,7 @@ def test_forgotten_tokens_in_16_bit_free_their_slots() -> None:
 
 
 def test_decoding_after_a_long_gap_finds_the_window() -> None:
-    """A window of tokens from before what was forgotten, or from before padding."""
+    """The window has tokens from before forgotten tokens, or from before padding."""
     numbers = Numbers(KVPolicy.preset("channel", window=100, sinks=0))
     numbers.advance(np.zeros((1, 200), dtype=int))
     numbers.advance(np.ones((1, 3000), dtype=int))
@@ -334,9 +334,9 @@ def test_impossible_requests() -> None:
 @pytest.mark.parametrize("bits", [2, {"text": 16, "image": 2}])
 @pytest.mark.parametrize("by_token", [False, True])
 def test_a_step_is_as_it_was_foretold(bits, window: int, by_token: bool) -> None:
-    """And as it is of a KV cache manager that foretells nothing: of rows with forks, modalities and
-    padding, some of which end after they were foretold. What is not foretold needs room or a
-    copy."""
+    """A step equals its plan, and that of a KV cache manager that plans nothing ahead, with forks,
+    modalities and padding; some rows end after planning. Steps that are not planned ahead need
+    memory or a copy."""
     how = STREAM if by_token else WHOLE
     policy = KVPolicy(bits=bits, window=window, sinks=3, **how)
     kv_manager, other = KVCacheManager(PageStore(policy)), KVCacheManager(PageStore(policy))
@@ -365,7 +365,7 @@ def test_a_step_is_as_it_was_foretold(bits, window: int, by_token: bool) -> None
 
 
 def begun(window: int = 32) -> KVCacheManager:
-    """Two rows of 200 tokens of text, packed by token, whose next step is foretold in the tests."""
+    """Return two rows of 200 text tokens, packed by token, whose next step the tests plan ahead."""
     kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=window, sinks=3, **STREAM)))
     kv_manager.advance(np.zeros((2, 200), np.int8))
     kv_manager.advance(np.zeros((2, 1), np.int8))
@@ -429,8 +429,8 @@ def test_a_step_that_comes_otherwise_than_foretold(change: str) -> None:
 @pytest.mark.parametrize("window", [32, 300])
 @pytest.mark.parametrize("change", ["another token", "as before"])
 def test_a_row_that_others_change_to_the_same_length(change: str, window: int) -> None:
-    """A view foretells a step of it, and its own ledger replaces a token, or takes in tokens, for
-    which it gives its spare slots back, and drops them."""
+    """A view plans a step of the row, then the row's own manager replaces a token, or adds tokens,
+    for which it releases its spare slots, and drops them."""
     kv_manager, tokens = begun(window), np.zeros((2, 1), np.int8)
     view = KVCacheManager(kv_manager.store, owns_slots=False)
     view.sequences[:] = kv_manager.sequences
@@ -448,7 +448,8 @@ def test_a_row_that_others_change_to_the_same_length(change: str, window: int) -
 
 @pytest.mark.parametrize("between", ["nothing", "released", "planned", "given"])
 def test_a_page_that_was_foretold(between: str) -> None:
-    """It is taken whatever was released since, unless others were told of it or have it."""
+    """A planned page is taken whatever was released since, unless it was planned for or given to
+    another row."""
     policy = KVPolicy(bits=2, window=32, sinks=3, **STREAM)
     kv_manager = KVCacheManager(PageStore(policy))
     pages = kv_manager.allocators[TWO]

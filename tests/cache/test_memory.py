@@ -1,4 +1,4 @@
-"""The memory report counts every byte, and the ratios that are promised hold."""
+"""The memory report counts every byte, and the documented ratios hold."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ IDS = left_padded(random_ids(9, 60, 290, 40, 300, 200), 890, 700)
 
 
 def tensors(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """All tensors that hang on an object, but for its ``cache``."""
+    """Yield all tensors reachable from an object, except through its ``cache``."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -80,7 +80,7 @@ def test_every_byte_is_counted(policy: str) -> None:
 
 
 def test_within_a_forward_pass() -> None:
-    """Some layers have carried the step out, others not yet."""
+    """Some layers have executed the step, others have not yet."""
     cache = OscarCache("channel")
     for step, tokens in enumerate((300, 150)):
         for layer in range(3):
@@ -147,7 +147,7 @@ def test_table() -> None:
 
 
 def test_table_of_a_short_prompt_says_what_tails_are() -> None:
-    """Its ratio may be below 1, which nobody would understand otherwise."""
+    """The table explains tails, because the ratio may be below 1."""
     report = filled("channel", random_ids(0, 100, 50))[0].memory()
     lines = str(report).splitlines()
     assert report.ratio < 1 and lines[-1].startswith("tails:")
@@ -164,8 +164,8 @@ def test_table_of_a_short_prompt_says_what_tails_are() -> None:
     ],
 )
 def test_ratio(policy: str, heads: int, tokens: int, least: float) -> None:
-    """KV heads of 128 in bfloat16; text and images; ``least``: of the ratio of full pages. Fewer
-    heads are quicker, and what all heads share weighs more."""
+    """KV heads of 128 channels in bfloat16, text and images; ``least`` is a lower bound on the
+    ratio of full pages. Fewer heads are quicker, and what all heads share weighs more."""
     cache = OscarCache(policy)
     of_pages = 16 / PageFormat.of(cache.policy, Bits(2, 2), heads, 128).bits_per_value
     generator = torch.Generator().manual_seed(0)
@@ -183,7 +183,7 @@ def test_ratio(policy: str, heads: int, tokens: int, least: float) -> None:
 
 @pytest.mark.slow
 def test_peak_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's keys and values are packed as soon as its attention is done."""
+    """The keys and values of a layer are packed as soon as its attention is done."""
     tokens, layers, width = 8000, 12, 64
     model = build_decoder(
         "llama",

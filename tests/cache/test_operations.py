@@ -1,4 +1,4 @@
-"""crop, reorder, repeat, select, reset, deepcopy: the same as on plain tensors."""
+"""crop, reorder, repeat, select, reset and deepcopy equal the same operations on plain tensors."""
 
 import copy
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_crop(policy: str, count: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_crops(policy: str) -> None:
-    """As assisted decoding does: a few tokens more, some of them back."""
+    """Add a few tokens and crop some of them, again and again, as assisted decoding does."""
     cache, _ = filled(POLICIES[policy], random_ids(8, 60, 190))
     length = 250
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ OPERATIONS: dict[str, Callable] = {
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows(policy: str, name: str) -> None:
-    """As transformers' own cache does it to the unpacked copy; the result goes on working."""
+    """Rows equal those of transformers' own cache with the unpacked copy, and stay usable."""
     cache, _ = filled(POLICIES[policy], IDS)
     plain, masks = DynamicCache(), DynamicCache()
     plain.update(*(x.clone() for x in cache.unpacked(0)), 0)
@@ -91,7 +91,7 @@ def test_rows(policy: str, name: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_forks_do_not_disturb_each_other(policy: str) -> None:
-    """Copies on write: each fork is what a cache of its own would be."""
+    """Forks copy on write: each equals an independent cache."""
     ids = random_ids(8, 60, 190, 45)
     cache, _ = filled(POLICIES[policy], ids)
     single = [copy.deepcopy(cache) for _ in range(2)]

@@ -96,7 +96,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "oscar"])
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_16_bit_greedy(name: str, implementation: str) -> None:
-    """A row alone and rows of unequal length, over several chunks and windows."""
+    """Covers a single row and rows of unequal length, over several chunks and windows."""
     model = decoder(name)
     ids = prompt(100, batch=2)
     mask = torch.ones_like(ids)
@@ -113,7 +113,7 @@ def test_16_bit_greedy(name: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_packed_attention_is_that_over_the_unpacked_copy(name: str) -> None:
-    """The prompt's logits are exact; later ones the same as with transformers' attention."""
+    """The prompt's logits are exact; later logits equal those with transformers' attention."""
     model = decoder(name)
     ids, new = prompt(300), prompt(9, seed=1)
     model.set_attn_implementation("sdpa")
@@ -167,7 +167,7 @@ def paligemma() -> PreTrainedModel:
 
 @pytest.mark.parametrize("build", [gemma3, paligemma])
 def test_tokens_of_an_image_see_each_other(build: Any) -> None:
-    """In a prompt, and in images of a later turn, with a past and padding in front."""
+    """Covers a prompt, and images of a later turn after a past and padding."""
     model = build().float().eval()
     randomize(model, 0)
     ids = prompt(160, batch=2).clamp(max=290)
@@ -202,7 +202,7 @@ def test_tokens_of_an_image_see_each_other(build: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_mask_hides_tokens_that_are_held(name: str) -> None:
-    """Zeros over the past count for that pass, in a chunk, a step and a padded batch."""
+    """Zeros over the past apply to that pass only, in a chunk, a step and a padded batch."""
     model = build_decoder(name, sliding_window=60) if name == "mistral" else build_decoder(name)
     ids = prompt(170, batch=2)
     caches = {"sdpa": DynamicCache(config=model.config), "oscar": OscarCache("bf16", model=model)}
@@ -231,7 +231,7 @@ def test_a_mask_hides_tokens_that_are_held(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_masks_and_states_on_a_gpu(name: str) -> None:
-    """A padded prompt, a chunk that hides a part of the past, and a step after a fork."""
+    """Covers a padded prompt, a chunk that hides part of the past, and a step after a fork."""
     model = copy.deepcopy(decoder(name)).cuda()
     ids = prompt(120, batch=2).cuda()
     mask = torch.ones_like(ids)
@@ -253,7 +253,7 @@ def test_masks_and_states_on_a_gpu(name: str) -> None:
 
 
 def test_a_mask_of_new_tokens() -> None:
-    """It is that of them all; any other length is refused."""
+    """A mask of the new tokens' length is accepted; any other length is refused."""
     model = build_decoder("mistral", sliding_window=15)
     model.set_attn_implementation("oscar")
     new, mask = prompt(5, batch=2), torch.tensor([[1] * 5, [0] * 2 + [1] * 3])
@@ -269,7 +269,7 @@ def test_a_mask_of_new_tokens() -> None:
 
 
 def test_a_mask_of_four_dimensions() -> None:
-    """Nobody announces its pass, whatever the one before was."""
+    """Its pass is not announced, whatever the previous pass was."""
     model = build_decoder("llama")
     ids = prompt(60)
     visible = torch.ones(1, 1, 60, 60, dtype=torch.bool).tril()
@@ -319,7 +319,7 @@ def test_output_attentions_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore:OscarCache. a batch without expect")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "oscar"])
 def test_encoder_decoders(implementation: str) -> None:
-    """The decoder's own past may be packed; what it reads of the encoder stays as it is."""
+    """The decoder's own past may be packed; states of the encoder are not."""
     bart = BartForConditionalGeneration(
         BartConfig(
             vocab_size=300, d_model=64, encoder_layers=2, decoder_layers=2,
@@ -354,7 +354,7 @@ def test_encoder_decoders(implementation: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_states_of_linear_attention(name: str) -> None:
-    """Held as transformers holds them, counted byte by byte, gone after reset."""
+    """States are stored as in transformers, counted exactly, and removed by reset."""
     model = decoder(name)
     model.set_attn_implementation("oscar")
     cache, plain = OscarCache("bf16", model=model), DynamicCache(config=model.config)
@@ -389,7 +389,7 @@ def test_states_of_linear_attention(name: str) -> None:
 
 
 def test_rows_and_forks_of_a_hybrid() -> None:
-    """Beams, repeated and selected rows and forks have states of their own."""
+    """Beams, repeated and selected rows, and forks each have their own states."""
     model = decoder("qwen3_next")
     ids = prompt(40, batch=2)
     model.set_attn_implementation("sdpa")

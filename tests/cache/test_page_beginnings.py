@@ -1,4 +1,4 @@
-"""Tokens wait in 16-bit precision until a page that begins with them takes no more than they do."""
+"""Tokens stay in 16-bit precision until a page that starts with them takes no more bytes."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def held(numbers: Numbers) -> dict[int, tuple[list, list[int]]]:
 @settings(max_examples=60, deadline=None)
 @given(st.data(), STREAM_PAGES)
 def test_it_does_not_matter_how_tokens_come(data: st.DataObject, policy: KVPolicy) -> None:
-    """All together, one by one or in any pieces; also after tokens were forgotten or dropped."""
+    """Tokens arrive at once, one by one or in any pieces; also after others were forgotten."""
     caches, forked = [Numbers(policy) for _ in range(3)], list[Numbers]()
     for _ in range(data.draw(st.integers(1, 4))):
         ids = data.draw(chunks(1))
@@ -73,7 +73,7 @@ def test_it_does_not_matter_how_tokens_come(data: st.DataObject, policy: KVPolic
 
 
 def test_the_rule() -> None:
-    """By hand: the last page's room, whole pages, and a last one of as many tokens as it costs."""
+    """Computed by hand: free places of the last page, whole pages, and the start of a last page."""
     expected = {0: 0, 1: 1, 5: 5, 5 + LEAST - 1: 5, 5 + LEAST: 5 + LEAST, 132: 132, 133: 133}
     expected |= {133 + LEAST - 1: 133, 133 + LEAST: 133 + LEAST, 133 + 2 * PAGE_TOKENS - 1: 388}
     waiting = np.array(list(expected))
@@ -85,7 +85,7 @@ def test_the_rule() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bits", [2, (3, 2), (4, 2), 4])
 def test_a_page_that_begins_takes_no_more_than_its_tokens(bits, head_dim: int, groups: int) -> None:
-    """And with heads of 64 channels a token less would take less than the page."""
+    """With heads of 64 channels, one token less would take less than the page."""
     for center in (False, True):
         how = STREAM | {"center": center, "key_group": groups, "value_group": groups}
         policy = KVPolicy(bits=bits, **how)
@@ -96,7 +96,7 @@ def test_a_page_that_begins_takes_no_more_than_its_tokens(bits, head_dim: int, g
 
 
 def test_a_page_begins_with_the_tokens_that_waited() -> None:
-    """Their slots are free then, and the next token's is one of them."""
+    """The slots of these tokens become free, and the next token takes one of them."""
     numbers = Numbers(POLICY)
     numbers.advance(text(4 + 32 + PAGE_TOKENS + LEAST - 1))
     slots = numbers.kv_manager.allocators
@@ -114,7 +114,7 @@ def test_a_page_begins_with_the_tokens_that_waited() -> None:
 
 
 def test_a_fork_while_tokens_wait() -> None:
-    """Each of the two packs them for itself; the other's slots stay as they are."""
+    """Cache and fork each pack these tokens; the slots of the other do not change."""
     numbers = Numbers(POLICY)
     numbers.advance(text(4 + 32 + PAGE_TOKENS + LEAST - 2))
     twin, slots = numbers.fork(), numbers.kv_manager.allocators
@@ -128,7 +128,7 @@ def test_a_fork_while_tokens_wait() -> None:
 
 
 def test_a_crop_among_tokens_that_wait() -> None:
-    """They wait again for as many as were dropped; those of a page that has begun stay there."""
+    """Tokens wait again for as many as were dropped; tokens already in a page stay there."""
     numbers = Numbers(POLICY)
     numbers.advance(text(4 + 32 + PAGE_TOKENS + LEAST - 1))
     numbers.crop(10)
@@ -148,7 +148,7 @@ def test_a_crop_among_tokens_that_wait() -> None:
 
 
 def test_tokens_that_were_forgotten_leave_room_to_those_that_wait() -> None:
-    """Which take it when the next of them leaves the window, together or one by one."""
+    """Waiting tokens take the free places when the next one leaves the window."""
     found = []
     for together in (False, True):
         numbers = Numbers(POLICY)
@@ -168,7 +168,7 @@ def test_tokens_that_were_forgotten_leave_room_to_those_that_wait() -> None:
 
 @pytest.mark.parametrize(("tokens", "least"), [(300, 2.8), (1000, 4.1), (8192, 5.4)])
 def test_any_mixture_of_text_and_pictures_saves(tokens: int, least: float) -> None:
-    """The default, with heads of 128 channels: a last page of each modality is no loss."""
+    """With the default policy and heads of 128 channels, partly filled last pages cost nothing."""
     policy = KVPolicy.preset("standard")
     bits, token = policy.bits.text, 2 * 2 * 8 * 128
     page = PageFormat.of(policy, bits, 8, 128).page_bytes

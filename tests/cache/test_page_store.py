@@ -1,4 +1,4 @@
-"""Caches that share a store: forks, closing, accounting; nobody sees another's tokens."""
+"""Caches that share a store: forks, closing, accounting; no cache reads another's tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cache.numbers import check_slots
 
 IDS = random_ids(3, 60, 400, 50, 300)
 PAGES = ("channel", "stream")
-"""Policies of whole pages, and of pages that tokens go to one by one."""
+"""Policies with whole pages, and with stream pages."""
 
 
 def used(store: PageStore) -> dict[Bits, int]:
@@ -102,7 +102,7 @@ def test_a_fork_costs_tables_only_and_inherits_the_balancing(policy: str) -> Non
 def test_a_prefix_snapshot_goes_on_whatever_its_parent_does(
     kept: int, end: str, policy: str
 ) -> None:
-    """It is what a cache would be that the parent was cropped to, bit for bit."""
+    """The snapshot equals the parent cropped to its length, bit for bit."""
     parent, _ = filled(POLICIES[policy], IDS)
     expected = copy.deepcopy(parent)
     expected.crop(-(810 - kept))
@@ -217,7 +217,7 @@ def test_not_within_a_forward_pass(operation: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.parametrize("policy", PAGES)
 def test_an_interrupted_turn_is_undone_by_a_fork(policy: str, tokens: int) -> None:
-    """What a chat does: a fork before the turn, which takes over if the turn fails midway."""
+    """A chat forks before each turn, and continues with the fork if the turn fails midway."""
     cache = OscarCache(POLICIES[policy])
     for layer in range(2):
         attend_oscar(cache, chunk(layer, 810), ids=IDS, layer=layer)

@@ -1,4 +1,4 @@
-"""A pickled cache goes on as the one that it was made of."""
+"""A pickled cache continues like the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is foreseen is what the KV cache manager then takes, slot by slot and token by token."""
+"""The slot forecast equals what the KV cache manager takes, slot by slot and token by token."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def slots(kv_manager: KVCacheManager) -> dict[Bits, int]:
 
 
 def taken(kv_manager: KVCacheManager, new: np.ndarray, answer: int) -> list[dict[Bits, int]]:
-    """Slots of the whole store after the prompt and each token of the answer."""
+    """Return the slots in use in the store after the prompt and each token of the answer."""
     kv_manager.advance(new[None])
     found = [slots(kv_manager)]
     for _ in range(answer):
@@ -82,7 +82,7 @@ def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, paddi
 
 
 def test_tokens_that_wait_beside_room() -> None:
-    """Some were forgotten before them: they take its places when the next of their stream leaves
+    """Waiting tokens take the places of forgotten ones when the next token of their stream leaves
     the window, and not before."""
     kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=32, sinks=4, **STREAM)))
     kv_manager.advance(modalities([(0, 4 + 128 + 20), (1, 32)])[None])
@@ -99,8 +99,8 @@ def test_tokens_that_wait_beside_room() -> None:
 
 
 def test_an_answer_whose_first_tokens_are_sinks() -> None:
-    """Earlier sinks were forgotten, but not all of a page of text: sinks stay in 16-bit precision
-    all the same, and need spare slots."""
+    """Earlier sinks were forgotten, but not a whole page of text: new sinks still stay in 16-bit
+    precision, and need spare slots."""
     kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=3, sinks=40, **STREAM)))
     kv_manager.advance(modalities([(0, 40 + 80)])[None])
     kv_manager.forget(0, 0, 40 + 60)

@@ -1,4 +1,4 @@
-"""Slots and the bytes under them."""
+"""Slots and their bytes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from oscar_mm.cache.page_store import Pool
 
 
 class Allocation(RuleBasedStateMachine):
-    """Owners take, share and give back slots; nobody may get what somebody has."""
+    """Owners take, share and release slots; a slot in use is never given out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pools whose address stays: on a GPU, and on a CPU with a stand-in for the range of addresses."""
+"""Pools with a fixed address: on a GPU, and on a CPU with a stand-in for the address range."""
 
 import gc
 import math
@@ -20,7 +20,7 @@ PIECE = 1 << 14
 
 
 class OneTensor:
-    """A range of a CPU; what has no memory holds bytes that are no numbers."""
+    """Address range on a CPU; parts without memory are filled with bytes that decode to NaN."""
 
     def __init__(self) -> None:
         self.size = self.nbytes = 0
@@ -70,8 +70,8 @@ def places(store: PageStore) -> list[int]:
 
 
 def conversation(policy: str, device: torch.device) -> tuple[list[torch.Tensor], set[int], int]:
-    """What caches with a common beginning hold after pools grew and shrank; where it was, and how
-    often pools moved."""
+    """Return the content of caches with a shared beginning after pools grew and shrank, the
+    addresses of pools, and how often pools moved."""
     store = PageStore(POLICIES[policy])
     cache, other = (OscarCache(POLICIES[policy], store=store) for _ in range(2))
     add(other, device, 500)

@@ -1,4 +1,4 @@
-"""Any operations on several caches of one store: each holds what it must, bit for bit."""
+"""After any operations on several caches of one store, each has its content, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = {"kv_heads": 1, "group": 2, "head_dim": 64}
 
 @dataclass
 class Twin:
-    """A cache and what it must hold: keys and values of every row, and which tokens are there."""
+    """A cache and its expected content: keys and values of every row, and which tokens exist."""
 
     cache: OscarCache
     keys: torch.Tensor
@@ -33,14 +33,14 @@ class Twin:
         return cls(OscarCache(store.policy, store=store), nothing, nothing, real)
 
     def check(self) -> None:
-        """Bit for bit."""
+        """Compare the cache with its expected content, bit for bit."""
         if self.cache.get_seq_length():
             keys, values = self.cache.unpacked(0)
             assert torch.equal(keys, self.keys) and torch.equal(values, self.values)
             assert torch.equal(self.cache.real_tokens(keys.shape[2]), self.real)
 
     def append(self, seed: int, ids: torch.Tensor) -> None:
-        """Attention is right; tokens are those of before and the new ones, or near if packed."""
+        """Add tokens and check attention and content; packed tokens are compared approximately."""
         batch, tokens = ids.shape
         new = chunk(seed, tokens, batch=batch, **SHAPE)
         check_chunk(self.cache, new, ids=ids, past_real=self.real)
@@ -80,7 +80,7 @@ class Twin:
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_operations(policy: str, seed: int) -> None:
-    """A walk over several caches of one store; after each step all hold what they must."""
+    """Random operations on several caches of one store; after each, all have their content."""
     pick = random.Random(seed)
     store = PageStore(POLICIES[policy])
     caches = [Twin.empty(store)]

@@ -1,4 +1,4 @@
-"""Saving and loading: the same cache, bit for bit, or a reason why not."""
+"""Saving and loading gives the same cache, bit for bit, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ LAYERS = 2
 
 
 def history(policy: str | KVPolicy) -> OscarCache:
-    """Two layers, two rows of unequal length that share slots, tokens forgotten, a cut."""
+    """Return a cache with two layers, two rows of unequal length that share slots, forgotten tokens
+    and a crop."""
     cache = OscarCache(policy)
     for layer in range(LAYERS):
         attend_oscar(cache, chunk(layer, 590, batch=2), ids=IDS, layer=layer)
@@ -49,7 +50,7 @@ def history(policy: str | KVPolicy) -> OscarCache:
 
 
 def same(one: OscarCache, other: OscarCache) -> None:
-    """The same content, and the same attention output from now on, bit for bit."""
+    """Check that content and later attention output are equal, bit for bit."""
     assert one.get_seq_length() == other.get_seq_length()
     length = one.get_seq_length()
     assert torch.equal(one.real_tokens(length), other.real_tokens(length))
@@ -122,7 +123,7 @@ def test_only_slots_in_use_and_shared_ones_once(tmp_path: Path) -> None:
 
 
 def test_tokens_that_are_gone_are_not_in_the_file(tmp_path: Path) -> None:
-    """What lay in memory before is nobody's business."""
+    """Cropped and forgotten tokens, still in memory, must not leak into the file."""
     cache, _ = filled("bf16", torch.zeros(1, 50, dtype=torch.int64))
     content = cache.unpacked(0)[0]
     cache.crop(-5)
@@ -145,8 +146,8 @@ STREAM = KVPolicy(bits=(3, 2), key_axis="token", token_scaling=None, center=True
 
 
 def stream_pages(head_dim: int = 64) -> tuple[OscarCache, OscarCache]:
-    """Two layers, of which two caches have a page in common that neither has filled; one has
-    forgotten tokens of the page, both have been cropped."""
+    """Return caches with two layers that share a page neither has filled; one has forgotten tokens
+    of the page, both have been cropped."""
     cache = OscarCache(STREAM)
     for layer in range(LAYERS):
         attend_oscar(
@@ -167,7 +168,7 @@ def stream_pages(head_dim: int = 64) -> tuple[OscarCache, OscarCache]:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 80])
 def test_stream_pages_come_back_byte_by_byte(tmp_path: Path, head_dim: int) -> None:
-    """Those in use; others are zero in the file, the center of a page is not."""
+    """Bytes in use are equal; unused bytes are zero in the file, except the center of a page."""
     cache, twin = stream_pages(head_dim)
     path = tmp_path / "a"
     for one in (cache, twin):
@@ -209,7 +210,7 @@ def test_stream_pages_come_back_byte_by_byte(tmp_path: Path, head_dim: int) -> N
 
 
 def test_a_page_that_forks_have_in_common_is_written_once(tmp_path: Path) -> None:
-    """Two rows of one cache have a page of which each has other places."""
+    """Two rows of a cache use different places of the same page."""
     cache, _ = filled(STREAM, torch.zeros(1, 260, dtype=torch.int64))
     cache.batch_repeat_interleave(2)
     cache.forget(140, 150, row=0)
@@ -293,7 +294,7 @@ def go_on(path: Path) -> None:
 
 
 def test_in_a_fresh_process(saved: Path) -> None:
-    """The same next output, to the last bit."""
+    """The next output is equal, bit for bit."""
     with Forked(go_on, saved) as process:
         code, out, errors = process.end()
     assert code == 0, errors.decode()
@@ -301,7 +302,7 @@ def test_in_a_fresh_process(saved: Path) -> None:
 
 
 def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:
-    """4 KV heads of 128 channels in bfloat16, policy compact, whole file against 16 bit."""
+    """4 KV heads of 128 channels in bfloat16, policy compact; the file against 16-bit precision."""
     cache, generator = OscarCache("channel"), torch.Generator().manual_seed(0)
     image = [0] * 6 + [1] * 160
     for _ in range(10):
@@ -352,7 +353,7 @@ def test_refuses_a_store_of_another_shape(saved: Path, shape: dict[str, int]) ->
 
 
 def test_a_file_from_before_values_could_be_unbiased(tmp_path: Path) -> None:
-    """It does not name the field, and its pages are plain."""
+    """Such a file lacks the field, and its pages are fitted without the option."""
     cache, path = history(KVPolicy.preset("channel", value_scale="plain")), tmp_path / "old"
     save_cache(cache, path, fingerprint="f")
     with safe_open(path, "pt") as file:
@@ -372,7 +373,7 @@ def test_a_file_from_before_values_could_be_unbiased(tmp_path: Path) -> None:
 
 
 def with_float32_tokens(path: Path) -> dict[str, torch.Tensor]:
-    """Rewrite a file as it was when tokens outside of pages had the model's dtype."""
+    """Rewrite a file as in versions where unpacked tokens had the model's dtype."""
     with safe_open(path, "pt") as file:
         text = json.loads(file.metadata()["oscar_mm.cache"])
     for about in text["layers"]:

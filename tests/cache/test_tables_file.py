@@ -1,4 +1,4 @@
-"""Forged files: their checksum is right, but their content is no cache's."""
+"""Forged files, whose checksum is right but whose content is impossible."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def replaced(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 
 
 def no_number(field: str, value: float) -> Callable:
-    """In the first page: what comes out of the field is no number."""
+    """Return a forgery that puts a value that is not finite into a field of the first page."""
 
     def change(tensors: dict[str, torch.Tensor], text: dict[str, Any]) -> None:
         _, _, heads, width = tensors["layer.1.recent"].shape
@@ -63,7 +63,7 @@ def no_number(field: str, value: float) -> Callable:
 
 
 def a_page_twice(tensors: dict[str, torch.Tensor], text: dict[str, Any]) -> None:
-    """In a stream of two pages at least: the second one is the first one again."""
+    """List the first page of a stream of at least two pages twice."""
     rows = tensors["streams"][:, 2].cumsum(0).tolist()
     at = next(end for end, own in zip(rows, tensors["streams"][:, 2], strict=True) if own > 1)
     tensors["entries"][at - 1, 0] = tensors["entries"][at - 2, 0]
@@ -162,7 +162,7 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_forged_files(saved: Path, tmp_path: Path, name: str) -> None:
-    """With a right checksum, but content that is no cache's: refused before anything is taken."""
+    """Files with a right checksum but impossible content are refused before slots are taken."""
     change, message = FORGED[name]
     tensors = load_file(saved)
     with safe_open(saved, "pt") as file:
@@ -201,7 +201,7 @@ def test_forged_stream_pages(tmp_path: Path, field: str, value: float) -> None:
     "change", [{"kv_heads": 4}, {"head_dim": 128}, {"dtype": torch.float16}, None]
 )
 def test_a_cache_of_another_shape_than_the_model(saved: Path, change: dict | None) -> None:
-    """Told by the header, so that no pool is made that the model could not use."""
+    """The header shows the mismatch, so no pool is allocated that the model could not use."""
     shape = LayerShape(*load_file(saved)["layer.0.recent"].shape[2:], torch.float32)
     model = [shape, shape]
     assert SavedCache.read(saved, fingerprint="model-1", layers=model).shapes == model

@@ -1,4 +1,4 @@
-"""What is read for attention: the tokens of all streams, whichever pages and slots they are in."""
+"""Attention reads the tokens of all streams, whichever pages and slots they are in."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An OscarCache under ``torch.autocast`` and ``torch.compile`` is transformers' own cache."""
+"""OscarCache equals transformers' own cache under ``torch.autocast`` and ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def models() -> dict[str, PreTrainedModel]:
 def two_turns(
     model: PreTrainedModel, cache: object, inputs: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of an answer, and the logits of a second turn."""
+    """Return the tokens of an answer, and the logits of a second turn."""
     ids = generate(model, cache, inputs)
     new = torch.cat([ids[:, -1:], prompt(9, batch=len(ids), seed=1)], dim=1)
     mask = torch.ones(len(ids), ids.shape[1] + 9, dtype=torch.long)
@@ -63,7 +63,7 @@ def test_autocast(models, name: str, dtype, inputs: str, implementation: str) ->
 @pytest.mark.parametrize("implementation", ["sdpa", "oscar"])
 @pytest.mark.parametrize("policy", ["standard", "channel"])
 def test_pages_are_packed_as_precisely_under_autocast(models, policy: str, implementation) -> None:
-    """Packing keeps its own dtypes: products in 16-bit precision would lose bits of keys."""
+    """Packing keeps its dtypes; products in 16-bit precision would lose bits of keys."""
     model = models["qwen3"]
     model.set_attn_implementation(implementation)
 
@@ -118,7 +118,7 @@ def test_compiled_forward(fresh_dynamo) -> None:
 
 
 def test_compiled_module(fresh_dynamo) -> None:
-    """(Its ``generate`` is that of the module, which is not compiled.)"""
+    """Its ``generate`` calls the original module, which is not compiled."""
     model = build_decoder("llama", num_hidden_layers=1)
     expected = logits(model, DynamicCache(config=model.config), prompt(30))
     compiled, cache = torch.compile(model, backend="eager"), OscarCache("bf16", model=model)

@@ -1,4 +1,4 @@
-"""A cache that does not know the model says so, once, and names what to do."""
+"""A cache without a model warns once, and names the remedy."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from tests.checkpoints import build_decoder
 
 
 def warned(model: PreTrainedModel, cache: OscarCache, implementation: str) -> list[str]:
-    """What is warned of while a prompt, a chunk and a token are read."""
+    """Return the warnings raised while a prompt, a chunk and a token are read."""
     model.set_attn_implementation(implementation)
     ids = torch.arange(3, 203)[None]
     with warnings.catch_warnings(record=True) as found, torch.no_grad():
@@ -58,7 +58,7 @@ def test_nothing_is_said_where_nothing_is_missed(model) -> None:
 
 
 def test_unbalanced_is_the_policy_without_balancing(model) -> None:
-    """What the warning says: another method, the one that balance=None names."""
+    """As the warning says, this is another method: that of balance=None."""
     model.set_attn_implementation("sdpa")
     caches = [OscarCache(KVPolicy.preset("channel", balance=x)) for x in ("weights", None)]
     for cache in caches:

@@ -276,7 +276,7 @@ def test_a_turn_that_is_cancelled_before_its_first_word(qwen3_vl_folder: Path, w
 
 
 def test_an_answer_that_a_hook_of_others_cancels(qwen3_vl_folder: Path) -> None:
-    """A hook that uses another pipeline may raise Cancelled too."""
+    """A hook may raise Cancelled, for example of another pipeline, which ends the answers."""
     pipe = loaded(qwen3_vl_folder, "channel")
     expected, layers = alone(pipe), pipe.model.get_decoder().layers
 

@@ -333,8 +333,8 @@ def test_many_that_wait_are_read_before_a_few_go_on(
 def test_between_two_prompts_answers_make_a_step(
     works_alone: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device works on it while the host prepares the second prompt, if it is not the host itself;
-    of many that wait for a few that run each is read at once, see the test before."""
+    """A GPU runs the step while the host prepares the second prompt. With many waiting requests and
+    few running ones, each prompt is read at once, see the previous test."""
     pipe, read = loaded(qwen3_vl_folder), list[list[int]]()
     pipe.engine.reader.max_varlen_tokens = 1  # Each prompt is read by itself.
     monkeypatch.setattr(

@@ -73,8 +73,8 @@ def samplers(options: dict[str, Any]) -> Iterator[SamplingState]:
 
 
 def chosen(rows: Sequence[SamplingState], logits: torch.Tensor, reseated: int) -> list[list[int]]:
-    """Tokens of rows from (rows, steps, vocabulary) logits; after some steps they are seated anew,
-    as where others join."""
+    """Return tokens of rows from (rows, steps, vocabulary) logits; after some steps the batch is
+    rebuilt, as if other rows joined."""
     chooser = SamplerGroup(rows, CPU)
     for step in range(STEPS):
         if step == reseated:

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 
 @contextmanager
 def at_passes(pipe: Pipeline, calls: dict[int, Any]) -> Iterator[list[int]]:
-    """Notes the tokens of each pass that reads a prompt, and calls what is to be called before the
-    pass of a number."""
+    """Record the tokens of each prefill pass, and call functions before passes, by their number."""
     passes: list[int] = []
 
     def begins(_: Any, args: tuple) -> None:
@@ -42,7 +41,7 @@ def at_passes(pipe: Pipeline, calls: dict[int, Any]) -> Iterator[list[int]]:
 
 
 def noted(answers: Sequence[Request], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Append the index of an answer to a list with each of its tokens."""
+    """Return a list that gets the index of an answer with each of its tokens."""
     order: list[int] = []
 
     def take(index: int, taken: Any, token: int) -> None:
@@ -174,8 +173,8 @@ def test_a_prompt_of_one_chunk_is_read_exactly(qwen3_vl_folder: Path) -> None:
 def test_told_turns_leave_others_their_turns(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long answer that was told, and questions of others meanwhile; the chat is as if it had been
-    told at once."""
+    """A long answer is added as history while others ask questions; the chat equals one to which it
+    was added at once."""
     pipe = loaded(qwen3_vl_folder, prefill_chunk=CHUNK)
     whole = loaded(qwen3_vl_folder)
     with whole.chat() as chat:

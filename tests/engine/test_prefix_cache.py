@@ -50,8 +50,8 @@ def folder(qwen3_vl_folder) -> Path:
 
 @contextmanager
 def tokens_read(pipe: Any) -> Iterator[list[int]]:
-    """Tokens of each prompt that is read inside. (A hook on the model might change what it reads,
-    so no prefix would be shared.)"""
+    """Record the number of tokens of each prompt that is read within the block. (A hook on the
+    model might change its input, so that prefixes would not be shared.)"""
     seen, reader = list[int](), pipe.engine.reader
     prefill_batch, read_in_chunks = reader.prefill_batch, reader.read_in_chunks
 
