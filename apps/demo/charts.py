@@ -79,7 +79,7 @@ def chart(
     Args:
         lines: areas in the order in which they are stacked, then lines.
         title: caption above the chart.
-        summary: what the chart shows now, in words.
+        summary: description of the chart's present content.
         x_label: label of the horizontal axis.
         show_y: function that formats a value of the vertical axis.
         ticks: values on the horizontal axis; by default its ends and its middle.

@@ -100,7 +100,7 @@ class Exchange:
         reasoning: reasoning of a thinking model so far.
         answer: text of the answer so far.
         baseline: text of the answer over a 16-bit cache so far, or None.
-        note: what ended the answer; "" if the model did.
+        note: cause of the answer's end; "" if the model ended it.
         hint: reason not to trust the answer; "" if there is none.
         error: reason why there is no answer.
         counts: whether the exchange is a turn of the chat.

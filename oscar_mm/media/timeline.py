@@ -191,7 +191,7 @@ def on_show(timed: Iterable[tuple[float, T]], times: Sequence[float]) -> Iterato
     """Yield the item on show at each of ``times``; nothing if there are no items.
 
     Args:
-        timed: pairs (time, item); an item is on show from its time until that of the next. The
+        timed: pairs (time, item); an item is on show from its time until the next item's time. The
             first item is on show before its time too.
         times: times in ascending order.
     """

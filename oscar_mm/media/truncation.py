@@ -54,8 +54,8 @@ def check_whole(source: Path | bytes, label: str) -> None:
     """Refuse a WAV, AVI, CAF, Matroska, WebM or Ogg file whose end is missing.
 
     The headers of the other formats give the size; an Ogg file has instead a mark on its last page.
-    An interrupted live recording lacks the mark too. It cannot be told from a truncated file, so
-    it is refused as well.
+    An interrupted live recording lacks the mark too. It cannot be distinguished from a truncated
+    file, so it is refused as well.
 
     Raises:
         InputError: if the file is cut off, or cannot be opened.

@@ -170,8 +170,8 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: 
         torch.testing.assert_close(found[row], expected, atol=2e-4, rtol=2e-4)
     lengths = [past + count for past, count in zip(LENGTHS, NEW, strict=True)]
     assert [cache.get_seq_length() for cache in caches] == lengths
-    # Steps of a token each, with a row that nobody looks at and another order. Launches are those
-    # of prompts: a few steps read what these have stored.
+    # Steps of one token, with a padding row and another order. Launches apply to prompts only, so a
+    # few steps suffice to read what the prompts have stored.
     order = [3, 0, 2, 1]
     view.set_rows([caches[row] for row in order] + [None])
     for step in range(10 if launches else 40):

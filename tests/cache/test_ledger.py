@@ -369,7 +369,7 @@ def begun(window: int = 32) -> KVCacheManager:
     kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=window, sinks=3, **STREAM)))
     kv_manager.advance(np.zeros((2, 200), np.int8))
     kv_manager.advance(np.zeros((2, 1), np.int8))
-    for slots in kv_manager.allocators.values():  # There is room for more.
+    for slots in kv_manager.allocators.values():  # Leave free slots in the pools.
         slots.release(slots.allocate(40))
     return kv_manager
 
@@ -383,7 +383,7 @@ def test_a_step_comes_as_foretold(change: str) -> None:
         kv_manager.allocators[PLAIN].release(kv_manager.allocators[PLAIN].allocate(3))
     elif change == "row ends":
         tokens[0] = PADDING
-    elif change == "other rows":  # One that nobody looks at any more.
+    elif change == "other rows":  # A padding row takes the place of a row.
         tokens[0], kv_manager.sequences[0] = PADDING, SequenceTable()
     step = kv_manager.advance(tokens)
     assert step.planned is told
@@ -458,7 +458,7 @@ def test_a_page_that_was_foretold(between: str) -> None:
     twin, tokens = KVCacheManager(kv_manager.store), np.zeros((1, 1), np.int8)
     for one in (kv_manager, twin):
         one.advance(np.zeros((1, 35 + 128 + min_page_tokens(policy, TWO) - 3), np.int8))
-    pages.release(pages.allocate(3))  # There is room for more.
+    pages.release(pages.allocate(3))  # Leave free slots in the pool.
     for _ in range(2):
         kv_manager.advance(tokens)
         twin.advance(tokens)

@@ -231,7 +231,7 @@ def test_a_page_that_forks_have_in_common_is_written_once(tmp_path: Path) -> Non
     loaded, _ = load_cache(tmp_path / "a", fingerprint="f")
     for found, expected in zip(loaded.unpacked(0), cache.unpacked(0), strict=True):
         assert torch.equal(found, expected)
-    # Each row goes on in a page of its own, as before.
+    # Each row continues in its own page, as before.
     for seed in range(3):
         new = chunk(seed, 1, batch=2)
         assert torch.equal(attend_oscar(loaded, new), attend_oscar(cache, new))

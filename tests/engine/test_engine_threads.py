@@ -73,7 +73,7 @@ def test_an_interrupt_is_that_threads(qwen3_vl_folder, monkeypatch, where: str) 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(owner, name, interrupted)
         run(pipe, answers)
-    # What had not begun goes on; nobody else is told that they pressed Ctrl-C.
+    # Requests that had not started continue; Ctrl-C reaches no other thread.
     run(pipe, answers)
     for answer, ids in zip(answers, expected, strict=True):
         if answer.error is None:

@@ -55,7 +55,7 @@ SCHEMAS: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
         lambda x: bool(re.fullmatch(r"[A-C]{2}-[0-9]+", x)) and len(x) <= 8,
     ),
     ({"type": "string", "format": "date"}, lambda x: bool(re.fullmatch(r"\d{4}-\d\d-\d\d", x))),
-    # A format that nobody checks says nothing about what is valid.
+    # A format that is not checked does not restrict valid values.
     (
         {"type": "string", "format": "color", "pattern": "^#[0-9]{3}$"},
         lambda x: bool(re.fullmatch(r"#[0-9]{3}", x)),

@@ -160,7 +160,7 @@ def test_a_step_that_was_launched_early_is_not_lost_when_others_join(
         pipe.engine.run_until(lambda steps=steps: next(steps, None) is None)
     run(pipe, answers)
     assert [answer.complete().token_ids for answer in answers] == expected
-    # Whoever ends with max_new_tokens is foretold too.
+    # An end by max_new_tokens is predicted too.
     assert len(launched) > 20 and len(launched) - len(taken) <= 1
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 def test_one_waits_for_another_that_ends_at_its_first_token(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
     answers = [made(pipe, SHORT[0], max_new_tokens=1) for _ in range(3)]
-    # Their pages are free before anybody asks for their text.
+    # Their pages are free before their texts are read.
     assert pipe.budget is not None
     pipe.budget.limit = int(1.5 * needed(pipe, answers[0]))
     found = together(pipe, answers)
@@ -328,7 +328,7 @@ def test_a_chat_waits_for_an_answer_of_another_policy_beside_a_thread_of_steps(
         if steps_of_twin:
             list(pieces)
         try:
-            with suppress(MemoryBusy):  # It waited, and a little room may not be enough.
+            with suppress(MemoryBusy):  # It waited, and the little free memory may not be enough.
                 telling.result(20)
         finally:
             pipe.budget.limit = 1 << 24
