@@ -105,7 +105,7 @@ def run_on_cluster(
         cpus_per_worker: CPUs of a worker.
 
     Raises:
-        InputError: Ray or the cluster is missing, or the cluster is too small.
+        InputError: if Ray or the cluster is missing, or the cluster is too small.
     """
     if not rows:
         return Work(0, 0.0, 0.0, 0.0, 0, 0)

@@ -195,6 +195,9 @@ class Sessions:
 
         Sessions without a conversation go first, then sessions without a visitor, then all: a
         browser that lost its connection still counts as a visitor.
+
+        Raises:
+            InputError: if all sessions have conversations with active visitors.
         """
         now, visited = time.monotonic(), set(self._visits.values())
         key, session = max(

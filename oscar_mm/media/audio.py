@@ -112,7 +112,7 @@ def load_audio(
     Returns:
         Mono samples at 16 kHz, about 64 KB per second whatever the source's rate and channels.
         Samples of a file are placed by their timestamps, and gaps are filled with silence. Time 0
-        is the first sound of a recording, and the first picture of a video.
+        is the first sound of a recording, and the start of a video.
 
     Raises:
         InputError: if there is nothing to read, the source is not a recording or has no sound; if

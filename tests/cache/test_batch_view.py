@@ -183,7 +183,7 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: 
             logits = model(**arguments, **as_argument(view)).logits[:, -1]
         for place, row in enumerate(order):
             expected = read(model, alone[row], tokens[place : place + 1])
-            # Rounding to 16 bit makes of the least difference one of 0.4% of a key or value.
+            # Rounding to 16 bits turns the smallest difference into 0.4% of a key or value.
             torch.testing.assert_close(logits[place], expected, atol=5e-3, rtol=5e-3)
     assert not view.pop_overflow()
     for cache, fork in zip(caches, alone, strict=True):

@@ -315,7 +315,7 @@ def test_many_that_wait_are_read_before_a_few_go_on(
         for answer in others:
             pipe.engine.submit(answer)
         pipe.engine.run_until(lambda: len(read) == 9)
-        # Nine wait for one that runs, then eight for two, ...: a layer of each passes meanwhile.
+        # Nine wait while one runs, then eight while two run, ...; meanwhile a layer of each passes.
         assert read[0] == read[2] < read[-1]
     else:
         for answer in others:

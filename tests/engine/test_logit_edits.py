@@ -214,7 +214,7 @@ def test_end_tokens_that_are_ignored(qwen3_vl_folder, reference) -> None:
 
 
 def test_a_chat_goes_on_after_a_stop_token(plain, reference) -> None:
-    """Its token is part of what the next turn reads, or not, as that of a stop text."""
+    """The next turn reads the stop token or not, as with a stop string."""
     free = generated(reference)
     end = next(token for token in free[3:] if free.index(token) >= 3)
     options = {"max_new_tokens": 24, "temperature": 0}
