@@ -55,9 +55,9 @@ class EventStream(StreamingResponse):
     """Server-sent events of answers; the answers end with them, even if they never begin.
 
     Args:
-        answers: that have begun.
+        answers: answers that have begun.
         written: writes their events.
-        scope: of the request; its line in the access log tells how the stream ends.
+        scope: ASGI scope of the request; its line in the access log tells how the stream ends.
     """
 
     def __init__(self, answers: AnswerSet, written: AnswerFormat, scope: Scope) -> None:

@@ -19,7 +19,7 @@ class KeptResponse:
 
     Attributes:
         body: the response.
-        messages: of the conversation, in the chat-completions protocol, without instructions.
+        messages: the conversation in the chat-completions protocol, without instructions.
         size: bytes of the requests that they came in.
     """
 

@@ -69,7 +69,7 @@ class AnswerTimes:
     """Counts an answer's tokens and measures their times as they come.
 
     Args:
-        metrics: of the server.
+        metrics: metrics of the server.
         arrival: ``perf_counter()`` when the request came.
 
     Attributes:

@@ -362,7 +362,7 @@ def parsed(kind: type[T], data: bytes) -> T:
     """Parse the JSON of a request.
 
     Args:
-        kind: of the body.
+        kind: kind of the body.
         data: the body, of bounded length.
 
     Raises:

@@ -124,7 +124,7 @@ def model_card(name: str, created: int, context: int) -> dict[str, Any]:
     """Entry of the list of models, with the context as vLLM names it.
 
     Args:
-        name: of the model, for clients.
+        name: name of the model, for clients.
         created: Unix time in seconds since which it is served.
         context: most tokens of a prompt and its answer.
     """

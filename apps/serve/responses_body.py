@@ -168,7 +168,7 @@ def with_referenced(
     The AI SDK sends earlier answers in this form.
 
     Args:
-        items: of an input.
+        items: items of an input.
         find: returns the item of an id; None if it is not kept.
 
     Raises:

@@ -131,8 +131,8 @@ class Service:
     Attributes:
         name: the first name, used in answers to requests that do not give one.
         hurry: ends the grace time of answers when it is set.
-        places: of running answers.
-        responses: that later requests may continue.
+        places: places of running answers.
+        responses: responses that later requests may continue.
         known_media: stored media that clients may reuse by uuid.
     """
 
