@@ -26,9 +26,9 @@ def logprobs_body(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob] | None
 ) -> dict[str, Any] | None:
     """Body of ``logprobs`` of a choice; None where none were asked for."""
-    return (
-        None if found is None else {"content": logprob_entries(tokenizer, found), "refusal": None}
-    )
+    if found is None:
+        return None
+    return {"content": logprob_entries(tokenizer, found), "refusal": None}
 
 
 def logprob_entries(
@@ -42,11 +42,10 @@ def logprob_entries(
     ]
 
 
-def without_reasoning(
-    tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob]
+def after_reasoning(
+    tokenizer: PreTrainedTokenizerBase, thinks: ThinkTokens | None, found: Sequence[TokenLogprob]
 ) -> Sequence[TokenLogprob]:
     """Drop the tokens of a reasoning that ends among these, and the line breaks that follow it."""
-    thinks = ThinkTokens.of(tokenizer)
     ids = [one.token_id for one in found]
     if thinks is None or thinks.closing not in ids:
         return found

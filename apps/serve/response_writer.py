@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from oscar_mm.apps.serve.answer_set import Choice
 from oscar_mm.apps.serve.completed import CompletedAnswer
-from oscar_mm.apps.serve.logprobs import logprob_entries, without_reasoning
+from oscar_mm.apps.serve.logprobs import after_reasoning, logprob_entries
 from oscar_mm.apps.serve.refusals import Refusal
 from oscar_mm.apps.serve.responses_body import ResponsesBody
 from oscar_mm.apps.serve.tools import call_body
 from oscar_mm.engine.answer import Answer, Reasoning
 from oscar_mm.engine.logprobs import TokenLogprob
+from oscar_mm.engine.think_tokens import ThinkTokens
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -40,6 +41,7 @@ class ResponseWriter:
         request: what is answered.
         model: the model's name for clients.
         tokenizer: tokenizer of the model.
+        thinks: tokens that enclose the model's reasoning, as in ``Family.think_tokens``.
         keep: takes the response once it is complete.
     """
 
@@ -48,12 +50,13 @@ class ResponseWriter:
         request: ResponsesBody,
         model: str,
         tokenizer: PreTrainedTokenizerBase,
+        thinks: ThinkTokens | None,
         keep: Callable[[dict[str, Any], dict[str, Any]], None] | None = None,
     ) -> None:
         fields = request.model_dump(by_alias=True, exclude={"input"}, exclude_none=True)
         self._request = {name: fields.get(name) for name in _ECHOED}
         self._model, self._keep, self._created = model, keep, int(time.time())
-        self._tokenizer = tokenizer
+        self._tokenizer, self._thinks = tokenizer, thinks
         self.id = f"resp_{uuid4().hex}"
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -124,7 +127,7 @@ class ResponseWriter:
         """Add the log-probabilities that have come to the message, and return their entries."""
         if not self._untold:
             return []
-        found, self._untold = without_reasoning(self._tokenizer, self._untold), []
+        found, self._untold = after_reasoning(self._tokenizer, self._thinks, self._untold), []
         told = logprob_entries(self._tokenizer, found)
         self._logprobs += told
         return told

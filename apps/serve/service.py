@@ -283,7 +283,8 @@ class Service:
             kept = None if asked.store is False else keep
             body = checked(fields)
             name = self.answering(body.model)
-            return body, ResponseWriter(asked, name, self._tokenizer, kept)
+            thinks = self.conversations.pipe.family.think_tokens
+            return body, ResponseWriter(asked, name, self._tokenizer, thinks, kept)
 
         places: list[str] = []
         try:
