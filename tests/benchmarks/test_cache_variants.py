@@ -104,8 +104,8 @@ def test_our_pools_are_as_large_as_needed_from_the_start(decoder: Decoder, polic
 
 
 def test_slots_of_a_row() -> None:
-    """Of 1,100 tokens 4 are sinks and 32 are in the window; the others, and 20 more, take 9 pages.
-    A step writes one token. In 16-bit precision an answer takes 32 slots at a time."""
+    """4 sinks and a window of 32 leave 1,064 of 1,100 tokens; with 20 more they take 9 pages. A
+    step writes one token. In 16-bit precision an answer takes 32 slots at a time."""
     policy = KVPolicy.preset("compact")
     assert (policy.sinks, policy.window) == (4, 32)
     assert VARIANTS["compact-graph"].slots(1100, 20) == {Bits(2, 2): 9, PLAIN: 4 + 32 + 1}

@@ -76,7 +76,7 @@ def test_centers_are_of_32_keys() -> None:
 
 
 def test_a_page_without_these_keys_is_no_help() -> None:
-    """Those keys were forgotten, so the center is the mean of the available keys."""
+    """The keys of a center were forgotten, so it is the mean of those that are left."""
     numbers = Numbers(small_window())
     numbers.advance(np.zeros((1, 120), dtype=int))
     numbers.forget(0, 80, 90)
