@@ -4,7 +4,13 @@
 #include "common/page.cuh"
 
 constexpr int PER_LANE = HEAD_DIM / 32;
-constexpr float HADAMARD_NORM = HEAD_DIM == 128 ? 0.08838834764831845f : 0.125f;
+static_assert((HEAD_DIM & (HEAD_DIM - 1)) == 0, "a Hadamard transform has a power of two");
+
+// 1 / sqrt(size) of a power of two: halved for each factor of 4, which is exact.
+__device__ constexpr float hadamard_norm(int size) {
+  return size == 1 ? 1.0f : size == 2 ? 0.70710678118654752f : 0.5f * hadamard_norm(size / 4);
+}
+constexpr float HADAMARD_NORM = hadamard_norm(HEAD_DIM);
 
 // Channel of element i of a lane, where all 32 have a part of the vector.
 __device__ __forceinline__ int channel_of(int i, int lane) { return i * 32 + lane; }
