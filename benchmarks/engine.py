@@ -206,12 +206,15 @@ def _reading(pipe: Pipeline, answers: Sequence[Request], prompt: Prompt) -> dict
 
 def _reading_s(pipe: Pipeline, prompt: Prompt) -> float:
     """Return the seconds of a prompt's prefill while nothing else runs."""
-    cache, start = pipe.new_cache(), perf_counter()
-    with pipe.lock:
+
+    def read() -> float:
+        cache, start = pipe.new_cache(), perf_counter()
         pipe.engine.reader.read(prompt, cache).argmax().item()
         seconds = perf_counter() - start
         cache.close()
-    return seconds
+        return seconds
+
+    return pipe.engine.call(read, runs_model=True)
 
 
 def rows_of(

@@ -50,7 +50,7 @@ from oscar_mm.media.encoder_inputs import ImagesInBytes, VideosInBytes
 from oscar_mm.media.media import MediaReader
 from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality
-from oscar_mm.threads import parallel_map
+from oscar_mm.thread_pool import parallel_map
 
 NOTES = [
     "Shapes of the released config.json, random weights in bfloat16, the default policy. Pictures "

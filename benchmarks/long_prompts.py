@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.random_model import words
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import serving
-from oscar_mm.threads import thread_count
+from oscar_mm.thread_pool import thread_count
 
 _ALONE = 5
 """Number of short questions before the long prompt."""

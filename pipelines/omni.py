@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -151,8 +152,8 @@ class OscarOmniPipeline(Pipeline):
     def _spoken(
         self, prompt: Prompt, sampling: Sampling, speaker: str, start: float
     ) -> Generator[Piece | Answer, None, None]:
-        with self.lock:
-            answer = speak_answer(self.family, prompt, self.policy, sampling, speaker, start)
+        spoken = partial(speak_answer, self.family, prompt, self.policy, sampling, speaker, start)
+        answer = self.engine.call(spoken, runs_model=True)
         yield answer.text
         yield answer
 

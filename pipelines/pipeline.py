@@ -125,7 +125,6 @@ class Pipeline:
         self.media_reader = MediaReader(limits, allow_remote, video_fps)
         placement = Placement(device, device_map, tp_plan)
         self.store = PageStore(self.policy)
-        self.lock = self.store.lock
         self.prefixes = budget = None
         if prefix_cache is not None:
             self.prefixes = PrefixCache(parse_bytes("prefix_cache", prefix_cache))
@@ -151,7 +150,8 @@ class Pipeline:
         chunk = usual_chunk(self.family.device) if prefill_chunk == "auto" else chunk
         self.admission = Admission(self.family, self.store, most, chunk, budget)
         self.media_reader.max_seconds = self.admission.max_seconds
-        self.engine = Engine(self.family, self.store, self.admission, self.prefixes)
+        thread = self.admission.thread
+        self.engine = Engine(self.family, self.store, self.admission, self.prefixes, thread)
         warn_of_hard_layers(self.model, self.policy)
 
     @property
@@ -213,7 +213,7 @@ class Pipeline:
             InputError: if the file cannot be read, is not a chat, was altered or belongs to another
                 model, or if ``kv_budget`` has no memory for it.
         """
-        # Without the lock, as reading may take long: other requests may take the memory meanwhile.
+        # In this thread, as reading may take long: other requests may take the memory meanwhile.
         chat = read_chat(
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,
@@ -234,9 +234,8 @@ class Pipeline:
                 budget.make_room(saved.bytes)
             return saved.placed(self.store, self.family.layer_devices)
 
-        with self.engine.wait_for_memory(place) as cache:
-            conversation = replace(chat.conversation, kv=cache)
-            return Chat(self, chat.system, conversation, tools=chat.tools)
+        conversation = replace(chat.conversation, kv=self.engine.call_with_memory(place))
+        return Chat(self, chat.system, conversation, tools=chat.tools)
 
     def batch(
         self,
@@ -286,8 +285,8 @@ class Pipeline:
     def with_policy(self, policy: str | KVPolicy) -> Self:
         """Return a pipeline of the same loaded model with another policy.
 
-        Both share lock and budget: their chats may be used concurrently, from several threads, and
-        count together. Only this pipeline has a prefix cache.
+        Both share engine thread and budget: their chats may be used concurrently, from several
+        threads, and count together. Only this pipeline has a prefix cache.
 
         Args:
             policy: a KVPolicy or the name of a preset.
@@ -298,14 +297,13 @@ class Pipeline:
         twin = copy.copy(self)
         twin.policy = KVPolicy.of(policy)
         self.store.ranks.check(twin.policy)
-        twin.store = PageStore(twin.policy, self.lock, self.store.ranks)
+        twin.store = PageStore(twin.policy, self.store.ranks)
         twin.admission = replace(self.admission, store=twin.store)
         twin.prefixes = None
-        twin.engine = Engine(self.family, twin.store, twin.admission, twin=self.engine)
+        twin.engine = Engine(self.family, twin.store, twin.admission, thread=self.engine.thread)
         warn_of_hard_layers(self.model, twin.policy)
-        if self.budget is not None:
-            with self.lock:
-                self.budget.stores.add(twin.store)
+        if (budget := self.budget) is not None:
+            self.engine.call(lambda: budget.stores.add(twin.store))
         return twin
 
     def release_graphs(self) -> None:
@@ -317,7 +315,7 @@ class Pipeline:
         self.engine.release_graphs()
 
     def new_cache(self) -> OscarCache:
-        """Create an empty cache in the pipeline's store; use it under the pipeline's lock."""
+        """Create an empty cache in the pipeline's store; use it in ``engine.call``."""
         return OscarCache(self.policy, store=self.store)
 
     @property
@@ -388,10 +386,11 @@ class Pipeline:
         Raises:
             InputError: if the model does not support the media, or there are too many.
         """
-        read = self.family.prompt(messages, media, tools, template)
-        # Under the lock: copies to the device must not disturb the capture of a decode step.
-        with self.lock.briefly():
-            return read.to(self.family.device)
+        return self._on_device(self.family.prompt(messages, media, tools, template))
+
+    def _on_device(self, prompt: Prompt) -> Prompt:
+        """Copy a prompt to the model's device, without disturbing the capture of a decode step."""
+        return self.engine.call(lambda: prompt.to(self.family.device))
 
     def read_request(
         self,
@@ -432,9 +431,7 @@ class Pipeline:
         Args:
             ids: at least one token id, checked by ``Family.check_ids``.
         """
-        read = self.family.text_prompt(ids)
-        with self.lock.briefly():
-            return read.to(self.family.device)
+        return self._on_device(self.family.text_prompt(ids))
 
     def chat_completion(
         self,

@@ -99,12 +99,16 @@ class SharedMedia:
                 )
             return
         self.pipe.admission.check_prompt(self._prompt, 1)
-        with self.pipe.lock:
+        prompt, cache = self._prompt, self._cache
+
+        def prefill() -> None:
             try:
-                self.pipe.engine.reader.read(self._prompt, self._cache)
+                self.pipe.engine.reader.read(prompt, cache)
             except BaseException:
-                self._cache.reset()
+                cache.reset()
                 raise
+
+        self.pipe.engine.call(prefill, runs_model=True)
         self._state, ids = state, self._prompt.inputs["input_ids"]
         self._prompt = replace(self._prompt, inputs={"input_ids": ids})
 
@@ -120,8 +124,7 @@ class SharedMedia:
         """
         start = time.perf_counter()
         prompt, past = self._after_media(question, sampling.max_new_tokens)
-        with self.pipe.lock.briefly():
-            cache = past.fork()
+        cache = self.pipe.engine.call(past.fork)
         history = None if self._prompt is None else self._prompt.inputs["input_ids"]
         answer = Request(self.pipe.engine, prompt, cache, sampling, start, history)
         answer.prompt_tokens += past.get_seq_length()
@@ -174,8 +177,7 @@ class SharedMedia:
 
     def close(self) -> None:
         """Release the pages; running requests keep theirs."""
-        with self.pipe.lock.briefly():
-            self._cache.close()
+        self.pipe.engine.call(self._cache.close)
 
     def _asked(self, question: str) -> list[Message]:
         return first_turn(question, self._parts, self.system)
@@ -251,7 +253,8 @@ def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
         FloatingPointError: if the model's logits are NaN.
         torch.OutOfMemoryError: if there are too many questions at once.
     """
-    with pipe.lock:
+
+    def score() -> list[Choice]:
         caches = [question.cache.fork() for question in questions]
         try:
             prompts = [question.prompt for question in questions]
@@ -270,6 +273,8 @@ def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
             for cache in caches:
                 cache.close()
 
+    return pipe.engine.call(score, runs_model=True)
+
 
 @eager
 @torch.inference_mode()
@@ -285,7 +290,7 @@ def log_likelihoods(
     beginning, which is shorter.
 
     Args:
-        reader: prefill runner; the caller has the lock of its store.
+        reader: prefill runner, used in its engine thread.
         prompts: prompts of a single row each.
         caches: caches that the prompts continue, and that then contain the prompts too; the
             continuations are prefilled on forks, which share their pages.

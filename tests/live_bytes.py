@@ -9,19 +9,40 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oscar_mm.engine.engine_thread import EngineThread
+
 
 class LiveBytes(TorchDispatchMode):
     """Dispatch mode that counts the bytes of tensors created within the block while they live.
+
+    Args:
+        thread: an engine thread, whose tensors are counted too; idle at the block's begin and end.
 
     Attributes:
         now: bytes that are alive.
         peak: most of them so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: EngineThread | None = None) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._thread, self._theirs = thread, None if thread is None else _Counted(self)
+
+    def __enter__(self) -> LiveBytes:
+        self._in_thread("__enter__")
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._in_thread("__exit__", None, None, None)
+
+    def _in_thread(self, name: str, *arguments: Any) -> None:
+        """Enter or leave the mode in the engine thread: modes of torch are each thread's own."""
+        if self._thread is not None:
+            # No call, which would restore the modes at its end.
+            self._thread.post(lambda: getattr(self._theirs, name)(*arguments))
+            self._thread.call(lambda: None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -45,6 +66,17 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+
+
+class _Counted(TorchDispatchMode):
+    """Mode of another thread that counts for the one of this thread."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        super().__init__()
+        self._live = live
+
+    def __torch_dispatch__(self, *call: Any, **named: Any) -> Any:
+        return self._live.__torch_dispatch__(*call, **named)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

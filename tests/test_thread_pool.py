@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from oscar_mm import threads
+from oscar_mm import thread_pool
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaCount, MediaLimits
-from oscar_mm.threads import parallel_map, thread_count
+from oscar_mm.thread_pool import parallel_map, thread_count
 
 
 def test_results_keep_the_order() -> None:
@@ -103,7 +103,7 @@ def test_torch_uses_one_core_in_these_threads_alone() -> None:
     usual = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        threads._threads.cache_clear()
+        thread_pool._threads.cache_clear()
         assert set(parallel_map(lambda _: torch.get_num_threads(), range(50))) == {1}
         assert torch.get_num_threads() == 3
         with ThreadPoolExecutor(1) as later:

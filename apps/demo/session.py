@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -341,8 +342,8 @@ class Session:
             }
             asked = first_turn(last.question, media_parts(**files), self.settings.system)
             prompt = pipe.read_request(asked)
-            with pipe.lock:
-                return inspect_prompt(pipe.model, prompt)
+            inspect = partial(inspect_prompt, pipe.model, prompt)
+            return pipe.engine.call(inspect, runs_model=True)
 
     def close(self) -> None:
         """Free the conversation now, or as soon as a running answer or write has ended."""

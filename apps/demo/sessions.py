@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sessions:
-    """The sessions of a page: one conversation per visitor, with a shared model, lock and budget.
+    """The sessions of a page: one conversation per visitor, with a shared model and budget.
 
     A conversation outlives the visit: any browser that knows its id can continue it, until it is
     too old or evicted.
@@ -280,8 +280,7 @@ class Sessions:
         people = f"{count} visitor{'' if count == 1 else 's'} here"
         if budget is None:
             return people
-        with self.pipe.lock.briefly():
-            used = budget.used_bytes
+        used = self.pipe.engine.call(lambda: budget.used_bytes)
         return f"{people}, {format_bytes(used)} of {format_bytes(budget.limit)} in use"
 
 

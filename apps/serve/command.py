@@ -25,7 +25,7 @@ _LEVELS = ("info", "warning", "error")
 _NAME = 256
 """Most characters of a model name."""
 _RELEASE_S = 2.0
-"""Seconds in which the model must end its step after the server has stopped."""
+"""Maximum seconds in which the engine must end its pass after the server has stopped."""
 
 
 @options.grouped
@@ -208,11 +208,12 @@ def serve(
     finally:
         if pipe.budget is not None:
             pipe.budget.close()
-    if not pipe.lock.acquire(timeout=_RELEASE_S):
-        # The process would wait for the thread in which the model still reads a long prompt.
+    try:
+        pipe.engine.call(lambda: None, timeout=_RELEASE_S)
+    except TimeoutError:
+        # At exit the engine thread must not run operations of a long prompt.
         sys.stderr.flush()
         os._exit(0)
-    pipe.lock.release()
 
 
 def _check_words(log_level: str, names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,8 @@ _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1, 2.5, 5, 10, 30, 60, 120),
 )
-_LOCK_S = 0.2
-"""Seconds in which the model should let go of its memory, to be measured."""
+_BUSY_S = 0.2
+"""Maximum seconds to wait until the engine measures the memory."""
 
 
 class Metrics:
@@ -106,7 +107,7 @@ class AnswerTimes:
 class _PipelineCollector(Collector):
     """Measures the pipeline when Prometheus asks for it.
 
-    The memory is that of an earlier measurement while the model does not let go of it.
+    The memory is that of an earlier measurement while the engine is busy.
     """
 
     def __init__(self, conversations: Conversations) -> None:
@@ -115,11 +116,8 @@ class _PipelineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         pipe = self._conversations.pipe
-        if pipe.lock.acquire(timeout=_LOCK_S, brief=True):
-            try:
-                self._memory = self._measure()
-            finally:
-                pipe.lock.release()
+        with suppress(TimeoutError):
+            self._memory = pipe.engine.call(self._measure, timeout=_BUSY_S)
         yield from self._memory
         yield GaugeMetricFamily(
             "oscar_mm_conversations", "Conversations kept", len(self._conversations)

@@ -163,10 +163,10 @@ class Service:
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Run the engine in a thread inside the block; after each step answers send their pieces.
+        """Run all requests within the block; after each step the answers send their pieces.
 
-        The next step waits briefly until the pieces are sent: both threads share an interpreter, so
-        the one that sends would otherwise wait for the engine at each piece.
+        The next step waits briefly until the pieces are sent: the event loop shares the interpreter
+        with the engine thread, and would otherwise wait for it at each piece.
         """
         loop, sent = asyncio.get_running_loop(), threading.Event()
         watchers = self.places.watchers
@@ -184,7 +184,7 @@ class Service:
                 watcher()
             loop.call_soon(sent.set)  # After all tasks that now go on.
 
-        with self.conversations.pipe.engine.stepping_thread(after_step):
+        with self.conversations.pipe.engine.keep_stepping(after_step):
             yield
 
     def authorize(self, http: HttpRequest) -> None:

@@ -23,6 +23,7 @@ from oscar_mm.cache.block_table import SlotSet, min_page_tokens
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.page_store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.cache.placement import SlotForecast, bytes_over_time, pool_bytes, slot_forecast
+from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.message import Message, text_of
 from oscar_mm.engine.prompt import Prompt
@@ -33,7 +34,6 @@ from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
 from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
-from oscar_mm.threads import FairLock
 
 _DOUBT = 0.05
 """Assumed maximum error of a recording's or video's header, as a share of its length."""
@@ -69,6 +69,7 @@ class Admission:
         max_context: maximum tokens of a conversation including its answer.
         prefill_chunk: tokens per chunk of a long prompt; None if prompts are not split.
         budget: limit on the bytes of all caches; None for no limit.
+        thread: the engine thread, which looks at the caches.
     """
 
     family: Family
@@ -76,15 +77,11 @@ class Admission:
     max_context: int
     prefill_chunk: int | None = None
     budget: KVBudget | None = None
+    thread: EngineThread = field(default_factory=EngineThread)
     _known_for: tuple[int, torch.device] | None = field(default=None, init=False, repr=False)
     _by_device: dict[torch.device, dict[Bits, int]] = field(
         default_factory=dict, init=False, repr=False
     )
-
-    @property
-    def lock(self) -> FairLock:
-        """The lock of the store."""
-        return self.store.lock
 
     @property
     def model(self) -> Any:
@@ -105,7 +102,9 @@ class Admission:
     def check_text(
         self, name: str, text: Any, *, may_be_empty: bool = False, calls: bool = False
     ) -> None:
-        """Refuse text that is invalid, empty or longer than the context; takes no lock.
+        """Refuse text that is invalid, empty or longer than the context.
+
+        It does not wait for the engine.
 
         Args:
             name: name of the argument, for the error.
@@ -163,7 +162,7 @@ class Admission:
             self.check_text(message.place, text, may_be_empty=True)
 
     def check_text_length(self, name: str, text: str) -> None:
-        """Refuse a text that alone exceeds the context; takes no lock.
+        """Refuse a text that alone exceeds the context; does not wait for the engine.
 
         Raises:
             RequestTooLarge: if it is too long; names the argument, its characters and the limit.
@@ -191,7 +190,7 @@ class Admission:
     ) -> None:
         """Refuse a request that does not fit, by the sizes of its media, before these are decoded.
 
-        If others may close the cache of ``past``, the caller must take the lock.
+        If others may close the cache of ``past``, call it in the engine thread.
 
         Args:
             messages: checked messages of the turn.
@@ -209,24 +208,24 @@ class Admission:
             tokens["text"] = self.family.tokenize(text_of(messages)).shape[1]
         else:
             tokens["text"] = text_tokens(self.family, messages, template)
-        with self.lock.briefly():
-            media: dict[Modality, list[tuple[str, int]]] = {}
-            for medium in shown:
-                counts = medium_tokens(self.family, medium)
-                media.setdefault(medium.modality, []).append((medium.label, sum(counts.values())))
-                for name, count in counts.items():
-                    tokens[name] += count
-            size = RequestSize(tokens, max_new_tokens, media, at_least=True)
-            size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
-            doubt = int(_DOUBT * (tokens["audio"] + tokens["video"]))
-            self._check_context(size, doubt)
-            # Text last, so that as many media tokens as possible are in full pages. In another
-            # order other tokens may be in the window, and fewer may wait for a page.
-            row = [np.full(tokens[kind.label], int(kind), np.int8) for kind in reversed(Modality)]
-            policy = self.store.policy
-            waiting = sum(min_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
-            order = policy.window + policy.sinks + waiting
-            self._check_bytes(size, np.concatenate(row)[doubt:], past, order)
+        media: dict[Modality, list[tuple[str, int]]] = {}
+        for medium in shown:
+            counts = medium_tokens(self.family, medium)
+            media.setdefault(medium.modality, []).append((medium.label, sum(counts.values())))
+            for name, count in counts.items():
+                tokens[name] += count
+        size = RequestSize(tokens, max_new_tokens, media, at_least=True)
+        size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
+        doubt = int(_DOUBT * (tokens["audio"] + tokens["video"]))
+        self._check_context(size, doubt)
+        # Text last, so that as many media tokens as possible are in full pages. In another order
+        # other tokens may be in the window, and fewer may wait for a page.
+        row = [np.full(tokens[kind.label], int(kind), np.int8) for kind in reversed(Modality)]
+        policy = self.store.policy
+        waiting = sum(min_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
+        order = policy.window + policy.sinks + waiting
+        check = partial(self._check_bytes, size, np.concatenate(row)[doubt:], past, order)
+        self.thread.call(check)
 
     def check_prompt(self, prompt: Prompt, max_new_tokens: int, past: Past | None = None) -> None:
         """Refuse a prompt that does not fit with its answer into context, budget or memory.
@@ -243,8 +242,8 @@ class Admission:
         size = RequestSize.of(prompt, max_new_tokens)
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
         self._check_context(size)
-        with self.lock.briefly():
-            self._check_bytes(size, prompt.modalities[0].numpy(), past)
+        check = partial(self._check_bytes, size, prompt.modalities[0].numpy(), past)
+        self.thread.call(check)
 
     def longest_answer(self, prompt: Prompt, most: int, past: Past | None = None) -> int:
         """Return the maximum answer length that context, budget and memory allow.
@@ -282,12 +281,17 @@ class Admission:
         """
         growth = self._longest_growth
         shares = [] if self.budget is None else [self.budget.limit / self.growth_bytes(growth)]
-        with self.lock.briefly():
-            for device, sizes in self._slot_bytes_by_device().items():
-                if (free := free_bytes(device)) is not None:
-                    room = free + self._free_bytes(device) + self._others_bytes(device, None)
-                    shares.append(room / pool_bytes(growth.added, sizes))
+        shares += self.thread.call(partial(self._device_shares, growth))
         return int(self.max_context * min(1.0, min(shares, default=math.inf) / answers))
+
+    def _device_shares(self, growth: SlotForecast) -> list[float]:
+        """Return how many times a forecast fits into each GPU's memory, that of caches included."""
+        shares = []
+        for device, sizes in self._slot_bytes_by_device().items():
+            if (free := free_bytes(device)) is not None:
+                memory = free + self._free_bytes(device) + self._others_bytes(device, None)
+                shares.append(memory / pool_bytes(growth.added, sizes))
+        return shares
 
     def growth(
         self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None

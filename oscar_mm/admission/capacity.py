@@ -181,7 +181,7 @@ class Reservation:
 class KVBudget:
     """Limit on the bytes of stores; drops prefixes and spills chats to keep it.
 
-    Use it under the lock of the stores. The budget counts pages and 16-bit tokens of all chats,
+    Use it in the engine thread. The budget counts pages and 16-bit tokens of all chats,
     prefixes and requests, each once. To free memory, prefixes are dropped first; then idle chats
     are written to files, least recently used first, and loaded again at their next use. The bytes
     of a turn are forecast slot by slot (``oscar_mm.cache.placement``), up to its longest answer,

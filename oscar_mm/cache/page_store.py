@@ -24,7 +24,6 @@ from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import DEFAULT, PLAIN, Bits, KVPolicy
 from oscar_mm.tensor_parallel import TPGroup
-from oscar_mm.threads import FairLock
 
 _TRIMMING = 0.02
 """Maximum share of time that compaction takes."""
@@ -214,19 +213,16 @@ class PageStore:
     that packed them, and a fork inherits it. Slots that a cache no longer needs return to the store
     and are reused before its pools grow; ``trim`` returns their memory to the device.
 
-    Threads: one forward pass at a time. A thread that uses caches of a shared store acquires
-    ``lock`` for a whole forward pass and for each operation on a cache (fork, forget, crop, close,
-    save, load). A cache may be garbage-collected at any time in any thread.
+    Threads: one thread at a time uses the store and its caches. Pipelines leave both to their
+    engine thread. A cache may be created and garbage-collected at any time in any thread.
 
     Args:
         policy: policy of all caches: a KVPolicy or a preset's name.
-        lock: lock to share; by default a new one.
         ranks: processes that each store some of the heads; by default this process alone.
 
     Attributes:
         allocators: bits -> slots of that kind, with the same ids in every layer.
         layers: layer index -> its pools, made by the first cache that reaches the layer.
-        lock: lock that a thread holds while it uses one of the caches.
         trims: number of times that slots were renumbered.
         paused: number of forward passes suspended between two layers; slots keep their ids
             meanwhile.
@@ -235,13 +231,11 @@ class PageStore:
     def __init__(
         self,
         policy: str | KVPolicy = DEFAULT,
-        lock: FairLock | None = None,
         ranks: TPGroup | None = None,
     ) -> None:
         self.policy = KVPolicy.of(policy)
         self.allocators = {bits: SlotPool() for bits in (*self.policy.packed_bits, PLAIN)}
         self.layers: dict[int, LayerPools] = {}
-        self.lock = FairLock() if lock is None else lock
         self.ranks = TPGroup() if ranks is None else ranks
         self.trims, self._next_trim = 0, 0.0
         self.paused = 0

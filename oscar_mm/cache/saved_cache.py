@@ -89,7 +89,7 @@ def cache_content(
     fingerprint: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> Content:
-    """Copy the content of a cache's file to the host, for ``write_checked``, which needs no lock.
+    """Copy the content of a cache's file to the host; any thread may then ``write_checked`` it.
 
     Only slots in use are copied; unused places of stream pages (``PageFormat.by_token``) are
     cleared. In other pages still in use, forgotten tokens remain part of the codes.
@@ -151,7 +151,7 @@ def cache_content(
 
 @dataclass(frozen=True)
 class SavedCache:
-    """Checked content of a file, read without a lock, since it touches no store.
+    """Checked content of a file, which any thread may read, since it touches no store.
 
     Attributes:
         policy: policy of the cache.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import write_checked
@@ -45,6 +45,7 @@ from oscar_mm.media.part import media_parts
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
+Result = TypeVar("Result")
 _ARGUMENTS = "prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"
 
 
@@ -90,7 +91,7 @@ class Chat:
         self._cancelled = self._stopped = False
         self._taker: threading.Thread | None = None
         """Thread that reads the pieces of the latest asynchronous stream."""
-        # Lock order: this lock first, then the pipeline's, see ``_alone``.
+        # Taken before a call of the engine thread, and never in that thread, see ``_alone``.
         self._calls = threading.RLock()
 
     def ask(
@@ -213,6 +214,7 @@ class Chat:
         said = [pipe.family.answer_text(turn.answer) for turn in turns]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
         after: Conversation | None = None
+        reading: PrefillRequest | None = None
         shown: list[Media] = []
         for turn, answer in zip(turns, ids, strict=True):
             # Turn by turn: waiting for memory while keeping some could deadlock.
@@ -226,17 +228,24 @@ class Chat:
             )
             return prompt
 
+        def begin(now: Conversation, prompt: Prompt) -> PrefillRequest:
+            nonlocal reading
+            read = prompt.to(pipe.family.device)
+            reading = PrefillRequest(pipe.engine, read, now.cache.fork())
+            self._spillable.answering = reading  # From here on the chat cannot be spilled.
+            return reading
+
+        def end() -> None:
+            assert after is not None and reading is not None
+            self._spillable.replace(replace(after, kv=reading.cache))
+            self._spillable.answering = None
+
         with self._calls:
-            with self._next_turn(prepare, 0) as (now, prompt):
-                read = prompt.to(pipe.family.device)
-                reading = PrefillRequest(pipe.engine, read, now.cache.fork())
-                # Under the lock: from here on the chat cannot be spilled.
-                self._spillable.answering = reading
-            self._read(reading)
-            with pipe.lock.briefly():
-                assert after is not None
-                self._spillable.replace(replace(after, kv=reading.cache))
-                self._spillable.answering = None
+            try:
+                self._read(self._next_turn(prepare, 0, begin))
+                pipe.engine.call(end)
+            finally:
+                pipe.engine.call(lambda: self._drop(reading))
 
     def _read(self, reading: PrefillRequest) -> None:
         """Prefill past turns; other requests continue to run.
@@ -246,16 +255,16 @@ class Chat:
         """
         if self._cancelled:
             reading.cancel()
-        try:
-            for _ in reading:
-                pass
-            if reading.cancelled:
-                raise Cancelled("the turn was cancelled before it was read")
-        except BaseException:
-            with self.pipe.lock.briefly():
-                reading.cache.close()
-                self._spillable.answering = None
-            raise
+        for _ in reading:
+            pass
+        if reading.cancelled:
+            raise Cancelled("the turn was cancelled before it was read")
+
+    def _drop(self, request: Request | None) -> None:
+        """Release the pages of a request that has begun and not become a turn."""
+        if request is not None and request is self._spillable.answering:
+            self._spillable.answering = None
+            request.cache.close()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -265,22 +274,27 @@ class Chat:
     @property
     def segments(self) -> list[Segment]:
         """Text and media of each turn, with their tokens and bytes."""
-        with self.pipe.lock.briefly():
-            return self._spillable.drop_reasoning().segments()
+        return self.pipe.engine.call(lambda: self._spillable.drop_reasoning().segments())
 
     @property
     def memory(self) -> MemoryReport:
         """Memory report of the chat; bytes shared by forks are in the report of each of them."""
-        with self.pipe.lock.briefly():
+
+        def measure() -> MemoryReport:
             cache = self._spillable.drop_reasoning().kv
             return (cache if cache is not None else self._new_cache()).memory()
+
+        return self.pipe.engine.call(measure)
 
     @property
     def so_far(self) -> Answer | None:
         """The running answer so far; None before its first token."""
-        with self.pipe.lock.briefly():
+
+        def measure() -> Answer | None:
             running = self._spillable.answering
             return running.answer() if running and running.written.token_ids else None
+
+        return self.pipe.engine.call(measure)
 
     @property
     def answering(self) -> Request | None:
@@ -302,7 +316,8 @@ class Chat:
         Raises:
             InputError: if there is no such segment, or it is text.
         """
-        with self._alone() as now:
+
+        def forget(now: Conversation) -> None:
             places = now.places()
             if type(index) is not int or not 0 <= index < len(places):
                 known = f"0 to {len(places) - 1}" if places else "none yet"
@@ -321,6 +336,8 @@ class Chat:
             self._spillable.replace(now.without_medium(cache, turn, medium))
             self.pipe.store.trim()
 
+        self._alone(forget)
+
     def undo(self) -> None:
         """Remove the last turn; call it again to remove the turn before.
 
@@ -330,7 +347,8 @@ class Chat:
         Raises:
             InputError: if there are no turns.
         """
-        with self._alone() as now:
+
+        def undo(now: Conversation) -> None:
             if not now.turns:
                 raise InputError("undo: nothing was asked yet")
             if len(now.turns) == 1:
@@ -341,13 +359,18 @@ class Chat:
                 cache.crop(now.turns[-1].start - now.tokens)
                 self._spillable.replace(now.without_last_turn(cache))
 
+        self._alone(undo)
+
     def fork(self) -> Chat:
         """Create a second chat with the same past, which shares its pages; both then diverge."""
-        with self._alone() as now:
+
+        def fork(now: Conversation) -> Chat:
             conversation = Conversation(
                 now.cache.fork(), now.token_ids, now.next_position, now.pending, now.turns
             )
             return Chat(self.pipe, self.system, conversation, self.cache_salt, self.tools)
+
+        return self._alone(fork)
 
     def save(self, path: str | Path) -> None:
         """Write the chat to a safetensors file, for ``pipe.load_chat``.
@@ -359,10 +382,9 @@ class Chat:
             InputError: if the file cannot be written; an existing file is kept.
         """
         path = self.pipe.store.ranks.path(path)
+        parts = self.system, self.pipe.fingerprint, self.tools
         with self._calls:
-            with self._alone() as now:
-                parts = now, self.system, self.pipe.fingerprint, self.tools
-                content = chat_content(path, *parts)
+            content = self._alone(lambda now: chat_content(path, now, *parts))
             write_checked(path, *content)
 
     def cancel(self) -> None:
@@ -383,12 +405,13 @@ class Chat:
         """Release all pages; the chat cannot be used any more. Idempotent."""
         with self._calls:
             self._wait_for_left()
-            with self.pipe.lock.briefly():
-                if self._spillable.closed:
-                    return
-                self._end_stream()
-                self._spillable.close()
-                self.pipe.store.trim_surplus()
+            self.pipe.engine.call(self._close)
+
+    def _close(self) -> None:
+        if not self._spillable.closed:
+            self._end_stream()
+            self._spillable.close()
+            self.pipe.store.trim_surplus()
 
     def __enter__(self) -> Chat:
         """Return the chat itself."""
@@ -398,46 +421,61 @@ class Chat:
         """Close the chat."""
         self.close()
 
-    @contextmanager
-    def _alone(self) -> Iterator[Conversation]:
-        """Keep other threads off the chat and its store within the block; end an open stream."""
+    def _alone(self, use: Callable[[Conversation], Result]) -> Result:
+        """Return what ``use`` returns for the conversation, whose cache is in the store.
+
+        ``use`` runs in the engine thread; an open stream is ended before.
+        """
         with self._calls:
             self._wait_for_left()
-            with self.pipe.engine.wait_for_memory(self._load) as now:
-                yield now
+            return self.pipe.engine.call_with_memory(lambda: use(self._load()))
 
     def _load(self) -> Conversation:
         self._end_stream()
         return self._spillable.load()
 
-    @contextmanager
     def _next_turn(
-        self, prepare: Callable[[Conversation], Prompt], most: int
-    ) -> Iterator[tuple[Conversation, Prompt]]:
-        """Yield the conversation and its next prompt, with the guarantees of ``_alone``.
+        self,
+        prepare: Callable[[Conversation], Prompt],
+        most: int,
+        begin: Callable[[Conversation, Prompt], Result],
+    ) -> Result:
+        """Return what ``begin`` returns for the conversation and its next prompt.
 
-        The prompt fits with ``most`` tokens of output. ``prepare`` makes it without the pipeline's
-        lock, so that other requests continue to run.
+        Args:
+            prepare: makes the prompt in the calling thread, so that other requests run meanwhile.
+            most: number of output tokens with which the prompt must fit.
+            begin: runs in the engine thread; never returns None.
         """
         pipe = self.pipe
+
+        def check(then: Conversation, prompt: Prompt) -> Result | None:
+            now = self._load()
+            if now.turns is not then.turns:
+                return None  # A stream that was left became a turn meanwhile.
+            pipe.admission.check_prompt(prompt, most, past_of(now))
+            return begin(now, prompt)
+
         with self._calls:
-            while True:
+            result = None
+            while result is None:
                 then = self._spillable.conversation
                 prompt = prepare(then)
-                with pipe.engine.wait_for_memory(self._load) as now:
-                    if now.turns is not then.turns:
-                        continue  # A stream that was left became a turn meanwhile.
-                    pipe.admission.check_prompt(prompt, most, past_of(now))
-                    yield now, prompt
-                    return
+                result = pipe.engine.call_with_memory(partial(check, then, prompt))
+            return result
 
     def _wait_for_left(self) -> None:
-        """Wait for the thread of a stream that a coroutine has left; it still needs the locks."""
+        """Wait for the thread of a stream that a coroutine has left; it still uses the chat."""
         taker = self._taker
         if taker is not None and self._stopped and taker is not threading.current_thread():
             taker.join()
 
     def _end_stream(self) -> None:
+        """End an open stream, in the engine thread, where no step changes its answer.
+
+        Raises:
+            RuntimeError: if another thread reads the stream.
+        """
         running = self._running and self._running()
         if running is None:
             return
@@ -461,8 +499,8 @@ class Chat:
         self._stopped = False
         pipe.admission.check_messages(with_system(self.system, messages))
         if self._running is not None:
-            with self._calls, pipe.lock.briefly():
-                self._end_stream()
+            with self._calls:
+                pipe.engine.call(self._end_stream)
         sampling = pipe.sampling(pipe.family.with_calls(options, tools), _ARGUMENTS)
         most = 1 if cut_to_fit else sampling.max_new_tokens
         decoding = ExitStack()
@@ -473,28 +511,33 @@ class Chat:
             decoding.close()
             return replace(prompt, salt=self.cache_salt)
 
+        def fitted(now: Conversation, prompt: Prompt) -> tuple[Prompt, Sampling]:
+            if not cut_to_fit:
+                return prompt, sampling
+            longest = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
+            return prompt, replace(sampling, max_new_tokens=longest)
+
         with decoding:
             shown = decoding.enter_context(self._shown(messages, most))
-            with self._next_turn(prepare, most) as (now, prompt):
-                if cut_to_fit:
-                    most = longest_answer(pipe, now, prompt, sampling.max_new_tokens)
-                    sampling = replace(sampling, max_new_tokens=most)
-                asked = with_spans(messages, prompt.media)
-                pieces = self._answer(asked, prompt, sampling, start, tools, keep_part)
-                self._running = weakref.ref(pieces)
-                return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"))
+            prompt, sampling = self._next_turn(prepare, most, fitted)
+            asked = with_spans(messages, prompt.media)
+            pieces = self._answer(asked, prompt, sampling, start, tools, keep_part)
+            self._running = weakref.ref(pieces)
+            return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"))
 
     def _shown(self, messages: Sequence[Message], most: int) -> AbstractContextManager[Media]:
         """Decode the media of a turn, if they fit by their sizes; count their memory in the block.
 
-        Media are decoded without the pipeline's lock: other requests run, and this chat may be
-        spilled. So its cache is looked up again each time, under the lock.
+        Media are decoded in the calling thread: other requests run, and this chat may be spilled.
+        So its cache is looked up again each time, in the engine thread.
         """
 
         def fits(sizes: Media) -> None:
-            with self._alone() as now:
+            def check(now: Conversation) -> None:
                 turn = with_system(None if now.turns else self.system, messages)
                 self.pipe.admission.check_outline(turn, sizes, most, past_of(now))
+
+            self._alone(check)
 
         reader = self.pipe.media_reader
         return reader.reading(media_of(messages), fits=fits, cancelled=lambda: self._cancelled)
@@ -517,44 +560,51 @@ class Chat:
             answer = said, written.token_ids, finish_reason, stored, written.reasoning_span
             return before.with_turn(cache, prompt, asked, *answer)
 
-        with self.pipe.engine.wait_for_memory(self._spillable.load) as before:
-            cache = before.cache.fork()
-            running_request = Request(
-                *(self.pipe.engine, prompt.to(self.pipe.family.device), cache, sampling, start),
+        def begin() -> tuple[Conversation, Request]:
+            nonlocal begun
+            before = self._spillable.load()
+            begun = running_request = Request(
+                self.pipe.engine,
+                prompt.to(self.pipe.family.device),
+                before.cache.fork(),
+                sampling,
+                start,
                 history=before.token_ids,
                 keeps_cache=True,
                 tools=tools,
             )
-            # Under the lock: from here on the chat cannot be spilled.
-            self._spillable.answering = running_request
-        if self._cancelled or self._stopped:
-            running_request.cancel()
-        with ExitStack() as locked:
-            try:
-                yield from running_request
-                # Once for all that follows, since each acquisition waits for a decode step.
-                locked.enter_context(self.pipe.lock.briefly())
-                if running_request.cancelled and not running_request.written.says:
-                    raise Cancelled("the answer was cancelled before its first word")
-                answer = running_request.answer()
-                reason = "interrupted" if running_request.cancelled else answer.finish_reason
-                self._spillable.conversation = after(reason)
-            except GeneratorExit:
-                # May run in the garbage collector, in any thread, so the store stays untouched.
-                if keep_part and running_request.written.says:
-                    self._spillable.conversation = after("interrupted")
-                raise
-            except BaseException:
-                # Release at once: a stored traceback would keep the pages alive.
-                with self.pipe.lock:
-                    running_request.cache.close()
-                raise
-            finally:
-                self._spillable.answering = None
+            self._spillable.answering = running_request  # From here on the chat cannot be spilled.
+            return before, running_request
+
+        def end() -> Answer:
+            answer = running_request.answer()
+            reason = "interrupted" if running_request.cancelled else answer.finish_reason
+            self._spillable.conversation = after(reason)
+            self._spillable.answering = None
             before.cache.close()
             self._spillable.drop_reasoning().cache.shrink()
             self._spillable.settle()
-            answer = replace(answer, memory=self.memory)
+            return replace(answer, memory=self.memory)
+
+        begun: Request | None = None
+        try:
+            before, running_request = self.pipe.engine.call_with_memory(begin)
+            if self._cancelled or self._stopped:
+                running_request.cancel()
+            yield from running_request
+            if running_request.cancelled and not running_request.written.says:
+                raise Cancelled("the answer was cancelled before its first word")
+            answer = self.pipe.engine.call(end)
+        except GeneratorExit:
+            # May run in the garbage collector, in any thread, so the store stays untouched.
+            if keep_part and running_request.written.says:
+                self._spillable.conversation = after("interrupted")
+            self._spillable.answering = None
+            raise
+        except BaseException:
+            # Release at once: a stored traceback would keep the pages alive.
+            self.pipe.engine.call(lambda: self._drop(begun))
+            raise
         yield answer
 
     def _new_cache(self) -> OscarCache:

@@ -113,9 +113,9 @@ def read_chat(
     layers: Sequence[LayerShape],
     family: Family,
 ) -> SavedChat:
-    """Read a chat without placing its cache in a page store; needs no lock.
+    """Read a chat without placing its cache in a page store; any thread may do so.
 
-    The file is not trusted: nothing in it reaches a kernel, or takes long under a lock, unless a
+    The file is not trusted: nothing in it reaches a kernel, or takes the engine long, unless a
     chat of this pipeline could have saved it.
 
     Args:
@@ -233,7 +233,7 @@ class ModelFingerprint:
 
 
 class SpillableConversation:
-    """Conversation that may be spilled to disk while it is idle; used under the pipeline's lock.
+    """Conversation that may be spilled to disk while it is idle; used in the engine thread.
 
     Args:
         engine: pipeline of the chat.
@@ -250,9 +250,12 @@ class SpillableConversation:
         self._conversation: Conversation | None = conversation
         self._file: _SpillFile | None = None
         if (budget := engine.admission.budget) is not None:
-            with engine.lock:
+
+            def use() -> None:
                 budget.use(self)
                 self.settle()
+
+            engine.engine.call(use)
 
     @property
     def conversation(self) -> Conversation:

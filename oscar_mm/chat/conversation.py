@@ -26,7 +26,6 @@ from oscar_mm.errors import InputError
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.policy import KVPolicy
-from oscar_mm.threads import FairLock
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.offer import ToolOffer
 
@@ -287,11 +286,6 @@ class ChatEngine(Protocol):
         ...
 
     @property
-    def lock(self) -> FairLock:
-        """Lock of the store, which every model step and every change of the store needs."""
-        ...
-
-    @property
     def admission(self) -> Admission:
         """Checks sizes and reserves memory."""
         ...
@@ -332,7 +326,7 @@ def next_prompt(
     """Build the prompt of a turn on the CPU: the whole first turn, or the new part of a later one.
 
     Args:
-        engine: pipeline of the chat; its lock is not taken.
+        engine: pipeline of the chat; its engine thread is not waited for.
         conversation: conversation so far.
         messages: checked messages of the turn; with the system prompt in the first turn.
         shown: media of the turn.

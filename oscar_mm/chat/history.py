@@ -71,7 +71,7 @@ def history_prompt(
     The returned conversation still has the old cache, which the caller replaces.
 
     Args:
-        engine: pipeline of the chat; its lock is not taken.
+        engine: pipeline of the chat; its engine thread is not waited for.
         conversation: conversation so far.
         turns: checked turns.
         system: checked system prompt of the first turn.

@@ -115,9 +115,12 @@ class Comparison:
         pipe = self.pipe
         cache = OscarCache(policy, model=pipe.model)
         ends = pipe.family.end_tokens()
-        with pipe.lock:
+
+        def generate() -> list[int]:
             steps = decode(pipe.model, prompt, cache, self._sampling, end_tokens=ends)
             return [token for token, *_ in steps if token is not None]
+
+        return pipe.engine.call(generate, runs_model=True)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each method: "method", bits per value and ``Scores.summary``.

@@ -29,7 +29,7 @@ from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.modules import computing_device
 from oscar_mm.moe_switch import choose_experts
-from oscar_mm.threads import submit_all
+from oscar_mm.thread_pool import submit_all
 from oscar_mm.tool_parsers.grammar import json_of
 from oscar_mm.tool_parsers.marks import mark_tokens
 from oscar_mm.tool_parsers.offer import ToolOffer, read_offer

@@ -12,6 +12,7 @@ from oscar_mm.cache.batch_view import BatchView, balanced_alike
 from oscar_mm.cache.cache import OscarCache, balancing_of
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.engine.family import Family
+from oscar_mm.engine.layered_prefill import layered_prefill
 from oscar_mm.engine.prefill import MAX_TOKENS, prefill_varlen, read_in_chunks
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
@@ -39,13 +40,13 @@ def usual_chunk(device: torch.device) -> int:
 
 
 class PrefillRunner:
-    """Prefill of single-row prompts into caches of one store; used under the store's lock.
+    """Prefill of single-row prompts into caches of one store; used in the engine thread.
 
     Args:
         family: the model, its processor and their special cases.
         store: page store of the caches.
         chunk: tokens per chunk; None if prompts are not split.
-        groups: requests that run decode steps between the layers of a prompt.
+        batches: requests that run decode steps between the layers of a prompt.
 
     Attributes:
         max_varlen_tokens: maximum tokens of short prompts in one pass.
@@ -57,9 +58,9 @@ class PrefillRunner:
         family: Family,
         store: PageStore,
         chunk: int | None,
-        groups: RunningBatches,
+        batches: RunningBatches,
     ) -> None:
-        self.family, self._store, self._chunk, self._groups = family, store, chunk, groups
+        self.family, self._store, self._chunk, self._batches = family, store, chunk, batches
         self.max_at_once = chunk or math.inf
         varlen = _VARLEN_TOKENS.get(family.device.type, MAX_TOKENS)
         self.max_varlen_tokens = min(varlen, chunk or varlen)
@@ -144,7 +145,7 @@ class PrefillRunner:
         chunks = read_in_chunks(self.family.model, prompt, cache, self._chunk, logprobs)
         logits = None
         while logits is None:
-            turns = self._groups.layered_prefill(cache, [prompt], cancelled)
+            turns = layered_prefill(self._batches, cache, [prompt], cancelled)
             with turns, self._reading(cache):
                 logits = next(chunks)
             cache.check_complete()
@@ -181,7 +182,7 @@ class PrefillRunner:
             view.sigmas = caches[some][0].sigmas
             view.set_rows(caches[some])
             lengths = [prompt.tokens for prompt in own]
-            turns = self._groups.layered_prefill(view, own, cancelled)
+            turns = layered_prefill(self._batches, view, own, cancelled)
             with turns, self._reading(view):
                 found = prefill_varlen(
                     *(self.family.model, self.family.concatenate(own), lengths, view),

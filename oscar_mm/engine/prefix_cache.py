@@ -100,7 +100,7 @@ class _Entry:
 class PrefixCache:
     """Frozen forks of caches, keyed by the prompts that they contain.
 
-    Use it under the pipeline's lock. A later prompt continues the longest prefix that it shares
+    Use it in the engine thread. A later prompt continues the longest prefix that it shares
     with an entry. The comparison covers every token id, the SHA-256 of every medium's decoded
     content, the SHA-256 of the processor's settings and the state of the model's weights and
     adapters (``oscar_mm.modules.weights_key``): a false hit would need two media with the same

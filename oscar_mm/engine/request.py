@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -18,7 +18,6 @@ from oscar_mm.engine.family import Family
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.engine.sampling import Sampling, token_sequences
-from oscar_mm.threads import FairLock
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -28,25 +27,25 @@ class RequestEngine(Protocol):
 
     family: Family
 
-    @property
-    def lock(self) -> FairLock:
-        """Lock of the store, which every model step and every change of the store needs."""
-        ...
-
     def submit(self, request: Request) -> None:
         """Put a request into the queue."""
         ...
 
-    def run_until(self, done: Callable[[], bool]) -> None:
-        """Run steps until ``done``, or wait while another thread runs them."""
+    def abort(self) -> None:
+        """Release the memory of requests that were just ended; safe in a finalizer."""
         ...
 
-    def drop_ended(self) -> None:
-        """Drop ended requests."""
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function in the engine thread and return its result."""
+        ...
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait until ``is_done``; requests run meanwhile."""
         ...
 
 
-_INTERRUPTED = "a thread that made a step for several answers was interrupted in the middle of it"
+Result = TypeVar("Result")
+_INTERRUPTED = "a step of several requests was interrupted"
 
 
 class Request(RequestState):
@@ -145,8 +144,8 @@ class Request(RequestState):
             self.ended = True  # Not ``|=``, which could undo a concurrent ``cancel``.
 
     def fail(self, error: BaseException) -> None:
-        """End the request with an error. An interrupt becomes a RuntimeError, as the interrupted
-        thread may be waiting for another request."""
+        """End the request with an error. An interrupt raised by a hook becomes a RuntimeError, as
+        it does not concern the thread that waits for the request."""
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
     def __iter__(self) -> Iterator[Piece]:
@@ -170,12 +169,12 @@ class Request(RequestState):
         Raises:
             BaseException: ``error``, if the request failed.
         """
-        with self.engine.lock.briefly():
-            self.cancel()
-            self.settle()
-            self._raise_error()
-            self.written.finish()
-            return self.answer()
+        self.cancel()
+        if self.reservation is not None or not (self._keeps_cache or self.cache.closed):
+            self.engine.call(self.settle)
+        self._raise_error()
+        self.written.finish()
+        return self.answer()
 
     def _raise_error(self) -> None:
         error, self.error = self.error, None
@@ -192,12 +191,11 @@ class Request(RequestState):
         Safe to call from any thread, including from a finalizer.
         """
         if not self.ended:
-            self.cancelled = True
-        self.ended = True
-        self.engine.drop_ended()
+            self.cancelled = self.ended = True
+            self.engine.abort()
 
     def settle(self) -> None:
-        """Release the memory of an ended request, under the engine's lock. Idempotent."""
+        """Release the memory of an ended request, in the engine thread. Idempotent."""
         self.reservation = self.chunks = None
         if not (self._keeps_cache or self.cache.closed):
             if self.error is None:
@@ -207,8 +205,7 @@ class Request(RequestState):
 
     def answer(self) -> Answer:
         """Return the answer so far."""
-        with self.engine.lock.briefly():
-            memory = self._memory or self.cache.memory()
+        memory = self._memory or self.engine.call(self.cache.memory)
         cached = self.prompt.tokens - self.unread.tokens
         answer = self.written.answer(memory, self.prompt_tokens, cached)
         if self.prompt_logprobs is not None:

@@ -40,9 +40,12 @@ def warm_up(engine: Engine, rows: int) -> None:
     finally:
         for answer in answers:
             answer.cancel()
-        with engine.lock:
+
+        def settle() -> None:
             for answer in answers:
                 answer.settle()
+
+        engine.call(settle, runs_model=True)
 
 
 def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
@@ -64,7 +67,7 @@ def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
         engine.submit(answers[-1])
     # If the budget is too small for all requests, those that fit are enough.
     engine.run_until(
-        lambda: not engine.waiting or (engine.running > 0 and not engine.runnable_count())
+        lambda: not engine.waiting or (engine.running > 0 and not engine.scheduler.runnable_count())
     )
     for size in sizes:
         live = [answer for answer in answers if answer.tokens and not answer.ended]

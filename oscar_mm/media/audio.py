@@ -39,7 +39,7 @@ from oscar_mm.media.truncation import (
     mp3_seconds,
     opened_bytes,
 )
-from oscar_mm.threads import parallel_map
+from oscar_mm.thread_pool import parallel_map
 
 # Audio formats that FFmpeg may read. Playlists (hls, concat, dash) are excluded because they open
 # other files.

@@ -26,7 +26,7 @@ from transformers import BatchFeature, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from oscar_mm.media.resample import RATE, Audio
-from oscar_mm.threads import parallel_map
+from oscar_mm.thread_pool import parallel_map
 
 _BATCH_PIXELS = 1 << 21
 """Approximate number of pixels in the batch of pictures that a thread processes."""

@@ -27,7 +27,7 @@ from oscar_mm.media.resample import RATE, Audio
 from oscar_mm.media.source import NamedBytes, is_address, read_bytes
 from oscar_mm.media.video import Video, frame_pixels, video_outline
 from oscar_mm.modality import Modality
-from oscar_mm.threads import parallel_map, thread_count
+from oscar_mm.thread_pool import parallel_map, thread_count
 
 _KINDS = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 _BLOCK_BYTES = 1 << 24

@@ -18,6 +18,7 @@ from oscar_mm.policy import PLAIN, KVPolicy
 from oscar_mm.sizes import parse_bytes
 from tests.cache.invariants import STREAM
 from tests.checkpoints import build_decoder
+from tests.engine.engine_waits import engine_waits
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, prepare
 
@@ -313,7 +314,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
     expected = [other.ask("What is it?", **SHOWN).token_ids, other.ask(**MORE).token_ids]
 
     def settle() -> None:
-        with pipe.lock:
+        with engine_waits(pipe):
             pipe.budget.settle(second._spillable)
 
     class Begun(chat_module.Request):

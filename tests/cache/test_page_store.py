@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
@@ -73,15 +72,6 @@ def test_a_cache_may_go_while_slots_get_other_ids(monkeypatch: pytest.MonkeyPatc
     gc.collect()
     store.collect()
     check_slots(store, [cache.kv_manager])
-
-
-def test_a_store_is_joined_while_another_thread_holds_its_lock() -> None:
-    store = PageStore("channel")
-    joining = threading.Thread(target=OscarCache, args=("channel",), kwargs={"store": store})
-    with store.lock:
-        joining.start()
-        joining.join(10)
-        assert not joining.is_alive()
 
 
 @pytest.mark.parametrize("policy", PAGES)

@@ -24,6 +24,7 @@ from oscar_mm.chat.conversation import Conversation
 from oscar_mm.engine.message import user_message
 from oscar_mm.modality import Modality
 from tests.checkpoints import build
+from tests.engine.engine_waits import engine_waits
 from tests.pipelines.conftest import NEVER
 from tests.processes import Forked
 from tests.prompts import clip, noise, tone
@@ -197,7 +198,7 @@ def test_forged_chats(qwen, held, tmp_path, name) -> None:
     """Refused without the pipeline's lock: here another thread has it all the time."""
     path, used = tmp_path / "forged", qwen.store.memory()
     save_chat(path, FORGED[name](held), None, qwen.fingerprint)
-    with ThreadPoolExecutor(1) as thread, qwen.lock:
+    with ThreadPoolExecutor(1) as thread, engine_waits(qwen):
         loading = thread.submit(qwen.load_chat, path)
         with pytest.raises(InputError, match=r"forged: is no chat that can be read: .{,250}$"):
             loading.result(20)
@@ -211,7 +212,7 @@ def test_a_million_layers(qwen, tmp_path) -> None:
         text = json.loads(file.metadata()["oscar_mm.cache"])
     text["layers"] = [{}] * 1_200_000
     write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
-    with ThreadPoolExecutor(1) as thread, qwen.lock:
+    with ThreadPoolExecutor(1) as thread, engine_waits(qwen):
         loading = thread.submit(qwen.load_chat, path)
         with pytest.raises(InputError, match="forged: is damaged: 1200000 layers"):
             loading.result(20)

@@ -48,8 +48,10 @@ def test_errors_leave_the_chat_as_it_was(forward, error, packed) -> None:
     plain, chat = packed.chat(), packed.chat()
     assert asked(plain, QUESTION) == asked(chat, QUESTION)
     held = packed.store.memory().used_bytes
+    # An interrupt that a hook raises in the engine thread is none of the thread that asks.
+    expected = type(error) if isinstance(error, Exception) else RuntimeError
     for ask in (chat.ask, lambda **question: list(chat.stream(**question))):
-        with failing(packed, forward, error), pytest.raises(type(error)):
+        with failing(packed, forward, error), pytest.raises(expected):
             ask(**OTHER)
     with pytest.raises(InputError, match=r"gone\.png"):
         chat.ask("What?", images=["gone.png"])

@@ -12,6 +12,7 @@ from PIL import Image
 from oscar_mm import OscarVLPipeline
 from oscar_mm.chat.chat import Chat
 from oscar_mm.engine.answer import Reasoning
+from tests.engine.engine_waits import engine_waits
 from tests.prompts import noise
 from tests.thinking import ids_of, saying
 
@@ -176,7 +177,7 @@ def test_reasoning_that_went_to_disk_is_out_too(pipe, tmp_path: Path) -> None:
         stream = chat.stream("What?")
         said = next(stream)
         stream.close()
-    with bounded.lock:
+    with engine_waits(bounded):
         chat._spillable.spill(tmp_path / "spilled")
     expected = by_the_template(pipe, [([], "What?", said), ([], "Why?", None)])
     assert alike(ask(chat, SAID[1], "Why?"), expected)

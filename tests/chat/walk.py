@@ -30,6 +30,7 @@ from tests.chat.plain import ARGUMENTS, KINDS, Plain, Said, Script
 from tests.chat.questions import READS, described, options, question
 from tests.chat.reports import bytes_of_slots, cache_of, check_report, check_store
 from tests.chat.talk import Reader, Talk
+from tests.engine.engine_waits import engine_waits
 from tests.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ class Walk:
         self.exact, self.folder = exact, folder
         self.pick = random.Random(seed)
         self.story: list[str] = []
-        self.live = LiveBytes()
+        self.live = LiveBytes(pipe.engine.thread)
         self.talks: list[Talk] = []
         self.logits = weakref.WeakKeyDictionary[RequestState, list[np.ndarray]]()
         self.submitted: Request | None = None
@@ -361,7 +362,7 @@ class Walk:
     def trim(self) -> None:
         """Slots get other ids."""
         self.note("trim()")
-        with self.live, self.pipe.lock:
+        with self.live, engine_waits(self.pipe):
             self.pipe.store.trim()
         assert self.pipe.store.memory().free_bytes == 0
 

@@ -90,16 +90,15 @@ def embedding(pipe: Pipeline, meets: Callable[[torch.Tensor], Any]) -> Iterator[
 
 def spill(pipe: Pipeline, chat: Chat) -> None:
     assert pipe.budget is not None
-    with pipe.lock:
-        chat._spillable.spill(pipe.budget.new_file())
+    file = pipe.budget.new_file()
+    pipe.engine.call(lambda: chat._spillable.spill(file))
 
 
 def empty(pipe: Pipeline) -> bool:
     """Whether all requests have released everything."""
     gc.collect()
-    with pipe.lock:
-        pipe.store.collect()
-        used = pipe.store.memory().used_bytes
+    pipe.engine.call(pipe.store.collect)
+    used = pipe.store.memory().used_bytes
     taken = 0 if pipe.budget is None else pipe.budget.taken_bytes
     return not (used or taken or pipe.engine.running or pipe.engine.waiting)
 

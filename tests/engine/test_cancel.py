@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.engine import running_batches
+from oscar_mm.engine import device_timer, layered_prefill, running_batches
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefix_cache import PrefixCache
 from oscar_mm.engine.request import Request
@@ -34,6 +34,7 @@ from tests.engine.engine import (
     run,
     together,
 )
+from tests.engine.engine_waits import engine_waits
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, tone
 
@@ -66,7 +67,7 @@ def at_layer(module: Any, call: Callable[[], Any], passed: int = 0) -> Iterator[
 @contextmanager
 def nan_in_unused_memory(pipe: Pipeline) -> Iterator[None]:
     """Fill free slots and uninitialized memory with NaN."""
-    with pipe.lock:
+    with engine_waits(pipe):
         poison(pipe.store)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -182,7 +183,7 @@ def test_running_answers_go_on_beside_who_leaves(qwen3_vl_folder: Path) -> None:
     layers = pipe.model.get_decoder().layers
 
     def steps_come(*_: Any) -> None:
-        pipe.engine._batches.pace = running_batches.StepTimer()
+        pipe.engine.scheduler._batches.pace = device_timer.StepTimer()
 
     hook = layers[0].register_forward_hook(steps_come)
     left, after = made(pipe, LONG), made(pipe, LONG)
@@ -210,7 +211,7 @@ def test_running_answers_go_on_beside_who_leaves(qwen3_vl_folder: Path) -> None:
 def test_a_prefix_that_others_have_stays(qwen3_vl_folder: Path) -> None:
     pipe = loaded(qwen3_vl_folder, "channel", prefix_cache=1 << 22, kv_budget=1 << 24, spill=False)
     picture = noise(300, 400)
-    prefixes, layers = pipe.engine.prefixes, pipe.model.get_decoder().layers
+    prefixes, layers = pipe.prefixes, pipe.model.get_decoder().layers
     assert prefixes is not None
     # A beginning that is incomplete is not kept.
     answer = made(pipe, SHORT[0], picture)
@@ -243,16 +244,16 @@ def test_a_turn_that_is_cancelled_before_its_first_word(qwen3_vl_folder: Path, w
     turns, used = chat.turns, pipe.store.memory().used_bytes
     layers = pipe.model.get_decoder().layers
     other = chat.fork() if where == "before" else chat
-    with other.pipe.engine.stepping_thread(lambda: None):
+    with other.pipe.engine.keep_stepping(lambda: None):
         stream = other.stream(LONG, max_new_tokens=TOKENS)
         if where == "before":
             other.cancel()
         if where == "queue":
-            pipe.engine.max_rows = 0
+            pipe.engine.scheduler.max_rows = 0
             threading.Timer(0.1, other.cancel).start()
             with pytest.raises(Cancelled):
                 list(stream)
-            pipe.engine.max_rows = 8
+            pipe.engine.scheduler.max_rows = 8
         elif where == "prompt":
             with (
                 at_layer(layers[1], lambda: chat.answering and chat.answering.cancel()),
@@ -374,7 +375,7 @@ def test_the_host_waits_for_layers_of_long_prompts(
     answer = made(pipe, LONG, max_new_tokens=1)
     monkeypatch.setattr(running_batches, "DeviceTimer", Later)
     if is_long:
-        monkeypatch.setattr(running_batches, "MAX_TOKENS", answer.prompt.tokens - 1)
+        monkeypatch.setattr(layered_prefill, "MAX_TOKENS", answer.prompt.tokens - 1)
     with counted(layers) as counts:
         hooks = [
             layer.register_forward_pre_hook(lambda *_: in_flight.append(sum(counts) - waited[0]))

@@ -26,6 +26,7 @@ from tests.engine.engine import (
     run,
     together,
 )
+from tests.engine.engine_waits import engine_waits
 from tests.engine.pipelines import pipelines
 from tests.fast_decode.test_decode_steps import Repeat
 from tests.pipelines.conftest import NEVER
@@ -278,7 +279,7 @@ def test_recorded_steps_of_answers_that_come_and_go(
         if index - 2 in left:
             answers[index - 2].cancel()
         if index % 7 == 6:
-            with pipe.lock:
+            with engine_waits(pipe):
                 pipe.store.trim()
     run(pipe, answers)
     for index, (answer, ids) in enumerate(zip(answers, expected, strict=True)):

@@ -1,11 +1,10 @@
-"""Threads of the engine: which thread runs the steps, and what the others wait for."""
+"""The engine thread, and the threads that wait for it."""
 
 import gc
 import itertools
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,28 +25,9 @@ from tests.engine.engine import (
     run,
     together,
 )
+from tests.engine.engine_waits import engine_waits
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
-
-
-def test_a_finalizer_in_the_middle_of_the_queue(plain) -> None:
-    class Left:
-        """Another answer is garbage-collected while this one is compared."""
-
-        looked = 0
-
-        @property
-        def ended(self) -> bool:
-            self.looked += 1
-            if self.looked < 3:
-                plain.engine.drop_ended()
-            return self.looked > 1
-
-    for _ in range(3):
-        plain.engine.submit(Left())  # pyright: ignore[reportArgumentType]
-    plain.engine.drop_ended()
-    plain.engine.drop_ended()
-    assert plain.engine.waiting == 0
 
 
 @pytest.mark.parametrize("where", ["queue", "prompt", "step"])
@@ -70,11 +50,10 @@ def test_an_interrupt_is_that_threads(qwen3_vl_folder, monkeypatch, where: str) 
 
     for answer in answers:
         pipe.engine.submit(answer)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
-        run(pipe, answers)
-    # Requests that had not started continue; Ctrl-C reaches no other thread.
-    run(pipe, answers)
+        run(pipe, answers)  # The interrupt reaches no thread that waits.
+    assert any(answer.error for answer in answers)
     for answer, ids in zip(answers, expected, strict=True):
         if answer.error is None:
             assert answer.complete().token_ids == ids
@@ -139,13 +118,13 @@ def test_a_stream_that_is_left_frees_its_slots_at_once(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 22)
     kept, left = (iter(pipe.stream(None, x, max_new_tokens=50)) for x in SHORT[:2])
     next(kept)
-    alone = pipe.store.memory().used_bytes
+    alone = pipe.engine.call(pipe.store.memory).used_bytes
     next(left)
-    assert pipe.store.memory().used_bytes > 1.5 * alone
+    assert pipe.engine.call(pipe.store.memory).used_bytes > 1.5 * alone
     gc.disable()
     try:
         del left
-        assert pipe.store.memory().used_bytes < 1.4 * alone
+        assert pipe.engine.call(pipe.store.memory).used_bytes < 1.4 * alone
         kept.close()
         del kept
         assert empty(pipe)
@@ -153,9 +132,9 @@ def test_a_stream_that_is_left_frees_its_slots_at_once(qwen3_vl_folder) -> None:
         gc.enable()
 
 
-def test_calls_inside_of_a_stream_under_the_lock(plain) -> None:
+def test_calls_within_a_stream(plain) -> None:
     expected = alone(plain)
-    with ThreadPoolExecutor(2) as threads, plain.lock:
+    with ThreadPoolExecutor(2) as threads:
         others = [threads.submit(lambda x=x: together(plain, [made(plain, x)])) for x in SHORT[2:]]
         for count, _ in enumerate(plain.stream(None, SHORT[0], max_new_tokens=6)):
             if count == 2:
@@ -164,27 +143,24 @@ def test_calls_inside_of_a_stream_under_the_lock(plain) -> None:
     assert [other.result(60)[0] for other in others] == expected[2:]
 
 
-def test_who_waits_for_an_answer_that_is_cancelled_before_anybody_looks(
-    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_thread_does_not_wait_for_itself(plain) -> None:
+    with pytest.raises(RuntimeError, match="its own steps"):
+        plain.engine.call(lambda: list(made(plain, SHORT[0])))
+    assert empty(plain)
+
+
+def test_a_thread_that_waits_for_an_answer_that_is_cancelled(qwen3_vl_folder: Path) -> None:
     pipe = loaded(qwen3_vl_folder)
-    answer, run_until, looks = made(pipe, SHORT[0]), pipe.engine.run_until, threading.Event()
-    waits = threading.Thread(target=run_until, args=[lambda: answer.ended])
-
-    def run_later(done: Callable[[], bool]) -> None:
-        looks.wait()
-        run_until(done)
-
-    monkeypatch.setattr(pipe.engine, "run_until", run_later)
-    with pipe.engine.stepping_thread(lambda: None):
+    answer, thread = made(pipe, SHORT[0]), pipe.engine.thread
+    waits = threading.Thread(target=pipe.engine.run_until, args=[lambda: answer.ended])
+    with engine_waits(pipe):
         pipe.engine.submit(answer)
         waits.start()
-        while not pipe.engine._threads._followers:
+        while not thread.has_calls:
             time.sleep(0.001)
         answer.cancel()
-        looks.set()
-        waits.join(10)
-        assert not waits.is_alive()
+    waits.join(10)
+    assert not waits.is_alive()
     assert empty(pipe)
 
 
@@ -214,15 +190,14 @@ def test_a_step_wakes_only_those_for_whom_something_has_changed(plain: OscarVLPi
         thread.join(60)
         assert not thread.is_alive()
     assert len(first.tokens) == 40
-    # A few may have made steps themselves.
-    assert sorted(looks)[15] < 10
+    assert max(looks) < 10
 
 
 @pytest.mark.parametrize("rows", [2, 256])
 def test_no_thread_waits_for_a_step_that_nobody_makes(qwen3_vl_folder: Path, rows: int) -> None:
     """Answers end, are abandoned or fail, and threads arrive while others leave."""
     pipe = loaded(qwen3_vl_folder)
-    pipe.engine.max_rows = rows
+    pipe.engine.scheduler.max_rows = rows
     expected = alone(pipe)
 
     def ask(seed: int) -> None:
@@ -250,23 +225,22 @@ def test_no_thread_waits_for_a_step_that_nobody_makes(qwen3_vl_folder: Path, row
     assert empty(pipe)
 
 
-def test_a_thread_of_its_own_makes_all_steps(plain, monkeypatch) -> None:
+def test_one_thread_makes_all_steps(plain, monkeypatch) -> None:
     expected, steppers, seen = alone(plain), set[int](), list[int]()
-    step = plain.engine._batches.step
+    step = plain.engine.scheduler._batches.step
 
     def noted() -> None:
         steppers.add(threading.get_ident())
         step()
 
-    monkeypatch.setattr(plain.engine._batches, "step", noted)
+    monkeypatch.setattr(plain.engine.scheduler._batches, "step", noted)
     for _ in range(2):
-        steppers.clear()
         answers = [made(plain, prompt) for prompt in SHORT]
         pieces: list[list[str]] = [[] for _ in answers]
-        with plain.engine.stepping_thread(lambda: seen.append(plain.engine.running)):
+        with plain.engine.keep_stepping(lambda: seen.append(plain.engine.running)):
             for answer in answers[:3]:
                 plain.engine.submit(answer)
-            # Nobody waits for these; a thread that waits makes no step.
+            # No thread waits for these.
             while not all(answer.ended for answer in answers[:3]):
                 for answer, some in zip(answers, pieces, strict=True):
                     some += answer.take_pieces()
@@ -281,7 +255,7 @@ def test_a_thread_of_its_own_makes_all_steps(plain, monkeypatch) -> None:
             written = answer.complete()
             assert written.token_ids == ids and written.text.startswith("".join(some))
     assert alone(plain) == expected
-    assert threading.get_ident() in steppers, "as long as no such thread runs"
+    assert len(steppers) == 1
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
@@ -289,7 +263,7 @@ def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(
     plain, monkeypatch, interrupt: bool
 ) -> None:
     expected, steppers = alone(plain, SHORT[:1]), set[int]()
-    advance = plain.engine._advance
+    advance = plain.engine.scheduler.advance
 
     def noted() -> None:
         steppers.add(threading.get_ident())
@@ -298,10 +272,10 @@ def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(
     def prepare() -> None:
         raise KeyboardInterrupt if interrupt else ZeroDivisionError
 
-    monkeypatch.setattr(plain.engine, "_advance", noted)
-    with plain.engine.stepping_thread(lambda: None):
+    monkeypatch.setattr(plain.engine.scheduler, "advance", noted)
+    with plain.engine.keep_stepping(lambda: None):
         with monkeypatch.context() as broken:
-            broken.setattr(plain.engine, "_prepare", prepare)
+            broken.setattr(plain.engine.scheduler, "_prepare", prepare)
             with pytest.raises(RuntimeError if interrupt else ZeroDivisionError):
                 list(made(plain, SHORT[0]))
         assert together(plain, [made(plain, SHORT[0])]) == expected
@@ -309,16 +283,15 @@ def test_an_error_in_the_thread_of_steps_is_that_of_the_answers(
     assert empty(plain)
 
 
-def test_a_thread_of_steps_takes_over_what_runs(plain) -> None:
-    """Also from a thread that is running steps, and hands the work back at the end."""
+def test_an_answer_that_began_before_all_requests_are_stepped(plain) -> None:
     expected = alone(plain, SHORT[:1], max_new_tokens=150)[0]
     answer, other = made(plain, SHORT[0], max_new_tokens=150), made(plain, SHORT[1])
     pieces = iter(answer)
     first = next(pieces)
     with ThreadPoolExecutor(1) as pool:
-        with plain.engine.stepping_thread(lambda: None):
+        with plain.engine.keep_stepping(lambda: None):
             rest = pool.submit(list, pieces)
-            with plain.engine.stepping_thread(lambda: None):
+            with plain.engine.keep_stepping(lambda: None):
                 list(other)
         assert "".join([first, *rest.result(60)]) == answer.written.text
     assert answer.written.token_ids == expected
@@ -336,7 +309,7 @@ def test_an_answer_has_ended_once_its_last_piece_is_there(plain, monkeypatch) ->
         return push(token)
 
     monkeypatch.setattr(answer.written, "push", slow)
-    with plain.engine.stepping_thread(lambda: None):
+    with plain.engine.keep_stepping(lambda: None):
         plain.engine.submit(answer)
         assert writing.wait(60)
         ended = answer.ended

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.engine import decode_runner, running_batches
+from oscar_mm.engine import decode_runner, device_timer, running_batches
 from oscar_mm.fast_decode import graph_runner
 from oscar_mm.fast_decode.graph_runner import GraphRunner, InflightStep
 from tests.engine.engine import (
@@ -27,6 +27,7 @@ from tests.engine.engine import (
     run,
     together,
 )
+from tests.engine.engine_waits import engine_waits
 from tests.fast_decode.test_decode_steps import Repeat
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -51,7 +52,7 @@ def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
 
     def meets(_: torch.Tensor) -> None:
         fails[0] = not first.ended
-        pipe.engine._batches.pace = running_batches.StepTimer()
+        pipe.engine.scheduler._batches.pace = device_timer.StepTimer()
 
     monkeypatch.setattr(graph_runner.GraphRunner, "__call__", call)
     pipe.engine.submit(second)
@@ -76,7 +77,7 @@ def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch)
     layers = pipe.model.get_decoder().layers
 
     def layer_begins(*_: Any) -> None:
-        pipe.engine._batches.pace = running_batches.StepTimer()
+        pipe.engine.scheduler._batches.pace = device_timer.StepTimer()
         during.append(len(first[0].tokens))
 
     hooks = [layer.register_forward_pre_hook(layer_begins) for layer in layers]
@@ -105,7 +106,7 @@ def test_prompts_in_chunks_are_read_as_alone(qwen3_vl_folder, policy: str) -> No
 
 
 def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
-    """If the step thread re-acquired the lock at once, other threads would starve."""
+    """Calls of other threads come between two steps."""
     pipe = loaded(qwen3_vl_folder)
     steps, over = [0], threading.Event()
     running = made(pipe, SHORT[0], max_new_tokens=3000)
@@ -123,7 +124,7 @@ def test_new_requests_are_prepared_between_steps(qwen3_vl_folder) -> None:
         waits = []
         for _ in range(20):
             before = len(running.tokens)
-            with pipe.lock:
+            with engine_waits(pipe):
                 waits.append(len(running.tokens) - before)
         assert steps and not running.ended
         assert sorted(waits)[-3] <= 8, waits
@@ -173,7 +174,7 @@ def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_who_joins(
     answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
     for answer in answers[:2]:
         pipe.engine.submit(answer)
-    groups = pipe.engine._batches
+    groups = pipe.engine.scheduler._batches
     pipe.engine.run_until(lambda: bool(groups._shared and groups._shared.batch.is_ahead))
     right, failed = GraphRunner.__call__, []
 
@@ -185,7 +186,7 @@ def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_who_joins(
 
     monkeypatch.setattr(GraphRunner, "__call__", call)
     # No steps between layers.
-    monkeypatch.setattr(running_batches.StepTimer, "seconds", lambda _: 1e9)
+    monkeypatch.setattr(device_timer.StepTimer, "seconds", lambda _: 1e9)
     for answer in answers[2:]:
         pipe.engine.submit(answer)
     run(pipe, answers)
@@ -227,7 +228,7 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
         return right(*arguments)
 
     def layer_ends(_: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not pipe.engine._batches.stepping:
+        if not pipe.engine.scheduler._batches.stepping:
             begins = spent["layers"] < 50 * layer_seconds
             work("layers", layer_seconds if begins else later_seconds)
 
@@ -293,7 +294,7 @@ def test_many_that_wait_are_read_before_a_few_go_on(
     pipe.engine.reader.max_varlen_tokens = 1  # Each prompt is read by itself.
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(now[0]))
-    monkeypatch.setattr(running_batches, "time", clock)
+    monkeypatch.setattr(device_timer, "time", clock)
     running = made(pipe, SHORT[0], max_new_tokens=500)
     now, read = [0], list[int]()
 
@@ -338,7 +339,7 @@ def test_between_two_prompts_answers_make_a_step(
     pipe, read = loaded(qwen3_vl_folder), list[list[int]]()
     pipe.engine.reader.max_varlen_tokens = 1  # Each prompt is read by itself.
     monkeypatch.setattr(
-        running_batches.StepTimer, "seconds", lambda _: 1e9
+        device_timer.StepTimer, "seconds", lambda _: 1e9
     )  # No steps between layers.
     if works_alone:
         monkeypatch.setattr(running_batches, "DeviceTimer", SimulatedMoment)
@@ -363,7 +364,7 @@ def test_between_two_prompts_answers_make_a_step(
         answer.cancel()
 
 
-def test_who_waits_for_the_lock_waits_for_one_prompt_of_many(qwen3_vl_folder: Path) -> None:
+def test_a_call_waits_for_one_prompt_of_many(qwen3_vl_folder: Path) -> None:
     pipe = loaded(qwen3_vl_folder)
     expected = alone(pipe, [BAD, *SHORT])
     pipe.engine.reader.max_varlen_tokens = 1  # Each prompt is read by itself.
@@ -373,14 +374,14 @@ def test_who_waits_for_the_lock_waits_for_one_prompt_of_many(qwen3_vl_folder: Pa
     begun: list[int] = []
 
     def wait() -> None:
-        with pipe.lock:
+        with engine_waits(pipe, runs_model=True):
             begun.append(sum(bool(answer.tokens) for answer in answers))
 
     waiting = threading.Thread(target=wait)
 
     def read(_: torch.Tensor) -> None:
         waiting.start()
-        while not pipe.lock.is_contended:
+        while not pipe.engine.thread.has_calls:
             time.sleep(0.001)
 
     with embedding(pipe, read):
@@ -391,10 +392,9 @@ def test_who_waits_for_the_lock_waits_for_one_prompt_of_many(qwen3_vl_folder: Pa
 
 
 @pytest.mark.parametrize("brief", [True, False])
-def test_who_waits_for_a_moment_comes_between_the_layers_of_a_prompt(
-    qwen3_vl_folder: Path, brief: bool
-) -> None:
-    """Such a thread may free slots, but pools must not shrink while the prompt reads them."""
+def test_a_call_comes_between_the_layers_of_a_prompt(qwen3_vl_folder: Path, brief: bool) -> None:
+    """It may free slots, but pools must not shrink while the prompt reads them. A call that runs
+    the model waits for the end of the pass."""
     pipe = loaded(qwen3_vl_folder)
     chat, other = pipe.chat(), pipe.chat()
     chat.ask(SHORT[0], max_new_tokens=2)
@@ -403,17 +403,17 @@ def test_who_waits_for_a_moment_comes_between_the_layers_of_a_prompt(
     layers, passed, found = pipe.model.get_decoder().layers, [0], list[int]()
 
     def work() -> None:
-        with pipe.lock.briefly() if brief else pipe.lock:
-            found.append(passed[0])
-            other.close()
-            pipe.store.trim()
+        found.append(passed[0])
+        other.close()
+        pipe.store.trim()
 
-    waiting = threading.Thread(target=work)
+    how = {"runs_model": not brief}
+    waiting = threading.Thread(target=pipe.engine.call, args=[work], kwargs=how)
 
     def layer_begins(*_: object) -> None:
         if not passed[0]:
             waiting.start()
-            while not pipe.lock.is_contended:
+            while not pipe.engine.thread.has_calls:
                 time.sleep(0.001)
         passed[0] += 1
 

@@ -15,6 +15,7 @@ from oscar_mm.engine.request import Request
 from oscar_mm.errors import Cancelled
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.engine.engine import BAD, SHORT, alone, empty, loaded, made, needed, run
+from tests.engine.engine_waits import engine_waits
 from tests.prompts import noise, prepare
 
 CHUNK = 48
@@ -159,7 +160,7 @@ def test_a_prompt_of_one_chunk_is_read_exactly(qwen3_vl_folder: Path) -> None:
     prompt = prepare(pipe, LONG, pipe.read_media(images))
     assert 200 < prompt.tokens <= 400
     cache = pipe.new_cache()
-    with pipe.lock:
+    with engine_waits(pipe):
         found = pipe.engine.reader.read(prompt, cache)
         cache.close()
     pipe.model.set_attn_implementation({"text_config": "sdpa"})

@@ -10,6 +10,7 @@ import torch
 from oscar_mm.engine import prefill as prefill_module
 from oscar_mm.engine.prefill import in_pieces, read_prompt
 from oscar_mm.pipelines.pipeline import Pipeline
+from tests.engine.engine_waits import engine_waits
 from tests.engine.pipelines import pipelines
 from tests.prompts import clip, noise, prepare
 
@@ -93,7 +94,7 @@ def test_a_batch_is_cut_by_all_its_tokens(
 def test_a_prompt_is_read_so(pipes: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipes["qwen"]
     before, prompt = hooks_of(pipe.model), prompt_of(pipe)
-    with pipe.lock:
+    with engine_waits(pipe):
         whole = read_prompt(pipe.model, prompt, pipe.new_cache())
     entered: list[int] = []
     monkeypatch.setattr(prefill_module, "MAX_TOKENS", 20)

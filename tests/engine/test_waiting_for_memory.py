@@ -12,6 +12,7 @@ import torch
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.chat.chat import Chat
 from oscar_mm.engine import prefill as prefill_module
+from oscar_mm.engine.request import Request
 from oscar_mm.errors import InputError, MemoryBusy
 from tests.engine.engine import (
     SHORT,
@@ -25,6 +26,7 @@ from tests.engine.engine import (
     spill,
     together,
 )
+from tests.engine.engine_waits import engine_waits
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -103,7 +105,7 @@ def test_an_answer_that_is_left_while_it_gets_its_room(qwen3_vl_folder, monkeypa
     assert pipe.budget.taken_bytes == pipe.budget.used_bytes
 
 
-def test_pipelines_of_one_lock(qwen3_vl_folder) -> None:
+def test_pipelines_of_one_engine_thread(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "standard")
     pair = [pipe, pipe.with_policy("bf16")]
     expected = [alone(one) for one in pair]
@@ -236,11 +238,16 @@ def test_a_chat_on_disk_is_not_overtaken_for_ever(qwen3_vl_folder) -> None:
     spill(pipe, chat)
     small = [made(pipe, SHORT[0], max_new_tokens=20 + 3 * (index % 4)) for index in range(30)]
     assert 3 * needed(pipe, small[3]) < pipe.budget.limit
-    for answer in small:
+    for answer in small[:6]:
         pipe.engine.submit(answer)
-    steps = iter(range(3))
-    pipe.engine.run_until(lambda: next(steps, None) is None)
-    chat.undo()
+    pipe.engine.run_until(lambda: bool(small[0].tokens))
+    queue = pipe.engine.scheduler._queue
+    with ThreadPoolExecutor(1) as pool:
+        undone = pool.submit(chat.undo)
+        pipe.engine.run_until(lambda: any(not isinstance(entry, Request) for entry in queue))
+        for answer in small[6:]:
+            pipe.engine.submit(answer)
+        undone.result(60)
     assert sum(answer.ended for answer in small) < 20
     run(pipe, small)
     assert not any(answer.error for answer in small)
@@ -248,7 +255,7 @@ def test_a_chat_on_disk_is_not_overtaken_for_ever(qwen3_vl_folder) -> None:
 
 @pytest.mark.parametrize("policy", ["bf16", "standard"])
 @pytest.mark.parametrize("waits", ["request", "chat"])
-def test_room_of_an_answer_that_ends_while_another_thread_has_the_lock(
+def test_memory_of_an_answer_that_ends_while_the_engine_is_busy(
     qwen3_vl_folder, policy: str, waits: str
 ) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24)
@@ -260,7 +267,7 @@ def test_room_of_an_answer_that_ends_while_another_thread_has_the_lock(
     stream = iter(twin.stream(None, SHORT[1] * 5, max_new_tokens=400))
     next(stream)
     pipe.budget.limit = pipe.budget.taken_bytes + 1000
-    with ThreadPoolExecutor(1) as threads, pipe.lock:
+    with ThreadPoolExecutor(1) as threads, engine_waits(pipe):
         threads.submit(stream.close).result(60)
     if waits == "chat":
         chat.undo()
@@ -310,7 +317,7 @@ def test_memory_that_the_next_prompt_takes_is_not_given_back_before(
 
 
 @pytest.mark.parametrize("steps_of_twin", [True, False])
-def test_a_chat_waits_for_an_answer_of_another_policy_beside_a_thread_of_steps(
+def test_a_chat_waits_for_an_answer_of_another_policy_while_all_are_stepped(
     qwen3_vl_folder, steps_of_twin: bool
 ) -> None:
     """Covers an answer whose pieces are read, and one whose pieces are not."""
@@ -321,7 +328,7 @@ def test_a_chat_waits_for_an_answer_of_another_policy_beside_a_thread_of_steps(
     pieces = iter(running)
     next(pieces)
     pipe.budget.limit = pipe.budget.taken_bytes + 100
-    with ThreadPoolExecutor(1) as pool, pipe.engine.stepping_thread(lambda: None):
+    with ThreadPoolExecutor(1) as pool, pipe.engine.keep_stepping(lambda: None):
         telling = pool.submit(chat.tell, SHORT[1], answer="No.")
         while not pipe.engine.waiting:
             time.sleep(0.001)
@@ -333,6 +340,5 @@ def test_a_chat_waits_for_an_answer_of_another_policy_beside_a_thread_of_steps(
         finally:
             pipe.budget.limit = 1 << 24
             running.cancel()
-            pipe.engine._threads.wake()
     assert running.ended and not pipe.engine.waiting
     chat.close()

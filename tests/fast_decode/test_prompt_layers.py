@@ -23,6 +23,7 @@ from oscar_mm.fast_decode.decoder import FastLayer, supports
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines.pipeline import Pipeline
+from tests.engine.engine_waits import engine_waits
 
 MEDIA = Path(__file__).parents[2] / "examples" / "media"
 CARDS = sorted((MEDIA / "cards").glob("*.png"))[:5]
@@ -86,7 +87,7 @@ def test_short_prompts_in_line(pipe) -> None:
         view.set_rows(caches)
         how = PromptLayers(pipe.model, 1 << 13).reading(view) if fast else nullcontext()
         lengths = [prompt.tokens for prompt in prompts]
-        with pipe.lock, how:
+        with engine_waits(pipe), how:
             found.append(
                 prefill_varlen(pipe.model, pipe.family.concatenate(prompts), lengths, view)
             )
@@ -290,7 +291,7 @@ def test_on_a_gpu(name: str) -> None:
         )
         for fast in (False, True):
             cache = pipe.new_cache()
-            with pipe.lock:
+            with engine_waits(pipe):
                 by_modules = partial(read_prompt, pipe.model)
                 found = (reader.read if fast else by_modules)(prompt, cache)
                 cache.close()

@@ -17,7 +17,7 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_mm import threads
+from oscar_mm import thread_pool
 from oscar_mm.errors import InputError
 from oscar_mm.media import Audio, MediaLimits, load_audio, load_video
 from oscar_mm.media import audio as audio_module
@@ -120,7 +120,7 @@ def test_pieces_join_without_a_seam() -> None:
 
 def test_files_are_decoded_in_pieces(monkeypatch, tmp_path: Path) -> None:
     """Two minutes of 48 kHz stereo are 92 MB as float64; here 8 MB are kept, twice at the end."""
-    monkeypatch.setattr(threads, "thread_count", lambda: 1)
+    monkeypatch.setattr(thread_pool, "thread_count", lambda: 1)
     path = tmp_path / "long.wav"
     piece = np.random.default_rng(0).integers(-9999, 9999, (48_000 * 10, 2)).astype(np.int16)
     soundfile.write(path, np.tile(piece, (12, 1)), 48_000)

@@ -7,7 +7,7 @@ from PIL import Image
 
 from oscar_mm.media import Audio, load_audio, load_image, load_video, media
 from oscar_mm.media.media import Media, media_digest
-from oscar_mm.threads import parallel_map
+from oscar_mm.thread_pool import parallel_map
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_sound
 

@@ -18,6 +18,7 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.fast_decode import graph_runner
 from oscar_mm.media.part import MediaPart
 from oscar_mm.pipelines.pipeline import Pipeline
+from tests.engine.engine_waits import engine_waits
 from tests.pipelines.conftest import NEVER, exact
 from tests.prompts import clip, noise, prepare, tone
 
@@ -99,7 +100,7 @@ def test_logits_of_prompts_in_line(case) -> None:
     pipe, requests = case
     prompts = [prepared(pipe, request) for request in requests]
     single = torch.cat([logits(pipe, prompt) for prompt in prompts])
-    with pipe.lock:
+    with engine_waits(pipe):
         caches = [pipe.new_cache() for _ in prompts]
         together = torch.cat(pipe.engine.reader.prefill_batch(prompts, caches))
     assert (together - single).abs().max() < 1e-4 < single.abs().max()

@@ -13,6 +13,7 @@ from oscar_mm.engine.message import user_message
 from oscar_mm.errors import RequestTooLarge
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.shared_media import SharedMedia
+from tests.engine.engine_waits import engine_waits
 
 HUGE = "x" * 30_000_000
 LONG = "What is this? " * 50_000
@@ -30,7 +31,7 @@ def busy(pipe: Pipeline) -> Iterator[None]:
     taken, leave, in_time = threading.Event(), threading.Event(), []
 
     def hold() -> None:
-        with pipe.lock:
+        with engine_waits(pipe):
             taken.set()
             in_time.append(leave.wait(10))
 

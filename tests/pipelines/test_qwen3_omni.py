@@ -16,6 +16,7 @@ from oscar_mm.media import load_video
 from oscar_mm.media.encoder_inputs import scaled_inputs
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
+from tests.engine.engine_waits import engine_waits
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, prepare, tone
 from tests.recordings import write_movie
@@ -232,7 +233,7 @@ def test_a_short_recording_is_the_same_beside_a_long_one(omni, plain, short_one:
 def test_a_short_recording_is_the_same_in_a_batch(omni) -> None:
     prompts = [heard(omni, SHORT), heard(omni, LONG), heard(omni, SHORT, LONG)]
     single = torch.cat([last_logits(omni, prompt) for prompt in prompts])
-    with omni.lock:
+    with engine_waits(omni):
         caches = [omni.new_cache() for _ in prompts]
         together = torch.cat(omni.engine.reader.prefill_batch(prompts, caches))
     assert (together - single).abs().max() < 1e-5

@@ -28,7 +28,11 @@ def test_both_are_of_one_checkpoint(qwen3_vl_folder) -> None:
 
 def test_it_answers_as_a_pipeline_loaded_with_the_policy(pipe, qwen3_vl_folder) -> None:
     twin = pipe.with_policy("bf16")
-    assert twin.model is pipe.model and twin.lock is pipe.lock and type(twin) is type(pipe)
+    assert (
+        twin.model is pipe.model
+        and twin.engine.thread is pipe.engine.thread
+        and type(twin) is type(pipe)
+    )
     assert twin.policy == KVPolicy.preset("bf16") and pipe.policy == KVPolicy.preset(DEFAULT)
     assert twin.prefixes is None and pipe.prefixes is not None
     loaded = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="bf16")

@@ -36,7 +36,7 @@ def test_policies_share_a_model_a_lock_and_a_budget(sessions) -> None:
     policy = KVPolicy.preset("oscar", window=16)
     pipe = sessions.pipeline(policy)
     assert sessions.pipeline(KVPolicy.preset("oscar", window=16)) is pipe
-    assert pipe.model is sessions.pipe.model and pipe.lock is sessions.pipe.lock
+    assert pipe.model is sessions.pipe.model and pipe.engine.thread is sessions.pipe.engine.thread
     assert sessions.pipeline(sessions.pipe.policy) is sessions.pipe
     before = sessions.pipe.budget.used_bytes
     session = sessions.session("a")

@@ -19,6 +19,7 @@ from oscar_mm.apps.serve.command import prefix_bytes
 from oscar_mm.cli import run
 from tests.apps.serve.conftest import user
 from tests.apps.serve.test_server import ask
+from tests.engine.engine_waits import engine_waits
 from tests.processes import Forked, command
 
 
@@ -89,7 +90,7 @@ def command_that_reads_for_ever(*arguments: str) -> None:
     from oscar_mm.apps.serve.conversations import Conversations
 
     def answer_steps(self: Conversations, _: Any) -> Iterator[str]:
-        with self.pipe.lock:
+        with engine_waits(self.pipe):
             Event().wait()
         yield ""
 

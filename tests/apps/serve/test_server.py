@@ -17,6 +17,7 @@ from oscar_mm.errors import RequestTooLarge
 from oscar_mm.pages.layout import PAGE_TOKENS
 from tests.apps.serve.conftest import encoded, image, png, served, sound, text, user, wav
 from tests.engine.engine import counted
+from tests.engine.engine_waits import engine_waits
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, tone
 from tests.recordings import write_movie
@@ -449,7 +450,7 @@ def test_metrics_do_not_wait_for_a_long_prompt(omni) -> None:
         client = openai.OpenAI(base_url=f"{where}/v1", api_key="none", max_retries=0)
         ask(client, SHOWN)
         before = metrics(where, None)
-        with omni.lock:
+        with engine_waits(omni):
             start = time.monotonic()
             during = metrics(where, None)
             assert time.monotonic() - start < 5

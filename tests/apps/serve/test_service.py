@@ -104,7 +104,7 @@ def test_who_leaves_the_queue_leaves_his_place(omni) -> None:
 
 def test_who_leaves_before_the_first_piece_leaves_his_place(omni, monkeypatch) -> None:
     """Also in the queue of the engine, while another answer goes on."""
-    monkeypatch.setattr(omni.engine, "max_rows", 1)
+    monkeypatch.setattr(omni.engine.scheduler, "max_rows", 1)
     with served(omni, max_new_tokens=4000) as address:
         with asking(address, stream=True, max_tokens=4000) as first:
             first.getresponse().readline()

@@ -1,0 +1,438 @@
+"""Scheduler: continuous batching of the requests of one page store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.placement import SlotForecast
+from oscar_mm.engine.engine_call import Call
+from oscar_mm.engine.engine_thread import EngineThread
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.prefill_runner import PrefillRunner
+from oscar_mm.engine.prefix_cache import PrefixCache, processor_settings
+from oscar_mm.engine.prompt import Prompt, remaining
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.running_batches import RunningBatches
+from oscar_mm.engine.sampling import Sampler
+from oscar_mm.errors import Cancelled, MemoryBusy
+from oscar_mm.tensor_parallel import TPGroup
+from oscar_mm.torch_modes import eager
+
+MAX_ROWS = 256
+"""Maximum number of requests that decode together."""
+_OVERTAKES = 8
+"""Maximum number of requests admitted out of order while the head of the queue lacks memory."""
+
+
+class Reservations(Protocol):
+    """Reserves memory for requests; implemented by ``oscar_mm.admission.admission.Admission``."""
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """Tokens per chunk of a long prompt; None if prompts are not split."""
+        ...
+
+    def growth(
+        self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
+    ) -> SlotForecast:
+        """Forecast the slots of a single-row prompt and its output."""
+        ...
+
+    def reserve(self, growth: SlotForecast, prompt: Prompt, cache: OscarCache) -> object:
+        """Reserve memory for a request, until the returned object is dropped.
+
+        Raises:
+            MemoryBusy: if the memory is reserved by other requests at present.
+        """
+        ...
+
+
+class Scheduler:
+    """Schedules the requests of one page store: prefill, and decode steps of one batch.
+
+    A decode step runs the last token of every running request through the model in one forward
+    pass; requests join and leave between two steps. During prefill, decode steps run between the
+    layers of the prompt: prefill and decode each get half of the time, and prefill gets more if
+    more requests wait than run. Prefill stops between two layers once its requests are cancelled.
+    Long prompts are prefilled in chunks, round robin, and all shorter prompts start between two
+    chunks.
+
+    Scheduling is first come, first served: a request that does not fit into the budget waits while
+    others run, and only a few smaller requests may overtake it. Calls that need memory wait in the
+    same queue.
+
+    Only the engine thread uses it, except for ``add`` and the properties.
+
+    Args:
+        family: the model, its processor and their special cases.
+        store: page store of all requests' caches.
+        admission: reserves the memory of requests.
+        thread: the engine thread of the model.
+        prefixes: prefix cache; None turns it off.
+
+    Attributes:
+        reader: runs prefill, with decode steps between the layers.
+        max_rows: maximum number of requests that decode together.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        store: PageStore,
+        admission: Reservations,
+        thread: EngineThread,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        self.family, self.store, self.admission = family, store, admission
+        self.prefixes, self.max_rows, self._thread = prefixes, MAX_ROWS, thread
+        self._queue: deque[Request | Call] = deque()
+        self._reading: deque[Request] = deque()
+        """Requests whose memory is reserved and whose prompts are prefilled in chunks."""
+        self._batches = RunningBatches(family, store, thread, self.runnable_count)
+        self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._batches)
+        self._blocked = False
+        """Whether the queue waits for memory."""
+        self._skipped_head = 0
+        """Requests admitted out of order so far."""
+        thread.add(self)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that decode or are partly prefilled."""
+        return len(self._begun)
+
+    @property
+    def _begun(self) -> list[Request]:
+        return [*self._reading, *self._batches.live]
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests in the queue."""
+        return sum(isinstance(entry, Request) and not entry.ended for entry in list(self._queue))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests decode or are partly prefilled."""
+        return bool(self._reading) or self._batches.is_running
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests run or wait."""
+        return bool(self._queue) or self.is_running
+
+    @property
+    def freed(self) -> bool:
+        """Whether requests have ended since the queue was blocked."""
+        return self._batches.freed
+
+    def unblock(self) -> None:
+        """Retry the entries of the queue that wait for memory."""
+        self._batches.freed = self._blocked = False
+
+    def add(self, entry: Request | Call) -> None:
+        """Put a request, or a call that needs memory, into the queue. Any thread may do so."""
+        self._queue.append(entry)
+
+    def runnable_count(self) -> int:
+        """Count the waiting requests that could run now: none of the queue while it is blocked."""
+        others = max(len(self._reading) - 1, 0)
+        return others if self._blocked else others + len(self._queue)
+
+    def release_graphs(self) -> None:
+        """Drop the CUDA graphs of decode steps.
+
+        Running requests keep theirs; the next request captures its steps again.
+        """
+        self._batches.forget_batch()
+        self._batches.settle_ended()
+
+    def fail_all(self, error: BaseException) -> None:
+        """End all requests with an error."""
+        for entry in (*list(self._queue), *self._begun):
+            entry.fail(error)
+        self.drop_ended()
+
+    def drop_ended(self) -> None:
+        """Remove ended requests and release their memory; not during a pass, which may use it."""
+        for entry in list(self._queue):
+            if entry.ended:
+                self._dequeue(entry)
+        for request in list(self._reading):
+            if request.ended:
+                self._batches.freed = True
+                self._reading.remove(request)
+                request.settle()
+        self._batches.settle_ended()
+
+    def _dequeue(self, entry: Request | Call) -> None:
+        """Remove an entry, which alone may have blocked the queue."""
+        self._batches.freed = True
+        with suppress(ValueError):
+            self._queue.remove(entry)
+
+    @eager
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """Prefill the prompts that have memory, then run a decode step."""
+        others = self.is_running
+        if not others:
+            self._prepare()
+        self._admit()
+        # Decode steps already ran between the layers of a chunk, and the first tokens of requests
+        # that begin alone are not to wait for the second ones.
+        if not self._read_on() and others:
+            self._batches.step()
+        self._batches.settle_ended()
+
+    def _prepare(self) -> None:
+        """On leaving idle: return surplus pool memory, and drop graphs if the weights changed."""
+        waiting = (entry for entry in list(self._queue) if isinstance(entry, Request))
+        prompts = [(x.prompt, x.cache) for x in waiting if not x.ended]
+        growths = [self.admission.growth(prompt, 1, cache) for prompt, cache in prompts]
+        added = [{bits: int(slots[0]) for bits, slots in x.added.items()} for x in growths]
+        self.store.trim_surplus(sum(self.store.bytes_of(slots) for slots in added))
+        if self.reader.refresh():
+            self._batches.forget_batch()
+
+    def _admit(self) -> None:
+        """Admit requests that have memory, and prefill short prompts together.
+
+        It stops early for calls that run the model. Threads are woken between two prompts, but not
+        with tensor parallelism: they would act at different times in each process.
+        """
+        wakes = TPGroup.of(self.family.model).count == 1
+        while self._queue and not self._blocked and self.running < self.max_rows:
+            self._batches.settle_ended()  # Requests may have ended during the last prefill.
+            with self._beginning() as requests:
+                if not self._take_first(requests):
+                    self._blocked = True
+                    return
+                if requests and requests[0].unread.tokens > self.reader.max_at_once:
+                    self._reading.extend(requests)
+                elif requests:
+                    self._fill_batch(requests)
+                    self._begin(requests)
+            if self._queue and wakes:
+                self._thread.release_waiters()
+            if self.runnable_count() and self._batches.fills_pauses:
+                self._batches.step()
+                if wakes:
+                    self._thread.after_step()
+            self._thread.run_calls()
+            if self._thread.has_passes:
+                return
+
+    def _read_on(self) -> bool:
+        """Prefill a chunk of the prompt that has waited longest for its next one.
+
+        Returns:
+            Whether decode steps will run between the layers of the next chunk.
+        """
+        if not self._reading:
+            return False
+        request = self._reading[0]
+        try:
+            with self._beginning() as requests:
+                requests.append(request)
+                self._begin(requests)
+        finally:
+            self._reading.rotate(-1)
+            if request.ended or request.chunks is None:
+                self._reading.remove(request)
+        return bool(self._reading) and self._batches.steps_while_reading
+
+    @contextmanager
+    def _beginning(self) -> Iterator[list[Request]]:
+        """Fail the requests in the yielded list if the block raises, and settle those that end."""
+        requests: list[Request] = []
+        try:
+            yield requests
+        except BaseException as error:  # Even of a hook: only these requests fail.
+            for request in requests:
+                request.fail(error)
+        finally:
+            for request in requests:
+                if request.ended:
+                    request.settle()
+                    self._batches.freed = True
+
+    def _take_first(self, taken: list[Request]) -> bool:
+        """Dequeue the first entry that gets memory or fails; return whether there is one.
+
+        Args:
+            taken: a request is added to it.
+        """
+        for place, entry in enumerate(list(self._queue)):
+            if place > 0 and self._skipped_head >= _OVERTAKES:
+                return False
+            if self._take(entry, taken):
+                self._skipped_head = self._skipped_head + 1 if place > 0 else 0
+                return True
+        return False
+
+    def _fill_batch(self, taken: list[Request]) -> None:
+        """Dequeue the following requests that get memory and fit into the same prefill pass."""
+        tokens = taken[0].unread.tokens
+        while self._is_short(taken[0]) and self.running + len(taken) < self.max_rows:
+            following = next(iter(list(self._queue)), None)
+            if (
+                not isinstance(following, Request)
+                or tokens + following.prompt.tokens > self.reader.max_varlen_tokens
+                or not self._is_short(following)
+                or not self._take(following, taken)
+            ):
+                return
+            tokens += following.unread.tokens
+
+    def _take(self, entry: Request | Call, taken: list[Request]) -> bool:
+        """Reserve memory for a request, or run a call, and dequeue it; False if it has to wait."""
+        try:
+            if isinstance(entry, Call):
+                entry.attempt()
+            elif not entry.ended:
+                self._reserve(entry)
+        except MemoryBusy as error:
+            # A request that has just ended may not have released its pages yet.
+            if taken or self._batches.freed or self._thread.busy:
+                return False
+            entry.fail(error)
+        except BaseException as error:
+            entry.fail(error)
+        if isinstance(entry, Request):
+            taken.append(entry)
+        with suppress(ValueError):
+            self._queue.remove(entry)
+        return True
+
+    def _is_short(self, request: Request) -> bool:
+        """Whether a prompt may share a prefill pass; media for the prefix cache rule that out."""
+        shares = self.prefixes is not None and request.prompt.media
+        return (
+            request.prompt.tokens <= self.reader.max_varlen_tokens
+            and request.prompt_logprobs is None
+            and not (shares or request.cache.linear_layers)
+            and self._batches.joins(request)
+        )
+
+    def _reserve(self, request: Request) -> None:
+        """Match the prefix cache and reserve memory for the remaining prompt and the output.
+
+        Raises:
+            MemoryBusy: if the memory is reserved by other requests; nothing has changed then.
+        """
+        prompt, cache, prefix = request.prompt, request.cache, None
+        if self.prefixes is not None and not request.has_past:
+            request.reader_state = self._reader_state()
+            if request.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
+                prefix = self.prefixes.find(prompt, request.reader_state)
+        if prefix is not None:
+            prompt, cache = remaining(prompt, prefix.get_seq_length()), prefix
+        try:
+            request.reservation = self._reservation(request, prompt, cache)
+        except BaseException:
+            if prefix is not None:
+                prefix.close()
+            raise
+        request.unread, request.cache = prompt, cache
+
+    def _reader_state(self) -> tuple[object, ...]:
+        """Return what keys and values depend on apart from the prompt: processor settings, weights
+        and adapters."""
+        return processor_settings(self.family.processor), self.reader.state
+
+    def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
+        growth = self.admission.growth(prompt, request.sampling.max_new_tokens, cache)
+        return self.admission.reserve(growth, prompt, cache)
+
+    def _begin(self, requests: list[Request]) -> None:
+        """Prefill prompts, or a chunk of one, and sample the first token of each complete one."""
+        live = [request for request in requests if not request.ended]
+        read = self._read_beginnings(live) if live else []
+        if not read:
+            return
+        logits = torch.cat([row for _, row in read])
+        samplers, ranks = [request.sampler for request, _ in read], TPGroup.of(self.family.model)
+        chosen = Sampler(samplers, logits.device, ranks)(logits)
+        tokens = chosen.listed()
+        logprobs = chosen.logprobs(tokens)
+        for place, ((request, _), token) in enumerate(zip(read, tokens, strict=True)):
+            if not request.ended:  # The request may have been cancelled during prefill.
+                request.next_logprob = logprobs.get(place)
+                request.take(token)
+            if self.prefixes is not None and not request.has_past and request.error is None:
+                state = self._reader_state()
+                if state == request.reader_state:  # Weights and settings are unchanged.
+                    self.prefixes.keep(request.prompt, state, request.cache)
+            if not request.ended:
+                self._batches.join(request)
+
+    def _read_beginnings(self, requests: list[Request]) -> list[tuple[Request, torch.Tensor]]:
+        """Prefill prompts together, or one by one if that fails, or a chunk of a single prompt.
+
+        Returns:
+            The requests whose prompts are complete, with (1, vocabulary) logits; empty once all
+            requests have ended.
+        """
+        several = len(requests) > 1
+        pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in requests]
+        try:
+            found = self._read_next(requests)
+            for past in pasts:
+                if past is not None:
+                    past.close()
+            return [(x, row) for x, row in zip(requests, found, strict=True) if row is not None]
+        except Cancelled as error:
+            for request, past in zip(requests, pasts, strict=True):
+                if not request.ended:  # Raised by a foreign hook, not by our own check.
+                    request.fail(error)
+                request.cache.reset()
+                if past is not None:
+                    past.close()
+            return []
+        except Exception as error:
+            if not several:
+                requests[0].fail(error)
+                return []
+        # Outside the handler, whose error keeps activations alive through its frames.
+        for request, past in zip(requests, pasts, strict=True):
+            if past is None:
+                request.cache.reset()
+            else:
+                request.cache.close()
+                request.cache, request.reservation = past, None
+        for request in requests:
+            try:
+                if request.reservation is None:
+                    request.reservation = self._reservation(request, request.unread, request.cache)
+            except Exception as error:
+                request.fail(error)
+        live = [request for request in requests if not request.ended]
+        return [one for request in live for one in self._read_beginnings([request])]
+
+    def _read_next(self, requests: list[Request]) -> Sequence[torch.Tensor | None]:
+        """Prefill the prompts of several requests, or the next chunk of a single one.
+
+        Returns:
+            Logits of each prompt; None for a prompt with chunks left.
+        """
+        if len(requests) > 1:
+            prompts, caches = [x.unread for x in requests], [x.cache for x in requests]
+            return self.reader.prefill_batch(
+                prompts, caches, cancelled=lambda: all(request.ended for request in requests)
+            )
+        [request] = requests
+        if request.chunks is None:
+            request.chunks = self.reader.read_in_chunks(
+                request.unread, request.cache, lambda: request.ended, request.prompt_logprobs
+            )
+        logits = next(request.chunks)
+        if logits is not None:
+            request.chunks = None
+        return [logits]
