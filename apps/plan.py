@@ -9,7 +9,7 @@ import typer
 
 from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
-from oscar_mm.models import released_model
+from oscar_mm.models.released import released_model
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import GPUS, format_bytes, parse_bytes
 

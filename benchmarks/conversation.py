@@ -428,6 +428,7 @@ def join_calls(family: Any, calls: Sequence[Call]) -> Call:
         positions=torch.cat([prompt.positions for prompt in prompts], dim=-1),
         next_position=prompts[-1].next_position,
         modalities=torch.cat([prompt.modalities for prompt in prompts], dim=-1),
+        layout=family.layout,
     )
     return Call(conversation, calls[-1].logits)
 

@@ -40,8 +40,8 @@ from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import Modality
-from oscar_mm.models import RELEASED as SHAPES
-from oscar_mm.models import ReleasedModel
+from oscar_mm.models.released import RELEASED as SHAPES
+from oscar_mm.models.released import ReleasedModel
 from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.pipelines.loading import device_of
 from oscar_mm.pipelines.pipeline import Pipeline

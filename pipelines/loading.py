@@ -21,16 +21,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError
 from oscar_mm.models import check_source, remedy, source_of
-from oscar_mm.pipelines.llava_next import LlavaNext
-from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
+from oscar_mm.pipelines.registry import family_of, pipeline_of
 from oscar_mm.rank_watch import watch
 from oscar_mm.tensor_parallel import TPGroup
-
-FAMILIES: dict[str, tuple[type[Family], ...]] = {
-    "OscarVLPipeline": (LlavaNext, Qwen3VL),
-    "OscarOmniPipeline": (Qwen3Omni,),
-}
-"""Families that each pipeline supports."""
 
 _CONFIG_KEYS = (
     "revision",
@@ -80,7 +73,7 @@ def load(
         model: name of a bundled model, hub id, folder, or a loaded model (whose decoder attention
             is then set; with other caches it is the same as "sdpa").
         processor: processor of a loaded model; by default loaded from the model's origin.
-        pipeline: name of the pipeline, a key of FAMILIES.
+        pipeline: name of the pipeline, see ``pipeline_of``.
         placement: devices of the weights; a loaded model can only be moved to a device.
         dtype: dtype of the weights, see ``dtype_of``.
         towers: attention implementation of vision and audio towers; None for "sdpa", or that of a
@@ -100,7 +93,7 @@ def load(
         ):
             if value:
                 raise InputError(f"{name} is for a model that is loaded here, not a loaded one")
-        family = _family(model.config.model_type, pipeline)
+        family = family_of(model.config.model_type, pipeline)
         if processor is None:
             processor = _processor(str(model.name_or_path), {})
         _check_processor(processor)
@@ -112,7 +105,7 @@ def load(
     _check_model_kwargs(model_kwargs)
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
     config = config_of(source, shared)
-    family = _family(config.model_type, pipeline)
+    family = family_of(config.model_type, pipeline)
     target = placement.target
     options = {**model_kwargs, **placement.arguments(family.auto_class, config)}
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
@@ -145,14 +138,14 @@ def outline(model: str | Path) -> Family:
     """
     source = source_of(model)
     config = config_of(source, {})
-    family = _family(config.model_type, reader(model))
+    family = family_of(config.model_type)
     processor = _processor(source, {})
     _check_processor(processor)
     return family(meta_model(family.auto_class, config).eval(), processor)
 
 
 def reader(model: str | Path) -> str:
-    """Return the name of the pipeline, a key of FAMILIES, that supports a checkpoint.
+    """Return the name of the pipeline that supports a checkpoint, see ``pipeline_of``.
 
     Args:
         model: name of a bundled model, hub id or folder.
@@ -160,11 +153,7 @@ def reader(model: str | Path) -> str:
     Raises:
         InputError: if there is no such model, or no pipeline supports it.
     """
-    model_type = config_of(source_of(model), {}).model_type
-    for name, families in FAMILIES.items():
-        if any(model_type in family.model_types for family in families):
-            return name
-    raise InputError(f"model type {model_type!r} is not supported: {_reading()}")
+    return pipeline_of(family_of(config_of(source_of(model), {}).model_type))
 
 
 def config_of(source: str, options: dict[str, Any]) -> Any:
@@ -191,20 +180,6 @@ def _check_model_kwargs(model_kwargs: Any) -> None:
     for key, argument in _OWN_ARGUMENTS.items():
         if key in model_kwargs:
             raise InputError(f"model_kwargs[{key!r}]: give it as {argument}=... of the pipeline")
-
-
-def _family(model_type: str, pipeline: str) -> type[Family]:
-    for family in FAMILIES[pipeline]:
-        if model_type in family.model_types:
-            return family
-    raise InputError(f"model type {model_type!r} is not supported by {pipeline}: {_reading()}")
-
-
-def _reading() -> str:
-    return "; ".join(
-        f"{name} reads " + ", ".join(kind for family in families for kind in family.model_types)
-        for name, families in FAMILIES.items()
-    )
 
 
 def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | None) -> None:
@@ -319,15 +294,15 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
         model: a model, which may have no weights.
         count: number of processes.
     """
-    writer: Any = getattr(model, "thinker", model)
+    family = family_of(model.config.model_type)
+    writer = family.text_part(model)
     names = {id(module): name for name, module in model.named_modules()}
     decoder, head = (
         names[id(part)] for part in (writer.get_decoder(), writer.get_output_embeddings())
     )
     layers = dict(_LAYERS)
-    if model.config.model_type == "qwen3_vl_moe":
-        # Its checkpoints store these transposed, which transformers up to 5.23 splits wrongly.
-        layers |= {name: _WHOLE for name in layers if ".experts" in name}
+    if whole := family.undivided.get(model.config.model_type):
+        layers |= {name: _WHOLE for name in layers if whole in name}
     # Newer versions of transformers merge the model's own rules in, so each is overridden.
     plan = dict.fromkeys(model.tp_plan, _WHOLE)
     plan |= {f"{decoder}.{name}": style for name, style in layers.items()}

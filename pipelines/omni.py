@@ -25,8 +25,8 @@ from oscar_mm.media.encoder_inputs import scaled_inputs, with_features
 from oscar_mm.media.image import ImageSource
 from oscar_mm.media.video import VideoSource
 from oscar_mm.modality import Modality
+from oscar_mm.pipelines.families.qwen3_omni import Qwen3Omni, last_logits_only
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.pipelines.qwen3 import Qwen3Omni, last_logits_only
 from oscar_mm.policy import KVPolicy
 from oscar_mm.tool_parsers.parser import Piece
 

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoConfig,
-    AutoProcessor,
-    LlavaNextImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLVideoProcessor,
-)
+from transformers import AutoConfig, AutoProcessor
 
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.admission.request_size import count_tokens
@@ -25,39 +19,14 @@ from oscar_mm.media.image import PictureSize
 from oscar_mm.media.media import Media
 from oscar_mm.media.video import sampled
 from oscar_mm.modality import Modality
-from oscar_mm.models import ReleasedModel, released_model, source_of
-from oscar_mm.pipelines.llava_next import LlavaNext
+from oscar_mm.models import source_of
+from oscar_mm.models.released import ReleasedModel, released_model
 from oscar_mm.pipelines.loading import meta_model, outline
-from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
+from oscar_mm.pipelines.registry import family_of
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
 from oscar_mm.policy import DEFAULT, KVPolicy
 
 _LIMITS = MediaLimits()
-_VIDEO_PIXELS = (4096, 25165824)
-"""Minimum and maximum pixels of all frames of a video in Qwen3-VL."""
-_SIBLINGS: dict[str, tuple[type[Family], str]] = {
-    "llava_next": (LlavaNext, "pocket-llava"),
-    "qwen3_vl": (Qwen3VL, "pocket-vl"),
-    "qwen3_vl_moe": (Qwen3VL, "pocket-vl"),
-    "qwen3_omni_moe": (Qwen3Omni, "pocket-omni"),
-}
-"""Family and bundled model of the same architecture, by ``config.model_type``."""
-# A role's single letter is one token of the bundled tokenizers, as a role's name is in the released
-# ones. Vicuna's and Yi's templates write a few words more.
-_QWEN_TEMPLATE = """\
-{%- set marks = {'image': '<|vision_start|><|image_pad|><|vision_end|>', \
-'video': '<|vision_start|><|video_pad|><|vision_end|>', \
-'audio': '<|audio_start|><|audio_pad|><|audio_end|>'} -%}
-{%- for message in messages -%}
-{{ '<|im_start|>' ~ message.role[0] ~ '\n' }}
-{%- for part in message.content -%}{{ marks.get(part.type, part.text) }}{%- endfor -%}
-{{ '<|im_end|>\n' }}
-{%- endfor -%}
-{{ '<|im_start|>a\n' }}"""
-_LLAVA_TEMPLATE = """\
-{%- for message in messages -%}{%- for part in message.content -%}
-{{ '<image>\n' if part.type == 'image' else part.text }}
-{%- endfor -%}{%- endfor -%}"""
 
 
 @dataclass(frozen=True)
@@ -199,7 +168,7 @@ def plan(
 
     Args:
         model: name of a bundled model, hub id or folder; causal language models are supported too.
-            Released models (``oscar_mm.models``) are known by name, without the hub.
+            Released models (``oscar_mm.models.released``) are known by name, without the hub.
         session: media and texts of the conversation.
         policy: policy that says how keys and values would be stored.
         limits: limits on media, as in the pipeline.
@@ -238,50 +207,11 @@ def released_skeleton(released: ReleasedModel) -> Family:
     Media take as many tokens as with the released processor; the text of the chat template is
     counted to within a few tokens.
     """
-    family, sibling = _SIBLINGS[released.family]
-    folder = source_of(sibling)
+    family = family_of(released.family)
+    folder = source_of(family.pocket)
     fields: dict[str, Any] = AutoConfig.from_pretrained(folder).to_dict()
     del fields["model_type"]
-    # Keep the token ids of the bundled tokenizer.
-    inner = fields.get("thinker_config", fields)
-    inner |= {"text_config": dict(released.text), "vision_config": dict(released.vision)}
-    if released.audio:
-        inner["audio_config"] = dict(released.audio)
-    inner["tie_word_embeddings"] = released.text["tie_word_embeddings"]
     processor: Any = AutoProcessor.from_pretrained(folder)
-    if family is LlavaNext:
-        fields["image_grid_pinpoints"] = _read_tiles(processor, released.vision)
-    else:
-        least, most = released.pixels
-        processor.image_processor.size = {"shortest_edge": least, "longest_edge": most}
-        # Qwen3-Omni limits the pixels of a frame, Qwen3-VL those of all frames.
-        if family is Qwen3Omni:
-            video, (least, most) = Qwen2VLVideoProcessor, released.pixels
-        else:
-            video, (least, most) = Qwen3VLVideoProcessor, _VIDEO_PIXELS
-        processor.video_processor = video(
-            patch_size=16, merge_size=2, size={"shortest_edge": least, "longest_edge": most}
-        )
-        # A word of the timestamps between frames, which is one token in released tokenizers.
-        processor.tokenizer.add_tokens([" seconds"])
-        processor.chat_template = _QWEN_TEMPLATE
+    processor = family.as_released(processor, fields, released)
     config = AutoConfig.for_model(released.family, **fields)
     return family(meta_model(family.auto_class, config).eval(), processor)
-
-
-def _read_tiles(processor: Any, vision: dict[str, Any]) -> list[list[int]]:
-    """Make LLaVA's processor use the released tiles; return their grids, in pixels."""
-    side = vision["image_size"]
-    grids = [[side * rows, side * columns] for rows, columns in _GRIDS]
-    processor.image_processor = LlavaNextImageProcessor(
-        size={"shortest_edge": side},
-        crop_size={"height": side, "width": side},
-        image_grid_pinpoints=grids,
-    )
-    processor.patch_size = vision["patch_size"]
-    processor.chat_template = _LLAVA_TEMPLATE
-    return grids
-
-
-_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
-"""Rows and columns of tiles."""

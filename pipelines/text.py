@@ -21,14 +21,8 @@ from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.models import check_source, source_of
-from oscar_mm.pipelines.loading import (
-    FAMILIES,
-    config_of,
-    device_of,
-    dtype_of,
-    first_line,
-    meta_model,
-)
+from oscar_mm.pipelines.loading import config_of, device_of, dtype_of, first_line, meta_model
+from oscar_mm.pipelines.registry import is_registered
 
 _CHARACTERS = 16
 """Characters per token, above the average of any text."""
@@ -91,8 +85,7 @@ def is_text_model(model: str | Path) -> bool:
         InputError: if there is no such model.
     """
     kind = config_of(source_of(model), {}).model_type
-    read = {name for group in FAMILIES.values() for one in group for name in one.model_types}
-    return kind not in read and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return not is_registered(kind) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def load_text_model(

@@ -14,6 +14,7 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.media import load_video
 from oscar_mm.media.media import Media
 from oscar_mm.modality import token_modalities
+from oscar_mm.pipelines.families.qwen3_vl import Qwen3VL
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -115,6 +116,7 @@ class Reference:
             positions=torch.cat([text[None], spatial]),
             next_position=spatial.amax(dim=(0, 2)) + 1,
             modalities=token_modalities(ids, mm_token_type_ids=types, attention_mask=mask),
+            layout=Qwen3VL.layout,
         )
 
 

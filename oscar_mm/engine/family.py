@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.engine.chat_format import ANSWER, QUESTION, ChatFormat
+from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.template import USUAL, TemplateOptions
@@ -21,6 +23,7 @@ from oscar_mm.errors import InputError, shown
 from oscar_mm.media.media import Media, Medium
 from oscar_mm.media.options import MediaOptions
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
+from oscar_mm.models.released import ReleasedModel
 from oscar_mm.modules import computing_device
 from oscar_mm.moe_switch import choose_experts
 from oscar_mm.thread_pool import submit_all
@@ -69,16 +72,67 @@ class Family(ChatFormat, ABC):
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
     """Class that loads the checkpoints."""
 
+    part: ClassVar[str] = ""
+    """Attribute of the loaded model with the part that writes text; "" for the whole model. Its
+    configuration is ``{part}_config``."""
+
+    layout: ClassVar[InputLayout]
+    """How the model's inputs are cut at media and tokens."""
+
+    fast_layers: ClassVar[frozenset[str]] = frozenset()
+    """Classes of the decoder's layers with the arithmetic of ``oscar_mm.fast_decode``, besides
+    those of language models that it knows by itself."""
+
+    undivided: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """By model type: part of the names of modules that each rank keeps whole."""
+
+    released: ClassVar[tuple[ReleasedModel, ...]] = ()
+    """Shapes of released models, which can be planned without their files."""
+
+    pocket: ClassVar[str]
+    """Bundled model with a tokenizer of the same special tokens; for ``released``."""
+
+    plain_template: ClassVar[str]
+    """Chat template for the tokenizer of ``pocket`` in which a turn takes as many tokens as in the
+    released models; for ``released``."""
+
     def __init__(self, model: Any, processor: Any) -> None:
         super().__init__(processor)
-        self.model = self.outer_model = model
-        choose_experts(model)
+        self.outer_model, self.model = model, self.text_part(model)
+        choose_experts(self.model)
+
+    @classmethod
+    def text_part(cls, model: Any) -> Any:
+        """Return the part of a loaded model that writes text."""
+        return getattr(model, cls.part) if cls.part else model
 
     @classmethod
     def set_attention(cls, model: Any, towers: str | None) -> None:
         """Set attention "oscar" in the decoder, and ``towers``, if given, in the towers."""
-        vision = {"vision_config": towers} if towers else {}
-        model.set_attn_implementation({"text_config": IMPLEMENTATION} | vision)
+        kinds = ("vision", "audio") if Modality.AUDIO in cls.reads else ("vision",)
+        chosen = {f"{kind}_config": towers for kind in kinds if towers}
+        # A model with parts would ignore it.
+        cls.text_part(model).set_attn_implementation({"text_config": IMPLEMENTATION} | chosen)
+
+    @classmethod
+    def as_released(cls, processor: Any, fields: dict[str, Any], model: ReleasedModel) -> Any:
+        """Turn the processor and configuration of ``pocket`` into those of a released model.
+
+        Args:
+            processor: processor of ``pocket``, which may be changed.
+            fields: fields of the configuration, which are changed; the token ids stay.
+            model: shapes and limits of the released model.
+
+        Returns:
+            The processor of the released model, with the tokenizer of ``pocket``.
+        """
+        inner = fields[f"{cls.part}_config"] if cls.part else fields
+        inner |= {"text_config": dict(model.text), "vision_config": dict(model.vision)}
+        if model.audio:
+            inner["audio_config"] = dict(model.audio)
+        inner["tie_word_embeddings"] = model.text["tie_word_embeddings"]
+        processor.chat_template = cls.plain_template
+        return processor
 
     @property
     def device(self) -> torch.device:
@@ -220,6 +274,7 @@ class Family(ChatFormat, ABC):
             next_position=prompts[-1].next_position,
             modalities=torch.cat([prompt.modalities for prompt in prompts], dim=1),
             media=tuple(media),
+            layout=self.layout,
         )
 
     @abstractmethod
@@ -230,7 +285,6 @@ class Family(ChatFormat, ABC):
     def min_tokens(self, medium: Medium) -> int:
         """Return the minimum number of tokens of a medium, without processing it."""
 
-    @abstractmethod
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
         """Return the size to which an upright image of this size may be scaled down.
 
@@ -238,8 +292,9 @@ class Family(ChatFormat, ABC):
         tokens.
 
         Returns:
-            Width and height in pixels.
+            Width and height in pixels; by default those of the image.
         """
+        return width, height
 
     def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
         """Return the width and height to which an image is resized by the options."""
@@ -315,6 +370,7 @@ class Family(ChatFormat, ABC):
             next_position=following,
             modalities=modalities,
             media=_spans(modalities[0], ordered, encoded.media_tokens),
+            layout=self.layout,
         )
 
     def _in_order(self, text: str, media: Media) -> list[Medium]:

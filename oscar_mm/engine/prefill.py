@@ -23,6 +23,7 @@ from torch import nn
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, cache_of
+from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.prompt import Prompt, by_frames, forward, segments
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.fast_decode.prompt_layers import MAX_RECORDED
@@ -30,25 +31,21 @@ from oscar_mm.fast_decode.prompt_layers import MAX_RECORDED
 MAX_TOKENS = 1 << 13
 """Maximum tokens at a time in MLPs and norms of the decoder, and per part of the media."""
 MAX_PATCHES = 4 * MAX_TOKENS
-"""Maximum patches at a time in a tower; Qwen merges four into a token."""
+"""Maximum patches at a time in a tower that merges four into a token, such as Qwen's."""
 
 
 _reader: ContextVar[object] = ContextVar("reader", default=None)
 """Marks the thread that runs prefill; hooks ignore forward passes of other threads."""
-_PER_TOKEN = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0, "visual_pos_masks": 1}
-"""Decoder arguments with one entry per token, and their token dimension."""
-_FEATURES = "deepstack_visual_embeds"
-"""Decoder argument with a list of features, each added after one of the first layers: image and
-video tokens in the order of ``visual_pos_masks``, row after row."""
 
 
 @contextmanager
-def in_pieces(model: Any, tokens: int) -> Iterator[None]:
+def in_pieces(model: Any, tokens: int, layout: InputLayout) -> Iterator[None]:
     """Process long inputs of modules in pieces within the block; results differ by rounding only.
 
     Args:
         model: transformers model for generation.
         tokens: number of tokens of the coming pass, in all rows; few are not cut.
+        layout: says whether the tower's input may be cut.
     """
     if tokens <= MAX_TOKENS:
         yield
@@ -59,9 +56,8 @@ def in_pieces(model: Any, tokens: int) -> Iterator[None]:
         decoder = model.get_decoder()
         for module in (*(layer.mlp for layer in decoder.layers), *_norms(decoder)):
             hooks += _cut_tokens(module, hooks)
-        tower = model.get_encoder(modality="image")
-        if hasattr(tower, "spatial_merge_size"):  # Qwen's
-            hooks += _cut_media(tower, hooks)
+        if layout.video_grids is not None:
+            hooks += _cut_media(model.get_encoder(modality="image"), hooks)
         yield
     finally:
         _reader.reset(token)
@@ -240,26 +236,31 @@ def length(arguments: dict[str, Any]) -> int:
     return arguments["inputs_embeds"].shape[1]
 
 
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def joined(parts: list[dict[str, Any]], layout: InputLayout) -> dict[str, Any]:
     """Join the decoder arguments of consecutive parts of a row; empties the list.
 
     The features of the result can be read only once.
     """
     whole, *rest = parts
-    if rest and any(part.get(_FEATURES) for part in parts):
-        for part in parts:
-            if not part.get(_FEATURES):
-                ids = part["inputs_embeds"]
-                part["visual_pos_masks"] = ids.new_zeros(ids.shape[:2], dtype=torch.bool)
+    for name, mask in layout.features.items() if rest else ():
+        if any(part.get(name) for part in parts):
+            for part in parts:
+                if not part.get(name):
+                    ids = part["inputs_embeds"]
+                    part[mask] = ids.new_zeros(ids.shape[:2], dtype=torch.bool)
     # One argument after the other, so that at most one of the tensors exists twice.
-    for name, dim in _PER_TOKEN.items() if rest else ():
+    for name, dim in layout.per_token.items() if rest else ():
         if isinstance(whole.get(name), torch.Tensor):
             whole[name] = torch.cat([part.pop(name) for part in parts], dim=dim)
-    features = [list(tensors) for part in parts if (tensors := part.pop(_FEATURES, None))]
+    features = {
+        name: [list(tensors) for part in parts if (tensors := part.pop(name, None))]
+        for name in layout.features
+    }
     parts.clear()
-    if features:
-        levels = range(len(features[0]))
-        whole[_FEATURES] = _ReadOnce(_cat([tensors.pop(0) for tensors in features]) for _ in levels)
+    for name, lists in features.items():
+        levels = range(len(lists[0]) if lists else 0)
+        if levels:
+            whole[name] = _ReadOnce(_cat([tensors.pop(0) for tensors in lists]) for _ in levels)
     return whole
 
 
@@ -267,10 +268,10 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
-def sliced(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+def sliced(arguments: dict[str, Any], start: int, stop: int, layout: InputLayout) -> dict[str, Any]:
     """Return the decoder arguments of some tokens; features are views for a single row."""
     part = dict(arguments)
-    for name, dim in _PER_TOKEN.items():
+    for name, dim in layout.per_token.items():
         if isinstance(value := arguments.get(name), torch.Tensor):
             part[name] = value.narrow(dim, start, stop - start)
     mask = arguments.get("attention_mask")
@@ -278,27 +279,34 @@ def sliced(arguments: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         past = mask.shape[1] - length(arguments)
         # New tokens only: padding before them is not in the cache.
         part["attention_mask"] = mask[:, past + start : past + stop]
-    visual, features = arguments.get("visual_pos_masks"), arguments.get(_FEATURES)
-    if visual is None or features is None:
-        return part
-    if len(visual) == 1:
-        before, count = int(visual[:, :start].sum()), int(visual[:, start:stop].sum())
-        part[_FEATURES] = [level[before : before + count] for level in features]
-    else:
-        order = (visual.flatten().cumsum(0) - 1).view_as(visual)
-        chosen = order[:, start:stop][visual[:, start:stop]]
-        part[_FEATURES] = [level[chosen.to(level.device)] for level in features]
+    for name, of in layout.features.items():
+        visual, features = arguments.get(of), arguments.get(name)
+        if visual is not None and features is not None:
+            part[name] = _features_of(features, visual, start, stop)
     return part
 
 
-def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+def _features_of(
+    features: Sequence[torch.Tensor], visual: torch.Tensor, start: int, stop: int
+) -> list[torch.Tensor]:
+    """Return the features of tokens ``start`` to ``stop``; ``visual`` is (batch, tokens)."""
+    if len(visual) == 1:
+        before, count = int(visual[:, :start].sum()), int(visual[:, start:stop].sum())
+        return [level[before : before + count] for level in features]
+    order = (visual.flatten().cumsum(0) - 1).view_as(visual)
+    chosen = order[:, start:stop][visual[:, start:stop]]
+    return [level[chosen.to(level.device)] for level in features]
+
+
+def copied(arguments: dict[str, Any], layout: InputLayout) -> dict[str, Any]:
     """Copy a decoder's arguments into new memory."""
     part = dict(arguments)
-    for name in _PER_TOKEN:
+    for name in layout.per_token:
         if isinstance(value := arguments.get(name), torch.Tensor):
             part[name] = value.clone()
-    if (features := arguments.get(_FEATURES)) is not None:
-        part[_FEATURES] = [level.clone() for level in features]
+    for name in layout.features:
+        if (features := arguments.get(name)) is not None:
+            part[name] = [level.clone() for level in features]
     return part
 
 
@@ -344,7 +352,7 @@ def _prefill_in_chunks(
     # Half a chunk: parts that wait for their chunk to fill take memory too.
     most = MAX_TOKENS if chunk is None else min(MAX_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)
-    for arguments in _in_chunks(parts, prompt.tokens if chunk is None else chunk):
+    for arguments in _in_chunks(parts, chunk or prompt.tokens, prompt.layout):
         unread -= length(arguments)
         # For few tokens the copy of each layer's output is not worth avoiding.
         is_long = length(arguments) > MAX_RECORDED
@@ -385,24 +393,26 @@ def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
             hook.remove()
 
 
-def _in_chunks(parts: Iterable[dict[str, Any]], chunk: int) -> Iterator[dict[str, Any]]:
+def _in_chunks(
+    parts: Iterable[dict[str, Any]], chunk: int, layout: InputLayout
+) -> Iterator[dict[str, Any]]:
     """Yield the decoder's arguments in chunks of ``chunk`` tokens."""
     waiting: list[dict[str, Any]] = []
     for part in parts:
         waiting.append(part)
         del part
         while (tokens := sum(map(length, waiting))) >= chunk:
-            whole = joined(waiting)
+            whole = joined(waiting, layout)
             if tokens > chunk:
                 # A copy lets the whole be freed, but would be too large for a long medium.
-                rest = sliced(whole, chunk, tokens)
-                waiting.append(copied(rest) if tokens < 2 * chunk else rest)
-                whole = sliced(whole, 0, chunk)
+                rest = sliced(whole, chunk, tokens, layout)
+                waiting.append(copied(rest, layout) if tokens < 2 * chunk else rest)
+                whole = sliced(whole, 0, chunk, layout)
                 del rest
             yield whole
             del whole
     if waiting:
-        yield joined(waiting)
+        yield joined(waiting, layout)
 
 
 def read_prompt(
@@ -444,7 +454,7 @@ def read_in_chunks(
     chunks = _prefill_in_chunks(model, prompt, cache, prefill_chunk, logprobs=logprobs)
     logits = None
     while logits is None:
-        with in_pieces(model, prompt.modalities.numel()):
+        with in_pieces(model, prompt.modalities.numel(), prompt.layout):
             logits = forward(model, prompt, cache) if at_once else next(chunks)
         yield logits
 

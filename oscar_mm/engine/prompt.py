@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import Cache
 
 from oscar_mm.cache.cache import as_argument
+from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.media.encoder_inputs import SAMPLES
 from oscar_mm.modality import MediumSpan, Modality, Span, spans_of
 
@@ -31,6 +32,7 @@ class Prompt:
         salt: prompts with different salts share no prefix in the prefix cache.
         continues: whether the answer continues the prompt's text, so that its first token is text
             and not reasoning.
+        layout: how ``inputs`` are cut; the family's.
     """
 
     inputs: dict[str, Any]
@@ -40,6 +42,7 @@ class Prompt:
     media: tuple[MediumSpan, ...] = ()
     salt: str = ""
     continues: bool = False
+    layout: InputLayout = field(default_factory=InputLayout)
 
     @property
     def tokens(self) -> int:
@@ -148,12 +151,13 @@ def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
 def by_frames(prompt: Prompt, most: int) -> Prompt:
     """Split each video of more than ``most`` tokens into several shorter ones.
 
-    Qwen's towers give the same features, as a patch attends only to its own pair of frames. Videos
-    with sound stay whole, and so do videos of a prompt without ``media``.
+    The tower gives the same features, see ``InputLayout.video_grids``. Videos with sound stay
+    whole, and so do videos of a prompt without ``media``.
     """
-    grids = prompt.inputs.get("video_grid_thw")
-    if grids is None or not prompt.media:
+    layout = prompt.layout
+    if layout.video_grids not in prompt.inputs or not prompt.media:
         return prompt
+    grids = prompt.inputs[layout.video_grids]
     sizes, numbers = [], []
     media: list[MediumSpan] = []
     for span in prompt.media:
@@ -173,9 +177,12 @@ def by_frames(prompt: Prompt, most: int) -> Prompt:
             shown = places[len(places) * first // frames : len(places) * last // frames]
             start, stop = int(shown[0]), int(shown[-1]) + 1
             media.append(span if step >= frames else replace(span, start=start, stop=stop))
-    inputs = prompt.inputs | {"video_grid_thw": grids.new_tensor(sizes)}
-    if (seconds := inputs.get("video_second_per_grid")) is not None:
-        inputs["video_second_per_grid"] = seconds[torch.tensor(numbers, device=seconds.device)]
+    inputs = {
+        name: value[torch.tensor(numbers, device=value.device)]
+        if layout.per_medium.get(name) is Modality.VIDEO
+        else value
+        for name, value in prompt.inputs.items()
+    } | {layout.video_grids: grids.new_tensor(sizes)}
     return replace(prompt, inputs=inputs, media=tuple(media))
 
 
@@ -186,7 +193,7 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
         raise ValueError(f"there are no tokens {start} to {stop} of {prompt.tokens}")
     before = _counted(prompt, [span for span in prompt.media if span.stop <= start])
     shown = [span for span in prompt.media if start <= span.start and span.stop <= stop]
-    inputs = _taken(dict(prompt.inputs), before, _counted(prompt, shown))
+    inputs = _taken(prompt, before, _counted(prompt, shown))
     inputs["input_ids"] = inputs["input_ids"][:, start:stop]
     following = prompt.next_position
     if stop < prompt.tokens:
@@ -197,6 +204,7 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
         next_position=following,
         modalities=prompt.modalities[:, start:stop],
         media=tuple(span.shifted(-start) for span in shown),
+        layout=prompt.layout,
     )
 
 
@@ -212,38 +220,20 @@ def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
     return counts
 
 
-_PER_MEDIUM = {
-    "image_sizes": Modality.IMAGE,
-    "image_grid_thw": Modality.IMAGE,
-    "video_grid_thw": Modality.VIDEO,
-    "video_second_per_grid": Modality.VIDEO,
-    "input_features": Modality.AUDIO,
-    "feature_attention_mask": Modality.AUDIO,
-    SAMPLES: Modality.AUDIO,
-}
-"""Forward arguments with one row per medium, or per sound of a video."""
-_PER_PATCH = {
-    "pixel_values": (Modality.IMAGE, "image_grid_thw"),
-    "pixel_values_videos": (Modality.VIDEO, "video_grid_thw"),
-}
-"""Forward arguments with one row per patch, and the grids that count patches; without grids, one
-row per medium."""
-
-
 def _taken(
-    inputs: dict[str, Any], before: dict[Modality, int], counts: dict[Modality, int]
+    prompt: Prompt, before: dict[Modality, int], counts: dict[Modality, int]
 ) -> dict[str, Any]:
     """Select ``counts`` media of each modality, after the first ``before`` ones."""
-    taken = {}
-    for name, tensor in inputs.items():
+    layout, taken = prompt.layout, {}
+    for name, tensor in prompt.inputs.items():
         if name == "input_ids":
             taken[name] = tensor
             continue
-        if name in _PER_MEDIUM:
-            kind, rows = _PER_MEDIUM[name], None
-        elif name in _PER_PATCH:
-            kind, grids = _PER_PATCH[name]
-            rows = inputs[grids].prod(-1).cpu() if grids in inputs else None
+        if name in layout.per_medium:
+            kind, rows = layout.per_medium[name], None
+        elif name in layout.per_patch:
+            kind, grids = layout.per_patch[name]
+            rows = prompt.inputs[grids].prod(-1).cpu()
         else:
             raise NotImplementedError(f"{name}: media cannot be taken out of this argument")
         first, last = before[kind], before[kind] + counts[kind]
@@ -252,9 +242,9 @@ def _taken(
         if rows is not None:
             first, last = int(rows[:first].sum()), int(rows[:last].sum())
         taken[name] = tensor[first:last]
-    if "feature_attention_mask" in taken:
-        # The padding of the longest remaining sound.
-        frames = int(taken["feature_attention_mask"].sum(-1).max())
-        for name in ("input_features", "feature_attention_mask"):
-            taken[name] = taken[name][..., :frames]
+    # The masks are read before any of them is cut.
+    masks = {*layout.padded.values()} & taken.keys()
+    longest = {mask: int(taken[mask].sum(-1).max()) for mask in masks}
+    for name in layout.padded.keys() & taken.keys():
+        taken[name] = taken[name][..., : longest[layout.padded[name]]]
     return taken

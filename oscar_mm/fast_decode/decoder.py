@@ -38,15 +38,9 @@ from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
 Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
 """Function that turns work on fixed tensors of a device into a replay of it; it may do so without
 running the work."""
-KNOWN_LAYERS = (
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3VLTextDecoderLayer",
-    "Qwen3VLMoeTextDecoderLayer",
-    "Qwen3OmniMoeThinkerTextDecoderLayer",
-)
-"""Decoder layer classes of transformers with this arithmetic."""
+KNOWN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}
+"""Decoder layer classes of transformers with this arithmetic: those of language models, to which
+``Family.fast_layers`` are added."""
 _DIVIDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),

@@ -54,7 +54,7 @@ def test_parts_are_those_of_the_whole(pipes: dict[str, Pipeline], name: str) -> 
         parts = list(embedded_parts(pipe.model, prompt, cache, 20))
         assert len(parts) > 5
         assert sum(map(length, parts)) == prompt.tokens
-        found = joined(parts)
+        found = joined(parts, prompt.layout)
         assert not parts and cache.get_seq_length() == 0, "nothing is decoded"
         assert found.keys() == whole.keys()
         close(found["inputs_embeds"], whole["inputs_embeds"])
@@ -62,7 +62,7 @@ def test_parts_are_those_of_the_whole(pipes: dict[str, Pipeline], name: str) -> 
         if name == "llava":
             return
         assert torch.equal(found["visual_pos_masks"], whole["visual_pos_masks"])
-        cut = sliced(whole, 30, prompt.tokens)
+        cut = sliced(whole, 30, prompt.tokens, prompt.layout)
         levels = whole["deepstack_visual_embeds"]
         before = int(whole["visual_pos_masks"][:, :30].sum())
         assert before

@@ -52,7 +52,7 @@ def test_towers_are_exact(
     monkeypatch.setattr(prefill_module, "MAX_PATCHES", most)
     tower = pipe.model.get_encoder(modality="image")
     seen = tower.patch_embed.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
-    with in_pieces(pipe.model, LONG):
+    with in_pieces(pipe.model, LONG, pipe.family.layout):
         close(logits(pipe), whole)
     seen.remove()
     inputs = prompt_of(pipe).inputs
@@ -73,7 +73,7 @@ def test_mlps_are_exact(
     mlp = pipe.model.get_decoder().layers[1].mlp
     inner = mlp.experts if hasattr(mlp, "experts") else mlp.gate_proj
     seen = inner.register_forward_hook(lambda _, args, __: sizes.append(args[0].shape[-2]))
-    with in_pieces(pipe.model, LONG):
+    with in_pieces(pipe.model, LONG, pipe.family.layout):
         close(logits(pipe), whole)
     seen.remove()
     assert sum(sizes) == whole.shape[1] and max(sizes) == most
@@ -87,7 +87,7 @@ def test_a_batch_is_cut_by_all_its_tokens(
     with torch.inference_mode(), monkeypatch.context() as patch:
         whole = mlp(states)
         patch.setattr(prefill_module, "MAX_TOKENS", 8)
-        with in_pieces(model, LONG):
+        with in_pieces(model, LONG, pipes["llava"].family.layout):
             torch.testing.assert_close(mlp(states), whole)
 
 
@@ -112,11 +112,11 @@ def test_a_prompt_is_read_so(pipes: dict[str, Pipeline], monkeypatch: pytest.Mon
 
 
 def test_few_tokens_are_left_alone(pipes: dict[str, Pipeline]) -> None:
-    model = pipes["qwen"].model
+    model, layout = pipes["qwen"].model, pipes["qwen"].family.layout
     before = hooks_of(model)
-    with in_pieces(model, prefill_module.MAX_TOKENS):
+    with in_pieces(model, prefill_module.MAX_TOKENS, layout):
         assert hooks_of(model) == before
-    with in_pieces(model, prefill_module.MAX_TOKENS + 1):
+    with in_pieces(model, prefill_module.MAX_TOKENS + 1, layout):
         assert hooks_of(model) > before
     assert hooks_of(model) == before
 
@@ -129,7 +129,7 @@ def test_other_threads_are_left_alone(
     monkeypatch.setattr(prefill_module, "MAX_TOKENS", 10)
     mlp = pipe.model.get_decoder().layers[0].mlp.gate_proj
     seen = mlp.register_forward_hook(lambda _, args, __: sizes.append(args[0].shape[1]))
-    with in_pieces(pipe.model, LONG):
+    with in_pieces(pipe.model, LONG, pipe.family.layout):
         other = Thread(target=lambda: found.append(logits(pipe)))
         other.start()
         other.join()
@@ -148,7 +148,7 @@ def test_an_error_leaves_nothing_behind(
         raise MemoryError("none left")
 
     tower = pipe.model.get_encoder(modality="image")
-    with monkeypatch.context() as patch, in_pieces(pipe.model, LONG):
+    with monkeypatch.context() as patch, in_pieces(pipe.model, LONG, pipe.family.layout):
         patch.setattr(prefill_module, "MAX_PATCHES", 16)
         hook = tower.blocks[0].register_forward_hook(broken)
         with pytest.raises(MemoryError):

@@ -21,6 +21,7 @@ from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.modality import Modality
 from oscar_mm.modules import weights_key
+from oscar_mm.pipelines.families.qwen3_vl import Qwen3VL
 
 PIPELINES = {
     "pocket-vl": OscarVLPipeline,
@@ -242,7 +243,7 @@ def test_our_own_hooks_and_layers_change_no_key(model) -> None:
     before = weights_key(model)
     with (
         PromptLayers(model, 64).reading(OscarCache("bf16", model=model)),
-        in_pieces(model, MAX_TOKENS + 1),
+        in_pieces(model, MAX_TOKENS + 1, Qwen3VL.layout),
     ):
         assert any("forward" in vars(layer) for layer in model.get_decoder().layers)
         assert weights_key(model) == before

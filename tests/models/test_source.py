@@ -15,7 +15,8 @@ import pytest
 from huggingface_hub import constants, errors
 
 from oscar_mm.errors import InputError
-from oscar_mm.models import RELEASED, check_source, released_model
+from oscar_mm.models import check_source
+from oscar_mm.models.released import RELEASED, released_model
 
 ROOT = Path(__file__).parents[2]
 HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]

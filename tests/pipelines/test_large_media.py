@@ -14,8 +14,8 @@ from oscar_mm import OscarVLPipeline
 from oscar_mm.errors import RequestTooLarge
 from oscar_mm.media.image import PictureSize
 from oscar_mm.media.media import Medium
-from oscar_mm.pipelines.llava_next import LlavaNext
-from oscar_mm.pipelines.qwen3 import image_tokens, largest_image
+from oscar_mm.pipelines.families.llava_next import LlavaNext
+from oscar_mm.pipelines.families.qwen import image_tokens, largest_image
 from tests.prompts import noise, prepare
 
 SIDES = st.integers(300, 16_400)

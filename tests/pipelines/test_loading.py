@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.models import bundled
-from oscar_mm.pipelines.llava_next import LlavaNext
+from oscar_mm.pipelines.families.llava_next import LlavaNext
+from oscar_mm.pipelines.families.qwen3_omni import Qwen3Omni
+from oscar_mm.pipelines.families.qwen3_vl import Qwen3VL
 from oscar_mm.pipelines.loading import Placement, meta_model, tensor_plan
-from oscar_mm.pipelines.qwen3 import Qwen3Omni, Qwen3VL
 from oscar_mm.policy import DEFAULT
 from tests.checkpoints import build_decoder
 from tests.prompts import REQUESTS

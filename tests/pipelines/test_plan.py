@@ -15,10 +15,10 @@ from oscar_mm.media.media import Media
 from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pipelines.families.qwen3_omni import audio_tokens
 from oscar_mm.pipelines.loading import outline
 from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.plan import Plan, Session, plan
-from oscar_mm.pipelines.qwen3 import audio_tokens
 from oscar_mm.policy import PLAIN, Bits
 from tests.prompts import clip, noise, prepare, tone
 

@@ -13,7 +13,7 @@ from oscar_mm.engine.family import Family
 from oscar_mm.engine.message import first_turn
 from oscar_mm.media.encoder_inputs import scaled_inputs
 from oscar_mm.media.media import Media
-from oscar_mm.pipelines.qwen3 import largest_image, video_arguments
+from oscar_mm.pipelines.families.qwen import largest_image, video_arguments
 from tests.prompts import clip, noise, prepare
 
 PICTURES = [noise(300, 500), noise(31, 40, 1), noise(200, 1400, 2)]

@@ -15,7 +15,7 @@ from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import InputError
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
-from oscar_mm.pipelines.llava_next import LlavaNext
+from oscar_mm.pipelines.families.llava_next import LlavaNext
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.prompts import clip, noise, tone
 

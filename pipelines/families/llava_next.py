@@ -8,16 +8,29 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers import LlavaNextImageProcessor
 from transformers.image_processing_utils import select_best_resolution
 
 from oscar_mm.engine.family import Encoding, Family
+from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.media.media import Medium
 from oscar_mm.modality import Modality
+from oscar_mm.models import released
+from oscar_mm.models.released import ReleasedModel
+from oscar_mm.pipelines.registry import register_family
 
+# Vicuna's and Yi's templates write a few words more.
+_TEMPLATE = """\
+{%- for message in messages -%}{%- for part in message.content -%}
+{{ '<image>\n' if part.type == 'image' else part.text }}
+{%- endfor -%}{%- endfor -%}"""
+_RELEASED_TILES = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+"""Rows and columns of tiles in the released models."""
 _NEARBY = 64
 """Maximum number of widths tried for a scaled image of the same shape."""
 
 
+@register_family
 class LlavaNext(Family):
     """llava-v1.6-vicuna-7b and -13b, -mistral-7b, -34b, llama3-llava-next-8b.
 
@@ -28,6 +41,10 @@ class LlavaNext(Family):
     model_types = ("llava_next",)
     name = "LLaVA-NeXT"
     reads = frozenset({Modality.IMAGE})
+    layout = InputLayout(per_medium={"pixel_values": Modality.IMAGE, "image_sizes": Modality.IMAGE})
+    released = released.LLAVA_NEXT
+    pocket = "pocket-llava"
+    plain_template = _TEMPLATE
 
     def __init__(self, model: Any, processor: Any) -> None:
         super().__init__(model, processor)
@@ -84,3 +101,18 @@ class LlavaNext(Family):
     def _image_tokens(self, width: int, height: int) -> int:
         [tokens] = self.processor._get_num_multimodal_tokens([(height, width)])["num_image_tokens"]
         return int(tokens)
+
+    @classmethod
+    def as_released(cls, processor: Any, fields: dict[str, Any], model: ReleasedModel) -> Any:
+        """See ``Family.as_released``."""
+        super().as_released(processor, fields, model)
+        side = model.vision["image_size"]
+        grids = [[side * rows, side * columns] for rows, columns in _RELEASED_TILES]
+        fields["image_grid_pinpoints"] = grids
+        processor.image_processor = LlavaNextImageProcessor(
+            size={"shortest_edge": side},
+            crop_size={"height": side, "width": side},
+            image_grid_pinpoints=grids,
+        )
+        processor.patch_size = model.vision["patch_size"]
+        return processor

@@ -1,8 +1,7 @@
-"""Qwen3-VL, dense and MoE, and Qwen3-Omni: images and videos with 3-D positions, and audio."""
+"""Qwen3-Omni: recordings, and images and videos with 3-D positions and times."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,241 +11,45 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from PIL import Image
 from torch.nn.functional import pad
-from transformers import Qwen3OmniMoeForConditionalGeneration
+from transformers import Qwen2VLVideoProcessor, Qwen3OmniMoeForConditionalGeneration
 
-from oscar_mm.attention import IMPLEMENTATION
-from oscar_mm.engine.family import Encoding, Family
+from oscar_mm.engine.family import Encoding
+from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.media import Audio, Video
 from oscar_mm.media.encoder_inputs import (
     SAMPLES,
     DeferredFeatures,
-    SizesKept,
     as_samples,
     can_defer,
     in_bytes,
     make_features_in_model,
-    pixel_bounds,
-    resized,
     scale_in_model,
 )
 from oscar_mm.media.media import Medium
-from oscar_mm.media.options import LOW_PIXELS, OF_MODALITY, MediaOptions
+from oscar_mm.media.options import OF_MODALITY
 from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality, token_modalities
-
-
-def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = False) -> int:
-    """Return the tokens of an image in a prompt; ``sized`` means the processor does not resize."""
-    width, height = image.width, image.height
-    if not sized:
-        width, height = resized(image_processor, width, height)
-    side = image_processor.patch_size * image_processor.merge_size
-    return (height // side) * (width // side)
-
-
-def largest_image(image_processor: Any, width: int, height: int) -> tuple[int, int]:
-    """See ``Family.largest_image``: the size to which the processor resizes, if it is smaller."""
-    if width * height <= pixel_bounds(image_processor)[1]:
-        return width, height
-    try:
-        used = resized(image_processor, width, height)
-        # Some strips keep more than the maximum of pixels and would be resized again.
-        return used if resized(image_processor, *used) == used else (width, height)
-    except ValueError:  # The strip is too long for the processor, which refuses it later.
-        return width, height
-
-
-def longer_sides(tokens: int) -> list[int]:
-    """Return the longer sides of all grids with so many tokens, ascending."""
-    sides = [side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0]
-    return [tokens // side for side in reversed(sides)]
-
-
-def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
-    """Return processor arguments for sampled videos that preserve their timestamps."""
-    return {
-        "videos": [video.frames for video in videos],
-        "video_metadata": [video.metadata for video in videos],
-        "do_sample_frames": False,
-        # The current meaning of None, which transformers has announced to change.
-        "cap_pixels_per_frame": bool(video_processor.cap_pixels_per_frame),
-    }
-
-
-_OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
-_FEWEST_TOKENS, _MAX_TOKENS = 4, 16384
-"""Minimum and maximum tokens of a picture with a given size, as in qwen-vl-utils. No option may ask
-for more, because the time of a tower grows with the square of a picture's tokens."""
-_FRAME_TOKENS = 128, 768
-"""Minimum and maximum tokens of a frame, as in qwen-vl-utils."""
-_VIDEO_TOKENS = 115_200
-"""Maximum tokens of a video, as in qwen-vl-utils."""
-
-
-def image_size(
-    image_processor: Any, width: int, height: int, options: MediaOptions
-) -> tuple[int, int]:
-    """See ``Family.image_size``; without options the processor's own limits apply."""
-    factor = image_processor.patch_size * image_processor.merge_size
-    if options.resized is not None:
-        bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
-        return _resized(options.resized, factor, *bounds)
-    least, most = pixel_bounds(image_processor)
-    largest = max(most, _MAX_TOKENS * factor**2)
-    if options.max_pixels is not None:
-        most = min(options.max_pixels, largest)
-    elif options.detail == "low":
-        most = min(most, LOW_PIXELS)
-    if options.min_pixels is not None:
-        least = min(options.min_pixels, largest)
-        most = max(most, least)
-    return _resized((width, height), factor, min(least, most), most)
-
-
-def frame_size(
-    video_processor: Any, width: int, height: int, frames: int, options: MediaOptions
-) -> tuple[int, int]:
-    """See ``Family.frame_size``; without options the limits of qwen-vl-utils apply."""
-    factor = video_processor.patch_size * video_processor.merge_size
-    if options.resized is not None:
-        bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
-        return _resized(options.resized, factor, *bounds)
-    low, high = (tokens * factor**2 for tokens in _FRAME_TOKENS)
-    least = low if options.min_pixels is None else options.min_pixels
-    total = _VIDEO_TOKENS * factor**2 if options.total_pixels is None else options.total_pixels
-    share = total / frames * video_processor.temporal_patch_size
-    most = min(max(min(high, share), int(least * 1.05)), _MAX_TOKENS * factor**2)
-    if options.max_pixels is not None:
-        most = min(most, options.max_pixels)
-    return _resized((width, height), factor, min(least, most), most)
-
-
-def _resized(size: tuple[int, int], factor: int, least: Any, most: Any) -> tuple[int, int]:
-    """Return a width and height in whole patches whose product is within the pixel limits."""
-    from qwen_vl_utils.vision_process import smart_resize  # Slow to import.
-
-    width, height = size
-    height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
-    return max(factor, width), max(
-        factor, height
-    )  # smart_resize rounds the short side of long strips to 0.
-
-
-_GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
-
-
-class Qwen3Family(Family):
-    """Base of Qwen3-VL and Qwen3-Omni, with image sizes that options can set."""
-
-    media_options = _OPTIONS
-
-    def largest_image(self, width: int, height: int) -> tuple[int, int]:
-        """See ``Family.largest_image``."""
-        return largest_image(self.processor.image_processor, width, height)
-
-    def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
-        """See ``Family.image_size``."""
-        return image_size(self.processor.image_processor, width, height, options)
-
-    def frame_size(
-        self, width: int, height: int, frames: int, options: MediaOptions
-    ) -> tuple[int, int]:
-        """See ``Family.frame_size``."""
-        return frame_size(self.processor.video_processor, width, height, frames, options)
-
-
-class Qwen3VL(Qwen3Family):
-    """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking.
-
-    Loading lets the model accept pixels as bytes, see ``oscar_mm.media.encoder_inputs``.
-    """
-
-    model_types = ("qwen3_vl", "qwen3_vl_moe")
-    name = "Qwen3-VL"
-    reads = frozenset({Modality.IMAGE, Modality.VIDEO})
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        super().__init__(model, processor)
-        scale_in_model(model, processor)
-
-    def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
-        """See ``Family.encode``."""
-        pictures = [medium for medium in media if medium.modality is Modality.IMAGE]
-        clips = [medium for medium in media if medium.modality is Modality.VIDEO]
-        images, videos = ([medium.content for medium in some] for some in (pictures, clips))
-        reading = in_bytes(self.processor, self.model)
-        for part, some in (("image_processor", pictures), ("video_processor", clips)):
-            if any(sized := [medium.sized for medium in some]):
-                setattr(reading, part, SizesKept(getattr(reading, part), sized))
-        if videos:
-            # The models were trained with a pair of marks around each frame and none around the
-            # video; transformers 5 inserts the frames between the template's two marks.
-            marks = self.processor.vision_start_token, self.processor.vision_end_token
-            video = self.processor.video_token
-            inputs = reading(
-                text=[text.replace(video.join(marks), video)],
-                images=images or None,
-                **video_arguments(self.processor.video_processor, videos),
-                **self.text_options(text),
-                return_tensors="pt",
-            )
-        else:
-            inputs = reading.image_processor(images, return_tensors="pt") if images else {}
-        grids = {name: inputs[name] for name in _GRIDS.values() if name in inputs}
-        merged = self.processor.image_processor.merge_size**2
-        counts = {
-            modality: (grids[name].prod(-1) // merged).tolist()
-            for modality, name in _GRIDS.items()
-            if name in grids
-        }
-        if videos:
-            ids = inputs["input_ids"]
-        else:
-            ids = self.tokenize_media(text, Modality.IMAGE, counts.get(Modality.IMAGE, []))
-        tensors = {name: inputs[name] for name in inputs if name.startswith("pixel_values")}
-        return Encoding(
-            input_ids=ids,
-            tensors=tensors | grids,
-            positions=self._positions(ids, grids),
-            media_tokens=[counts[medium.modality].pop(0) for medium in media],
-        )
-
-    def min_tokens(self, medium: Medium) -> int:
-        """See ``Family.min_tokens``; videos are bounded by ``MediaLimits``."""
-        if medium.modality is Modality.IMAGE:
-            processor = self.processor.image_processor
-            return image_tokens(processor, medium.content, sized=medium.sized)
-        return 0
-
-    def position_steps(self, modality: Modality, tokens: int) -> Sequence[int]:
-        """See ``Family.position_steps``."""
-        return [tokens] if modality is Modality.TEXT else longer_sides(tokens)
-
-    def _positions(self, ids: torch.Tensor, grids: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Compute (3, 1, tokens) int64 positions on the CPU.
-
-        The model's own rope_deltas are not used: that is one number on the model, overwritten by
-        each request.
-        """
-        if not grids:
-            return torch.arange(ids.shape[1]).expand(3, 1, -1)
-        spatial, _ = self.model.model.get_rope_index(
-            ids,
-            mm_token_type_ids=token_modalities(ids, config=self.model.config).int(),
-            attention_mask=torch.ones_like(ids),
-            **grids,
-        )
-        return spatial.long()
-
+from oscar_mm.models import released
+from oscar_mm.models.released import ReleasedModel
+from oscar_mm.pipelines.families.qwen import (
+    PATCHES,
+    PICTURE_OPTIONS,
+    QwenFamily,
+    image_tokens,
+    limited,
+    longer_sides,
+    video_arguments,
+)
+from oscar_mm.pipelines.registry import register_family
 
 _FRAME = RATE // 100
 """Samples between two frames of audio features."""
-_BY_FRAME = ("input_features", "feature_attention_mask")
+_MASK = "feature_attention_mask"
 
 
-class Qwen3Omni(Qwen3Family):
+@register_family
+class Qwen3Omni(QwenFamily):
     """Qwen3-Omni-30B-A3B, Instruct, Thinking and Captioner.
 
     ``model`` is the thinker, which generates text; ``outer_model`` also has the talker, if the
@@ -262,22 +65,40 @@ class Qwen3Omni(Qwen3Family):
     model_types = ("qwen3_omni_moe",)
     name = "Qwen3-Omni"
     reads = frozenset({Modality.IMAGE, Modality.VIDEO, Modality.AUDIO})
-    media_options = _OPTIONS | frozenset(OF_MODALITY[Modality.AUDIO])
+    media_options = PICTURE_OPTIONS | frozenset(OF_MODALITY[Modality.AUDIO])
     auto_class = Qwen3OmniMoeForConditionalGeneration
+    part = "thinker"
+    layout = InputLayout(
+        per_medium={
+            "image_grid_thw": Modality.IMAGE,
+            "video_grid_thw": Modality.VIDEO,
+            "video_second_per_grid": Modality.VIDEO,
+            "input_features": Modality.AUDIO,
+            _MASK: Modality.AUDIO,
+            SAMPLES: Modality.AUDIO,
+        },
+        per_patch=PATCHES,
+        padded={"input_features": _MASK, _MASK: _MASK},
+        video_grids="video_grid_thw",
+        features={"deepstack_visual_embeds": "visual_pos_masks"},
+    )
+    fast_layers = frozenset({"Qwen3OmniMoeThinkerTextDecoderLayer"})
+    released = released.QWEN3_OMNI
+    pocket = "pocket-omni"
 
     def __init__(self, model: Any, processor: Any) -> None:
-        super().__init__(model.thinker, processor)
-        self.outer_model = model
+        super().__init__(model, processor)
         _teach_logits_to_keep(self.model)
         scale_in_model(self.model, processor)
         make_features_in_model(self.model, processor.feature_extractor)
         _read_each_as_alone(self.model.get_encoder(modality="audio"))
 
     @classmethod
-    def set_attention(cls, model: Any, towers: str | None) -> None:
-        """See ``Family.set_attention``; set on the thinker, as the outer model would ignore it."""
-        chosen = {"vision_config": towers, "audio_config": towers} if towers else {}
-        model.thinker.set_attn_implementation({"text_config": IMPLEMENTATION} | chosen)
+    def as_released(cls, processor: Any, fields: dict[str, Any], model: ReleasedModel) -> Any:
+        """See ``Family.as_released``; the limits of an image are those of a frame."""
+        super().as_released(processor, fields, model)
+        processor.video_processor = limited(Qwen2VLVideoProcessor, model, model.pixels)
+        return processor
 
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """See ``Family.encode``."""
@@ -314,7 +135,7 @@ class Qwen3Omni(Qwen3Family):
         """See ``Family.join_media``; audio features (sounds, ..., frames) are padded at the end."""
         if name == SAMPLES:
             return [samples for part in parts for samples in part]
-        if name in _BY_FRAME:
+        if name in self.layout.padded:
             longest = max(part.shape[-1] for part in parts)
             parts = [
                 part if part.shape[-1] == longest else pad(part, (0, longest - part.shape[-1]))
@@ -393,7 +214,7 @@ class Qwen3Omni(Qwen3Family):
 
     def _positions(self, ids: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Compute (3, 1, tokens) float32 positions of one medium from 0, without rope_deltas."""
-        audio = inputs.get("feature_attention_mask")
+        audio = inputs.get(_MASK)
         positions, _ = self.model.get_rope_index(
             ids,
             image_grid_thw=inputs.get("image_grid_thw"),
@@ -425,7 +246,7 @@ def _heard(extractor: Any, sound: Audio) -> dict[str, torch.Tensor]:
     )
     return {
         "input_features": found["input_features"],
-        "feature_attention_mask": found["attention_mask"],
+        _MASK: found["attention_mask"],
     }
 
 

@@ -1,0 +1,239 @@
+"""Released models: shapes of their config.json and limits of their processors.
+
+With these, memory can be planned without the hub. Families say which are theirs. They are told
+without importing torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ReleasedModel:
+    """Shapes of a released model.
+
+    Attributes:
+        source: hub id of the checkpoint that has these in config.json and preprocessor_config.json.
+        family: ``config.model_type``.
+        text: fields of text_config that give shapes and RoPE.
+        vision, audio: fields of vision_config and audio_config.
+        pixels: least and most pixels of an image.
+        part: the part of the checkpoint that these are of; "" for all of it.
+    """
+
+    source: str
+    family: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    audio: dict[str, Any] = field(default_factory=dict)
+    pixels: tuple[int, int] = (65536, 16777216)
+    part: str = ""
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
+
+
+_MROPE = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32064,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "projection_dim": 768,
+}
+_QWEN = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+} | _rope(5e6, **_MROPE)
+_MOE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+} | _rope(5e6, **_MROPE)
+_QWEN_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+_SMALL_QWEN_VISION = _QWEN_VISION | {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+_QWEN_AUDIO = {
+    "num_mel_bins": 128,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "d_model": 1280,
+    "output_dim": 2048,
+    "downsample_hidden_size": 480,
+    "max_source_positions": 1500,
+    "n_window": 50,
+    "n_window_infer": 800,
+    "conv_chunksize": 500,
+}
+
+
+def _llava(name: str, **text: Any) -> ReleasedModel:
+    return ReleasedModel(f"llava-hf/{name}-hf", "llava_next", _LLAMA | text, _CLIP)
+
+
+def _qwen(size: str, vision: dict[str, Any], **text: Any) -> ReleasedModel:
+    merged = _QWEN | text
+    vision = vision | {"out_hidden_size": merged["hidden_size"]}
+    return ReleasedModel(f"Qwen/Qwen3-VL-{size}-Instruct", "qwen3_vl", merged, vision)
+
+
+QWEN3_VL = (
+    _qwen(
+        "2B",
+        _SMALL_QWEN_VISION,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    _qwen(
+        "4B",
+        _SMALL_QWEN_VISION,
+        hidden_size=2560,
+        intermediate_size=9728,
+        tie_word_embeddings=True,
+    ),
+    _qwen("8B", _QWEN_VISION),
+    _qwen(
+        "32B",
+        _QWEN_VISION,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+    ),
+    ReleasedModel(
+        "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        "qwen3_vl_moe",
+        _MOE,
+        _QWEN_VISION | {"out_hidden_size": 2048},
+    ),
+)
+QWEN3_OMNI = (
+    ReleasedModel(
+        "Qwen/Qwen3-Omni-30B-A3B-Instruct",
+        "qwen3_omni_moe",
+        _MOE
+        | {"vocab_size": 152064, "intermediate_size": 768, "max_position_embeddings": 65536}
+        | _rope(1e6, **_MROPE),
+        _QWEN_VISION | {"out_hidden_size": 2048},
+        audio=_QWEN_AUDIO,
+        pixels=(3136, 12845056),
+        part="the thinker",
+    ),
+)
+LLAVA_NEXT = (
+    _llava("llava-v1.6-vicuna-7b", **_rope(10000.0)),
+    _llava(
+        "llava-v1.6-mistral-7b",
+        model_type="mistral",
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        sliding_window=None,
+        **_rope(1e6),
+    ),
+    _llava(
+        "llava-v1.6-vicuna-13b",
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=40,
+        **_rope(10000.0),
+    ),
+    _llava(
+        "llava-v1.6-34b",
+        vocab_size=64064,
+        hidden_size=7168,
+        intermediate_size=20480,
+        num_hidden_layers=60,
+        num_attention_heads=56,
+        num_key_value_heads=8,
+        **_rope(5e6),
+    ),
+)
+
+
+def _short(source: str) -> str:
+    """The name without its owner and the ends in which checkpoints of the same shape differ."""
+    name = source.rpartition("/")[2].lower()
+    for end in ("-hf", "-instruct", "-thinking"):
+        name = name.removesuffix(end)
+    return name
+
+
+_ALL = (*LLAVA_NEXT, *QWEN3_VL, *QWEN3_OMNI)
+RELEASED = {_short(model.source): model for model in _ALL}
+"""Shapes by short name: "qwen3-vl-8b", "llava-v1.6-vicuna-7b", ..."""
+
+
+def add_released(models: Iterable[ReleasedModel]) -> None:
+    """Make the released models of a family known by their names."""
+    RELEASED.update({_short(model.source): model for model in models})
+
+
+def released_model(name: str | Path) -> ReleasedModel | None:
+    """The shapes of a released model, or None for another name; a folder of the name wins.
+
+    Args:
+        name: hub id, with or without its owner: "Qwen/Qwen3-VL-8B-Instruct", "qwen3-vl-8b".
+    """
+    if isinstance(name, Path) or Path(name).is_dir():
+        return None
+    return RELEASED.get(_short(name))

@@ -1,0 +1,65 @@
+"""Registry of model families, by the model types of checkpoints."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from oscar_mm.engine.family import Family
+from oscar_mm.errors import InputError
+from oscar_mm.fast_decode.decoder import KNOWN_LAYERS
+from oscar_mm.modality import Modality
+from oscar_mm.models.released import add_released
+
+F = TypeVar("F", bound=Family)
+_FAMILIES: dict[str, type[Family]] = {}
+
+
+def register_family(family: type[F]) -> type[F]:
+    """Register a family for its model types; a class decorator.
+
+    Pipelines, planner and fast decoder then know what the class says.
+
+    Raises:
+        ValueError: if another family reads one of the model types.
+    """
+    for model_type in family.model_types:
+        if (other := _FAMILIES.get(model_type, family)) is not family:
+            raise ValueError(f"{family.__name__}: {other.__name__} already reads {model_type!r}")
+    _FAMILIES.update(dict.fromkeys(family.model_types, family))
+    KNOWN_LAYERS.update(family.fast_layers)
+    add_released(family.released)
+    return family
+
+
+def family_of(model_type: str, pipeline: str | None = None) -> type[Family]:
+    """Return the family of a model type.
+
+    Args:
+        model_type: ``config.model_type`` of a checkpoint.
+        pipeline: name of the pipeline that must support it; None for any.
+
+    Raises:
+        InputError: if there is none.
+    """
+    family = _FAMILIES.get(model_type)
+    if family is None or pipeline not in (None, pipeline_of(family)):
+        by = f" by {pipeline}" if pipeline else ""
+        raise InputError(f"model type {model_type!r} is not supported{by}: {_reading()}")
+    return family
+
+
+def pipeline_of(family: type[Family]) -> str:
+    """Return the name of the pipeline that supports a family: the one that takes its media."""
+    return "OscarOmniPipeline" if Modality.AUDIO in family.reads else "OscarVLPipeline"
+
+
+def is_registered(model_type: str) -> bool:
+    """Whether a family reads checkpoints of a model type."""
+    return model_type in _FAMILIES
+
+
+def _reading() -> str:
+    by_pipeline: dict[str, list[str]] = {}
+    for model_type, family in _FAMILIES.items():
+        by_pipeline.setdefault(pipeline_of(family), []).append(model_type)
+    return "; ".join(f"{name} reads {', '.join(kinds)}" for name, kinds in by_pipeline.items())
