@@ -48,9 +48,9 @@ def plan(
     """Show tokens, KV bytes in 16-bit precision and packed, and how many such sessions fit a GPU.
 
     Only the model's configuration and processor are read, not its weights. The shapes of released
-    models (qwen3-vl-2b to -32b and -30b-a3b, qwen3-omni-30b-a3b, llava-v1.6-vicuna-7b, -13b,
-    -mistral-7b, -34b) are built in and need no download. A language model needs only its
-    configuration, and supports only --text-tokens.
+    models (qwen2.5-vl-3b to -72b, qwen3-vl-2b to -32b and -30b-a3b, qwen3-omni-30b-a3b,
+    llava-v1.6-vicuna-7b, -13b, -mistral-7b, -34b) are built in and need no download. A language
+    model needs only its configuration, and supports only --text-tokens.
     """
     KVPolicy.preset(policy)
     gpus = _gpus(gpu)

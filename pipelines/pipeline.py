@@ -574,7 +574,8 @@ def _pieces(running_request: Request) -> Generator[Piece | Answer, None, None]:
 
 
 class OscarVLPipeline(Pipeline):
-    """Pipeline of LLaVA-v1.6 and Qwen3-VL for images and videos, with a packed KV cache.
+    """Pipeline of LLaVA-v1.6, Qwen2.5-VL and Qwen3-VL for images and videos, with a packed KV
+    cache.
 
     ::
 

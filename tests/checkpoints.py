@@ -14,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny import randomize
 from tests.tiny_llava_next import llava_next
+from tests.tiny_qwen2_5_vl import qwen2_5_vl
 from tests.tiny_qwen3_omni import qwen3_omni
 from tests.tiny_qwen3_vl import qwen3_vl
 
 BUILDERS: dict[str, Callable[..., None]] = {
     "llava_next": llava_next,
     "llava_next_vicuna": partial(llava_next, text_model="llama"),
+    "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": partial(qwen3_vl, moe=True),
     "qwen3_vl_thinking": partial(qwen3_vl, thinking=True),

@@ -68,6 +68,12 @@ def qwen3_vl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen2_5_vl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-VL with its processor."""
+    return built("qwen2_5_vl", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def qwen3_vl_moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL with experts."""
     return built("qwen3_vl_moe", tmp_path_factory)

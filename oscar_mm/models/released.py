@@ -106,6 +106,24 @@ _SMALL_QWEN_VISION = _QWEN_VISION | {
     "intermediate_size": 4096,
     "deepstack_visual_indexes": [5, 11, 17],
 }
+_QWEN2_5 = {
+    "vocab_size": 152064,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128000,
+    "tie_word_embeddings": False,
+} | _rope(1e6, mrope_section=[16, 24, 24])
+_QWEN2_5_VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2,
+}
 _QWEN_AUDIO = {
     "num_mel_bins": 128,
     "encoder_layers": 32,
@@ -131,6 +149,51 @@ def _qwen(size: str, vision: dict[str, Any], **text: Any) -> ReleasedModel:
     return ReleasedModel(f"Qwen/Qwen3-VL-{size}-Instruct", "qwen3_vl", merged, vision)
 
 
+def _qwen2_5(size: str, vision: int, **text: Any) -> ReleasedModel:
+    """Return a Qwen2.5-VL; ``vision`` is the width of its tower's MLPs."""
+    tower = _QWEN2_5_VISION | {"intermediate_size": vision, "out_hidden_size": text["hidden_size"]}
+    name, merged = f"Qwen/Qwen2.5-VL-{size}-Instruct", _QWEN2_5 | text
+    return ReleasedModel(name, "qwen2_5_vl", merged, tower, pixels=(3136, 12845056))
+
+
+QWEN2_5_VL = (
+    _qwen2_5(
+        "3B",
+        3420,
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    _qwen2_5(
+        "7B",
+        3420,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    ),
+    _qwen2_5(
+        "32B",
+        3456,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+    ),
+    _qwen2_5(
+        "72B",
+        3456,
+        hidden_size=8192,
+        intermediate_size=29568,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+    ),
+)
 QWEN3_VL = (
     _qwen(
         "2B",
@@ -218,7 +281,7 @@ def _short(source: str) -> str:
     return name
 
 
-_ALL = (*LLAVA_NEXT, *QWEN3_VL, *QWEN3_OMNI)
+_ALL = (*LLAVA_NEXT, *QWEN2_5_VL, *QWEN3_VL, *QWEN3_OMNI)
 RELEASED = {_short(model.source): model for model in _ALL}
 """Shapes by short name: "qwen3-vl-8b", "llava-v1.6-vicuna-7b", ..."""
 

@@ -164,6 +164,7 @@ def test_released_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         *("qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-32b", "qwen3-vl-30b-a3b"),
         *("qwen3-omni-30b-a3b", "llava-v1.6-vicuna-7b", "llava-v1.6-mistral-7b"),
         *("llava-v1.6-vicuna-13b", "llava-v1.6-34b"),
+        *("qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen2.5-vl-72b"),
     }
     for short, model in RELEASED.items():
         assert released_model(short) is released_model(model.source) is model

@@ -99,7 +99,10 @@ def test_loaded_model_with_arguments_of_loading(loaded) -> None:
 
 def test_other_models(tmp_path: Path) -> None:
     llama = build_decoder("llama")
-    words = ("'llama' is not supported", "OscarVLPipeline reads llava_next, qwen3_vl, qwen3_vl_moe")
+    words = (
+        "'llama' is not supported",
+        "OscarVLPipeline reads llava_next, qwen2_5_vl, qwen3_vl, qwen3_vl_moe",
+    )
     refused(llama, *words)
     llama.save_pretrained(tmp_path)
     refused(tmp_path, *words)
@@ -107,7 +110,7 @@ def test_other_models(tmp_path: Path) -> None:
 
 def test_the_other_pipelines_models(qwen3_vl_folder, qwen3_omni_folder) -> None:
     refused(qwen3_omni_folder, "'qwen3_omni_moe'", "OscarOmniPipeline reads qwen3_omni_moe")
-    with pytest.raises(InputError, match="OscarVLPipeline reads llava_next, qwen3_vl"):
+    with pytest.raises(InputError, match="OscarVLPipeline reads llava_next, qwen2_5_vl, qwen3_vl"):
         OscarOmniPipeline(qwen3_vl_folder)
 
 
