@@ -15,6 +15,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_image
 from oscar_mm.media.image import eighth
 from oscar_mm.media.source import existing_file, is_address, read_bytes
+from oscar_mm.modality import Modality
 from oscar_mm.policy import DEFAULT, KVPolicy
 
 
@@ -32,7 +33,8 @@ def ask(
     audio: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE", help="A recording, whatever its suffix; may be repeated (Qwen3-Omni)."
+            metavar="FILE",
+            help="A recording, whatever its suffix; may be repeated. For models that read audio.",
         ),
     ] = None,
     audio_in_video: options.AudioInVideo = False,
@@ -68,6 +70,7 @@ def ask(
     model = options.model_or_bundled(model, hears=bool(sounds) or audio_in_video)
     terminal.quiet_transformers()
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
+    from oscar_mm.pipelines.registry import readers
 
     kind = pipeline_for(model)
     media_options: dict[str, Any] = {"images": pictures, "videos": given["videos"]}
@@ -75,7 +78,7 @@ def ask(
         media_options |= {"audio": sounds, "use_audio_in_video": audio_in_video}
     elif sounds or audio_in_video:
         source = given["audio"][0] if sounds else "--audio-in-video"
-        raise InputError(f"{source}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni")
+        raise InputError(f"{source}: {model} hears nothing; take {readers(Modality.AUDIO)}")
     pipe = kind(
         model,
         policy=policy,

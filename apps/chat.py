@@ -259,10 +259,12 @@ def _only_path(command: str, line: str, of: str) -> Path:
 
 
 def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
+    from oscar_mm.pipelines.registry import readers  # slow to import
+
     if modality not in pipe.family.reads:
         labels = ", ".join(sorted(readable.label for readable in pipe.family.reads))
-        hint = "; Qwen3-Omni and pocket-omni do" if modality is Modality.AUDIO else ""
-        raise InputError(f"{pipe.family.name} reads {labels}, no {modality.label}{hint}")
+        remedy = f"take {readers(modality)}"
+        raise InputError(f"{pipe.family.name} reads {labels}, no {modality.label}; {remedy}")
 
 
 def _note(text: str) -> None:

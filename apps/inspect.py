@@ -11,6 +11,7 @@ from oscar_mm.apps import options, terminal
 from oscar_mm.errors import InputError
 from oscar_mm.files import read_text, whole_file, writing
 from oscar_mm.media.source import existing_file
+from oscar_mm.modality import Modality
 
 _PROMPT = "Describe what you see and hear, in detail."
 _TOKENS = 4096
@@ -91,6 +92,7 @@ def _load(
     """Load a model and prepare its prompt, either a question with media or a text."""
     from oscar_mm.engine.message_lists import conversation_from
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
+    from oscar_mm.pipelines.registry import readers
     from oscar_mm.pipelines.text import is_text_model, load_text_model
 
     if is_text_model(model):
@@ -107,7 +109,7 @@ def _load(
     kind = pipeline_for(model)
     if given["audio"] and kind is not OscarOmniPipeline:
         raise InputError(
-            f"{given['audio'][0]}: {model} hears nothing; take a Qwen3-Omni model or pocket-omni"
+            f"{given['audio'][0]}: {model} hears nothing; take {readers(Modality.AUDIO)}"
         )
     pipe = kind(model, device=device, dtype=dtype)
     media = given["images"], given["videos"], given["audio"]

@@ -77,7 +77,10 @@ PrefillChunk = Annotated[
     ),
 ]
 AudioInVideo = Annotated[
-    bool, typer.Option("--audio-in-video", help="Hear the sound of the videos (Qwen3-Omni).")
+    bool,
+    typer.Option(
+        "--audio-in-video", help="Read the sound of the videos too; for models that read audio."
+    ),
 ]
 AllowRemote = Annotated[
     bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")

@@ -23,7 +23,8 @@ def plan(
         str, typer.Option(metavar="WxH", help="Pixels of each image.")
     ] = "1280x960",
     audio_minutes: Annotated[
-        float, typer.Option(metavar="F", min=0, help="Length of a recording (Qwen3-Omni).")
+        float,
+        typer.Option(metavar="F", min=0, help="Length of a recording, for models that read audio."),
     ] = 0.0,
     video_minutes: Annotated[
         float, typer.Option(metavar="F", min=0, help="Length of a video.")

@@ -58,6 +58,14 @@ def is_registered(model_type: str) -> bool:
     return model_type in _FAMILIES
 
 
+def readers(modality: Modality) -> str:
+    """Name what reads a modality, for a remedy: "a Qwen3-Omni model or pocket-omni"."""
+    families = dict.fromkeys(one for one in _FAMILIES.values() if modality in one.reads)
+    pockets = dict.fromkeys(one.pocket for one in families if hasattr(one, "pocket"))
+    names = " or ".join(family.name for family in families)
+    return " or ".join([f"a {names} model", *pockets])
+
+
 def _reading() -> str:
     by_pipeline: dict[str, list[str]] = {}
     for model_type, family in _FAMILIES.items():

@@ -132,7 +132,10 @@ def test_a_bundled_model_by_default(picture, monkeypatch, capsys) -> None:
     notice, hint, error = captured.err.splitlines()
     assert notice.startswith("oscar-mm: no --model given, so this is pocket-vl, 5M parameters,")
     assert hint.startswith("pocket-vl was never taught this question")
-    assert error == "error: Qwen3-VL reads image, video, no audio; Qwen3-Omni and pocket-omni do"
+    assert (
+        error
+        == "error: Qwen3-VL reads image, video, no audio; take a Qwen3-Omni model or pocket-omni"
+    )
     assert captured.out.count("\n") == 2
 
 
