@@ -189,7 +189,7 @@ def speaker_of(model: Any, speaker: str | None) -> str:
     Raises:
         InputError: if the checkpoint has no talker or no such voice.
     """
-    if not model.has_talker:
+    if not getattr(model, "has_talker", False):
         raise InputError(
             "speak=True: this checkpoint has no talker (or it was disabled), so it answers in "
             "text only; take an Instruct checkpoint with audio output"
