@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -146,7 +147,11 @@ class PlacementOptions:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command so that typer gets the fields of each group of options as parameters."""
+    """Decorate a command so that typer gets the fields of each group of options as parameters.
+
+    Fields without an option of typer are left out. Of the types that a field may have, an option
+    takes text, which includes paths.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -155,24 +160,39 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         if group is None:
             parameters.append(parameter)
             continue
-        types = get_type_hints(group, include_extras=True)
         parameters += [
-            inspect.Parameter(
-                option.name, parameter.kind, default=option.default, annotation=types[option.name]
-            )
-            for option in fields(group)
+            inspect.Parameter(name, parameter.kind, default=default, annotation=kind)
+            for name, (kind, default) in _options_of(group).items()
         ]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(
-                **{option.name: values.pop(option.name) for option in fields(group)}
-            )
+            values[name] = group(**{option: values.pop(option) for option in _options_of(group)})
         command(**values)
 
     vars(run)["__signature__"] = inspect.Signature(parameters)
     return run
+
+
+def _options_of(group: Any) -> dict[str, tuple[Any, Any]]:
+    """Return annotation and default of each field of a dataclass that is an option."""
+    hints = get_type_hints(group, include_extras=True)
+    found = {field.name: (_annotation(hints[field.name]), field.default) for field in fields(group)}
+    return {name: option for name, option in found.items() if option[0] is not None}
+
+
+def _annotation(hint: Any) -> Any:
+    """Return the annotation of an option for typer, which takes one type; None if it is none."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for part in parts:
+        if get_origin(part) is Annotated:
+            kinds = get_args(part.__origin__)
+            if str not in kinds:
+                return part
+            text = str | None if type(None) in kinds else str
+            return Annotated[text, *part.__metadata__]
+    return None
 
 
 def by_kind(media: list[str]) -> dict[str, list[str]]:

@@ -14,13 +14,13 @@ from oscar_mm.apps.audio_qa.engine import AnswerSettings, WorkerSettings
 from oscar_mm.apps.audio_qa.results import RUN, AnswerFile, Work, summarize, write_samples
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
 from oscar_mm.apps.audio_qa.server_worker import Plan, ServerSettings, VllmSettings
+from oscar_mm.apps.audio_qa.settings import JobSettings
 from oscar_mm.apps.serve.vllm_server import check_installed
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
-from oscar_mm.media import MediaLimits
 from oscar_mm.media.source import is_address
-from oscar_mm.policy import DEFAULT, KVPolicy
+from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 SUMMARY = ".summary.json"
@@ -31,31 +31,7 @@ def audio_qa(
     questions: str | Path | Iterable[Mapping[str, Any]],
     out: str | Path,
     model: str | Path | None = None,
-    *,
-    engine: str = "oscar",
-    policy: str | KVPolicy = DEFAULT,
-    question: str | None = None,
-    system: str | None = None,
-    max_new_tokens: int = 64,
-    list_choices: bool = False,
-    group_by: str = "group",
-    batch_size: int = 32,
-    kv_budget: int | str | None = None,
-    overwrite: bool = False,
-    retry_failed: bool = False,
-    samples: str | Path | None = None,
-    use_audio_in_video: bool = False,
-    video_fps: float = 2.0,
-    limits: MediaLimits | None = None,
-    allow_remote: bool = False,
-    device: str | None = None,
-    dtype: str | None = None,
-    server: str | None = None,
-    concurrency: int = 32,
-    api_key: str | None = None,
-    ray: str | None = None,
-    workers: int | None = None,
-    cpus_per_worker: int = 1,
+    **options: Any,
 ) -> dict[str, Any]:
     """Answer many questions about recordings, images and videos, reading each medium once.
 
@@ -71,39 +47,8 @@ def audio_qa(
         questions: JSONL or CSV file, folder of media, or dicts; see ``rows.read_rows``.
         out: JSONL file of the answers, see ``results.Result``. Two more files are written:
             ``out``.run.json identifies the run, and ``out``.summary.json has its summary.
-        model: name of a bundled model, folder or hub id; with ``server`` the name of the server's
-            model, or None for its only one.
-        engine: "oscar", or "vllm": each worker starts its own vLLM server, with pages of this
-            package, and uses it like ``server``; then ``policy`` must be the name of a preset, and
-            ``batch_size``, ``use_audio_in_video``, ``video_fps`` and ``device`` do not apply.
-        policy: policy for keys and values.
-        question: question for rows that have none, and for all media of a folder.
-        system: system prompt.
-        max_new_tokens: maximum tokens of a free answer.
-        list_choices: whether to write choices under the question and choose among their letters.
-        group_by: field whose value groups the rows of the summary.
-        batch_size: maximum number of rows at once.
-        kv_budget: maximum bytes ("8GB") of keys and values together; None for no limit.
-        overwrite: whether to start over, whatever ``out`` contains.
-        retry_failed: whether to answer rows with an error again.
-        samples: file to which the answers are also written in lmms-eval's layout.
-        use_audio_in_video: whether to read the sound of videos too.
-        video_fps: frames per second that are sampled from videos.
-        limits: limits on media.
-        allow_remote: whether to fetch media that are http(s) addresses.
-        device: torch device of the model; by default a GPU if there is one.
-        dtype: dtype of the weights.
-        server: address of an OpenAI server to use instead of a model in this process. It gets
-            recordings and images, and answers choices only with ``list_choices``: its reply names
-            a letter. ``policy``, ``batch_size``, ``kv_budget``, ``use_audio_in_video``,
-            ``video_fps``, ``device`` and ``dtype`` apply only to a model in this process.
-        concurrency: maximum number of concurrent requests of each worker to the server.
-        api_key: key of the server.
-        ray: address of a Ray cluster, "local" for one on this machine; None to run without Ray.
-        workers: number of Ray workers, each of which loads the model, starts a vLLM server or
-            sends requests to the server; by default one per GPU, or without GPUs and with
-            ``server`` as many as the CPUs allow.
-        cpus_per_worker: CPUs of a worker.
+        model: see ``JobSettings``.
+        options: fields of ``JobSettings``, such as ``system`` and ``max_new_tokens``.
 
     Returns:
         The summary, see ``results.summarize``.
@@ -112,66 +57,29 @@ def audio_qa(
         InputError: if a file or argument cannot be used, ``out`` belongs to another run, the disk
             is full, vLLM is missing, or the server no longer answers; finished answers are kept.
     """
-    rows = read_rows(questions, question=question, group_by=group_by)
-    _check_overwrites(questions if isinstance(questions, str | Path) else None, rows, out, samples)
-    if type(batch_size) is not int or batch_size < 1:
-        raise InputError(f"batch_size={batch_size!r}: must be a whole number, at least 1")
-    if kv_budget is not None:
-        kv_budget = parse_bytes("kv_budget", kv_budget)
-    if engine not in ("oscar", "vllm"):
-        raise InputError(f"engine={engine!r}: must be oscar or vllm")
-    if server is not None and engine != "oscar":
-        raise InputError(f"server with engine {engine}: the server's engine answers")
-    settings = AnswerSettings(
-        policy=KVPolicy.of(policy) if server is None else None,
-        system=system,
-        max_new_tokens=max_new_tokens,
-        list_choices=list_choices,
-        use_audio_in_video=use_audio_in_video,
-        video_fps=video_fps,
-        dtype=dtype,
-        engine=None if engine == "oscar" else engine,
-    )
-    limits = limits or MediaLimits()
-    plan: Plan
     name = None if model is None else str(model)
-    local = {
-        "batch_size": (batch_size, 32),
-        "use_audio_in_video": (use_audio_in_video, False),
-        "video_fps": (video_fps, 2.0),
-        "device": (device, None),
-    }
-    fingerprint = settings.fingerprint()
-    if server is not None:
-        local |= {
-            "policy": (policy, DEFAULT),
-            "kv_budget": (kv_budget, None),
-            "dtype": (dtype, None),
-        }
-        _check_for_server("server", rows, local, list_choices)
-        plan = ServerSettings(server, settings, name, concurrency, api_key, allow_remote, limits)
-    elif name is None:
-        raise InputError("model: must be a bundled model's name, a folder or a hub id")
-    elif engine == "oscar":
-        plan = WorkerSettings(name, settings, batch_size, kv_budget, device, allow_remote, limits)
-    else:
-        _check_for_server("engine vllm", rows, local, list_choices)
-        if not isinstance(policy, str):
-            raise InputError("engine vllm: policy must be a preset's name")
-        plan = VllmSettings(name, policy, settings, concurrency, kv_budget, allow_remote, limits)
-        fingerprint = settings.fingerprint(name)
-        if ray is None:
-            check_installed()
-    answers = AnswerFile(out, fingerprint, overwrite=overwrite)
+    return run_job(questions, out, JobSettings(name, **options))
+
+
+def run_job(
+    questions: str | Path | Iterable[Mapping[str, Any]], out: str | Path, settings: JobSettings
+) -> dict[str, Any]:
+    """Answer many questions; see ``audio_qa``."""
+    rows = read_rows(questions, question=settings.question, group_by=settings.group_by)
+    file = questions if isinstance(questions, str | Path) else None
+    _check_overwrites(file, rows, out, settings.samples)
+    plan, fingerprint = _plan(settings, rows)
+    answers = AnswerFile(out, fingerprint, overwrite=settings.overwrite)
     try:
-        answers.resume(rows, retry_failed=retry_failed)
+        answers.resume(rows, retry_failed=settings.retry_failed)
         left = [row for row in rows if row.id not in answers.done]
-        if ray is None:
+        if settings.ray is None:
             work = _run_here(plan, left, answers)
         else:
             from oscar_mm.apps.audio_qa.cluster import run_on_cluster
 
-            work = run_on_cluster(plan, left, answers, ray, workers, cpus_per_worker)
+            cluster = settings.ray, settings.workers, settings.cpus_per_worker
+            work = run_on_cluster(plan, left, answers, *cluster)
         answers.sort(rows)
         done = {row.id: answers.done[row.id] for row in rows}
     finally:
@@ -181,8 +89,8 @@ def audio_qa(
     path = Path(f"{out}{SUMMARY}")
     with writing(path), whole_file(path) as part:
         part.write_text(json.dumps(summary, indent=1) + "\n")
-    if samples is not None:
-        write_samples(samples, rows, done)
+    if settings.samples is not None:
+        write_samples(settings.samples, rows, done)
     return summary
 
 
@@ -199,8 +107,48 @@ def _run_here(plan: Plan, rows: list[Row], answers: AnswerFile) -> Work:
         return Work(rows=len(rows), seconds=time.perf_counter() - start, **worker.report)
 
 
+_LOCAL = ("batch_size", "use_audio_in_video", "video_fps", "device")
+"""Settings that only a model in this process takes."""
+_NOT_OF_A_SERVER = ("policy", "kv_budget", "dtype")
+"""Further settings that a running server has chosen."""
+
+
+def _plan(settings: JobSettings, rows: Iterable[Row]) -> tuple[Plan, dict[str, Any]]:
+    """Return how workers answer, and what identifies the run."""
+    name, budget = settings.model, settings.kv_budget
+    if budget is not None:
+        budget = parse_bytes("kv_budget", budget)
+    answers = AnswerSettings(
+        policy=KVPolicy.of(settings.policy) if settings.server is None else None,
+        system=settings.system,
+        max_new_tokens=settings.max_new_tokens,
+        list_choices=settings.list_choices,
+        use_audio_in_video=settings.use_audio_in_video,
+        video_fps=settings.video_fps,
+        dtype=settings.dtype,
+        engine=None if settings.engine == "oscar" else settings.engine,
+    )
+    media = settings.allow_remote, settings.limits
+    if settings.server is not None:
+        _check_for_server("server", rows, settings, (*_LOCAL, *_NOT_OF_A_SERVER))
+        how = name, settings.concurrency, settings.api_key
+        return ServerSettings(settings.server, answers, *how, *media), answers.fingerprint()
+    if name is None:
+        raise InputError("model: must be a bundled model's name, a folder or a hub id")
+    if settings.engine == "oscar":
+        how = settings.batch_size, budget, settings.device
+        return WorkerSettings(name, answers, *how, *media), answers.fingerprint()
+    _check_for_server("engine vllm", rows, settings, _LOCAL)
+    if not isinstance(settings.policy, str):
+        raise InputError("engine vllm: policy must be a preset's name")
+    plan = VllmSettings(name, settings.policy, answers, settings.concurrency, budget, *media)
+    if settings.ray is None:
+        check_installed()
+    return plan, answers.fingerprint(name)
+
+
 def _check_for_server(
-    asked: str, rows: Iterable[Row], local: Mapping[str, tuple[Any, Any]], list_choices: bool
+    asked: str, rows: Iterable[Row], settings: JobSettings, local: Iterable[str]
 ) -> None:
     """Refuse options that apply only to a model in this process, and choices that a server cannot
     score.
@@ -208,14 +156,13 @@ def _check_for_server(
     Args:
         asked: name of the server in messages.
         rows: the questions.
-        local: value and default of each such option.
-        list_choices: whether choices are listed in the prompt.
+        settings: settings of the job.
+        local: names of such options.
     """
-    given = [name for name, (value, default) in local.items() if value != default]
-    if given:
+    if given := settings.changed(local):
         raise InputError(f"{asked}: {', '.join(given)}: only a model of this process takes it")
     count = sum(bool(row.choices) for row in rows)
-    if count and not list_choices:
+    if count and not settings.list_choices:
         raise InputError(
             f"{asked}: {count} rows have choices, which a server does not score; with list_choices "
             "(--list-choices) its reply names a letter"

@@ -1,0 +1,122 @@
+"""JobSettings: settings of an audio QA job, the options of ``oscar-mm audio-qa``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oscar_mm.apps import options
+from oscar_mm.errors import InputError
+from oscar_mm.media import MediaLimits
+from oscar_mm.policy import DEFAULT, KVPolicy
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """Settings of an audio QA job; the help texts of the options document the fields.
+
+    With ``engine="vllm"`` each worker starts its own vLLM server, with pages of this package, and
+    uses it like ``server``; then ``policy`` must be the name of a preset. A server, running or
+    started, gets recordings and images, and answers choices only with ``list_choices``: its reply
+    names a letter. ``batch_size``, ``use_audio_in_video``, ``video_fps`` and ``device`` apply only
+    to a model in this process, and with ``server`` so do ``policy``, ``kv_budget`` and ``dtype``.
+
+    Attributes:
+        model: name of a bundled model, folder or hub id; with ``server`` the name of the server's
+            model, or None for its only one.
+        workers: number of Ray workers, each of which loads the model, starts a vLLM server or sends
+            requests to the server; by default one per GPU, or without GPUs and with ``server`` as
+            many as the CPUs allow.
+        video_fps: frames per second that are sampled from videos.
+        limits: limits on media.
+        api_key: key of the server.
+
+    Raises:
+        InputError: if a value is not allowed, or two contradict each other.
+    """
+
+    model: options.Model = None
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="oscar, or vllm: start vLLM's server, with pages of this package, for the job.",
+        ),
+    ] = "oscar"
+    policy: options.Policy | KVPolicy = DEFAULT
+    question: Annotated[
+        str | None,
+        typer.Option("--question", "-q", metavar="TEXT", help="Question of rows that have none."),
+    ] = None
+    system: options.System = None
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.")] = (
+        64
+    )
+    list_choices: Annotated[
+        bool,
+        typer.Option("--list-choices", help="Write choices into the prompt and score letters."),
+    ] = False
+    group_by: Annotated[
+        str, typer.Option(metavar="FIELD", help="Field that groups the summary.")
+    ] = "group"
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Most rows at once.")] = 32
+    kv_budget: Annotated[
+        str | int | None,
+        typer.Option(metavar="SIZE", help='Bound on the KV memory, such as "8GB".'),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite/--resume",
+            help="Begin anew, or go on with the answers that are there (default).",
+        ),
+    ] = False
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Answer rows again that have an error.")
+    ] = False
+    samples: Annotated[
+        str | Path | None,
+        typer.Option(metavar="FILE", help="Also write lmms-eval's samples layout."),
+    ] = None
+    use_audio_in_video: options.AudioInVideo = False
+    device: options.Device = None
+    dtype: options.Dtype = None
+    allow_remote: options.AllowRemote = False
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ask an OpenAI server, whose name for the model --model is, and load none.",
+        ),
+    ] = None
+    concurrency: Annotated[
+        int, typer.Option(metavar="N", help="Most requests to a server at once.")
+    ] = 32
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" for this machine.'),
+    ] = None
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Models on the cluster; default: one per GPU.")
+    ] = None
+    cpus_per_worker: Annotated[int, typer.Option(metavar="N", help="CPUs of a worker.")] = 1
+    video_fps: float = 2.0
+    limits: MediaLimits = field(default_factory=MediaLimits)
+    api_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.batch_size) is not int or self.batch_size < 1:
+            raise InputError(f"batch_size={self.batch_size!r}: must be a whole number, at least 1")
+        if self.engine not in ("oscar", "vllm"):
+            raise InputError(f"engine={self.engine!r}: must be oscar or vllm")
+        if self.server is not None and self.engine != "oscar":
+            raise InputError(f"server with engine {self.engine}: the server's engine answers")
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of some fields whose values are not the defaults."""
+        usual = {one.name: one.default for one in fields(self)}
+        return [name for name in names if getattr(self, name) != usual[name]]
