@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
     from oscar_mm.policy import KVPolicy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Answer",

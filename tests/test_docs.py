@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import typer
 
+import oscar_mm
 from benchmarks.memory import page_bits
 from oscar_mm import KVPolicy
 from oscar_mm.cli import app
@@ -80,3 +81,25 @@ def test_all_examples_are_listed() -> None:
 
 def test_nothing_is_installed_by_a_name_that_is_not_ours() -> None:
     assert not re.search(r"pip install (-\S+ )*['\"]?oscar-mm", ALL_TEXT)
+
+
+def test_contributing_names_files_and_objects_that_exist() -> None:
+    page = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`([\w./]+/\w+\.(?:py|cuh?|md))`", page)
+    files = {path for path in named if "NAME" not in path}
+    assert len(files) > 15 and not [path for path in files if not (ROOT / path).is_file()]
+    names = set(re.findall(r"`@?(_?[A-Za-z]\w+)`", page)) - {"NAME"}
+    code = "\n".join(
+        path.read_text()
+        for folder in ("oscar_mm", "pipelines", "tests", "csrc")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cu", ".cuh")
+    )
+    words = set(re.findall(r"\w+", code))
+    assert not names - words
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    page = (ROOT / "docs" / "changelog.md").read_text()
+    newest, *_ = re.findall(r"^## \[(.*)\]", page, re.MULTILINE)
+    assert newest in (oscar_mm.__version__, "Unreleased")
