@@ -28,6 +28,7 @@ CARDS_OF = {
     "pocket-vl": 8,
     "pocket-llava": 3,
     "pocket-omni": 8,
+    "vl with biases": 1,
     "vl with experts": 1,
     "omni with a talker": 1,
 }

@@ -14,8 +14,9 @@ POCKET = ("pocket-vl", "pocket-llava", "pocket-omni")
 
 
 @pytest.fixture(scope="module")
-def models(qwen3_vl_moe_folder, qwen3_omni_talker_folder) -> dict[str, str]:
+def models(qwen2_5_vl_folder, qwen3_vl_moe_folder, qwen3_omni_talker_folder) -> dict[str, str]:
     tiny = {
+        "vl with biases": str(qwen2_5_vl_folder),
         "vl with experts": str(qwen3_vl_moe_folder),
         "omni with a talker": str(qwen3_omni_talker_folder),
     }
