@@ -1,11 +1,11 @@
-// append: rows of new keys and values -> slots of tokens in 16 bit. A thread block per written
-// token.
+// append: rows of new keys and values -> slots of tokens in 16-bit precision. One thread block per
+// written token.
 //
-// Bytes are copied as they are, UNIT at a time, so any dtype and head_dim will do. Elements that
-// are NaN or infinite are told by their exponent, all ones.
+// Bytes are copied unchanged, UNIT at a time, so every dtype and head_dim is supported. NaN and
+// infinity are recognized by their exponent, which is all ones.
 //
-// Compiled with: UNIT (bytes that a thread takes at a time: 16, 8 or 4), ELEMENT_BYTES (2 or 4),
-// EXPONENT (bits of an element's exponent, of 2-byte elements twice in 32 bits).
+// Compiled with: UNIT (bytes that a thread copies at a time: 16, 8 or 4), ELEMENT_BYTES (2 or 4),
+// EXPONENT (bit mask of an element's exponent; for 2-byte elements, twice in 32 bits).
 
 #include "common/overlap.cuh"
 #include "common/types.cuh"
@@ -17,11 +17,11 @@ struct Params {
   const uint8_t* values;
   uint8_t* recent;      // (slots, 2, KV heads, row_bytes)
   const int* writes;    // (n, 3): row, token, slot (-1: nothing to do)
-  int* not_finite;      // set to 1 where a key or value is NaN or infinite
+  int* not_finite;      // set to 1 if a key or value is NaN or infinite
   int64_t key_stride[3];
   int64_t value_stride[3];
   int kv_heads, row_bytes;
-  int beside;           // whether decode is in front, which reads none of the slots
+  int beside;           // whether the preceding kernel is decode, which reads none of these slots
 };
 
 struct alignas(UNIT) Unit {

@@ -1,29 +1,29 @@
-// block_tables: what a scheduler of requests knows of a batch -> the tables of decode and of store.
+// block_tables: block tables and lengths of a scheduler's batch -> the tables of decode and store.
 //
-// Thread block 0 shares the line of items out to the thread blocks of decode; then come a thread
-// block for each row that decodes, which lists its pages and its tokens in 16-bit precision, a warp
-// for each job and for each page that may begin, and a thread for each new token's place in its
-// ring. (oscar_mm/ops/block_tables.py says what all of them are, and does the same on a CPU.)
+// Thread block 0 distributes the work list of items over the thread blocks of decode. The others
+// are: one thread block per decoding row, which lists its pages and its tokens in 16-bit precision;
+// one warp per job and per page that may begin; one thread per new token, for its place in its
+// ring. (oscar_mm/ops/block_tables.py defines the tables and computes them on a CPU.)
 
 #include "block_tables/rows.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int TILE = 16;
-constexpr int HEAD = 4;            // numbers of a job, or a beginning, before its sources
+constexpr int HEAD = 4;            // integers of a job, or a beginning, before its sources
 constexpr int CENTER_TOKENS = 32;
-constexpr int FIELDS = 16;         // of an assignment
-constexpr int SEGMENT_ITEMS = 20;  // places after a segment, where thread blocks have several
-constexpr int FEWEST_ITEMS = 8;    // of a thread block of decode, where there are as many
-constexpr int ROUND_ITEMS = 12;    // where three quarters of them would have work
+constexpr int FIELDS = 16;         // integers of an assignment
+constexpr int SEGMENT_ITEMS = 20;  // empty places after a segment, if thread blocks have several
+constexpr int FEWEST_ITEMS = 8;    // minimum items of a thread block of decode, if there are enough
+constexpr int ROUND_ITEMS = 12;    // minimum if three quarters of the thread blocks would have work
 constexpr int NOTHING = -2147483647 - 1;
 
 struct Params {
   const int* blocks;         // (rows, block_stride): pages of each row
   const int* lengths;        // (rows): tokens of each row, new ones included
-  const int* starts;         // (rows + 1): of the new tokens of each row
-  const int64_t* slots;      // (tokens): page * 128 + place of each new token; below 0: is not stored
-  const int2* tails;         // (rows): ring of each row, or -1; the row's first token in it
+  const int* starts;         // (rows + 1): first new token of each row
+  const int64_t* slots;      // (tokens): page * 128 + place of each new token; negative: not stored
+  const int2* tails;         // (rows): ring of each row, or -1; first token of the row in the ring
   int2* items;               // (rows, item_stride)
   int2* counts;              // (rows)
   int* assignments;          // (workers, FIELDS)
@@ -32,20 +32,20 @@ struct Params {
   int* recents;              // (rows, recent_stride): places of tokens in 16-bit precision
   int* writes;               // (write_count, 3)
   int64_t block_stride, item_stride;
-  int rows, decodes, row_tiles;  // row_tiles: jobs of a row where all rows have the same; else 0
+  int rows, decodes, row_tiles;  // row_tiles: jobs per row if all rows have the same number; else 0
   int job_count, begin_count, write_count;
   int heads, column_tiles, workers;
-  int sinks, window, size;   // of a ring: places of first tokens, tokens that are read, other places
+  int sinks, window, size;   // of a ring: places of sinks, tokens that are read, other places
   int recent_stride;
-  int staged;                // whether store finds new tokens in their rings
+  int staged;                // whether store reads new tokens from their rings
 };
 
-// Tokens of a row before its new ones.
+// Number of past tokens of a row.
 __device__ __forceinline__ int past_of(const Params& params, int row) {
   return max(params.lengths[row] - (params.starts[row + 1] - params.starts[row]), 0);
 }
 
-// What a row that decodes reads in 16-bit precision: its tokens [0, sinks) and [first, past).
+// Tokens that a decoding row reads in 16-bit precision: [0, sinks) and [first, past).
 struct Exact {
   int sinks, first, past;
 
@@ -63,13 +63,13 @@ struct Exact {
   __device__ __forceinline__ int items() const { return 1 + tiles() + pages(); }
 };
 
-// Where a ring has a row's token.
+// Place of a row's token in its ring.
 __device__ __forceinline__ int place_of(const Params& params, int ring, int position) {
   const int within = position < params.sinks ? position : params.sinks + position % params.size;
   return ring * (params.sinks + params.size) + within;
 }
 
-// The largest of `count` rows whose number, of numbers that do not descend, is at most `wanted`.
+// The last of `count` rows whose number is at most `wanted`; numbers are in ascending order.
 template <class Number>
 __device__ __forceinline__ int row_at(int count, int wanted, const Number& number) {
   int low = 0, high = count - 1;
@@ -88,7 +88,7 @@ __device__ __forceinline__ int sum_of(int x) {
   return x;
 }
 
-// As `assign` of oscar_mm/ops/decode_tables.py.
+// The same as `assign` in oscar_mm/ops/decode_tables.py.
 __device__ __forceinline__ void assign(const Params& params, int* before) {
   const int rows = params.decodes, per_row = params.heads * params.column_tiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
   if (warp == 0) sums_before(before, rows, lane, length_of);
   __syncthreads();
   const int total = per_row * before[rows];
-  int longest = 1;  // items of a part, where each thread block has one segment
+  int longest = 1;  // items of a part, if each thread block has one segment
   if (few) {
     const auto parts_of = [&](int items) {
       int parts = 0;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void assign(const Params& params, int* before) {
     if (worker < used) {
       const int begin =
           few ? worker : static_cast<int>(static_cast<int64_t>(total) * worker / used);
-      const int place = few ? begin : begin + SEGMENT_ITEMS;  // none begins behind a segment's items
+      const int place = few ? begin : begin + SEGMENT_ITEMS;  // no part begins in empty places
       const int row = row_at(rows, place, first_of), items = items_of(row);
       const int size = few ? ceil_div(items, longest) : length_of(row);
       const int within = (place - first_of(row)) / size;
@@ -170,8 +170,8 @@ __device__ __forceinline__ void list_pages(const Params& params, int row) {
   if (threadIdx.x == 0) params.counts[row] = {count, pages};
 }
 
-// Where the lines of a row begin, of rows of any number of tokens: as many as a row may need, told
-// by where its tokens begin, so that the host knows the number of all.
+// First job, or beginning, of a row, for rows of any number of tokens. A row has as many as it may
+// need according to its first token, so that the host knows the total.
 __device__ __forceinline__ int first_job(const Params& params, int row) {
   return params.row_tiles ? row * params.row_tiles : 2 * row + params.starts[row] / TILE;
 }

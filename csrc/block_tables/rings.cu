@@ -1,6 +1,6 @@
-// rings: which ring of tokens in 16-bit precision each row of a batch has, and from which of its
-// tokens on. One thread block. (oscar_mm/ops/rings.py says how they are found, and does the same on
-// a CPU.)
+// rings: the ring of tokens in 16-bit precision of each row of a batch, and the row's first token
+// in it. One thread block. (oscar_mm/ops/rings.py describes how rings are found, and does the same
+// on a CPU.)
 
 #include "block_tables/rows.cuh"
 
@@ -8,25 +8,25 @@ constexpr int THREADS = 1024;
 constexpr unsigned short NO_RING = 0xffff;
 
 struct alignas(16) Ring {
-  int lease;  // number of its tenant
+  int lease;  // number of its current tenant
   int start;  // the tenant's first token in it
   int total;  // tokens of the tenant, after the last step
-  int seen;   // clock of that step
+  int seen;   // clock at that step
 };
 
 struct Params {
   const int* blocks;      // (rows, block_stride): pages of each row
   const int* lengths;     // (rows): tokens of each row, new ones included
   const int* starts;      // (rows + 1): of the new tokens of each row
-  const int64_t* slots;   // (tokens): below 0: is not stored
-  int2* tails;            // (rows): ring, or -1; the row's first token in it
-  int2* owners;           // (block_count): ring and lease of the row that wrote to a block last
+  const int64_t* slots;   // (tokens): negative: not stored
+  int2* tails;            // (rows): ring, or -1; first token of the row in the ring
+  int2* owners;           // (block_count): ring and lease of the row that last wrote to a block
   Ring* rings;            // (ring_count)
   int64_t block_stride;
   int rows, block_count, ring_count;
-  int new_tokens;         // most of a row that decodes
-  int clock;              // of this step
-  int keeps;              // whether rings stay with rows that are not in the batch
+  int new_tokens;         // maximum new tokens of a decoding row
+  int clock;              // number of this step
+  int keeps;              // whether rows outside of the batch keep their rings
 };
 
 struct Row {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void set_owners(const Params& params, int row, int fi
   }
 }
 
-// The ring whose tenant wrote to the row's last block, and has got as far as the row.
+// The ring whose tenant last wrote to the row's last block and has as many tokens as the row.
 __device__ __forceinline__ int continued_ring(const Params& params, int row, const Row& state) {
   if (!state.stores || state.past == 0) return -1;
   const int block = params.blocks[row * params.block_stride + (state.past - 1) / PAGE_TOKENS];
@@ -62,7 +62,7 @@ __device__ __forceinline__ int continued_ring(const Params& params, int row, con
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     rings(const __grid_constant__ Params params) {
-  __shared__ uint32_t ages[MAX_ROWS];  // first the rows that claim rings
+  __shared__ uint32_t ages[MAX_ROWS];  // first used for the rows that claim rings
   __shared__ unsigned short oldest[MAX_ROWS];
   __shared__ int before[MAX_ROWS + 1];
   for (int ring = threadIdx.x; ring < MAX_ROWS; ring += THREADS)

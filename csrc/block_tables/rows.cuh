@@ -1,4 +1,4 @@
-// What the kernels of block tables know of the rows of a batch.
+// Properties of a batch's rows that the kernels of block tables use.
 #pragma once
 
 #include "common/types.cuh"
@@ -8,8 +8,8 @@ constexpr int PAGE_TOKENS = 128;
 
 __device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
-// before[row] becomes the sum of amount(row) over the rows before; before[rows] the sum of all. One
-// warp.
+// Set before[row] to the sum of amount(row) over all previous rows, and before[rows] to the total.
+// Called by one warp.
 template <class Amount>
 __device__ __forceinline__ void sums_before(int* before, int rows, int lane, const Amount& amount) {
   int sum = 0;

@@ -1,8 +1,8 @@
-// Copies of page heads from global to shared memory, tracked by one mbarrier a buffer.
+// Copies of page heads from global to shared memory, tracked by one mbarrier per buffer.
 //
 // USE_TMA 1: the bulk copy engine (sm_90 and newer), issued by one lane.
 // USE_TMA 0: cp.async by all lanes of a warp (sm_80 and newer).
-// A warp calls begin, copy for each piece, and end, with all its lanes.
+// All lanes of a warp call begin, then copy for each piece, then end.
 #pragma once
 
 #include "common/types.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier) {
                : "memory");
 }
 
-// `bytes` of all pieces together.
+// `bytes`: the total of all pieces.
 __device__ __forceinline__ void copy_begin(uint64_t* barrier, uint32_t bytes, int lane) {
 #if USE_TMA
   if (lane == 0)
@@ -24,9 +24,9 @@ __device__ __forceinline__ void copy_begin(uint64_t* barrier, uint32_t bytes, in
 #endif
 }
 
-// `bytes` and both addresses are multiples of 16. WEIGHTS: in a step they are read once, and are the
-// first to leave L2 when it is full, so that what is small and read by many stays: instructions,
-// parameters, activations.
+// `bytes` and both addresses are multiples of 16. WEIGHTS: the data are read once per step and are
+// evicted from L2 first, so that small data with many readers stay: instructions, parameters,
+// activations.
 template <bool WEIGHTS = false>
 __device__ __forceinline__ void copy_piece(void* target, const uint8_t* source, uint32_t bytes,
                                            uint64_t* barrier, int lane) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy_piece(void* target, const uint8_t* source, 
 #endif
 }
 
-// A row of BYTES for each lane that has one: that of lane l to the l-th place.
+// Copy a row of BYTES for each lane that has one; the row of lane l goes to the l-th place.
 template <int BYTES>
 __device__ __forceinline__ void copy_rows(uint8_t* target, const uint8_t* source, bool has_one,
                                           uint64_t* barrier, int lane) {

@@ -1,4 +1,5 @@
-// Normalized Hadamard transform of one vector of HEAD_DIM by lanes of a warp (quant/basis.py).
+// Normalized Hadamard transform of a vector of HEAD_DIM elements by the lanes of a warp
+// (quant/basis.py).
 #pragma once
 
 #include "common/page.cuh"
@@ -12,11 +13,12 @@ __device__ constexpr float hadamard_norm(int size) {
 }
 constexpr float HADAMARD_NORM = hadamard_norm(HEAD_DIM);
 
-// Channel of element i of a lane, where all 32 have a part of the vector.
+// Channel of element i of a lane, if all 32 lanes have a part of the vector.
 __device__ __forceinline__ int channel_of(int i, int lane) { return i * 32 + lane; }
 
-// The transform without its factor: COUNT elements of a lane, in the lanes FIRST, 2 FIRST, ... up to
-// END / 2 apart. (It is the same for any assignment of the channels' bits to lanes and elements.)
+// The transform without its factor, over COUNT elements per lane and the lanes FIRST, 2 FIRST, ...
+// up to END / 2 apart. (The result is the same for any assignment of channel bits to lanes and
+// elements.)
 template <int COUNT, int FIRST, int END>
 __device__ __forceinline__ void butterflies(float (&x)[COUNT], int lane) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Matrix fragments: products of 16 x 16 by 16 x 8, and transposition of 8 x 8.
+// Matrix fragments: products of 16 x 16 with 16 x 8 matrices, and transposition of 8 x 8.
 //
 // Fragment layouts (lane = 4 * group + quad):
 //   A (16 x 16): a0 rows group, columns 2 quad, 2 quad + 1; a1 rows group + 8; a2, a3 columns + 8
@@ -11,7 +11,7 @@
 
 #include "common/types.cuh"
 
-// No volatile: the compiler may interleave independent products.
+// Not volatile: the compiler may interleave independent products.
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                     uint32_t a3, uint32_t b0, uint32_t b1, __half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -28,7 +28,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The same with nothing to add to.
+// The same product, without an addend.
 __device__ __forceinline__ void product(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                         uint32_t a3, uint32_t b0, uint32_t b1, __half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -45,7 +45,7 @@ __device__ __forceinline__ void product(float (&c)[4], uint32_t a0, uint32_t a1,
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-// The same shape of 32 bytes a row: codes, unsigned, by signed ones, added up as integers.
+// The same shape with 32 bytes per row: unsigned codes times signed bytes, summed as integers.
 //   A: a0 row group, columns 4 quad + 0..3; a1 row group + 8; a2, a3 columns + 16
 //   B: b0 rows 4 quad + 0..3, column group; b1 rows + 16
 __device__ __forceinline__ void mma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
@@ -56,7 +56,7 @@ __device__ __forceinline__ void mma(int (&c)[4], uint32_t a0, uint32_t a1, uint3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 fragments; lane l points at row l % 8 of fragment l / 8.
+// Load four 8 x 8 fragments; lane l points at row l % 8 of fragment l / 8.
 __device__ __forceinline__ uint4 load_fragments(uint32_t row) {
   uint4 four;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

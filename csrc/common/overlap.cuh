@@ -1,12 +1,12 @@
 // Programmatic dependent launch (sm_90 and newer; elsewhere these do nothing).
 //
-// A kernel that is launched as dependent may begin before the one in front of it has ended. So every
-// kernel that lets the next one begin has to wait itself, before it reads or writes what a kernel in
-// front of it may still work on: then all of them have ended where one has waited.
+// A dependent kernel may begin before the preceding kernel has ended. So every kernel that releases
+// the next one must itself wait before it reads or writes data that a preceding kernel may still
+// use: after this wait, all preceding kernels have ended.
 //
-// decode waits before it lets the next one begin. So all that is in front of decode has ended where
-// the next one begins, which need not wait at once if it has nothing to do with decode; it waits
-// at its end, for those that wait for it.
+// decode waits before it releases the next kernel. So when that kernel begins, all kernels before
+// decode have ended, and it need not wait at once if it shares no data with decode. It waits at its
+// end, for the kernels that wait for it.
 #pragma once
 
 __device__ __forceinline__ void let_next_begin() {

@@ -1,19 +1,19 @@
-// Products of rows of weights, which come in pieces through shared memory, with a few rows of x.
+// Products of rows of weights, which arrive in pieces in shared memory, with a few rows of x.
 //
 // Compiled with: ROWS (of x), ELEMENT (__half, __nv_bfloat16), WARPS (of a thread block), DEPTH
-// (pieces of a warp on their way, at most 32), PIECE (elements, a multiple of 256), USE_TMA
-// (copy.cuh); SIDES: rows of weights that make an output together.
+// (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256), USE_TMA
+// (copy.cuh); SIDES: rows of weights per output.
 #pragma once
 
 #include "common/copy.cuh"
 #include "common/rounding.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int AT_ONCE = 256;  // elements that a warp multiplies at a time: 16 bytes a lane
+constexpr int AT_ONCE = 256;  // elements that a warp multiplies at a time: 16 bytes per lane
 constexpr int PIECE_BYTES = PIECE * 2;
 static_assert(PIECE % AT_ONCE == 0 && DEPTH <= 32, "a lane initializes a barrier");
 
-// A warp's way through its pieces.
+// Iteration of a warp over its pieces.
 template <int SIDES>
 struct Cursor {
   int output, side = 0, start = 0;
@@ -30,7 +30,7 @@ struct Cursor {
   }
 };
 
-// Ask for the piece of a row of weights that begins at `start`; by all lanes of a warp.
+// Request the piece of a row of weights that begins at `start`; called by all lanes of a warp.
 __device__ __forceinline__ void request_piece(const ELEMENT* row, int start, int width,
                                               uint8_t* target, uint64_t* barrier, int lane) {
   const uint32_t bytes = min(PIECE, width - start) * 2;
@@ -39,8 +39,8 @@ __device__ __forceinline__ void request_piece(const ELEMENT* row, int start, int
   copy_end(barrier);
 }
 
-// Ask for a thread block's rows of x; by all lanes of a warp. Pieces that were asked for before keep
-// them waiting.
+// Request a thread block's rows of x; called by all lanes of a warp. They arrive after the pieces
+// that were requested before.
 __device__ __forceinline__ void request_rows(const ELEMENT* from, int elements, ELEMENT* x,
                                              uint64_t* barrier, int lane) {
   copy_begin(barrier, elements * 2, lane);
@@ -48,7 +48,8 @@ __device__ __forceinline__ void request_rows(const ELEMENT* from, int elements, 
   copy_end(barrier);
 }
 
-// Wait for them; with `norm`, which is there already, they are normalized. By all threads.
+// Wait for the rows and, with `norm`, which has arrived already, normalize them. Called by all
+// threads.
 __device__ __forceinline__ void take_rows(int width, bool normed, float epsilon, ELEMENT* x,
                                           const ELEMENT* norm, uint64_t* barrier,
                                           float (&sums)[WARPS][ROWS]) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void take_rows(int width, bool normed, float epsilon,
 #pragma unroll
     for (int other = 0; other < WARPS; ++other) sum += sums[other][row];
     const float scale = rsqrtf(sum / width + epsilon);
-    // Other elements than this thread's above: the barrier is between.
+    // These are not the elements of this thread above; the barrier separates the two.
     for (int i = threadIdx.x; i < width / 2; i += THREADS) {
       uint32_t* word = reinterpret_cast<uint32_t*>(x + row * width) + i;
       const float2 two = unpacked(*word, ELEMENT());
@@ -92,7 +93,8 @@ __device__ __forceinline__ void take_rows(int width, bool normed, float epsilon,
   __syncthreads();
 }
 
-// Add products of a piece's elements from `at` on, 8 of each lane, with COUNT rows `width` apart.
+// Add products of a piece's elements from `at` on, 8 per lane, with COUNT rows that are `width`
+// apart.
 template <int COUNT>
 __device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* piece,
                                          const ELEMENT* x, int width, int at, int lane) {
@@ -111,7 +113,7 @@ __device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* pi
   }
 }
 
-// Of a whole piece, of rows that are `width` long, which begins at their element `start`.
+// Add products of a whole piece, which begins at element `start` of rows of length `width`.
 template <int COUNT>
 __device__ __forceinline__ void multiply_piece(float (&sums)[COUNT], const uint8_t* piece,
                                                const ELEMENT* x, int start, int width, int lane) {

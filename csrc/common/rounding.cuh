@@ -1,4 +1,4 @@
-// Arithmetic of 16-bit elements in float32, rounded where transformers' modules round.
+// Float32 arithmetic on 16-bit elements, rounded at the points where transformers' modules round.
 //
 // Compiled with: ELEMENT (__half, __nv_bfloat16).
 #pragma once
@@ -18,7 +18,7 @@ __device__ __forceinline__ float2 unpacked(uint32_t two, __half) {
 
 __device__ __forceinline__ float rounded(float x) { return static_cast<float>(ELEMENT(x)); }
 
-// silu(gate) * up, of products that are not rounded yet.
+// silu(gate) * up of products that are not yet rounded.
 __device__ __forceinline__ float gated(float gate, float up) {
   gate = rounded(gate);
   return rounded(gate / (1.0f + __expf(-gate))) * rounded(up);

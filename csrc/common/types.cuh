@@ -1,4 +1,4 @@
-// Names that <stdint.h> and <math.h> would give: NVRTC compiles without a C library.
+// Names of <stdint.h> and <math.h>: NVRTC compiles without a C library.
 #pragma once
 
 using uint8_t = unsigned char;

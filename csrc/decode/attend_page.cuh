@@ -1,5 +1,5 @@
-// Attention of one warp to one packed page: what all pages have in common, and pages with scales of
-// keys by channel (attend_stream.cuh has those by token).
+// Attention of one warp to one packed page: the part that is common to all pages, and pages with
+// key scales per channel (attend_stream.cuh has pages with key scales per token).
 #pragma once
 
 #include "common/codes.cuh"
@@ -7,10 +7,10 @@
 #include "common/page.cuh"
 #include "decode/state.cuh"
 
-constexpr int PRODUCTS = NARROW ? 1 : 2;  // of keys and queries: of high parts, of low ones
+constexpr int PRODUCTS = NARROW ? 1 : 2;  // of keys and queries: high parts, low parts
 
-// Add to the scores of COUNT tiles, a step of all of them at a time: their products do not wait for
-// each other.
+// Add key products to the scores of COUNT tiles, one step of all tiles at a time, so that the
+// products are independent of each other.
 template <int BITS, int COUNT, int STEP = 0>
 __device__ __forceinline__ void key_products(float (*scores)[4], const Codes<BITS>* codes,
                                              const uint32_t (&query)[PRODUCTS][KSTEPS][2]) {
@@ -38,8 +38,8 @@ __device__ __forceinline__ void value_products(State& state, const Codes<BITS>& 
   }
 }
 
-// Two half2 of (tokens or channels) 16 * step + 8 * half + 2 quad, + 1 from a vector in
-// fragment order: (32 elements a run, quad, step parity, half).
+// Pairs of elements (tokens or channels) 16 * step + 8 * half + 2 quad, + 1 of a vector in fragment
+// order: (run of 32 elements, quad, step parity, half).
 struct Pairs {
   uint4 four;
   __device__ __forceinline__ Pairs(const uint8_t* vector, int run, int quad)
@@ -49,31 +49,31 @@ struct Pairs {
   }
 };
 
-constexpr int PART_TILES = 4;  // 64 tokens at a time: what registers hold without spilling
+constexpr int PART_TILES = 4;  // 64 tokens at a time fit in registers without spilling
 constexpr int PART_TOKENS = PART_TILES * TILE;
-// Scores of a lane are four of each tile, or with SPLIT of every two tiles.
+// A lane has four scores of each tile, or with SPLIT of every two tiles.
 constexpr int PART_SCORES = SPLIT ? PART_TILES / 2 : PART_TILES;
 
-// Token of a part that score [i][c] of a lane is of.
+// Token, within a part, of a lane's score [i][c].
 __device__ __forceinline__ int token_of(int i, int c, int lane) {
   const int group = lane >> 2;
   return SPLIT ? (2 * i + c / 2) * TILE + group + (lane & 2) * 4 : i * TILE + group + (c & 2) * 4;
 }
 
-// A column and its low part are two lanes apart; both get the sum.
+// Add a column and its low part, which are two lanes apart; both lanes get the sum.
 __device__ __forceinline__ void join_parts(float& x) {
   if (NARROW) x += __shfl_xor_sync(~0u, x, 2);
 }
 
-// Two numbers, or none of them, or one: of tokens that are in use, of [start, stop).
+// Clear those of a pair of numbers whose tokens are not in use, i.e. not in [start, stop).
 __device__ __forceinline__ uint32_t in_use(uint32_t pair, int token, int start, int stop) {
   if (token < start || token >= stop) pair &= 0xffff0000u;
   if (token + 1 < start || token + 1 >= stop) pair &= 0x0000ffffu;
   return pair;
 }
 
-// From the scores of a part of a page to its values. Tokens [start, stop) are in use; of a stream page
-// the others may never have been written.
+// From the scores of a part of a page to its values. Tokens [start, stop) are in use; the other
+// tokens of a stream page may never have been written.
 template <class P>
 __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, int part,
                                             float (&scores)[PART_SCORES][4],
@@ -82,7 +82,8 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
   constexpr int VALUE_STEPS = VALUE_GROUP / TILE, LOW = P::Values::LOW;
   const int quad = lane & 3;
   const bool is_partial = start > part * PART_TOKENS || stop < (part + 1) * PART_TOKENS;
-  // Of the first value group the state gathers probability * zero itself; others are added below.
+  // For the first value group, the state accumulates probability * zero; other groups are added
+  // below.
   float zero[VALUE_GROUPS][4] = {};
   uint32_t weights[PART_TILES][2];
   if (is_partial) {
@@ -140,7 +141,7 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
           point[half] = in_use(point[half], token, start, stop);
         }
       }
-      // Rows 0 to 7 gather probability * zero, rows 8 to 15 probability.
+      // Rows 0 to 7 accumulate probability * zero, rows 8 to 15 probability.
       float(&sums)[4] = value_group == 0 ? state.sums : zero[value_group];
       mma(sums, point[0], ONES, point[1], ONES, weights[i][0], weights[i][1], __half());
       const uint32_t scaled[2] = {times(weights[i][0], scale[0]), times(weights[i][1], scale[1])};
@@ -157,7 +158,7 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
     }
   }
   if constexpr (VALUE_GROUPS > 1) {
-    // The maximum may rise with the next part, so these are added part by part.
+    // The maximum may rise with the next part, so the sums are added part by part.
 #pragma unroll
     for (int tile = VALUE_STEPS; tile < CHANNEL_TILES; ++tile)
 #pragma unroll
@@ -166,7 +167,8 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
   }
 }
 
-// Queries times the scales of a key group, and their product with its zeros (all rows the same).
+// Queries times the scales of a key group, and the queries' products with its zeros (the same in
+// all rows).
 template <class P>
 struct GroupQuery {
   uint32_t scaled[PRODUCTS][KSTEPS][2];
@@ -189,16 +191,16 @@ struct GroupQuery {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint2 parts = query[step][half][lane];
-          // Codes come with the factor of their place.
+          // Masked codes are scaled by their bit place.
           constexpr int LOW = P::Keys::LOW;
           const float factor = 1.0f / (1 << (LOW * bit_place<LOW>(step, half)));
           const uint32_t by = packed(factor, factor, __half());
           const uint32_t high = times(parts.x, by), low = times(parts.y, by);
           const uint32_t by_scale = scale.get(parity, half);
           uint32_t rounded = times(high, by_scale);
-          // What rounding lost is a float16 too, and the low part's product joins it.
+          // The rounding error is itself a float16; the low part's product is added to it.
           if (NARROW) {
-            // Columns 0 to 3 have no low part, and nothing is taken off.
+            // Columns 0 to 3 have no low part, so nothing is subtracted.
             rounded &= upper;
             scaled[0][step][half] = times_add(low, by_scale, times_less(high, by_scale, rounded));
             whole[0][half] = upper ? parts.y : parts.x;

@@ -1,4 +1,4 @@
-// Attention of one warp to up to 16 tokens in 16 bit: stored ones, or the new ones.
+// Attention of one warp to up to 16 tokens in 16-bit precision: stored tokens, or the new ones.
 #pragma once
 
 #include "common/hadamard.cuh"
@@ -6,14 +6,15 @@
 #include "common/page.cuh"
 #include "decode/state.cuh"
 
-// Keys, then values of TILE tokens, in shared memory.
+// Attend to TILE tokens in shared memory: keys, then values.
 //
-// Lane (group, quad) loads 16 bytes of token rows group and group + 8: channels 32 i + 8 quad + 0..7
-// for run i. Contraction does not care for the order of channels, so they are used as they come
-// (fragment columns 2 quad, 2 quad + 1 and + 8 of two k-steps), the queries in the same order.
+// Lane (group, quad) loads 16 bytes of token rows group and group + 8: channels 32 i + 8 quad +
+// 0..7 for run i. The contraction is independent of the order of channels, so they are used in load
+// order (fragment columns 2 quad, 2 quad + 1 and + 8 of two k-steps), with the queries in the same
+// order.
 //
-// visible[c]: tokens that the lane's columns see (new tokens are causal).
-// State::out is in plain units here; settle_plain takes it to those of pages.
+// visible[c]: number of tokens that the lane's columns attend to (new tokens are causal).
+// State::out is in the units of unpacked values here; settle_plain converts it to those of pages.
 __device__ __forceinline__ void attend_plain(State& state, const uint8_t* rows, int tokens,
                                              const ELEMENT (&queries)[COLUMNS][HEAD_DIM],
                                              float unit, const int (&visible)[2], int lane) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ void attend_plain(State& state, const uint8_t* rows, 
   mma(state.sums, 0, ones, 0, ones, weights[0], weights[1], ELEMENT());
 #pragma unroll
   for (int run = 0; run < RUNS; ++run) {
-    // Places beyond the last token were never written: 0 * NaN is not 0.
+    // Places after the last token were never written: 0 * NaN is not 0.
     uint4 rows_of[2] = {};
     if (group < tokens) rows_of[0] = load16(values + run * 64);
     if (group + 8 < tokens) rows_of[1] = load16(values + 8 * ROW + run * 64);
@@ -59,7 +60,7 @@ __device__ __forceinline__ void attend_plain(State& state, const uint8_t* rows, 
   }
 }
 
-// Take State::out from plain values to the coordinates and units of pages: rotate, divide.
+// Convert State::out from unpacked values to the coordinates and units of pages: rotate, divide.
 template <int LOW>
 __device__ __forceinline__ void settle_plain(State& state, int lane) {
 #if ROTATE

@@ -1,23 +1,23 @@
-// Attention of one warp to one stream page, of which every token's key has its own scale.
+// Attention of one warp to one stream page, where every token's key has its own scale.
 //
-// A token's score is scale * (query . codes) + zero * sum of the query, and, where the sign bit of
-// the scale is set, query . center. So queries are the same for all pages. For codes they are
-// integers of two bytes, the high one and the low one: products with codes as bytes are exact, and
-// take four codes where those with float16 take two.
+// A token's score is scale * (query . codes) + zero * sum of the query, plus query . center if the
+// sign bit of the scale is set. So queries are the same for all pages. For products with codes,
+// they are integers of two bytes, high and low: products with codes as bytes are exact, and a
+// register takes four codes instead of the two of float16.
 //
-// Bytes of codes are of two tokens in turn (code_bytes). With SPLIT a query stands at the bytes of
-// one of them and zeros at those of the other, which the other columns have the other way round; so
-// one product is of 16 channels, and of two tiles. Without, words are sorted by their tokens first,
-// and one product is of 32 channels.
+// Bytes of codes alternate between two tokens (code_bytes). With SPLIT, a column has the query at
+// the bytes of one token and zeros at those of the other; the other half of the columns has them
+// the other way round. So one product covers 16 channels of two tiles. Without SPLIT, words are
+// first sorted by token, and one product covers 32 channels.
 #pragma once
 
 #include "decode/attend_page.cuh"
 
 // Products of the lane's columns with a page's center, in units of codes. The queries are the rows:
-// high parts, then low ones.
+// high parts, then low parts.
 __device__ __forceinline__ void center_products(float (&products)[2], const QueryParts& query,
                                                 const uint8_t* center, int lane) {
-  float sums[4][4] = {};  // of every fourth step: products of four do not wait for each other
+  float sums[4][4] = {};  // one for every fourth step: four products are independent
 #pragma unroll
   for (int run = 0; run < KSTEPS / 2; ++run) {
     const Pairs pairs(center, run, lane & 3);
@@ -34,11 +34,11 @@ __device__ __forceinline__ void center_products(float (&products)[2], const Quer
   for (int i = 0; i < 4; ++i) sum += sums[i][0] + sums[i][2];
 #pragma unroll
   for (int c = 0; c < 2; ++c)
-    // Half of it: attend_stream multiplies it by 2.
+    // Half of the product: attend_stream multiplies it by 2.
     products[c] = __shfl_sync(~0u, sum, 8 * (lane & 3) + 4 * c) * (0.5f / SUBNORMAL);
 }
 
-// Two channels of a column's query, from `channel` on, within QUERY_RANGE.
+// Store two channels of a column's query, from `channel` on; they are within QUERY_RANGE.
 __device__ __forceinline__ void store_fixed(FixedParts& fixed, int column, int channel, float even,
                                             float odd) {
   const int step = channel / TILE, half = channel / 8 % 2, quad = channel / 2 % 4;
@@ -57,7 +57,8 @@ __device__ __forceinline__ void store_fixed(FixedParts& fixed, int column, int c
   }
 }
 
-// Products of a part's tiles, one each or with SPLIT two, with the high and the low bytes of queries.
+// Products of a part's tiles (with SPLIT, two tiles at a time) with the high and low bytes of
+// queries.
 template <int BITS, int I = 0>
 __device__ __forceinline__ void fixed_products(int (&high)[PART_SCORES][4],
                                                int (&low)[PART_SCORES][4],
@@ -68,7 +69,7 @@ __device__ __forceinline__ void fixed_products(int (&high)[PART_SCORES][4],
     const uint4 both = query[I][lane];  // high, low
 #pragma unroll
     for (int i = 0; i < PART_SCORES; ++i) {
-      uint32_t of[2][2];  // [half][tokens of a product's upper rows]
+      uint32_t of[2][2];  // [half][whether for a product's upper rows]
       if constexpr (SPLIT) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -94,18 +95,19 @@ __device__ __forceinline__ void fixed_products(int (&high)[PART_SCORES][4],
   }
 }
 
-// A float's bits: 1.5 * 2^23 + n is a float for integers n below 2^22, and its bits are those of the
-// first of them plus n. So sums begin there, and need no conversion.
+// Bits of the float 1.5 * 2^23. For integers n below 2^22, 1.5 * 2^23 + n is a float whose bits are
+// these plus n. So integer sums start at this number and need no conversion.
 constexpr int FIXED_ZERO = 0x4b400000;
 
-// A product in units of codes, from the sums of high and of low bytes.
+// A product in units of codes, from the sums of high and low bytes.
 __device__ __forceinline__ float fixed_sum(int high, int low) {
   constexpr float LOW = 1.0f / SUBNORMAL / FIXED_UNIT, HIGH = 256.0f * LOW, ZERO = 12582912.0f;
   return fmaf(__int_as_float(low), LOW, fmaf(__int_as_float(high), HIGH, -ZERO * (HIGH + LOW)));
 }
 
-// Numbers of a lane's tokens of a part, in pairs as its scores are: of tokens group and group + 8 of
-// four tiles; with SPLIT the one of them that the lane's columns see, of two tiles.
+// Numbers for a lane's tokens of a part, in pairs like its scores: for tokens group and group + 8
+// of four tiles; with SPLIT, for the one of these tokens that the lane's columns attend to, of two
+// tiles.
 struct Four {
   uint32_t pairs[PART_SCORES];
 
@@ -148,7 +150,7 @@ __device__ __forceinline__ void attend_stream(State& state, const uint8_t* page,
     for (int i = 0; i < PART_SCORES; ++i) {
       const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&scales.pairs[i]));
       const float2 zero = __half22float2(*reinterpret_cast<const __half2*>(&zeros.pairs[i]));
-      // The sign bit as 2 or 0: numbers are multiplied where bits would have to be looked at.
+      // The sign bit as 2 or 0: a multiplication replaces a test of bits.
       const uint32_t twos = scales.pairs[i] >> 1 & 0x40004000u;
       const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&twos));
 #pragma unroll

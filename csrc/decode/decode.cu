@@ -1,24 +1,24 @@
-// decode: attention of a few queries per sequence over packed pages, 16-bit tokens and new ones.
+// decode: attention of a few queries per sequence over packed pages, 16-bit tokens and new tokens.
 //
-// Work is a line of items, segment after segment: a segment is one (sequence, KV head, tile of up
-// to 8 query columns), its items are first the new tokens, then stored tokens in 16 bit (up to 16
-// each), then pages. Every thread block takes an equal part of the line, on which places without an
-// item stand for the time that a new segment takes; its warps take items in turn. Keys are operand
-// A (16 tokens x 16 channels), queries B (16 channels x 8 columns), then values transposed A (16
-// channels x 16 tokens) and probabilities B, so that a column keeps its lanes throughout. Codes are
-// used as float16 subnormals (page.cuh): the power of two of their place and a channel's scale go
-// into the query, a token's scale of its key into its score, that of its value into its
-// probability.
+// Work is one flat list of items, split evenly over thread blocks (stream-K). A segment is one
+// (sequence, KV head, tile of up to 8 query columns); its items are the new tokens, then stored
+// tokens in 16-bit precision (up to 16 per item), then pages. Empty places in the list stand for
+// the time that a new segment takes. The warps of a thread block take items in turn. Keys are
+// operand A (16 tokens x 16 channels) and queries B (16 channels x 8 columns); then transposed
+// values are A (16 channels x 16 tokens) and probabilities B, so that a column keeps its lanes
+// throughout. Codes are used as subnormal float16 numbers (page.cuh): the power of two of their bit
+// place and a channel's scale are multiplied into the query, the scale of a token's key into its
+// score, and the scale of its value into its probability.
 //
-// One float16 is too coarse for a query times a scale: at scores of 100 its rounding moves
-// probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits. Stream
-// pages, whose scales stay out of the query, take it as integers of 16 bits (attend_stream.cuh).
+// One float16 is too coarse for a query times a scale: at scores of 100, its rounding changes
+// probabilities by percents. So a query has two parts, high and low, whose sum has 22 bits. For
+// stream pages, whose scales are not in the query, it is an integer of 16 bits (attend_stream.cuh).
 //
-// Compiled with, besides page.cuh's: KEY_BITS_A, VALUE_BITS_A, KEY_BITS_B, VALUE_BITS_B (0: none)
-// of one or two page formats, ELEMENT (__half, __nv_bfloat16), WARPS (at least 8), BUFFERS (of
-// fewer than WARPS some warps wait), USE_TMA (copy.cuh), ROTATE, NARROW (1: at most 4 columns are
-// in use, and columns 4 to 7 take the low parts of 0 to 3, which costs no product; 0: the low parts
-// have products of their own).
+// Compiled with, in addition to page.cuh's macros: KEY_BITS_A, VALUE_BITS_A, KEY_BITS_B,
+// VALUE_BITS_B (0: none) of one or two page formats, ELEMENT (__half, __nv_bfloat16), WARPS (at
+// least 8), BUFFERS (with fewer than WARPS, some warps wait), USE_TMA (copy.cuh), ROTATE, NARROW
+// (1: at most 4 columns are in use, and columns 4 to 7 have the low parts of 0 to 3, which needs no
+// further product; 0: the low parts have their own products).
 
 #include "common/hadamard.cuh"
 #include "common/overlap.cuh"
@@ -29,13 +29,13 @@
 #include "decode/params.cuh"
 #include "decode/request.cuh"
 
-// The column whose queries a fragment's column has.
+// The query column of a fragment's column.
 __device__ __forceinline__ int query_column(int column) {
   return NARROW ? column % (COLUMNS / 2) : column;
 }
 
-// A column's queries, a warp a column. They are fetched before the first pages are requested, which
-// would keep them waiting.
+// A column's query; one warp per column. Queries are fetched before the first pages are requested,
+// because they would otherwise arrive after the pages.
 struct Query {
   ELEMENT plain[PER_LANE];
   float sigma[PER_LANE];
@@ -53,14 +53,15 @@ struct Query {
       const int channel = channel_of(i, lane);
       plain[i] = token < params.tokens ? row[channel] : ELEMENT(0.0f);
       sigma[i] = 1.0f;
-      // Here, not ahead of the loop: the compiler takes fewer registers.
+      // Computed here, not before the loop, because the compiler then uses fewer registers.
       if (params.sigma != nullptr)
         sigma[i] = params.sigma[part.sequence * params.sigma_row_stride +
                                 part.head * params.sigma_head_stride + channel];
     }
   }
 
-  // As they came; and balanced, rotated, brought within [-QUERY_RANGE, QUERY_RANGE], in two parts.
+  // Store queries unchanged, and also balanced, rotated, scaled to [-QUERY_RANGE, QUERY_RANGE], in
+  // two parts.
   __device__ __forceinline__ void store(Shared& shared, float scaling, int warp, int lane) const {
     if (warp >= COLUMNS) return;
     float x[PER_LANE];
@@ -79,7 +80,7 @@ struct Query {
     for (int step = 1; step < 32; step *= 2)
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
 #if STREAM
-    const float reach = fmaxf(largest, 1e-30f);  // of which the inverse is a float32 too
+    const float reach = fmaxf(largest, 1e-30f);  // so that its inverse is a float32 too
 #else
     // A power of two, likewise.
     const float reach = exp2f(largest > 0.0f ? fmaxf(ceilf(log2f(largest)), -126.0f) : 0.0f);
@@ -101,7 +102,7 @@ struct Query {
         store_fixed(shared.query.fixed, warp, channel, even, odd);
       }
 #else
-      if (NARROW && warp < COLUMNS / 2) low = 0;  // columns 4 to 7 have it
+      if (NARROW && warp < COLUMNS / 2) low = 0;  // it is in columns 4 to 7
       if (lane % 2 == 0) shared.query.parts[step][half][place] = {high, low};
 #endif
     }
@@ -114,7 +115,7 @@ struct Query {
   }
 };
 
-// Take State::out from the units of one format to those of the other.
+// Convert State::out from the units of one format to those of the other.
 template <class From, class To>
 __device__ __forceinline__ void change_units(State& state) {
   constexpr int FROM = From::Values::LOW, TO = To::Values::LOW;
@@ -140,7 +141,8 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
     const uint32_t turn = taken + i;
     const int buffer = turn % BUFFERS;
     const uint8_t* rows = shared.buffers[buffer];
-    // Warps run ahead of each other: a barrier's parity alone could be that of two turns before.
+    // Warps run ahead of each other: the parity of a barrier alone could be that of two phases
+    // earlier.
     while (load_acquire(&shared.turns[buffer]) != turn) {
     }
     barrier_wait(&shared.full[buffer], turn / BUFFERS & 1);
@@ -156,7 +158,7 @@ __device__ __forceinline__ void attend_segment(const Params& params, Shared& sha
         if (SPLIT && column >= COLUMNS / 2) visible[c] = 0;
       }
       attend_plain(state, rows, stop, shared.plain, params.scaling * LOG2E, visible, lane);
-      // Unless the warp's next item is such a one too, its output goes over to the units of pages.
+      // Convert the output to the units of pages, unless the warp's next item is unpacked too.
       if (item + WARPS > part.tiles || item + WARPS >= run.last)
         settle_plain<PageA::Values::LOW>(state, lane);
     } else {
@@ -203,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  // By a shuffle, so that the compiler knows that a warp's branches on it do not diverge.
+  // A shuffle tells the compiler that a warp's branches on it do not diverge.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   Assignment part = params.assignments[blockIdx.x];
   if (threadIdx.x == 0) shared.first = part.first, shared.parts = part.parts;
@@ -218,8 +220,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (part.begin == part.end) return;
   uint32_t taken = 0;
   Query query;
-  // What is stored may be asked for before the launch in front has ended; new tokens and queries
-  // are its.
+  // Stored tokens may be requested before the preceding kernel has ended; it writes the new tokens
+  // and the queries.
 #pragma unroll 1
   for (int waited = params.early ? 0 : 1; waited < 2; ++waited) {
     if (waited) {
@@ -237,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     state.clear();
     attend_segment(params, shared, part, state, taken, warp, lane);
     if (WARPS > SLOTS) {
-      // Shared memory has room for half the states: the upper warps' first.
+      // Shared memory holds only half of the states: the upper warps store theirs first.
       if (warp >= SLOTS) store_state(shared, state, warp - SLOTS, lane);
       __syncthreads();
       if (warp < WARPS - SLOTS) add_state(shared, state, warp, lane);
@@ -250,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     taken += run.last - run.first;
     const bool goes_on = part.next() < part.end;
     if (goes_on) {
-      // The next segment's pages are on their way while this one's states are added up.
+      // Load the next segment's pages while the states of this one are summed.
       part.advance(params);
       query.fetch(params, part, warp, lane);
       request_first(params, shared, part, taken, true, true, warp, lane);

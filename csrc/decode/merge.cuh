@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_state(Shared& shared, const State& state, 
   }
 }
 
-// Add the state in a slot to a warp's state.
+// Add the state of a slot to a warp's state.
 __device__ __forceinline__ void add_state(const Shared& shared, State& state, int slot, int lane) {
   const int group = lane >> 2, quad = lane & 3;
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_state(const Shared& shared, State& state, in
   }
 }
 
-// Sum of records, in their order.
+// Sum of records, in order.
 struct Column {
   float x[PER_LANE];
   float total, maximum;
@@ -58,8 +58,8 @@ struct Column {
     for (int i = 0; i < PER_LANE; ++i) x[i] = 0.0f;
   }
 
-  // Up to 32 records, PART floats apart. Each lane takes one record's maximum and sum, and all take
-  // the outputs.
+  // Up to 32 records, PART floats apart. Each lane reads the maximum and sum of one record, and all
+  // lanes read the outputs.
   __device__ __forceinline__ void add(const float* records, int count, int lane) {
     float top = -INFINITY, sum = 0.0f;
     if (lane < count) {
@@ -88,7 +88,7 @@ struct Column {
   }
 };
 
-// One column's output, rotated back: x is its sum over all items, total that of the weights.
+// One column's output, rotated back: x is its sum over all items, total the sum of the weights.
 __device__ __forceinline__ void write_column(const Params& params, const Assignment& part,
                                              int column, float (&x)[PER_LANE], float total,
                                              int lane) {
@@ -107,12 +107,12 @@ __device__ __forceinline__ void write_column(const Params& params, const Assignm
   for (int i = 0; i < PER_LANE; ++i) row[channel_of(i, lane)] = ELEMENT(x[i] / total);
 }
 
-// Whether this thread block is the last one to have written its part of a segment.
+// Whether this thread block is the last to write its part of a segment.
 __device__ __forceinline__ bool is_last_of(const Params& params, Shared& shared,
                                            const Assignment& part, int parts) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    // Takes along what the whole thread block wrote before the barrier.
+    // Also releases the thread block's writes before the barrier.
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
                  : "=r"(before)
@@ -125,8 +125,8 @@ __device__ __forceinline__ bool is_last_of(const Params& params, Shared& shared,
   return shared.is_last;
 }
 
-// The columns in use of some thread blocks' parts, to shared memory; by all threads. Not through L1,
-// as other thread blocks wrote them.
+// Copy the used columns of some thread blocks' parts to shared memory; called by all threads. L1 is
+// bypassed, because other thread blocks wrote them.
 __device__ __forceinline__ void copy_parts(float* target, const float* source, int count,
                                            int columns) {
   const int used = (columns * RECORD + 3) / 4 * 4;
@@ -139,11 +139,12 @@ __device__ __forceinline__ void copy_parts(float* target, const float* source, i
   __syncthreads();
 }
 
-// Write the segment's output, or this thread block's part of it; the last to come adds the parts.
+// Write the segment's output, or this thread block's part of it; the last thread block adds the
+// parts.
 //
-// Warps' states and thread blocks' parts are added up by the same instructions, a warp a column: at
-// short contexts it is fetching instructions that takes the time. So parts go through shared
-// memory, `buffers` unless the next segment's pages are on their way to it.
+// The same instructions add warps' states and thread blocks' parts, one warp per column, because at
+// short contexts most of the time is spent fetching instructions. So parts go through shared
+// memory, through `buffers` unless the next segment's pages are being loaded into it.
 __device__ __forceinline__ void finish_segment(const Params& params, Shared& shared,
                                                const Assignment& part, bool goes_on, int warp,
                                                int lane) {
@@ -154,10 +155,11 @@ __device__ __forceinline__ void finish_segment(const Params& params, Shared& sha
   }
   const int columns =
       min(COLUMNS, params.group * params.tokens - part.column_tile * COLUMNS);
-  // Along the line segment and thread block never both stay, so their sum names a part.
+  // Along the work list, segment or thread block changes from part to part, so their sum identifies
+  // a part.
   float* partials = params.partials + static_cast<int64_t>(part.index) * PART;
   float* records = shared.merge[0][0];
-  int count = SLOTS, added = 0;  // records in shared memory; parts that came there so far
+  int count = SLOTS, added = 0;  // records in shared memory; parts copied there so far
   bool is_part = parts > 1;
   Column sum;
   sum.clear();

@@ -7,7 +7,7 @@
 constexpr int THREADS = WARPS * 32;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int SLOTS = (WARPS + 1) / 2;
-// Places of the line without an item that follow a segment, where thread blocks have several.
+// Empty places of the work list after a segment, if thread blocks have several segments.
 constexpr int SEGMENT_ITEMS = 20;
 constexpr int HAS_B = KEY_BITS_B != 0;
 using PageA = Page<KEY_BITS_A, VALUE_BITS_A>;
@@ -16,34 +16,34 @@ constexpr int HEAD_BYTES = PageA::head_bytes > PageB::head_bytes ? PageA::head_b
                                                                  : PageB::head_bytes;
 constexpr int BUFFER_BYTES = HEAD_BYTES + PageA::shared_bytes;
 static_assert(BUFFER_BYTES >= 2 * TILE * HEAD_DIM * 2, "a buffer holds 16 tokens in 16 bit");
-// Floats of a partial: output, sum of weights, maximum, and one so that the stores of store_state
-// have no bank conflicts.
+// Floats of a partial: output, sum of weights, maximum, and one of padding, so that the stores of
+// store_state have no bank conflicts.
 constexpr int RECORD = HEAD_DIM + 3;
-constexpr int USED_COLUMNS = NARROW ? COLUMNS / 2 : COLUMNS;  // the others have the same again
+constexpr int USED_COLUMNS = NARROW ? COLUMNS / 2 : COLUMNS;  // the others repeat their queries
 
 struct Params;
 
-// The work of a thread block (oscar_mm/ops/decode_tables.py): its part [begin, end) of the line, and
-// the segment that the part begins in.
+// The work of a thread block (oscar_mm/ops/decode_tables.py): its part [begin, end) of the work
+// list, and the segment in which the part begins.
 struct alignas(16) Assignment {
   int begin, end;
-  int length, workers;  // of the line; thread blocks that share it
+  int length, workers;  // of the work list; thread blocks that share it
   int sequence, head, column_tile, index;
-  int start;            // of the segment on the line
-  int tiles, pages;     // of the sequence: of up to 16 tokens in 16 bit, and of 128
-  int first, parts;     // thread blocks of the segment, where each has but one segment; else parts 0
+  int start;            // of the segment on the list
+  int tiles, pages;     // of the sequence: tiles of up to 16 16-bit tokens, pages of 128
+  int first, parts;     // thread blocks of the segment, if each has one segment; else parts is 0
 
   __device__ int items() const { return 1 + tiles + pages; }
 
-  // Where the next segment begins, if the thread block's part goes on.
+  // Start of the next segment, if the thread block's part continues.
   __device__ int next() const { return start + items() + SEGMENT_ITEMS; }
 
-  // Thread block that has a position of the line.
+  // Thread block of a position of the work list.
   __device__ int worker(uint32_t position) const {
     return ((position + 1) * workers - 1) / static_cast<uint32_t>(length);
   }
 
-  // Go on to the next segment.
+  // Move on to the next segment.
   __device__ __forceinline__ void advance(const Params& params);
 };
 
@@ -55,10 +55,10 @@ struct Params {
   const uint8_t* pages_a;  // (slots, page_bytes)
   const uint8_t* pages_b;
   const ELEMENT* recent;   // (slots, 2, KV heads, HEAD_DIM)
-  const int* recents;      // (batch, recent_stride): slots of tokens in 16 bit
+  const int* recents;      // (batch, recent_stride): slots of tokens in 16-bit precision
   const int2* items;       // (batch, item_stride): pages {slot, stop + (start << 8) + (second format
                            // ? 1 << 16 : 0)}: tokens [start, stop) of a page are in use
-  const int2* counts;      // (batch): tokens in 16 bit, pages
+  const int2* counts;      // (batch): tokens in 16-bit precision, pages
   const Assignment* assignments;  // (thread blocks)
   const float* sigma;      // (batch or 1, KV heads or 1, HEAD_DIM) or null
   float* partials;         // (segments + thread blocks, USED_COLUMNS, RECORD)
@@ -67,20 +67,20 @@ struct Params {
   int64_t key_stride[3];
   int64_t value_stride[3];
   int batch, kv_heads, group, tokens, recent_stride, item_stride;
-  int sigma_row_stride, sigma_head_stride;  // 0 where all rows, or heads, share one
-  int early;               // whether all that is stored was there before the launch in front began
+  int sigma_row_stride, sigma_head_stride;  // 0 if all rows, or heads, share one
+  int early;               // whether KV pages were complete before the preceding kernel began (PDL)
   float scaling;
 };
 
 struct Shared {
   alignas(128) uint8_t buffers[BUFFERS][(BUFFER_BYTES + 127) / 128 * 128];
   alignas(16) float merge[SLOTS][USED_COLUMNS][RECORD];
-  alignas(16) ELEMENT plain[COLUMNS][HEAD_DIM];  // queries as they came
+  alignas(16) ELEMENT plain[COLUMNS][HEAD_DIM];  // unchanged queries
   Queries query;
   uint64_t full[BUFFERS];
-  uint32_t turns[BUFFERS];  // the turn (page number of this thread block) a buffer is filled for
-  int uses[BUFFERS];        // tokens in use there, as Params::items has them
-  int first, parts;         // of the assignment: registers are needed for the pages
+  uint32_t turns[BUFFERS];  // turn (item number of this thread block) that a buffer is for
+  int uses[BUFFERS];        // tokens in use there, as in Params::items
+  int first, parts;         // of the assignment; here, to leave registers for the pages
   int is_last;
 };
 

@@ -13,8 +13,8 @@ __device__ __forceinline__ Run run_of(const Assignment& part) {
   return {max(part.begin - part.start, 0), min(part.end - part.start, part.items())};
 }
 
-// The table's entry of a page. Of tokens in 16 bit {slot, tokens}: lane l and lane l + 16 have the
-// slot of the l-th. Of the new tokens {0, tokens}.
+// Table entry of an item. A page: its entry in the table. Tokens in 16-bit precision: {slot,
+// tokens}, where lanes l and l + 16 have the slot of the l-th token. The new tokens: {0, tokens}.
 __device__ __forceinline__ int2 entry_of(const Params& params, const Assignment& part, int item,
                                          int lane) {
   if (item == 0) return {0, params.tokens};
@@ -51,7 +51,7 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
       copy_piece(target + HEAD_BYTES, page + static_cast<int64_t>(params.kv_heads) * bytes,
                  PageA::shared_bytes, barrier, lane);
   } else {
-    // A lane has a token's keys, or values.
+    // Each lane copies a token's keys, or its values.
     const int side = lane / TILE, token = lane % TILE;
     const ELEMENT* row;
     if (item > 0) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void request(const Params& params, Shared& shared,
   }
 }
 
-// Fill the buffers with a segment's first items; all earlier items have been attended to. The new
-// tokens, the stored ones, or both.
+// Fill the buffers with a segment's first items, after all earlier items have been attended to: the
+// new tokens, the stored ones, or both.
 __device__ __forceinline__ void request_first(const Params& params, Shared& shared,
                                               const Assignment& part, uint32_t taken, bool added,
                                               bool stored, int warp, int lane) {

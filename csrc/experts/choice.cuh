@@ -1,4 +1,4 @@
-// The experts that a row chooses by its router's logits.
+// Choice of a row's experts by its router's logits.
 //
 // Compiled with: CHOSEN (experts of a row, at most 32), EXPERTS (at most 65,535), NORMALIZE (1:
 // shares add up to 1), ELEMENT (__half, __nv_bfloat16).
@@ -11,10 +11,10 @@ struct Choice {
   float share;  // as an ELEMENT
 };
 
-// Lane k of a warp gets the k-th choice of a row of EXPERTS logits, the most likely first; what
-// lanes from CHOSEN on get is of no use.
+// Lane k of a warp gets the k-th choice of a row of EXPERTS logits, the most likely first; lanes
+// from CHOSEN on get nothing meaningful.
 __device__ __forceinline__ Choice choice_of(const ELEMENT* logits, int lane) {
-  constexpr int EACH = (EXPERTS + 31) / 32;  // logits of a lane
+  constexpr int EACH = (EXPERTS + 31) / 32;  // logits per lane
   const unsigned short* bits = reinterpret_cast<const unsigned short*>(logits);
   uint32_t keys[EACH], mine = 0;
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ __forceinline__ Choice choice_of(const ELEMENT* logits, int lane) {
   return {static_cast<int>(0xffff - (mine & 0xffff)), rounded(NORMALIZE ? share / all : share)};
 }
 
-// The sum of all lanes up to this one.
+// Sum over all lanes up to and including this one.
 __device__ __forceinline__ int sum_to(int x, int lane) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

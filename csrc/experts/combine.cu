@@ -1,5 +1,5 @@
-// combine: what a row's experts have found, times their shares, and the residual stream. A thread
-// block a row.
+// combine: sum of the outputs of a row's experts, times their shares, and the residual stream. One
+// thread block per row.
 //
 // Compiled with: CHOSEN (experts of a row), ELEMENT (__half, __nv_bfloat16).
 

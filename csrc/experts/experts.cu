@@ -1,16 +1,17 @@
-// experts: a mixture of experts for a few rows, each row by the experts that it chooses. Two
-// launches like those of linear.cu:
+// experts: mixture of experts for a few rows, each with the experts that it chooses. Two launches
+// like those of linear.cu:
 //
-//   DOWN 0: out[row][k] = silu(x Wg^T) * (x Wu^T), of the k-th chosen expert, x normalized
+//   DOWN 0: out[row][k] = silu(x Wg^T) * (x Wu^T) with the k-th chosen expert, x normalized
 //   DOWN 1: out[row] = residual[row] + sum over k of share[row][k] * (x[row][k] Wd^T)
 //
-// A row's shares are the softmax of its router's logits, of which the CHOSEN largest count. Every
-// thread block finds them by itself. The first launch cannot ask for weights before the router has
-// ended; it lets the second one begin only then, so that this one can.
+// A row's shares are the CHOSEN largest values of the softmax of its router's logits. Every thread
+// block computes them itself. The first launch cannot request weights before the router has ended,
+// and releases the second launch only then, so that the second can request weights at once.
 //
 // Compiled with: DOWN, CHOSEN (experts of a row, at most 32), EXPERTS (at most 65,536), NORMALIZE
-// (1: shares add up to 1), ROWS (1 to 4), EARLY (pieces that a warp of the second launch asks for
-// before it waits: more would keep the first one's last ones waiting), and as product.cuh says.
+// (1: shares add up to 1), ROWS (1 to 4), EARLY (pieces that a warp of the second launch requests
+// before it waits: more would delay the last pieces of the first launch), and the macros of
+// product.cuh.
 
 #include "common/overlap.cuh"
 #include "common/product.cuh"
@@ -23,20 +24,20 @@ struct Params {
   const ELEMENT* x;         // (ROWS, width), or with DOWN (ROWS, CHOSEN, width)
   const ELEMENT* norm;      // (width), not with DOWN
   const ELEMENT* logits;    // (ROWS, EXPERTS)
-  const ELEMENT* weights;   // (EXPERTS, outputs, width): first the gates' outputs, then the others
+  const ELEMENT* weights;   // (EXPERTS, outputs, width): first the gate's outputs, then the others
   const ELEMENT* residual;  // (ROWS, total), with DOWN
   ELEMENT* output;          // (ROWS, CHOSEN, total), or with DOWN (ROWS, total)
-  int total, width;         // outputs of a row and expert; width: a multiple of 256
+  int total, width;         // total: outputs of a row and expert; width: a multiple of 256
   float epsilon;
 };
 
-// The experts of all rows, the largest logit's first; by all threads.
+// Find the experts of all rows, largest logit first; called by all threads.
 __device__ __forceinline__ void choose(const ELEMENT* logits, uint32_t (&keys)[ROWS][KEYS],
                                        int (&chosen)[ROWS * CHOSEN]) {
   const unsigned short* bits = reinterpret_cast<const unsigned short*>(logits);
   for (int i = threadIdx.x; i < ROWS * KEYS; i += THREADS) {
     const int row = i / KEYS, expert = i % KEYS;
-    // Not through L1: this may run before the launch in front has ended.
+    // L1 is bypassed: this may run before the preceding kernel has ended.
     keys[row][expert] =
         expert < EXPERTS ? key_of(__ldcg(bits + row * EXPERTS + expert), expert) : 0;
   }
@@ -58,7 +59,7 @@ __device__ __forceinline__ void choose(const ELEMENT* logits, uint32_t (&keys)[R
   __syncthreads();
 }
 
-// Shares of a row's chosen experts; by a warp.
+// Compute the shares of a row's chosen experts; called by one warp.
 __device__ __forceinline__ void share(const uint32_t (&keys)[KEYS], const int* chosen,
                                       float* shares, int lane) {
   const float largest = logit_of(keys[chosen[0]]);
@@ -72,7 +73,7 @@ __device__ __forceinline__ void share(const uint32_t (&keys)[KEYS], const int* c
   if (lane < CHOSEN) shares[lane] = rounded(NORMALIZE ? mine / all : mine);
 }
 
-// A unit of work is an output: of DOWN a row's, else of a row and one of its experts.
+// A unit of work is one output: with DOWN, of a row, else of a row and one of its experts.
 struct Unit {
   int item, output;
 
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (DOWN) {
 #pragma unroll 1
     for (; slot < EARLY && ahead.output < last; ++slot) request(slot);
-    // Not by the first warp, which asks for x.
+    // Not by the first warp, which requests x.
     const int row = WARPS - 1 - warp;
     if (row < ROWS) share(keys[row], chosen + row * CHOSEN, shares + row * CHOSEN, lane);
     __syncthreads();

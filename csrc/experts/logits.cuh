@@ -1,12 +1,12 @@
-// A router's logits as integers that sort like them.
+// A router's logits as integers with the same order.
 //
 // Compiled with: ELEMENT (__half, __nv_bfloat16).
 #pragma once
 
 #include "common/rounding.cuh"
 
-// An integer for each logit of a row: the larger the logit the larger, of equal ones the first's.
-// NaN is above or below all numbers, so that there are always CHOSEN largest.
+// An integer for each logit of a row, in the order of the logits; among equal logits, the first has
+// the larger integer. NaN is above or below all numbers, so that there are always CHOSEN largest.
 __device__ __forceinline__ uint32_t key_of(unsigned short bits, int expert) {
   const uint32_t ordered = bits & 0x8000 ? ~bits & 0xffff : bits | 0x8000;
   return ordered << 16 | (0xffff - expert);

@@ -1,9 +1,10 @@
 // choose, place: the experts that the rows of a prompt choose, and a copy of each row for each of
-// its experts, those of an expert next to each other. A warp takes a row.
+// its experts, with the copies for an expert next to each other. One warp per row.
 //
-// Which of an expert's places a row gets depends on which warp is first, and no result on that.
+// Which of an expert's places a row gets depends on the order of the warps, but no result depends
+// on it.
 //
-// Compiled as choice.cuh is.
+// Compiled with the macros of choice.cuh.
 
 #include "common/overlap.cuh"
 #include "experts/choice.cuh"
@@ -15,10 +16,10 @@ struct Params {
   const ELEMENT* logits;  // (rows, EXPERTS)
   const ELEMENT* x;       // (rows, width)
   float* shares;          // (rows, CHOSEN)
-  uint32_t* choices;      // (rows, CHOSEN): expert << 16 | which of the expert's rows
-  int* counts;            // (EXPERTS): rows of each; 0 before choose
+  uint32_t* choices;      // (rows, CHOSEN): expert << 16 | index among the expert's rows
+  int* counts;            // (EXPERTS): rows of each expert; 0 before choose
   int* places;            // (rows, CHOSEN)
-  int* ends;              // (EXPERTS): behind the last place of each
+  int* ends;              // (EXPERTS): end of the places of each expert
   ELEMENT* copies;        // (places, width)
   int rows;               // at most 65,536
   int width;              // a multiple of 8

@@ -1,9 +1,10 @@
-// route: the experts that rows choose, and the rows of an expert next to each other. A warp takes a
-// row at a time; one thread block.
+// route: the experts that rows choose, with the rows of an expert next to each other. One thread
+// block; each warp takes one row at a time.
 //
-// Which of an expert's places a row gets depends on which warp is first, and no result on that.
+// Which of an expert's places a row gets depends on the order of the warps, but no result depends
+// on it.
 //
-// Compiled with: COLUMNS (rows of a group at most), and as choice.cuh is.
+// Compiled with: COLUMNS (maximum rows of a group), and the macros of choice.cuh.
 
 #include "common/overlap.cuh"
 #include "experts/choice.cuh"
@@ -17,13 +18,13 @@ struct Params {
   int* places;            // (rows, CHOSEN)
   int* rows_of;           // (places)
   Group* groups;          // at most EXPERTS + places / COLUMNS
-  int* count;             // of groups
+  int* count;             // number of groups
   int rows;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     route(const __grid_constant__ Params params) {
-  extern __shared__ uint32_t choices[];  // (rows, CHOSEN): expert << 16 | which of the expert's rows
+  extern __shared__ uint32_t choices[];  // (rows, CHOSEN): expert << 16 | index among its rows
   __shared__ int counts[EXPERTS], firsts[EXPERTS];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   for (int i = thread; i < EXPERTS; i += THREADS) counts[i] = 0;

@@ -1,5 +1,5 @@
-// gate: silu(gate) * up in the place of gate, of products that are rounded already. A thread takes
-// eight elements.
+// gate: silu(gate) * up of products that are already rounded, written over gate. Each thread
+// computes eight elements.
 //
 // Compiled with: ELEMENT (__half, __nv_bfloat16).
 
@@ -11,7 +11,7 @@ constexpr int THREADS = 256;
 struct Params {
   ELEMENT* gates;      // (rows, width)
   const ELEMENT* ups;  // (rows, width)
-  int64_t stride;      // elements from a row of gates, and of ups, to the next; a multiple of 8
+  int64_t stride;      // elements between rows of gates, and of ups; a multiple of 8
   int64_t rows;
   int width;  // a multiple of 8
 };

@@ -1,11 +1,12 @@
-// linear: a few rows times weight matrices, y = x W^T, as in a decode step: W is read once, at the
-// speed of memory. On the way in x is normalized (RMSNorm), on the way out a bias is added, or the
-// residual stream, or two products become silu(gate) * up.
+// linear: a few rows times weight matrices, y = x W^T, as in a decode step: W is read once, at
+// memory bandwidth. x is normalized first (RMSNorm); then a bias or the residual stream is added to
+// y, or two products become silu(gate) * up.
 //
-// Every warp takes a run of outputs and reads their rows of W in pieces, DEPTH of which are on their
-// way at any time. The first ones are asked for before the kernel that makes x has ended
-// (overlap.cuh): memory stays busy between kernels. Rounding is that of the separate operations:
-// every product, norm and sum is rounded to ELEMENT where transformers' modules round it.
+// Every warp computes a run of outputs and reads their rows of W in pieces, with DEPTH pieces in
+// flight at any time. The first pieces are requested before the kernel that computes x has ended
+// (overlap.cuh), so memory stays busy between kernels. Rounding is the same as in separate
+// operations: every product, norm and sum is rounded to ELEMENT where transformers' modules round
+// it.
 //
 // Compiled with: GATED and ELEMENT (matrices.cuh), ROWS (1 to 4), WARPS, DEPTH (at most 32), PIECE
 // (elements, a multiple of 256), USE_TMA (copy.cuh).
@@ -16,7 +17,7 @@
 
 struct Params {
   const ELEMENT* x;     // (ROWS, width), width a multiple of 256
-  const ELEMENT* norm;  // (width) weight of the RMSNorm; null: x is taken as it is
+  const ELEMENT* norm;  // (width) weight of the RMSNorm; null: x is not normalized
   Matrices matrices;
   float epsilon;        // of the norm
 };

@@ -1,27 +1,29 @@
-// linear_rows: up to COLUMNS rows of x times weight matrices, y = x W^T, as in a decode step of many
-// sequences: W is read once, at the speed of memory. On the way out a bias is added, or the residual
-// stream, or two products become silu(gate) * up. x is normalized already (rms_norm.cu).
+// linear_rows: up to COLUMNS rows of x times weight matrices, y = x W^T, as in a decode step of
+// many sequences: W is read once, at memory bandwidth. A bias or the residual stream is added to y,
+// or two products become silu(gate) * up. x is already normalized (rms_norm.cu).
 //
-// A thread block takes a run of outputs, in sweeps of `step`. A sweep passes over the width once, in
-// stages of SPAN elements of each of its rows of W and of all rows of x, `depth` of which are on
-// their way at any time. So x, which is too large to stay in shared memory, comes from the L2 cache
-// once a sweep. Producer warps ask for stages, a row a lane: W's before the kernel that makes x has
-// ended (overlap.cuh), x's after that. Consumer warps multiply tiles of TILE rows of W as the 16-row
-// operand by x as the other, and share a stage's elements; their sums meet in shared memory at the
-// end of a sweep. Rows lie 16 bytes further apart than they are long: no bank conflicts. What lies in
-// rows that were not asked for may be anything: it comes into their own products only.
+// A thread block computes a run of outputs, in sweeps of `step` outputs. A sweep passes over the
+// width once, in stages: SPAN elements of each of its rows of W and of all rows of x. `depth`
+// stages are in flight at any time. So x, which is too large to stay in shared memory, is read from
+// the L2 cache once per sweep. Producer warps request stages, one row per lane: rows of W before
+// the kernel that computes x has ended (overlap.cuh), rows of x after that. Consumer warps multiply
+// tiles of TILE rows of W, as the 16-row operand, by x as the other operand, and split a stage's
+// elements among them; their sums are added in shared memory at the end of a sweep. The stride of
+// rows is 16 bytes more than their length, which avoids bank conflicts. Rows that were not
+// requested may contain anything, which affects only their own products.
 //
-// With a gate a sweep's rows of W alternate, eight of the gate's and eight of the other's: 16 rows
-// make eight outputs. Rounding is that of the separate operations, as in linear.cu.
+// With a gate, a sweep's rows of W alternate between eight rows of the gate and eight of the other
+// matrix: 16 rows make eight outputs. Rounding is the same as in separate operations, as in
+// linear.cu.
 //
-// GROUPED: groups of rows, each times its own expert's matrices, which lie behind each other. A
-// thread block takes a run of sweeps, those of one group after those of another. The first launch
-// (GATED) waits for the groups, and lets the second one begin only then, so that this one can read
-// them at once and ask for weights before the first has ended.
+// GROUPED: groups of rows, each times its own expert's matrices, which are stored one after the
+// other. A thread block computes a run of sweeps, group after group. The first launch (GATED) waits
+// for the groups and releases the second launch only then, so that the second can read them at once
+// and request weights before the first has ended.
 //
-// Compiled with: COLUMNS (8, 16, 24, 32), GATED and ELEMENT (matrices.cuh), GROUPED,
-// CONSUMERS and PRODUCERS (warps), TILE (16 or 32), SWEEP (rows of W at most), SPAN (elements, a
-// multiple of 32), USE_TMA (1: without bulk copies cuBLAS is five times as fast).
+// Compiled with: COLUMNS (8, 16, 24, 32), GATED and ELEMENT (matrices.cuh), GROUPED, CONSUMERS and
+// PRODUCERS (warps), TILE (16 or 32), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32),
+// USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
 #include "common/mma.cuh"
@@ -40,30 +42,31 @@ static_assert(SPAN % 32 == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fragm
 
 struct Params {
   const ELEMENT* x;    // (rows, width), width a multiple of 32
-  Matrices matrices;   // GROUPED: of the first expert; the output is (places, total)
+  Matrices matrices;   // GROUPED: those of the first expert; the output is (places, total)
   const Group* groups; // GROUPED
-  const int* count;    // of groups
-  const int* rows_of;  // (places), rows of x; null: a place's row is that of its own number
-  int rows;            // at most COLUMNS; not GROUPED
+  const int* count;    // number of groups
+  const int* rows_of;  // (places): rows of x; null: the row of a place has the same number
+  int rows;            // at most COLUMNS; unless GROUPED
   int step;            // outputs of a sweep, at most SWEEP / SIDES
   int depth;           // stages, at most MAX_DEPTH
 };
 
-// Rows of W in a stage, of the tiles of `outputs`.
+// Rows of W in a stage, for the tiles of `outputs`.
 __device__ __forceinline__ int stage_rows(int outputs) {
   const int rows = GATED ? (outputs + 7) / 8 * 16 : outputs;
   return (rows + TILE - 1) / TILE * TILE;
 }
 
-// Row of an output's weights in a stage: with a gate the gate's, and the other's is 8 further.
+// Row of an output's weights in a stage; with a gate, the gate's row, and the other row is 8
+// further.
 __device__ __forceinline__ int stage_row(int output) {
   return GATED ? output / 8 * 16 + output % 8 : output;
 }
 
-// A thread block's way through its sweeps.
+// Iteration of a thread block over its sweeps.
 struct Sweeps {
   const Params& params;
-  int at, last;  // outputs; GROUPED: sweeps of a group, then of the next
+  int at, last;  // outputs; GROUPED: sweeps, group after group
   int sweeps;    // GROUPED: of a group
   Group group;
 
@@ -72,7 +75,7 @@ struct Sweeps {
     int64_t total = params.matrices.total;
     if (GROUPED) {
       sweeps = (params.matrices.total + params.step - 1) / params.step;
-      // Not through L1: the second launch may run before the first has ended.
+      // L1 is bypassed: the second launch may run before the first has ended.
       total = static_cast<int64_t>(__ldcg(params.count)) * sweeps;
     }
     at = block * total / blocks;
@@ -105,11 +108,12 @@ struct Sweeps {
   }
 };
 
-// Stages in shared memory. `full` completes when a stage is there, `empty` when all have read it.
+// Stages in shared memory. `full` completes when a stage has arrived, `empty` when all warps have
+// read it.
 struct Ring {
   uint8_t* memory;
   uint64_t *full, *empty;
-  int x_row;  // where x begins in a stage
+  int x_row;  // first row of x in a stage
   int depth;
   int slot = 0;
   uint32_t parity = 0;
@@ -140,13 +144,13 @@ __device__ __forceinline__ void wait_for_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(CONSUMING) : "memory");
 }
 
-// A producer's way through the stages of its thread block.
+// Iteration of a producer over the stages of its thread block.
 struct Producer {
   const Params& params;
-  const int row;  // this lane's of a stage, of W and of x
+  const int row;  // this lane's row of a stage, of W and of x
   Sweeps sweep;
   int start = 0;
-  const ELEMENT *weights, *x;  // this lane's rows in the sweep; null: none
+  const ELEMENT *weights, *x;  // this lane's rows in the sweep, or null
 
   __device__ __forceinline__ explicit Producer(const Params& params)
       : params(params),
@@ -226,7 +230,7 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
 
 using Sums = float[TILE / 16][COLUMNS / 8][4];
 
-// Add products of 32 elements of a tile's rows of W and all rows of x.
+// Add products of 32 elements of a tile's rows of W with all rows of x.
 __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows) {
   uint4 b[COLUMNS / 8];
 #pragma unroll
@@ -247,7 +251,7 @@ __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t 
   }
 }
 
-// partials: (CONSUMERS, COLUMNS, RECORD), a tile's sums over a part of the width.
+// partials: (CONSUMERS, COLUMNS, RECORD), sums of a tile over a part of the width.
 __device__ __forceinline__ void consume(const Params& params, Ring ring, float* partials) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const Matrices& matrices = params.matrices;
@@ -259,7 +263,7 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
     const int tiles = stage_rows(outputs) / TILE, parts = CONSUMERS / tiles;
     const int tile = warp % tiles, part = warp / tiles;
 
-    // Asked for now, needed at the end.
+    // Requested now, needed at the end.
     float bias[ITEMS] = {}, residual[ITEMS] = {};
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

@@ -1,4 +1,5 @@
-// The matrices of a launch, the row of weights of an output, and what becomes of its products.
+// The matrices of a launch, the row of weights of an output, and the final operations on its
+// products.
 //
 // Compiled with: GATED (1: weights[0] is the gate's, weights[1] the other's), ELEMENT (__half,
 // __nv_bfloat16).
@@ -6,7 +7,7 @@
 
 #include "common/rounding.cuh"
 
-constexpr int SIDES = GATED ? 2 : 1;  // rows of weights that make an output together
+constexpr int SIDES = GATED ? 2 : 1;  // rows of weights per output
 
 struct Matrices {
   const ELEMENT* weights[3];  // (outputs[i], width)
@@ -17,7 +18,7 @@ struct Matrices {
   int total, width;
 };
 
-// Which of the matrices an output's weights are in, and which row.
+// Matrix and row of an output's weights.
 struct WeightRow {
   int matrix, row;
 
@@ -39,8 +40,8 @@ struct WeightRow {
   }
 };
 
-// Finish an output, `at` in (rows, total): silu(gate) * up of two products, or one and its bias; then
-// the residual, which is 0 where there is none.
+// Finish the output at index `at` of (rows, total): silu(gate) * up of two products, or one product
+// plus its bias; then add the residual, which is 0 if there is none.
 __device__ __forceinline__ void finish(const Matrices& matrices, int64_t at,
                                        const float (&products)[SIDES], float bias,
                                        float residual) {

@@ -1,5 +1,5 @@
-// rms_norm: x / sqrt(mean(x^2) + epsilon) * weight of a few rows, between linear_rows' launches: the
-// next one's weights are on their way meanwhile (overlap.cuh). A thread block a row.
+// rms_norm: x / sqrt(mean(x^2) + epsilon) * weight for a few rows, between launches of linear_rows:
+// meanwhile, the weights of the next launch are loading (overlap.cuh). One thread block per row.
 //
 // Compiled with: ELEMENT (__half, __nv_bfloat16).
 
@@ -7,7 +7,7 @@
 #include "common/rounding.cuh"
 
 constexpr int THREADS = 512;
-constexpr int EACH = 4;  // times 8 elements of a thread: rows are at most THREADS * EACH * 8 long
+constexpr int EACH = 4;  // times 8 elements per thread: rows have up to THREADS * EACH * 8
 
 struct Params {
   const ELEMENT* x;       // (rows, width)

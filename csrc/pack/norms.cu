@@ -1,15 +1,15 @@
-// norms: of every token that is to be packed, the root mean square of its balanced keys over all KV
-// heads, which no thread block of pack.cu sees (token_scaling "shared"). A warp a token.
+// norms: root mean square of the balanced keys over all KV heads, for every token to be packed
+// (token_scaling "shared"); a thread block of pack.cu has only one head. One warp per token.
 //
-// Compiled with, besides page.cuh's: ELEMENT (__half, __nv_bfloat16).
+// Compiled with, in addition to page.cuh's macros: ELEMENT (__half, __nv_bfloat16).
 
 #include "common/rows.cuh"
 
 constexpr int THREADS = 256;
-constexpr int LANES = HEAD_DIM / 8;  // of a head: 16 bytes each
+constexpr int LANES = HEAD_DIM / 8;  // lanes per head: 16 bytes each
 constexpr int HEADS_AT_ONCE = 32 / LANES;
 
-// As pack.cu's, where the names are the same.
+// Fields have the same meaning as in pack.cu.
 struct Params {
   const ELEMENT* keys;
   const ELEMENT* recent;

@@ -1,16 +1,16 @@
-// pack: 16-bit keys and values -> pages with scales of keys by channel. A thread block per page and
+// pack: 16-bit keys and values -> pages with key scales per channel. One thread block per page and
 // KV head.
 //
 // Keys are balanced, rotated, divided by their norm and fitted per channel over a group of tokens;
-// values are rotated and fitted per token over a group of channels (oscar_mm/ops/pack.py says the
+// values are rotated and fitted per token over a group of channels (oscar_mm/ops/pack.py does the
 // same in PyTorch). Both stay in registers from the rotation to the codes: the rotation is a matrix
-// product on the tensor cores, exact because its other factor is +-1 (over a sigma whose reciprocal
-// has 8 bits, quant/basis.py), and its accumulators are the lines of fit.cuh. Of keys a warp has
-// 16 channels of all tokens, of values all channels of 16 tokens.
+// product on the tensor cores. It is exact because its other factor is +-1 (divided by a sigma
+// whose reciprocal has 8 bits, quant/basis.py), and its accumulators are the lines of fit.cuh. A
+// warp has 16 channels of all tokens of the keys, and all channels of 16 tokens of the values.
 //
-// Compiled with, besides page.cuh's: CODE_BITS (2, 4), ELEMENT (__half, __nv_bfloat16), ROTATE, FIT
-// (0 min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS (quant/fit.py), NORM_FIT (0
-// plain, 1 refit, 2 unbiased), VALUE_SCALE (0 plain, 1 unbiased).
+// Compiled with, in addition to page.cuh's macros: CODE_BITS (2, 4), ELEMENT (__half,
+// __nv_bfloat16), ROTATE, FIT (0 min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS
+// (quant/fit.py), NORM_FIT (0 plain, 1 refit, 2 unbiased), VALUE_SCALE (0 plain, 1 unbiased).
 
 #include "common/rows.cuh"
 #include "pack/fit.cuh"
@@ -18,7 +18,7 @@
 
 constexpr int THREADS = HEAD_DIM * 2;
 static_assert(THREADS >= PAGE_TOKENS, "a thread for every token");
-constexpr int WARPS = THREADS / 32;  // one for every 16 channels
+constexpr int WARPS = THREADS / 32;  // one per 16 channels
 using P = Page<CODE_BITS, CODE_BITS>;
 constexpr int LANE_WORDS = P::Keys::WORDS;
 
@@ -28,35 +28,35 @@ struct Params {
   const ELEMENT* recent;  // (slots, 2, KV heads, HEAD_DIM)
   const int* source;      // (jobs, 128): token of keys and values, or ~slot of recent
   const int* rows;        // (jobs): row of the batch
-  const int* slots;       // (jobs): where the page goes; below 0: nothing to do
+  const int* slots;       // (jobs): slot of the page; negative: nothing to do
   uint8_t* pages;         // (slots, page_bytes)
   const float* sigma;     // (batch or 1, KV heads or 1, HEAD_DIM) or null
   const float* norms;     // (jobs, 128): shared norms (norms.cu); null with other scaling
-  int* not_finite;        // set to 1 where a scale, zero or norm is no finite float16
+  int* not_finite;        // set to 1 if a scale, zero or norm is not a finite float16
   int64_t key_stride[3];
   int64_t value_stride[3];
   int jobs, kv_heads;
-  int sigma_row_stride, sigma_head_stride;  // 0 where all rows, or heads, share one
+  int sigma_row_stride, sigma_head_stride;  // 0 if all rows, or heads, share one
 };
 
 struct Shared {
-  alignas(16) uint8_t rows[3][SIDE_BYTES];  // keys and values in turn
+  alignas(16) uint8_t rows[3][SIDE_BYTES];  // alternately keys and values
   int sources[2][PAGE_TOKENS];
-  uint32_t sizes[HEAD_DIM / 2];  // what keys are balanced with: pairs of 1 / sigma
+  uint32_t sizes[HEAD_DIM / 2];  // factors that balance keys: pairs of 1 / sigma
   float norms[PAGE_TOKENS];
-  float factors[PAGE_TOKENS];  // what keys are multiplied by
+  float factors[PAGE_TOKENS];  // factors of keys
 };
 constexpr int PARITIES = CODE_BITS == 2 ? 2 : 1;
 
-// What is where a page's keys were, once they are in registers.
+// Reuse of the memory of a page's keys, once they are in registers.
 struct KeyShared {
   alignas(16) uint32_t codes[PARITIES][P::Keys::ALL / 4];
   float partial[WARPS][PAGE_TOKENS];  // sums over the channels of a warp
 };
 static_assert(sizeof(KeyShared) <= SIDE_BYTES);
 
-// What a word starts at, so that the bits of ROUND cancel that come with its codes: all of them, or
-// those of one step of two.
+// Initial value of a word, which cancels the bits of ROUND that are added with its codes: with all
+// codes, or with those of one of two steps.
 __device__ constexpr uint32_t first_word(bool one_step) {
   uint32_t sum = 0;
   for (int k = 0; k < 32 / CODE_BITS; ++k)
@@ -64,13 +64,14 @@ __device__ constexpr uint32_t first_word(bool one_step) {
   return 0u - sum;
 }
 
-// Word i of a lane, among those of a tile: at most four follow each other (codes.cuh).
+// Index of a lane's word i among the words of a tile: up to four are consecutive (codes.cuh).
 __device__ constexpr int word_index(int i, int lane) {
   constexpr int RUN_WORDS = LANE_WORDS < 4 ? LANE_WORDS : 4;
   return i / RUN_WORDS * 32 * RUN_WORDS + lane * RUN_WORDS + i % RUN_WORDS;
 }
 
-// Index of an element in a run of 32, in the order of fragments: quad, step % 2, half, odd (pages/fragments.py).
+// Index of an element in a run of 32, in the order of fragments: quad, step % 2, half, odd
+// (pages/fragments.py).
 __device__ __forceinline__ int fragment_index(int index) {
   const int within = index % 32;
   return index - within + within / 2 % 4 * 8 + within / 16 * 4 + within / 8 % 2 * 2 + within % 2;
@@ -82,13 +83,13 @@ __device__ __forceinline__ int norm_index(int token) {
   return token - within + within % 8 * 8 + within / 16 * 2 + within / 8 % 2;
 }
 
-// Write a group's scale and zero: one of the two lanes that have them does.
+// Write a group's scale and zero, by one of the two lanes that have them.
 __device__ __forceinline__ void write_fit(__half* scale, __half* zero, const Fit& fit, int lane) {
   if (lane % 8 < 4) *scale = __float2half_rn(fit.scale), *zero = __float2half_rn(fit.zero);
 }
 
-// Write the sum of each token over a warp's channels to shared memory; sums[tile][half] is of this lane's four. Of
-// the four lanes of a token each ends up with a quarter of the sums.
+// Write each token's sum over a warp's channels to shared memory; sums[tile][half] is the sum over
+// this lane's four channels. Each of the four lanes of a token ends up with a quarter of the sums.
 __device__ __forceinline__ void write_sums(KeyShared& shared, const float (&sums)[TILES][2],
                                            int warp, int lane) {
   float half[TILES], quarter[TILES / 2];
@@ -116,8 +117,8 @@ __device__ __forceinline__ float sum_of_token(const KeyShared& shared, int token
   return sum;
 }
 
-// Divide keys by their norms, in stored units; a thread's token, if it has one, then has a sum of
-// squares of `square`.
+// Divide keys by their norms, in stored units; `square` becomes the sum of squares of the thread's
+// token, if it has one.
 __device__ __forceinline__ void scale_keys(float (&x)[TILES][2][4], Shared& shared, KeyShared& own,
                                            const Params& params, int job, int warp, int lane,
                                            float& square, float& not_finite) {
@@ -153,8 +154,8 @@ __device__ __forceinline__ void scale_keys(float (&x)[TILES][2][4], Shared& shar
   }
 }
 
-// The norm to store of a token: `overlap` is its product with what its codes are read as, `square`
-// that of the key with itself, or of what is read (quant/fit.py).
+// The norm to store for a token: `overlap` is the product of its key with the restored key,
+// `square` that of the key, or of the restored key, with itself (quant/fit.py).
 __device__ __forceinline__ float fitted_norm(float norm, float overlap, float square) {
   const float fitted = NORM_FIT == 2 ? norm * square / overlap : norm * overlap / square;
   if (!(overlap > 0.0f) || !isfinite(fitted)) return norm;
@@ -178,7 +179,7 @@ __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, 
   const int place = fragment_index(16 * warp + line / 2 * 8 + 2 * quad + line % 2);
   __half* scales = reinterpret_cast<__half*>(page + P::key_scales) + place;
   __half* zeros = reinterpret_cast<__half*>(page + P::key_zeros) + place;
-  // Steps of one word are of two warps, which leave them apart.
+  // The steps of one word belong to two warps, so they stay separate.
   const int step = warp % PARITIES, at = warp / PARITIES;
   uint32_t* codes = own.codes[step] + word_index(at, lane);
   float overlaps[TILES][2] = {}, squares[TILES][2] = {};
@@ -209,7 +210,7 @@ __device__ __forceinline__ void pack_keys(Shared& shared, const Params& params, 
     if (UNBIASED_KEYS) fit = agreement.unbiased(fit, unit, lane);
     write_fit(scales + part * HEAD_DIM, zeros + part * HEAD_DIM, fit, lane);
     if (FITS_NORM) {
-      // Codes are worked out anew: there are no registers to keep them in.
+      // Codes are computed again, because there are no registers to keep them in.
       const Assign again(given, unit, lane);
       float scale[LINES], zero[LINES];
       broadcast(scale, fit.scale, lane), broadcast(zero, fit.zero, lane);
@@ -296,11 +297,11 @@ __device__ __forceinline__ void pack_values(const uint8_t* rows, uint8_t* page, 
     codes[word_index(i, lane)] = words[i];
 }
 
-// An item of work is one head of one job. A thread block takes every gridDim-th.
+// An item of work is one head of one job. A thread block takes every gridDim-th item.
 struct Item {
   int job, head, slot;
 
-  // From the `at`-th on; at the end no job.
+  // Starting with item `at`; past the end, no job.
   __device__ __forceinline__ static Item from(const Params& params, int& at) {
     for (; at < params.jobs * params.kv_heads; at += gridDim.x) {
       const int job = at / params.kv_heads, slot = params.slots[job];
@@ -309,7 +310,8 @@ struct Item {
     return {-1, 0, 0};
   }
 
-  // Ask for a side's rows, if there is a job; the request is closed anyway, so that they count.
+  // Request a side's rows, if there is a job. The request is closed in any case, so that requests
+  // can be counted.
   __device__ __forceinline__ void request(const Params& params, int side, uint8_t* target,
                                           const int* which) const {
     if (job >= 0)
@@ -331,7 +333,7 @@ struct Item {
     sizes[threadIdx.x] = packed(even, odd, ELEMENT());
   }
 
-  // This thread's part of the list of its sources.
+  // Load this thread's part of the list of sources.
   __device__ __forceinline__ int which(const Params& params) const {
     if (job < 0 || threadIdx.x >= PAGE_TOKENS) return 0;
     return params.source[job * PAGE_TOKENS + threadIdx.x];
@@ -357,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
   item.request(params, 1, shared.rows[1], shared.sources[0]);
   item.write_sizes(params, shared.sizes);
   float not_finite = 0.0f;
-  // Two sides are on their way while one is packed.
+  // Two sides are loading while one is packed.
   for (int turn = 0, first = 0; item.job >= 0; turn ^= 1) {
     const int second = first < 2 ? first + 1 : 0, third = second < 2 ? second + 1 : 0;
     uint8_t* page = params.pages +

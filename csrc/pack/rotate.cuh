@@ -1,7 +1,8 @@
-// The rotation of keys and values as matrix products: rows of 16 bits in shared memory -> lines of
-// accumulators (fit.cuh). Without UNIT, which makes the rotation keep lengths.
+// The rotation of keys and values as matrix products: 16-bit rows in shared memory -> lines of
+// accumulators (fit.cuh). The factor UNIT, with which the rotation preserves lengths, is not
+// applied.
 //
-// Compiled with, besides page.cuh's: ELEMENT (__half, __nv_bfloat16), ROTATE.
+// Compiled with, in addition to page.cuh's macros: ELEMENT (__half, __nv_bfloat16), ROTATE.
 #pragma once
 
 #include "common/hadamard.cuh"
@@ -10,25 +11,25 @@
 #include "pack/fit.cuh"
 
 constexpr int KSTEPS = HEAD_DIM / TILE;
-constexpr int RUNS = HEAD_DIM / 32;  // of 32 channels: two steps of a product
+constexpr int RUNS = HEAD_DIM / 32;  // runs of 32 channels: two steps of a product
 constexpr float UNIT = ROTATE ? HADAMARD_NORM : 1.0f;
 
-// Entry (in, out) of the rotation has the sign of the parity of in & out. Signs of a pair of entries
-// (in, out), (in + 1, out) as the sign bits of two numbers of 16 bits: those of a sum of bits are the
-// exclusive or of those of each, and pair_signs(out).
+// Entry (in, out) of the rotation has the sign of the parity of in & out. The signs of entries (in,
+// out) and (in + 1, out) are the sign bits of two 16-bit numbers: for several bits of `in`, they
+// are the exclusive or of the signs for each bit and of pair_signs(out).
 __device__ __forceinline__ uint32_t signs(bool in, bool out) {
   return in && out ? 0x80008000u : 0u;
 }
 __device__ __forceinline__ uint32_t pair_signs(int out) { return out & 1 ? 0x80000000u : 0u; }
 
-// Two rows of the rotation, or of the identity, in a column: `sizes` with signs.
+// Two entries of a column of the rotation, or of the identity: `sizes` with signs.
 __device__ __forceinline__ uint32_t entries(int in, int out, uint32_t sizes, uint32_t signs) {
   if (ROTATE) return sizes ^ signs;
   return in == (out & ~1) ? sizes & (out & 1 ? 0xffff0000u : 0x0000ffffu) : 0u;
 }
 
-// All tokens, the 16 channels of a warp: x[tile][half of the channels][c]. sizes: of the rows of the
-// rotation, in pairs.
+// Rotate all tokens, for the 16 channels of a warp: x[tile][half of the channels][c]. sizes: sizes
+// of the rows of the rotation, in pairs.
 __device__ __forceinline__ void rotate_keys(float (&x)[TILES][2][4], const uint8_t* rows,
                                             const uint32_t* sizes, int warp, int lane) {
   const int group = lane >> 2, quad = lane & 3, out = 16 * warp + group;
@@ -63,17 +64,17 @@ __device__ __forceinline__ void rotate_keys(float (&x)[TILES][2][4], const uint8
   }
 }
 
-// All channels of the 16 tokens of a tile: x[channel tile][half of the tokens][c]. A product for
-// each run of 32 channels, then the rest of the rotation among the runs.
+// Rotate all channels of the 16 tokens of a tile: x[channel tile][half of the tokens][c]. One
+// product per run of 32 channels, then the rest of the rotation over the runs.
 __device__ __forceinline__ void rotate_values(float (&x)[CHANNEL_TILES][2][4], const uint8_t* rows,
                                               int tile, int lane) {
   const int group = lane >> 2, quad = lane & 3;
   const uint32_t ones = packed(1.0f, 1.0f, ELEMENT());
-  uint32_t turn[2][2][4];  // step of channels out, step of channels in
+  uint32_t turn[2][2][4];  // [step of output channels][step of input channels]
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const int step = i / 8, from = i / 4 % 2, in_half = i / 2 % 2, out_half = i % 2;
-    // Bits 1 to 4 of the channel in are those of quad, in_half and from.
+    // Bits 1 to 4 of the input channel come from quad, in_half and from.
     turn[step][from][i % 4] =
         entries(16 * from + 8 * in_half + 2 * quad, value_channel(step, out_half, group), ones,
                 signs(quad & 1, out_half) ^ signs(quad & 2, step) ^ signs(in_half, group & 2) ^

@@ -1,7 +1,8 @@
-// rope: rotary position embedding of the query and key heads of a token of each row, in place;
-// before it, where the model has that, the RMSNorm of each head. A warp a head.
+// rope: rotary position embedding of the query and key heads of one token per row, in place, after
+// the RMSNorm of each head if the model has it. One warp per head.
 //
-// Channels i and i + HEAD_DIM / 2 turn together. Rounding is that of the separate operations.
+// Channels i and i + HEAD_DIM / 2 are rotated together. Rounding is the same as in separate
+// operations.
 //
 // Compiled with: HEAD_DIM (a multiple of 64), ELEMENT (__half, __nv_bfloat16), WARPS.
 
@@ -15,13 +16,13 @@ constexpr int HALF = HEAD_DIM / 2, PAIRS = HALF / 32;
 
 struct Params {
   ELEMENT* heads;             // (rows, row_stride): query heads, then key heads
-  const ELEMENT* query_norm;  // (HEAD_DIM), or null; of the key heads likewise
+  const ELEMENT* query_norm;  // (HEAD_DIM), or null; key_norm likewise
   const ELEMENT* key_norm;
-  const ELEMENT* cosine;      // (rows, HEAD_DIM); of the sine likewise
+  const ELEMENT* cosine;      // (rows, HEAD_DIM); sine likewise
   const ELEMENT* sine;
   int64_t row_stride;         // elements
   int query_heads, all_heads;
-  float epsilon;              // of the norms
+  float epsilon;              // epsilon of the norms
 };
 
 __device__ __forceinline__ float rounded(float x) { return static_cast<float>(ELEMENT(x)); }
@@ -34,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const int64_t row = static_cast<int64_t>(blockIdx.y) * HEAD_DIM;
   const ELEMENT* norm = head < params.query_heads ? params.query_norm : params.key_norm;
   const bool normed = norm != nullptr;
-  // All that is read is asked for at once, before anything is written: each wait for L2 counts.
+  // All reads are issued together, before any write: each wait for L2 counts.
   ELEMENT read[2][PAIRS], weight[2][PAIRS], cosine[2][PAIRS], sine[2][PAIRS];
 #pragma unroll
   for (int side = 0; side < 2; ++side)

@@ -1,10 +1,11 @@
-// Scale, zero point and codes of vectors that lanes hold in parts: those of one token at a time
-// (oscar_mm/quant/fit.py, in PyTorch).
+// Scale, zero point and codes of vectors of one token at a time, spread over lanes (in PyTorch:
+// oscar_mm/quant/fit.py).
 //
-// A group is COUNT values of each of some lanes: those that differ in the bits FIRST, 2 FIRST, ...
-// up to END / 2 of their number.
+// A group is COUNT values in each of several lanes, whose numbers differ in the bits FIRST, 2
+// FIRST, ... up to END / 2.
 //
-// Compiled with, besides page.cuh's: ROTATE, FIT (0 min-max, 1 least squares), LSQ_ROUNDS.
+// Compiled with, in addition to page.cuh's macros: ROTATE, FIT (0 min-max, 1 least squares),
+// LSQ_ROUNDS.
 #pragma once
 
 #include "common/code_numbers.cuh"
@@ -17,27 +18,27 @@ __device__ __forceinline__ float sum_of_lanes(float x) {
   return x;
 }
 
-// Sum of codes that come as floats which are ROUND more: as whole numbers, of which the adder takes
-// two at a time.
+// Sum of codes, which are given as floats with ROUND added: they are summed as integers, two per
+// addition.
 struct CodeSum {
   uint32_t bits = 0;
 
   __device__ __forceinline__ void add(float raised) { bits += __float_as_uint(raised); }
 
-  // Of COUNT codes.
+  // The sum of COUNT codes.
   template <int COUNT>
   __device__ __forceinline__ float sum() const {
     return static_cast<float>(bits - COUNT * ROUND_BITS);
   }
 };
 
-// Codes as they come: each added to a word in its place, as a float that is ROUND more than it. The
-// bits of ROUND cancel against those that words start with.
+// Collector of codes: each is added to a word at its place, as a float with ROUND added. The bits
+// of ROUND cancel against the initial values of words.
 //
-// Of keys (IS_KEY) a lane has both codes of a pair, which are in the two halves of a word; of
-// values one, in the lower half. A code has WIDTH bits, so that a word has those of two words of a
-// page, one in its even bytes and one in its odd ones; of 3 bits, of the two halves of 8 channels
-// of one word. `join` takes them apart.
+// For keys (IS_KEY), a lane has both codes of a pair, in the two halves of a word; for values, it
+// has one, in the lower half. A code takes WIDTH bits, so a word contains the codes of two words of
+// a page, one in its even bytes and one in its odd bytes; with 3 bits, those of the two halves of 8
+// channels of one word. `join` separates them.
 template <int BITS, bool IS_KEY>
 struct RawCodes {
   using Bytes = CodeBytes<BITS>;
@@ -70,14 +71,14 @@ struct RawCodes {
     words[word_of(step)] += __float_as_uint(raised) << shift_of(step, half, odd);
   }
 
-  // The code of element i of a lane's keys: step, half of 8 channels, odd.
+  // Place of the code of element i of a lane's keys: (step, half of 8 channels, odd).
   __device__ __forceinline__ float code(int i) const {
     const uint32_t bits = words[word_of(i / 4)] >> shift_of(i / 4, i / 2 % 2, i % 2);
     return __uint_as_float(ROUND_BITS | bits & ((1u << BITS) - 1)) - ROUND;
   }
 
-  // Add to that code, and return it; i need not be known to the compiler. (Instead of selections
-  // branches would have it put the words into local memory.)
+  // Add to that code and return it; i need not be a constant. (It uses selections, because with
+  // branches the compiler would put the words into local memory.)
   __device__ __forceinline__ int change(uint32_t i, int by) {
     const int at = word_of(i / 4), shift = shift_of(i / 4, i / 2 % 2, i % 2);
     uint32_t changed = 0;
@@ -89,7 +90,7 @@ struct RawCodes {
     return changed >> shift & ((1u << BITS) - 1);
   }
 
-  // Add them to codes of a lane, as the byte `byte` (and byte + 2) of each word.
+  // Add the codes to those of a lane, as byte `byte` (and byte + 2) of each word.
   __device__ __forceinline__ void join(Codes<BITS>& codes, int byte) const {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
@@ -106,14 +107,14 @@ struct RawCodes {
   }
 };
 
-// Scale and zero point as a page stores them, and the squared error of what is read.
+// Scale and zero point as a page stores them, and the squared error of restored values.
 struct Fit {
   float scale, zero, error;
 };
 
-// How values become codes: by one multiplication and addition to [0, 1], then steps. Values that
-// are not rotated are few-digit numbers, which often lie half way between two codes: the difference
-// from the zero point, which is exact, decides then.
+// Conversion of values to codes: one multiplication and addition to [0, 1], then steps. Values that
+// are not rotated have few digits and are often exactly between two codes: then the difference from
+// the zero point, which is exact, decides.
 template <int BITS>
 struct Assign {
   static constexpr float STEPS = (1 << BITS) - 1;
@@ -130,16 +131,16 @@ struct Assign {
     return ROTATE ? fmaf(x, factor, offset) : (x + offset) * factor;
   }
 
-  // The code in the low bits of a float that is ROUND more than it.
+  // The code in the low bits of a float, which is the code plus ROUND.
   __device__ __forceinline__ static float raised(float position) {
     if (ROTATE) return fmaf(__saturatef(position), STEPS, ROUND);
     return fminf(fmaxf(position, 0.0f), STEPS) + ROUND;
   }
 };
 
-// Fit a group, the values [AT, AT + COUNT) of x in each of its lanes, and hand over its codes:
-// take(i, raised) of value i. `start` is the first range of the least-squares fit, as a part of the
-// min-max range. WITH_ERROR: also tell the error.
+// Fit a group, the values [AT, AT + COUNT) of x in each of its lanes, and pass on its codes by
+// take(i, raised) for value i. `start` is the initial range of the least-squares fit, as a fraction
+// of the min-max range. WITH_ERROR: also compute the error.
 template <int BITS, int FIRST, int END, bool UNBIASED, bool WITH_ERROR, int AT, int COUNT, int ALL,
           typename Take>
 __device__ __forceinline__ Fit fit_group(const float (&x)[ALL], float start, Take take) {
@@ -157,7 +158,7 @@ __device__ __forceinline__ Fit fit_group(const float (&x)[ALL], float start, Tak
     most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
   }
   sum = sum_of_lanes<FIRST, END>(sum);
-  // fminf and fmaxf pass over NaN, the sum does not. (Infinity makes a range that is none.)
+  // fminf and fmaxf ignore NaN, the sum does not. (Infinity makes an invalid range.)
   if (isnan(sum)) least = sum;
   const float range = most - least;
   Fit fit = {range * (1.0f / A::STEPS), least, 0.0f};
@@ -165,7 +166,7 @@ __device__ __forceinline__ Fit fit_group(const float (&x)[ALL], float start, Tak
     fit.scale = range * (start / A::STEPS), fit.zero = (most + least - range * start) * 0.5f;
 #pragma unroll 1
     for (int round = 0; round < LSQ_ROUNDS; ++round) {
-      // Linear regression of the values on their codes. Sums of codes are whole numbers below 2^24.
+      // Linear regression of the values on their codes. Sums of codes are integers below 2^24.
       const A assign(fit.scale, fit.zero);
       CodeSum sum_of_codes;
       float squares = 0.0f, products = 0.0f;
@@ -179,7 +180,7 @@ __device__ __forceinline__ Fit fit_group(const float (&x)[ALL], float start, Tak
       squares = sum_of_lanes<FIRST, END>(squares);
       products = sum_of_lanes<FIRST, END>(products);
       const float variance = fmaf(N, squares, -codes * codes);
-      // Rounding must not make it negative: the sign of a scale has a meaning of its own.
+      // Rounding must not make it negative: the sign of a scale has its own meaning.
       const float covariance = fmaxf(fmaf(N, products, -codes * sum), 0.0f);
       if (variance > 0.0f) fit.scale = covariance * reciprocal(variance);
       fit.zero = fmaf(-fit.scale, codes, sum) * (1.0f / N);
@@ -203,13 +204,13 @@ __device__ __forceinline__ Fit fit_group(const float (&x)[ALL], float start, Tak
       squares = fmaf(apart, apart, squares);
     }
   }
-  const float unit = fit.scale * (1.0f / A::STEP);  // of positions
+  const float unit = fit.scale * (1.0f / A::STEP);  // unit of positions
   if (!UNBIASED) {
     if (WITH_ERROR) fit.error = sum_of_lanes<FIRST, END>(squares) * unit * unit;
     return fit;
   }
-  // What is read is not to be shrunk (quant/fit.py, unbiased_scale). By positions, in which a mean
-  // far from zero is gone before anything is squared.
+  // Restored values must not be shrunk (quant/fit.py, unbiased_scale). Computed from positions,
+  // which removes a mean far from zero before anything is squared.
   const float codes = sum_of_lanes<FIRST, END>(sum_of_codes.template sum<COUNT>());
   squares = sum_of_lanes<FIRST, END>(squares), products = sum_of_lanes<FIRST, END>(products);
   const float mean = sum * (1.0f / N), mean_code = codes * (1.0f / N);

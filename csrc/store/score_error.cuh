@@ -1,11 +1,11 @@
-// Codes of a key that lower the error of its scores (oscar_mm/quant/fit.py, in PyTorch).
+// Codes of a key that lower the error of its scores (in PyTorch: oscar_mm/quant/fit.py).
 //
-// Weights are the same for both channels of a pair of RoPE, whose elements of a lane are COUNT / 2
-// apart. So the butterflies of that bit cancel in H D H: it is two blocks of HEAD_DIM / 2, both with
-// the number i ^ j of the transformed weights in row i and column j.
+// Both channels of a RoPE pair, whose elements in a lane are COUNT / 2 apart, have the same weight.
+// So the butterflies of that bit cancel in H D H: it consists of two blocks of HEAD_DIM / 2, both
+// with element i ^ j of the transformed weights in row i and column j.
 //
-// Compiled with, besides page.cuh's: SCORE_CHANGES (most codes of a key that change) and SCORE_FLOOR
-// (part of the mean energy that every channel has besides its own).
+// Compiled with, in addition to page.cuh's macros: SCORE_CHANGES (maximum codes of a key that
+// change) and SCORE_FLOOR (fraction of the mean energy that is added to every channel's own).
 #pragma once
 
 #include "common/codes.cuh"
@@ -13,8 +13,8 @@
 #include "store/fit.cuh"
 
 // Shared memory of a warp: a number for each pair of each lane, and for each pair of the center.
-// Lanes read another's number of any pair, all four of a token those of the four: never two in a
-// bank.
+// Lanes read the numbers of other lanes, the four lanes of a token only among themselves, without
+// bank conflicts.
 struct ScoreShared {
   float pairs[HEAD_DIM / 8 * 32];
   float center[HEAD_DIM / 2];
@@ -30,7 +30,7 @@ __device__ __forceinline__ void keep_center_energy(const uint8_t* center, ScoreS
         reinterpret_cast<const __half2*>(center)[(lane * PER_LANE + i) / 2]);
     x[i] = two.x, x[i + 1] = two.y;
   }
-  hadamard(x, lane);  // in the order of the elements, which has the channels' bits elsewhere
+  hadamard(x, lane);  // in the order of the elements, in which the bits of channels are permuted
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     const float energy = x[i] * x[i] + __shfl_xor_sync(~0u, x[i] * x[i], 16);
@@ -43,18 +43,18 @@ __device__ __forceinline__ void keep_center_energy(const uint8_t* center, ScoreS
 template <int COUNT>
 __device__ __forceinline__ void keep_energy(const float (&x)[COUNT], ScoreShared& shared,
                                             int lane) {
-  __syncwarp();  // other lanes have read what was there
+  __syncwarp();  // other lanes have read the previous content
 #pragma unroll
   for (int i = 0; i < COUNT / 2; ++i)
     shared.pairs[i * 32 + lane] = fmaf(x[i], x[i], x[i + COUNT / 2] * x[i + COUNT / 2]);
 }
 
-// Bits, with the sign of x as a new lowest one.
+// Bits, shifted, with the sign of x as the new lowest bit.
 __device__ __forceinline__ uint32_t with_sign(uint32_t bits, float x) {
   return __funnelshift_l(__float_as_uint(x), bits, 1);
 }
 
-// Change codes. x: the rotated values that they stand for.
+// Change codes. x: the rotated values that they represent.
 template <int BITS, int COUNT>
 __device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
                                                   const float (&x)[COUNT], const Fit& fit,
@@ -71,12 +71,12 @@ __device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
 #endif
     total += weights[i];
   }
-  // With the factors of both transforms.
+  // Includes the factors of both transforms.
   constexpr float NORM = 2.0f / HEAD_DIM;
   const float floor = SCORE_FLOOR * NORM * sum_of_lanes<1, 4>(total);
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) weights[i] = (weights[i] + floor) * NORM;
-  // A bit for each element: whether its code is the least, or the greatest.
+  // A bit for each element: whether its code is the smallest, or the largest.
   uint32_t bottom = 0, top = 0;
   float gradient[2][PAIRS];
 #pragma unroll
@@ -96,17 +96,18 @@ __device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) shared.pairs[i * 32 + lane] = weights[i];
   __syncwarp();
-  // All changes have the same curvature, so the largest gradient gains most; if it is above this.
+  // All changes have the same curvature, so the largest gradient gains most, if it exceeds this
+  // bound.
   const float least = fit.scale > 0.0f ? 0.5f * fit.scale * shared.pairs[lane & ~3] : INFINITY;
 #pragma unroll 1
   for (int change = 1;; ++change) {
-    uint32_t negative = 0;  // those whose codes are to be greater
+    uint32_t negative = 0;  // elements whose codes should increase
 #pragma unroll
     for (int i = COUNT - 1; i >= 0; --i)
       negative = with_sign(negative, gradient[i / PAIRS][i % PAIRS]);
     const uint32_t blocked = negative & top | ~negative & bottom;
-    // The largest, as an integer whose low bits give way to: element, lane, up. What is blocked is
-    // below zero.
+    // The largest gradient, as an integer whose low bits are replaced by: element, lane, up.
+    // Blocked elements are negative.
     int best = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {

@@ -1,25 +1,25 @@
-// store: 16-bit keys and values of tokens -> slots of stream pages. A warp for the keys, and one
-// for the values, of a job (up to 16 tokens of a tile) and KV head.
+// store: 16-bit keys and values of tokens -> slots of stream pages. One warp for the keys and one
+// for the values of each job (up to 16 tokens of a tile) and KV head.
 //
-// Lanes have the elements whose codes they write (page.cuh, pages/fragments.py): of keys those of
-// two tokens and a quarter of their channels, of values those of four tokens and an eighth. Eight
-// tokens' keys, or four tokens' values, are in registers at a time; the rotation's butterflies run
-// over the elements of a lane and, by shuffles, over the lanes that share a token, as do the sums
-// of the fit. A tile that is written as a whole is written in whole words, single tokens byte by
-// byte.
+// Lanes have the elements whose codes they write (page.cuh, pages/fragments.py): a quarter of the
+// channels of two tokens for keys, an eighth of the channels of four tokens for values. The keys of
+// eight tokens, or the values of four, are in registers at a time; the rotation's butterflies run
+// over the elements of a lane and, by shuffles, over the lanes that share a token, and so do the
+// sums of the fit. A whole tile is written in whole words, single tokens byte by byte.
 //
-// store_layers: the same jobs in each of several layers, of tokens that are there in 16 bit.
+// store_layers: the same jobs in each of several layers, for tokens that are stored there in 16-bit
+// precision.
 //
-// centers: the mean of some tokens' keys -> the center of a page; of no tokens the mean of keys
-// that another page stores. A warp for a page and KV head.
-// Where there are few jobs, as in a decode step, each looks for its page among those that begin and
-// does this itself: a launch less, though two jobs of a page both do it, to the same bytes.
+// centers: the mean of some tokens' keys -> the center of a page; without tokens, the mean of the
+// keys that another page stores. One warp per page and KV head. If there are few jobs, as in a
+// decode step, each job looks for its page among those that begin and computes the center itself:
+// this saves a launch, although two jobs of a page both do it and write the same bytes.
 //
-// (oscar_mm/ops/store.py says what jobs are, oscar_mm/quant/quantize.py all of it in PyTorch.)
+// (oscar_mm/ops/store.py defines jobs; oscar_mm/quant/quantize.py does all of this in PyTorch.)
 //
-// Compiled with, besides page.cuh's (of stream pages): KEY_BITS, VALUE_BITS, ELEMENT (__half,
-// __nv_bfloat16), ROTATE, FIT (0 min-max, 1 least squares), KEY_START, VALUE_START and LSQ_ROUNDS
-// (quant/fit.py), UNBIASED_KEYS, UNBIASED_VALUES (0, 1), SCORE_CHANGES (0 for none) and
+// Compiled with, in addition to page.cuh's macros (of stream pages): KEY_BITS, VALUE_BITS, ELEMENT
+// (__half, __nv_bfloat16), ROTATE, FIT (0 min-max, 1 least squares), KEY_START, VALUE_START and
+// LSQ_ROUNDS (quant/fit.py), UNBIASED_KEYS, UNBIASED_VALUES (0, 1), SCORE_CHANGES (0 for none) and
 // SCORE_FLOOR (score_error.cuh).
 
 #include "common/hadamard.cuh"
@@ -31,18 +31,18 @@
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
-constexpr int RUNS = HEAD_DIM / 32;     // of 32 channels
-constexpr int OF_KEY = HEAD_DIM / 4;    // channels that a lane has of a token
+constexpr int RUNS = HEAD_DIM / 32;     // runs of 32 channels
+constexpr int OF_KEY = HEAD_DIM / 4;    // channels of a token per lane
 constexpr int OF_VALUE = HEAD_DIM / 8;
-constexpr int JOB_HEAD = 4;             // numbers of a job, or a beginning, before its sources
+constexpr int JOB_HEAD = 4;             // integers of a job, or a beginning, before its sources
 constexpr int CENTER_TOKENS = 32;
-constexpr int STORED_CENTER = 64;       // first of as many tokens of another page, if by its keys
-constexpr int NOTHING = -2147483647 - 1;  // source of a place that is left alone
+constexpr int STORED_CENTER = 64;       // first of as many tokens of another page, for its keys
+constexpr int NOTHING = -2147483647 - 1;  // source of a place that does not change
 using P = Page<KEY_BITS, VALUE_BITS>;
 
-constexpr int MAX_LAYERS = 96;         // that a launch has room for in its 4 KiB of parameters
+constexpr int MAX_LAYERS = 96;         // maximum layers of a launch, which has 4 KiB of parameters
 
-// What is the same in all layers.
+// Parameters that are the same in all layers.
 struct Work {
   const ELEMENT* keys;  // (batch, KV heads, tokens, HEAD_DIM), strides in elements
   const ELEMENT* values;
@@ -50,15 +50,15 @@ struct Work {
   const int* begins;    // (begin_count, 36): page, row, tokens, another page, their sources
   int64_t key_stride[3];
   int64_t value_stride[3];
-  int count, begin_count, kv_heads;  // begin_count: 0 where `centers` is launched before
+  int count, begin_count, kv_heads;  // begin_count: 0 if `centers` is launched before
 };
 
 struct Layer {
   const ELEMENT* recent;  // (slots, 2, KV heads, HEAD_DIM)
   uint8_t* pages;         // (slots, page_bytes)
   const float* sigma;     // (batch or 1, KV heads or 1, HEAD_DIM) or null
-  int* not_finite;        // set to 1 where a center, scale or zero is no finite float16
-  int sigma_row_stride, sigma_head_stride;  // 0 where all rows, or heads, share one
+  int* not_finite;        // set to 1 if a center, scale or zero is not a finite float16
+  int sigma_row_stride, sigma_head_stride;  // 0 if all rows, or heads, share one
 };
 
 struct Params {
@@ -78,12 +78,12 @@ __device__ __forceinline__ uint8_t* head_of(const Work& work, const Layer& layer
          static_cast<int64_t>(head) * P::head_bytes;
 }
 
-// Where the vector of a row and head begins in `sigma`. As a pointer it takes more registers.
+// Offset in `sigma` of the vector of a row and head. A pointer would take more registers.
 __device__ __forceinline__ int sigma_index(const Layer& layer, int row, int head) {
   return row * layer.sigma_row_stride + head * layer.sigma_head_stride;
 }
 
-// Write a token's scale and zero; one lane does. Returns NaN where one is not finite, else 0.
+// Write a token's scale and zero, by one lane. Return NaN if one of them is not finite, else 0.
 __device__ __forceinline__ float write_fit(uint8_t* scales, uint8_t* zeros, int place,
                                            const Fit& fit, bool negative) {
   const uint32_t scale = __half_as_ushort(__float2half_rn(fit.scale));
@@ -92,7 +92,8 @@ __device__ __forceinline__ float write_fit(uint8_t* scales, uint8_t* zeros, int 
   return (fit.scale + fit.zero) * 0.0f;
 }
 
-// The elements of a page's center that a lane has of a token's keys: take(i, first, second).
+// Pass on the elements of a page's center for a lane's part of a token's keys: take(i, first,
+// second).
 template <typename Take>
 __device__ __forceinline__ void for_center(const uint8_t* page, int quad, Take take) {
 #pragma unroll
@@ -147,7 +148,8 @@ __device__ __forceinline__ float store_keys(const Work& work, const Layer& layer
     Fit fit;
     RawCodes<KEY_BITS, true> raw;
     bool centered = false;
-    // As they are, then apart from the center. (One loop: these are most of the instructions.)
+    // First the keys themselves, then relative to the center. (One loop, as this is most of the
+    // code.)
 #pragma unroll 1
     for (int apart = 0; apart <= CENTER; ++apart) {
 #if CENTER
@@ -226,8 +228,8 @@ __device__ __forceinline__ float store_values(const Work& work, const Layer& lay
     if (!__any_sync(~0u, is_token)) continue;
     has |= is_token << byte;
     const uint8_t* row = rows.row(is_token ? source : 0) + group / 2 * 16;
-    // Elements of a lane: step, half of the channels. A lane and its neighbour read the same 16
-    // bytes and take every other element.
+    // Elements of a lane: (step, half of the channels). A lane and its neighbour read the same 16
+    // bytes, and each uses every other element.
     float x[OF_VALUE];
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
@@ -261,8 +263,8 @@ __device__ __forceinline__ float store_values(const Work& work, const Layer& lay
 }
 
 #if CENTER
-// Give a page the mean of keys that another page stores as its center; by a warp. Lanes have the
-// elements whose codes they read, as in unpack.cu.
+// Set a page's center to the mean of keys that another page stores; called by one warp. Lanes have
+// the elements whose codes they read, as in unpack.cu.
 __device__ __forceinline__ float take_mean(uint8_t* center, const uint8_t* other, int lane) {
   const int group = lane >> 2, quad = lane & 3;
   float sums[OF_KEY] = {}, zeros = 0.0f, centered = 0.0f;
@@ -286,7 +288,7 @@ __device__ __forceinline__ float take_mean(uint8_t* center, const uint8_t* other
   float not_finite = 0.0f;
 #pragma unroll
   for (int i = 0; i < OF_KEY; i += 2) {
-    const int at = ((i / 8 * 4 + quad) * 8 + i % 8) * 2;  // a center has the order of the elements
+    const int at = ((i / 8 * 4 + quad) * 8 + i % 8) * 2;  // a center has the elements' order
     const float2 before = __half22float2(*reinterpret_cast<const __half2*>(other + P::center + at));
     const float first = fmaf(centered, before.x, sum_of_lanes<4, 32>(sums[i]) + zeros);
     const float second = fmaf(centered, before.y, sum_of_lanes<4, 32>(sums[i + 1]) + zeros);
@@ -298,7 +300,7 @@ __device__ __forceinline__ float take_mean(uint8_t* center, const uint8_t* other
   return not_finite;
 }
 
-// Give a page its center; by a warp.
+// Set a page's center; called by one warp.
 __device__ __forceinline__ float store_center(const Work& work, const Layer& layer,
                                               const int* begin, int head, int lane) {
   const Source rows = Source::of(work.keys, work.key_stride, layer.recent, 0, begin[1], head,
@@ -306,7 +308,7 @@ __device__ __forceinline__ float store_center(const Work& work, const Layer& lay
   const int count = begin[2];
   uint8_t* center = head_of(work, layer, begin[0], head) + P::center;
   if (count == 0) return take_mean(center, head_of(work, layer, begin[3], head), lane);
-  // A lane has PER_LANE channels that follow each other.
+  // A lane has PER_LANE consecutive channels.
   float sums[PER_LANE] = {};
 #pragma unroll 8
   for (int token = 0; token < count; ++token) {
@@ -340,7 +342,7 @@ __device__ __forceinline__ float store_center(const Work& work, const Layer& lay
   return not_finite;
 }
 
-// Give the job's page its center, if it is one of those that begin.
+// Set the center of the job's page, if the page is one of those that begin.
 __device__ __forceinline__ float begin_page(const Work& work, const Layer& layer, const int* job,
                                             int head, int lane) {
   for (int first = 0; first < work.begin_count; first += 32) {
@@ -353,7 +355,7 @@ __device__ __forceinline__ float begin_page(const Work& work, const Layer& layer
     const float not_finite = store_center(
         work, layer, work.begins + static_cast<int64_t>(line) * (JOB_HEAD + CENTER_TOKENS), head,
         lane);
-    __syncwarp();  // other lanes read it
+    __syncwarp();  // other lanes read the center
     return not_finite;
   }
   return 0.0f;
@@ -363,7 +365,7 @@ __device__ __forceinline__ float begin_page(const Work& work, const Layer& layer
 __device__ __forceinline__ void store_jobs(const Work& work, const Layer& layer) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int item = blockIdx.x * WARPS + warp, side = item % 2;
-  // Every other warp has keys.
+  // Only every other warp has keys.
   __shared__ ScoreShared shared[WARPS / 2];
   const int which = item / 2 / work.kv_heads, head = item / 2 % work.kv_heads;
   if (which >= work.count) return;
@@ -378,7 +380,7 @@ __device__ __forceinline__ void store_jobs(const Work& work, const Layer& layer)
   if (isnan(not_finite)) *layer.not_finite = 1;
 }
 
-// Of a multiprocessor: what the compiler chooses by itself spills a register on some GPUs.
+// Thread blocks per multiprocessor: the compiler's own choice spills a register on some GPUs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int BLOCKS = 3;
 #else

@@ -1,12 +1,14 @@
-// unpack: pages -> 16-bit keys and values in the model's coordinates. A thread block per page and
-// KV head, a warp per tile of 16 tokens, first its keys, then its values.
+// unpack: pages -> 16-bit keys and values in the model's coordinates. One thread block per page and
+// KV head, one warp per tile of 16 tokens: first its keys, then its values.
 //
-// A lane keeps the elements whose codes it reads (page.cuh, pages/fragments.py): of keys 2 tokens
-// and a quarter of their channels, of values 4 tokens and an eighth. The rotation's butterflies
-// run over the elements of a lane and, by shuffles, over the lanes that share a token. Lanes then
-// trade elements, so that each has eight channels in a row and four of them write 64 bytes.
+// A lane keeps the elements whose codes it reads (page.cuh, pages/fragments.py): a quarter of the
+// channels of 2 tokens for keys, an eighth of the channels of 4 tokens for values. The rotation's
+// butterflies run over the elements of a lane and, by shuffles, over the lanes that share a token.
+// Lanes then exchange elements, so that each has eight consecutive channels and four lanes write 64
+// bytes.
 //
-// Compiled with, besides page.cuh's: KEY_BITS, VALUE_BITS, ELEMENT (__half, __nv_bfloat16), ROTATE.
+// Compiled with, in addition to page.cuh's macros: KEY_BITS, VALUE_BITS, ELEMENT (__half,
+// __nv_bfloat16), ROTATE.
 
 #include "common/codes.cuh"
 #include "common/hadamard.cuh"
@@ -16,7 +18,7 @@
 using P = Page<KEY_BITS, VALUE_BITS>;
 constexpr int THREADS = TILES * 32;
 constexpr int STEPS = HEAD_DIM / TILE;
-constexpr int OF_KEY = HEAD_DIM / 4;    // channels that a lane has of a token
+constexpr int OF_KEY = HEAD_DIM / 4;    // channels of a token per lane
 constexpr int OF_VALUE = HEAD_DIM / 8;
 
 struct Params {
@@ -35,19 +37,19 @@ __device__ __forceinline__ float half_at(const uint4& eight, int i) {
   return i % 2 ? pair.y : pair.x;
 }
 
-// Of four words that a lane has, each of another run of eight channels, and lanes of a quad that
-// have the same four runs: lane q gets the four words of run q.
+// Transpose words among the lanes of a quad: each lane has one word of each of the same four runs
+// of eight channels; afterwards lane q has the four words of run q.
 __device__ __forceinline__ uint4 runs_to_lanes(const uint32_t (&word)[4], int quad) {
   uint32_t x[4];
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {  // lanes 1 apart trade words 1 apart
+  for (int i = 0; i < 4; i += 2) {  // lanes 1 apart exchange words 1 apart
     const uint32_t given = __shfl_xor_sync(~0u, quad & 1 ? word[i] : word[i + 1], 1);
     x[i] = quad & 1 ? given : word[i];
     x[i + 1] = quad & 1 ? word[i + 1] : given;
   }
   uint32_t y[4];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {  // lanes 2 apart trade words 2 apart
+  for (int i = 0; i < 2; ++i) {  // lanes 2 apart exchange words 2 apart
     const uint32_t given = __shfl_xor_sync(~0u, quad & 2 ? x[i] : x[i + 2], 2);
     y[i] = quad & 2 ? given : x[i];
     y[i + 2] = quad & 2 ? x[i + 2] : given;
@@ -55,7 +57,7 @@ __device__ __forceinline__ uint4 runs_to_lanes(const uint32_t (&word)[4], int qu
   return make_uint4(y[0], y[1], y[2], y[3]);
 }
 
-// Elements of a lane: step, half of 8 channels, odd. Of the token of group and half `thalf`.
+// Elements of a lane: (step, half of 8 channels, odd), for the token of group and half `thalf`.
 __device__ __forceinline__ void stream_key(float (&x)[OF_KEY], const Codes<KEY_BITS>& codes,
                                            const uint8_t* page, int tile, int thalf, int lane) {
   const int place = tile / 4 * 64 + (lane >> 2) * 8 + tile % 4 * 2 + thalf;
@@ -76,7 +78,7 @@ __device__ __forceinline__ void stream_key(float (&x)[OF_KEY], const Codes<KEY_B
   }
 }
 
-// The same where scales are by channel.
+// The same for scales per channel.
 __device__ __forceinline__ void channel_key(float (&x)[OF_KEY], const Codes<KEY_BITS>& codes,
                                             const uint8_t* page, float norm, int tile, int thalf,
                                             int lane) {
@@ -139,7 +141,7 @@ __device__ __forceinline__ void unpack_values(const uint8_t* page, int tile, ELE
   codes.load(page + P::value_codes, tile, lane);
 #pragma unroll
   for (int thalf = 0; thalf < 2; ++thalf) {
-    // Elements of a lane, of two tokens: step, half of the channels.
+    // Elements of a lane, for two tokens: (step, half of the channels).
     float x[2][OF_VALUE];
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
@@ -159,7 +161,7 @@ __device__ __forceinline__ void unpack_values(const uint8_t* page, int tile, ELE
       hadamard<OF_VALUE, 4, 32>(x[odd], lane);
 #endif
     }
-    // A lane and its neighbour have every other channel of both tokens: each takes one token.
+    // A lane and its neighbour each have every other channel of both tokens: each takes one token.
     ELEMENT* row = target + (tile * TILE + 8 * thalf + 2 * quad + odd_lane) * HEAD_DIM;
 #pragma unroll
     for (int run = 0; run < OF_VALUE / 4; ++run) {
