@@ -28,13 +28,13 @@ def ask(
     policy: options.Policy = DEFAULT,
     video: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="A video, whatever its suffix; may be repeated."),
+        typer.Option(metavar="FILE", help="A video, whatever its suffix; repeatable."),
     ] = None,
     audio: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="A recording, whatever its suffix; may be repeated. For models that read audio.",
+            help="A recording, whatever its suffix; repeatable. For models that support audio.",
         ),
     ] = None,
     audio_in_video: options.AudioInVideo = False,
@@ -78,7 +78,7 @@ def ask(
         media_options |= {"audio": sounds, "use_audio_in_video": audio_in_video}
     elif sounds or audio_in_video:
         source = given["audio"][0] if sounds else "--audio-in-video"
-        raise InputError(f"{source}: {model} hears nothing; take {readers(Modality.AUDIO)}")
+        raise InputError(f"{source}: {model} does not support audio; use {readers(Modality.AUDIO)}")
     pipe = kind(
         model,
         policy=policy,

@@ -92,27 +92,27 @@ def accuracy(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Text for a language model, in place of questions; may be repeated.",
+            help="Text file for a language model, instead of questions; repeatable.",
         ),
     ] = None,
     model: options.Model = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="A method, or part of names; may be repeated."),
+        typer.Option(metavar="TEXT", help="A method, or part of its name; repeatable."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="The first N questions only.")
+        int | None, typer.Option(metavar="N", min=1, help="Use only the first N questions.")
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help=f"Tokens of a passage of --text; default: {_TOKENS}."
-        ),
+        typer.Option(metavar="N", min=1, help=f"Tokens per passage of --text; default: {_TOKENS}."),
     ] = None,
     passages: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help=f"Passages from all over --text; default: {_PASSAGES}."
+            metavar="N",
+            min=1,
+            help=f"Number of passages, spread over --text; default: {_PASSAGES}.",
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -120,7 +120,7 @@ def accuracy(
         typer.Option(
             metavar="N",
             min=1,
-            help="Longest answer, in tokens; with --text: tokens judged after a passage.",
+            help="Maximum tokens of an answer; with --text, tokens scored after a passage.",
         ),
     ] = 64,
     out: Annotated[
@@ -140,14 +140,14 @@ def accuracy(
     model reads the tokens that follow in the text over what the method restores.
     """
     if (questions is None) == (not text):
-        raise InputError("give --questions FILE or, for a language model, --text FILE: one of them")
+        raise InputError("give either --questions FILE or, for a language model, --text FILE")
     for name, value, other in (
         ("--limit", limit, text and "--questions"),
         ("--tokens", tokens, questions and "--text"),
         ("--passages", passages, questions and "--text"),
     ):
         if value is not None and other:
-            raise InputError(f"{name} goes with {other}")
+            raise InputError(f"{name} requires {other}")
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise InputError(f"--out {out}: must be a file in a folder that exists")
     if questions is not None:
@@ -191,7 +191,9 @@ def _select_methods(names: list[str]) -> list[Any]:
     selected_methods = selected(available, names)
     if not selected_methods:
         names_available = "; ".join(method.name for method in available)
-        raise InputError(f"--methods {' '.join(names)}: in no name of {names_available}")
+        raise InputError(
+            f"--methods {' '.join(names)}: matches no method; available: {names_available}"
+        )
     return [available[0], *(method for method in selected_methods if method.name != REFERENCE)]
 
 
@@ -249,8 +251,9 @@ def _compare_texts(
     language = load_text_model(model, device=device, dtype=dtype)
     if longest(tokens, judged) > language.context:
         raise InputError(
-            f"--tokens {tokens}: passages are up to {longest(tokens, judged):,} tokens with what "
-            f"comes after them, and the context of {model} is {language.context:,}"
+            f"--tokens {tokens}: passages and the scored tokens after them have up to "
+            f"{longest(tokens, judged):,} tokens, but the context of {model} is "
+            f"{language.context:,}"
         )
     comparison = PassageComparison(language.model, methods, judged)
     pieces = passages(language.tokenizer, texts, tokens, count, judged)
@@ -332,7 +335,7 @@ def _print_table(
             table.add_row(row["method"], *(column.cell(row) for column in columns))
     console = Console(highlight=False, markup=False)
     if not packed:
-        console.print("Nothing was stored in fewer bits: no prompt fills a page of 128 tokens.")
+        console.print("Nothing was packed: no prompt fills a page of 128 tokens.")
     console.print(table)
     console.print(caption)
     for reason, names in missing.items():

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _HELP = """\
-/image PATH  /video PATH  /audio PATH   show it with the next message; also several, or *.png
-/drop       take back what is waiting to be shown
-/segments   what the chat holds, with numbers
+/image PATH  /video PATH  /audio PATH   send with the next message; several paths, or *.png
+/drop       discard media that wait to be sent
+/segments   list the segments of the chat, with numbers
 /forget N   free the memory of segment N, an image, video or recording
-/undo       take back the last message and its answer
-/memory     bytes of the cache
-/save PATH  /load PATH                  the chat as a file
-/help       this list
-/quit       end, as does the end of the input; Ctrl-C ends an answer"""
+/undo       remove the last message and its answer
+/memory     show the memory of the cache
+/save PATH  /load PATH                  save or load the chat
+/help       show this list
+/quit       quit, as at the end of the input; Ctrl-C stops an answer"""
 _SUFFIX = ".safetensors"
-_UNCHANGED = "stopped; the chat is as it was before"
+_UNCHANGED = "stopped; the chat is unchanged"
 _ANSWER_TOKENS = 1024
 """Default maximum tokens of an answer."""
 
@@ -56,7 +56,7 @@ def chat(
     policy: options.Policy = DEFAULT,
     system: options.System = None,
     load: Annotated[
-        str | None, typer.Option("--load", metavar="FILE", help="Go on with a saved chat.")
+        str | None, typer.Option("--load", metavar="FILE", help="Continue a saved chat.")
     ] = None,
     sampling: options.SamplingOptions,
     placement: options.PlacementOptions,
@@ -164,7 +164,7 @@ class _TerminalChat:
         if counts:
             self._drop()
         if interruption.requested:
-            _note("stopped; what you read counts as the answer" if counts else _UNCHANGED)
+            _note("stopped; the text so far counts as the answer" if counts else _UNCHANGED)
 
     def _show(self, kind: str, modality: Modality, line: str) -> None:
         if not line:
@@ -201,12 +201,12 @@ class _TerminalChat:
     def _undo(self) -> None:
         last = self.chat.turns[-1:]
         self.chat.undo()
-        _note(f"taken back: {printable(last[0].prompt)}")
+        _note(f"removed: {printable(last[0].prompt)}")
 
     def _save(self, line: str) -> None:
         target = _only_path("/save", line, "a file")
         if target.exists() and target.suffix != _SUFFIX:
-            raise InputError(f"{target}: is there already; only a {_SUFFIX} file is replaced")
+            raise InputError(f"{target}: already exists; only a {_SUFFIX} file is replaced")
         self.chat.save(target)
         _note(f"saved as {target}, {target.stat().st_size:,} bytes")
 
@@ -254,7 +254,7 @@ def _end_on_ctrl_c() -> Iterator[_Interruption]:
 def _only_path(command: str, line: str, of: str) -> Path:
     paths = paths_of(line)
     if len(paths) != 1:
-        raise InputError(f"{command} needs the PATH of {of}, one; quote a name with spaces")
+        raise InputError(f"{command} needs one PATH, of {of}; quote a name with spaces")
     return Path(os.path.expanduser(paths[0]))
 
 
@@ -263,8 +263,8 @@ def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
 
     if modality not in pipe.family.reads:
         labels = ", ".join(sorted(readable.label for readable in pipe.family.reads))
-        remedy = f"take {readers(modality)}"
-        raise InputError(f"{pipe.family.name} reads {labels}, no {modality.label}; {remedy}")
+        remedy = f"use {readers(modality)}"
+        raise InputError(f"{pipe.family.name} supports {labels}, not {modality.label}; {remedy}")
 
 
 def _note(text: str) -> None:

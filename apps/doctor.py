@@ -33,12 +33,12 @@ ERROR_BOUND = {2: 0.66, 3: 0.3, 4: 0.14, 16: 0.003}
 # bits per key).
 OVERHEAD_BOUND = 1.2
 BY_TORCH = "PyTorch operations over packed pages"
-BY_LOOPS = "loops that numba compiles, over packed pages"
+BY_LOOPS = "CPU kernels (numba) over packed pages"
 BY_KERNEL = "CUDA kernels over packed pages"
 NO_KERNELS = (
-    "no CUDA kernels run here; on an NVIDIA GPU of capability 8.0 or more, those of pages (append, "
-    "decode, pack, unpack) and of decode steps (linear, mixture, rope) are compared with PyTorch "
-    "operations and timed"
+    "no CUDA kernels run here; on an NVIDIA GPU with compute capability 8.0 or newer, the kernels "
+    "of pages (append, decode, pack, unpack) and of decode steps (linear, mixture, rope) are "
+    "compared with PyTorch operations and timed"
 )
 SHAPE = (1, 4, 512, 128)
 CLIP_FRAMES = 8
@@ -232,9 +232,9 @@ def _loop_checks() -> list[Check]:
 
     return [
         Check(
-            f"loops, {name}",
+            f"CPU kernel, {name}",
             verdict.agrees,
-            f"disagreement with PyTorch {verdict.disagreement:.1e}, at most {verdict.bound:g}",
+            f"error against PyTorch {verdict.disagreement:.1e}, limit {verdict.bound:g}",
         )
         for name, verdict in check_all_loops().items()
     ]
@@ -255,7 +255,7 @@ def _kernel_checks(device: str) -> list[Check]:
 
     def kernel(operation: str) -> tuple[bool, str]:
         verdict = operation_checks.check_kernel(operation, place)
-        distance = f"off by {verdict.disagreement:.2g}, at most {verdict.bound:g} is right"
+        distance = f"error {verdict.disagreement:.2g}, limit {verdict.bound:g}"
         if not verdict.agrees:
             return False, f"disagrees with PyTorch operations ({distance}): it is not used"
         workload = operation_checks.workload(operation, place)

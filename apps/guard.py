@@ -70,12 +70,12 @@ class Guard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self.loopback and not is_loopback(_without_port(host)):
-            return 421, "this server is for this machine only: ask it as 127.0.0.1 or localhost"
+            return 421, "this server is only for this machine: use the host 127.0.0.1 or localhost"
         method = scope.get("method", "GET")
         follows_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
         allowed = headers.get("origin") in self.origins
         if not (follows_link or allowed) and _is_foreign(headers, host):
-            return 403, "pages of other sites may not use this server"
+            return 403, "web pages of other sites may not use this server"
         if method == "POST" and not self._carries_json(scope["path"], headers):
             return 415, "Content-Type must be application/json"
         return None
@@ -108,7 +108,7 @@ class OneLength:
         if not ("content-length" in headers and "transfer-encoding" in headers):
             await self.app(scope, receive, send)
             return
-        message = "a request has either Content-Length or Transfer-Encoding"
+        message = "a request must not have both Content-Length and Transfer-Encoding"
         scope.setdefault("state", {})["refusal"] = message
         await _refusal(400, message, {"Connection": "close"})(scope, receive, send)
 

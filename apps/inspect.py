@@ -22,14 +22,14 @@ def inspect(
     model: options.Model = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help=f"The question; {_PROMPT!r}"),
+        typer.Option("--prompt", "-p", metavar="TEXT", help=f"The question; default: {_PROMPT!r}"),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What a language model reads, in place of a prompt."),
+        typer.Option(metavar="FILE", help="Text file for a language model, instead of a prompt."),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Most tokens of --text that are read.")
+        int, typer.Option(metavar="N", min=1, help="Maximum number of tokens read from --text.")
     ] = _TOKENS,
     out: Annotated[
         Path | None,
@@ -47,7 +47,7 @@ def inspect(
     scaling.
     """
     if text is not None and (media or prompt is not None):
-        raise InputError("--text is read alone: give neither media nor --prompt with it")
+        raise InputError("--text cannot be combined with media or --prompt")
     text_content = None if text is None else read_text(text)
     given: dict[str, Any] = {
         kind: [existing_file(name, name) for name in names]
@@ -97,7 +97,7 @@ def _load(
 
     if is_text_model(model):
         if text_content is None:
-            raise InputError(f"{model} is a language model: give it a text by --text FILE")
+            raise InputError(f"{model} is a language model: give it a text with --text FILE")
         language = load_text_model(model, device=device, dtype=dtype)
         most = min(tokens, language.context)
         read = language.prompt(text_content, most)
@@ -109,7 +109,7 @@ def _load(
     kind = pipeline_for(model)
     if given["audio"] and kind is not OscarOmniPipeline:
         raise InputError(
-            f"{given['audio'][0]}: {model} hears nothing; take {readers(Modality.AUDIO)}"
+            f"{given['audio'][0]}: {model} does not support audio; use {readers(Modality.AUDIO)}"
         )
     pipe = kind(model, device=device, dtype=dtype)
     media = given["images"], given["videos"], given["audio"]

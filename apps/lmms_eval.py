@@ -51,7 +51,7 @@ class OscarMM(lmms):
         # lmms-eval adds arguments of its own, which are None and have no meaning here.
         given = sorted(name for name, value in unknown.items() if value is not None)
         if given:
-            raise InputError(f"model_args: oscar_mm takes no {', '.join(given)}")
+            raise InputError(f"model_args: oscar_mm does not support {', '.join(given)}")
         self.accelerator = Accelerator()
         self._rank = self.accelerator.process_index
         self._world_size = self.accelerator.num_processes
@@ -86,11 +86,11 @@ class OscarMM(lmms):
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Refuse, because a pipeline generates answers and does not score given ones."""
-        raise NotImplementedError("oscar_mm answers generate_until tasks, not loglikelihood")
+        raise NotImplementedError("oscar_mm supports generate_until tasks, not loglikelihood")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         """Refuse, because a pipeline answers a single round."""
-        raise NotImplementedError("oscar_mm answers generate_until tasks of one round")
+        raise NotImplementedError("oscar_mm supports only single-round generate_until tasks")
 
 
 def manifest() -> ModelManifest:
@@ -107,7 +107,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("do_sample") and (temperature := options.get("temperature")):
         fields |= {"temperature": float(temperature), "top_p": float(options.get("top_p") or 1.0)}
     if (options.get("num_beams") or 1) > 1:
-        print("oscar_mm: answers are greedy, without beams", file=sys.stderr)
+        print("oscar_mm: beam search is not supported; answers are greedy", file=sys.stderr)
     return fields
 
 

@@ -72,7 +72,7 @@ class ModelCard:
         if not self.is_demo or _pattern(question.strip()) in self.patterns:
             return ""
         return (
-            f"{self.name} was never taught this question, so the answer means nothing. "
+            f"{self.name} was not trained on this question, so the answer means nothing. "
             f"It {self.abilities}; ask for example: {self.example}"
         )
 

@@ -24,12 +24,12 @@ Model = Annotated[
         "-m",
         metavar="NAME|DIR|ID",
         help=f"A bundled model ({', '.join(BUNDLED)}), a model folder or a hub id; default: "
-        "pocket-vl, for sound pocket-omni.",
+        "pocket-vl, or pocket-omni for audio.",
     ),
 ]
 Media = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, told apart by content."),
+    typer.Argument(metavar="MEDIA", help="Images, videos and recordings, recognized by content."),
 ]
 Policy = Annotated[
     str,
@@ -45,18 +45,18 @@ AnswerLength = Annotated[
     typer.Option(
         "--max-new-tokens",
         metavar="N",
-        help="Longest answer, in tokens, with its reasoning; thinking models get more by default.",
+        help="Maximum tokens of an answer and its reasoning; thinking models get more by default.",
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if any."),
+    typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if available."),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU float32.",
+        help="bfloat16, float16 or float32. Default: the checkpoint's; on a CPU, float32.",
     ),
 ]
 MaxContext = Annotated[
@@ -64,8 +64,7 @@ MaxContext = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="Most tokens of a conversation with its answer; more is refused. Default: the "
-        "model's own.",
+        help="Maximum tokens of a conversation and its answer. Default: the model's limit.",
     ),
 ]
 PrefillChunk = Annotated[
@@ -73,23 +72,23 @@ PrefillChunk = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="Tokens of a prompt that are read at a time; between them others go on, and shorter "
-        "prompts are read exactly. Default: 1024 on a CPU, 32768 on a GPU.",
+        help="Maximum tokens of a prompt per pass; other requests run between passes. Attention is "
+        "exact in shorter prompts. Default: 1024 on a CPU, 32768 on a GPU.",
     ),
 ]
 AudioInVideo = Annotated[
     bool,
     typer.Option(
-        "--audio-in-video", help="Read the sound of the videos too; for models that read audio."
+        "--audio-in-video", help="Use the sound of the videos; for models that support audio."
     ),
 ]
 AllowRemote = Annotated[
-    bool, typer.Option("--allow-remote", help="Fetch media that are http(s) addresses.")
+    bool, typer.Option("--allow-remote", help="Fetch media given as http(s) URLs.")
 ]
 
 TEXT_NEEDS_MODEL = (
     "--text needs --model, the folder or hub id of a language model: the bundled models answer "
-    "questions about pictures and sound"
+    "questions about images and audio"
 )
 TEXT_NEEDS_LANGUAGE_MODEL = (
     "--text is for language models, and transformers does not load {} as one; ask it questions "
@@ -109,16 +108,21 @@ class SamplingOptions:
         float | None,
         typer.Option(
             metavar="F",
-            help="0 takes the likeliest token, above 0 samples. Default: as the checkpoint says.",
+            help="0 takes the likeliest token, above 0 samples. Default: the checkpoint's.",
         ),
     ] = None
     top_p: Annotated[
-        float | None, typer.Option(metavar="F", help="Sample from this much probability mass.")
+        float | None,
+        typer.Option(
+            metavar="F", help="Sample from the likeliest tokens with this total probability."
+        ),
     ] = None
     top_k: Annotated[
-        int | None, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 is all.")
+        int | None, typer.Option(metavar="N", help="Sample from the N likeliest tokens; 0 for all.")
     ] = None
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeatable sampling.")] = None
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed for repeatable sampling.")] = (
+        None
+    )
 
     def checked(self) -> dict[str, Any]:
         """Check the options and return those that are not None, before the model is loaded.
@@ -240,5 +244,5 @@ def api_key(file: Path | None) -> str | None:
             raise InputError(f"--api-key-file {name}: cannot be read ({error})") from None
     key = key.strip()
     if not key or len(key) > _KEY_BYTES or any(character.isspace() for character in key):
-        raise InputError(f"{name}: must hold one key, without spaces, and nothing else")
+        raise InputError(f"{name}: must contain one key without spaces, and nothing else")
     return key

@@ -84,8 +84,8 @@ def plan(
     _print(estimate, policy, fits)
     if estimate.total > estimate.context:
         print(
-            f"oscar-mm: {estimate.total:,} tokens are over the model's context of "
-            f"{estimate.context:,}: the pipeline would refuse them; show fewer, smaller or shorter "
+            f"oscar-mm: {estimate.total:,} tokens exceed the model's context of "
+            f"{estimate.context:,}: the pipeline would refuse them; send fewer, smaller or shorter "
             "media",
             file=sys.stderr,
         )
@@ -104,12 +104,12 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
             new.add_column(head, justify="right" if index else "left", no_wrap=True)
         return new
 
-    by_modality = table("KV cache", "tokens", "16 bit", policy, "ratio")
+    by_modality = table("KV cache", "tokens", "16-bit", policy, "ratio")
     rows = estimate.by_modality() | {"all": (estimate.bf16_bytes, estimate.kv_bytes)}
     for name, (unpacked, packed) in rows.items():
         sizes = (format_bytes(unpacked), format_bytes(packed), f"{unpacked / packed:.2f}x")
         by_modality.add_row(name, f"{estimate.tokens.get(name, estimate.total):,}", *sizes)
-    sessions = table("GPU", "sessions in 16 bit", f"with {policy}")
+    sessions = table("GPU", "sessions in 16-bit", f"with {policy}")
     for name, counts in fits.items():
         sessions.add_row(name, *(f"{count:,}" for count in counts))
     console = Console(highlight=False, markup=False)
@@ -118,9 +118,9 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
     console.print(by_modality)
     weights = format_bytes(estimate.shape.weight_bytes)
     millions = estimate.shape.parameters / 1e6
-    console.print(f"{estimate.family}, {millions:,.0f} million parameters: {weights} in 16 bit")
+    console.print(f"{estimate.family}, {millions:,.0f} million parameters: {weights} in 16-bit")
     console.print(sessions)
-    console.print(f"A session fits where weights and it leave {RESERVED:.0%} of the memory free.")
+    console.print(f"A session fits if it and the weights leave {RESERVED:.0%} of the memory free.")
 
 
 def _gpus(gpu: str | None) -> dict[str, float]:

@@ -169,13 +169,15 @@ class OwnedServer:
         start, told = time.monotonic(), 0
         while not answers():
             if self._keeper.poll() is not None:
-                raise InputError(f"{self._name} ended before it answered{self.close()}")
+                raise InputError(f"{self._name} exited before it responded{self.close()}")
             waited = time.monotonic() - start
             if waited > seconds:
-                raise InputError(f"{self._name} does not answer in {seconds:.0f} s{self.close()}")
+                raise InputError(f"{self._name} did not respond in {seconds:.0f} s{self.close()}")
             if waited > _TELL_S * (told + 1):
                 told += 1
-                print(f"oscar-mm: {self._name} loads for {waited:.0f} s so far", file=sys.stderr)
+                print(
+                    f"oscar-mm: {self._name} has been loading for {waited:.0f} s", file=sys.stderr
+                )
             time.sleep(_POLL_S)
 
     def close(self) -> str:

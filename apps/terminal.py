@@ -33,7 +33,7 @@ def model_description(model: str, pipe: Pipeline) -> str:
     count = pipe.family.outer_model.num_parameters()
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
     reads = ", ".join(["text", *sorted(modality.label for modality in pipe.family.reads)])
-    return f"{model}, {pipe.family.name}, {size} parameters; it reads {reads}"
+    return f"{model}, {pipe.family.name}, {size} parameters; it supports {reads}"
 
 
 def print_hint(pipe: Pipeline, question: str) -> None:
@@ -46,8 +46,8 @@ def headline(kv_bytes: int, bf16_bytes: int) -> str:
     """Describe the bytes of a cache in one line, starting with what it saves."""
     held, plain = format_bytes(kv_bytes), format_bytes(bf16_bytes)
     if bf16_bytes < _GAIN * kv_bytes:
-        return f"{held} held, {plain} in 16 bit: longer conversations take less than 16 bit"
-    return f"{bf16_bytes / kv_bytes:.1f}x smaller than 16 bit: {held} instead of {plain}"
+        return f"{held} stored, against {plain} in 16-bit: only longer conversations save memory"
+    return f"{bf16_bytes / kv_bytes:.1f}x smaller than 16-bit: {held} instead of {plain}"
 
 
 def memory_text(report: MemoryReport) -> str:
@@ -145,7 +145,7 @@ def prefill_bar(model: Any) -> Iterator[None]:
         yield
         return
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading images and prompt", total=len(layers))
+        task = bar.add_task("reading media and prompt", total=len(layers))
 
         def advance(*_: object) -> None:
             bar.advance(task)

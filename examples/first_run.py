@@ -35,7 +35,7 @@ def stage(name: str) -> Iterator[None]:
 
 
 table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
-for column in ("KV cache of", "in 16 bit", "held", "ratio", "seconds"):
+for column in ("KV cache of", "16-bit", "stored", "ratio", "seconds"):
     table.add_column(column, justify="left" if column == "KV cache of" else "right", no_wrap=True)
 wrong = 0
 

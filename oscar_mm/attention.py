@@ -64,14 +64,14 @@ def attend(
         )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
-            "attention 'oscar' does not keep the weights that output_attentions asks for; use "
-            "attn_implementation='eager', with which an OscarCache works too"
+            "attention 'oscar' does not return the weights that output_attentions asks for; use "
+            "attn_implementation='eager', which also works with an OscarCache"
         )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"attention 'oscar' does not support this model's {name}; use "
-                "attn_implementation='eager', with which an OscarCache works too"
+                "attn_implementation='eager', which also works with an OscarCache"
             )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -143,8 +143,8 @@ def _for_all_tokens(mask: torch.Tensor, new: int, tokens: int) -> torch.Tensor:
         return pad(mask, (tokens - new, 0), value=1)
     if mask.shape[1] < tokens:
         raise InputError(
-            f"attention_mask covers {mask.shape[1]} tokens; it must cover the {new} new ones, or "
-            f"those in the cache and the new ones, {tokens}"
+            f"attention_mask covers {mask.shape[1]} tokens; it must cover the {new} new tokens, or "
+            f"all {tokens} cached and new tokens"
         )
     return mask[:, :tokens]
 

@@ -23,12 +23,12 @@ def read_text(path: Path, argument: str = "--text") -> str:
         InputError: if the file does not exist, is not UTF-8, or is empty.
     """
     if not path.is_file():
-        what = "is a folder; give a file of text" if path.is_dir() else "no such file"
+        what = "is a folder; give a text file" if path.is_dir() else "no such file"
         raise InputError(f"{argument} {path}: {what}")
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
-        raise InputError(f"{argument} {path}: is no text in UTF-8") from None
+        raise InputError(f"{argument} {path}: is not valid UTF-8 text") from None
     except OSError as error:
         raise InputError(f"{argument} {path}: {error.strerror or error}") from error
     if not text.strip():

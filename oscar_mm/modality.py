@@ -116,7 +116,7 @@ def token_modalities(
         if mm_token_type_ids.shape != input_ids.shape:
             raise ValueError(
                 f"mm_token_type_ids has shape {tuple(mm_token_type_ids.shape)}, "
-                f"input_ids {tuple(input_ids.shape)}: they must be equal"
+                f"input_ids {tuple(input_ids.shape)}: the shapes must be equal"
             )
         given = mm_token_type_ids.to("cpu")
         if given.numel() and not 0 <= int(given.min()) <= int(given.max()) <= 3:

@@ -146,12 +146,12 @@ class KVPolicy:
                 raise InputError(f"KVPolicy {field}={value!r}: must be one of {options}")
         if self.value_scale == "unbiased" and self.fit != "lsq":
             raise InputError(
-                f"KVPolicy value_scale='unbiased' with fit={self.fit!r}: must be 'plain', as only "
-                "a least-squares fit ('lsq') shrinks values"
+                f"KVPolicy value_scale='unbiased' with fit={self.fit!r}: must be 'plain', because "
+                "only a least-squares fit ('lsq') shrinks values"
             )
         if self.by_token:
-            self._check("token_scaling", (None,), "a token's scale is its own already")
-            self._check("norm", ("plain", "unbiased"), "keys have a scale and no norm")
+            self._check("token_scaling", (None,), "each token has its own scale anyway")
+            self._check("norm", ("plain", "unbiased"), "keys have a scale, but no norm")
         else:
             self._check("center", (False,), "a channel's zero point is its center")
         for field in ("window", "sinks"):
@@ -167,7 +167,7 @@ class KVPolicy:
             options = " or ".join(map(repr, allowed))
             raise InputError(
                 f"KVPolicy {field}={value!r} with key_axis={self.key_axis!r}: must be {options}, "
-                f"as {why}"
+                f"because {why}"
             )
 
     def bits_for(self, modality: Modality) -> Bits:

@@ -68,7 +68,7 @@ class TPGroup:
         if self.count > 1 and policy.token_scaling == "shared":
             raise InputError(
                 f"policy: token_scaling='shared' is one norm over all heads, which are on "
-                f"{self.count} ranks here: take policy 'channel', or the same policy with "
+                f"{self.count} ranks here: use policy 'channel', or the same policy with "
                 "token_scaling='per_head'"
             )
 

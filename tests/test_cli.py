@@ -66,7 +66,7 @@ def test_a_terminal_says_what_runs(model, picture, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     short = ("--max-new-tokens", "2")
     for name, said in {
-        model: f"{model}, Qwen3-VL, 0M parameters; it reads text, image, video\n",
+        model: f"{model}, Qwen3-VL, 0M parameters; it supports text, image, video\n",
         "pocket-vl": "pocket-vl, 5M parameters, a bundled demo model that reads printed codes",
     }.items():
         assert run(request(picture, name, *short)) == 0
@@ -80,7 +80,7 @@ def test_a_bundled_model_says_what_it_was_never_taught(picture, capsys) -> None:
         asked = ["--prompt", question, "--model", "pocket-vl", "--max-new-tokens", "2"]
         assert run(["ask", picture, *asked, "--device", "cpu"]) == 0
         captured = capsys.readouterr()
-        assert ("pocket-vl was never taught this question" in captured.err) == said
+        assert ("pocket-vl was not trained on this question" in captured.err) == said
         assert "taught" not in captured.out
 
 
@@ -167,7 +167,7 @@ def test_a_recording(qwen3_omni_folder, model, tmp_path, capsys) -> None:
     assert run(["ask", "--video", str(movie), "--audio-in-video", *omni]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["tokens"]["audio"] > 10
     assert run(["ask", "--audio", str(sound), *asked, "--model", model]) == 2
-    assert f"{sound}: {model} hears nothing; take a Qwen3-Omni" in only_line(capsys)
+    assert f"{sound}: {model} does not support audio; use a Qwen3-Omni" in only_line(capsys)
     assert run(["ask", "--video", str(movie), "--audio-in-video", *asked, "--model", model]) == 2
     assert "--audio-in-video" in only_line(capsys)
     silence = write_sound(tmp_path / "silence.wav", (tone(1)[0] * 0, 16_000))
@@ -218,7 +218,7 @@ def test_bad_request(
 def test_over_the_context(model, picture, capsys) -> None:
     assert run([*request(picture, model), "--max-context", "20"]) == 2
     said = only_line(capsys)
-    assert "over the context, where 20 fit: image" in said and "max_new_tokens" in said
+    assert "over the context, but only 20 fit: image" in said and "max_new_tokens" in said
     assert run([*request(picture, model), "--max-context", "0"]) == 2
     assert "'--max-context'" in only_line(capsys)
 
@@ -241,7 +241,10 @@ def test_bundled_models_by_default(picture, tmp_path, capsys) -> None:
         assert run(["ask", media, *asked, "--model", name]) == 0
         assert capsys.readouterr().err == ""
     assert run(["ask", str(sound), *asked, "--model", "pocket-llava"]) == 2
-    assert "pocket-llava hears nothing; take a Qwen3-Omni model or pocket-omni" in only_line(capsys)
+    assert (
+        "pocket-llava does not support audio; use a Qwen3-Omni model or pocket-omni"
+        in only_line(capsys)
+    )
     assert run(["ask", picture, *asked, "--model", "pocket-lm"]) == 2
     assert "one of the bundled models pocket-vl, pocket-llava, pocket-omni" in only_line(capsys)
 

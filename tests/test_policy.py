@@ -153,7 +153,7 @@ def test_every_documented_choice_is_taken(field: str) -> None:
     [
         (
             {"token_scaling": "per_head"},
-            "token_scaling='per_head' with key_axis='token': must be None, as a token's scale",
+            "token_scaling='per_head' with key_axis='token': must be None, because each token has",
         ),
         (
             {"token_scaling": "shared"},
@@ -161,7 +161,7 @@ def test_every_documented_choice_is_taken(field: str) -> None:
         ),
         (
             {"norm": "refit"},
-            "norm='refit' with key_axis='token': must be 'plain' or 'unbiased', as keys have",
+            "norm='refit' with key_axis='token': must be 'plain' or 'unbiased', because keys have",
         ),
         ({"key_axis": "channel"}, "center=True with key_axis='channel': must be False"),
     ],

@@ -20,7 +20,7 @@ def test_text(tmp_path: Path) -> None:
         (None, "--text .*notes.txt: no such file"),
         (b"", "notes.txt: is empty"),
         (b" \n\t", "notes.txt: is empty"),
-        (b"\xff\xfe\x00", "notes.txt: is no text in UTF-8"),
+        (b"\xff\xfe\x00", "notes.txt: is not valid UTF-8 text"),
     ],
 )
 def test_no_text(content: bytes | None, message: str, tmp_path: Path) -> None:
@@ -32,5 +32,5 @@ def test_no_text(content: bytes | None, message: str, tmp_path: Path) -> None:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--words .*: is a folder; give a file of text"):
+    with pytest.raises(InputError, match=r"--words .*: is a folder; give a text file"):
         read_text(tmp_path, "--words")

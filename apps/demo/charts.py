@@ -204,7 +204,7 @@ def _spread(inspection: Inspection) -> str:
             for layer in inspection.layers:
                 norms = (layer.norms.scaled if scaled else layer.norms.heads)[name]
                 points.append((layer.index, norms.p95 / max(norms.p5, 1e-12)))
-            label = f"{name}, {'scaled' if scaled else 'as it is'}"
+            label = f"{name}, {'scaled' if scaled else 'not scaled'}"
             lines.append(Line(label, f"c-{name}", points, dashed=scaled))
     title = "Spread of norms before and after token scaling"
     return _over_layers(inspection, lines, title, "95% over 5% percentile of a head's key norms")

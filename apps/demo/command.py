@@ -27,23 +27,23 @@ def demo(
     ] = DEFAULT_MODEL,
     policy: options.Policy = DEFAULT,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Answer over a 16-bit cache too, side by side.")
+        bool, typer.Option("--compare", help="Also answer with a 16-bit cache, side by side.")
     ] = False,
     port: Annotated[
         int, typer.Option(metavar="N", min=1, max=65535, help="Port of the page.")
     ] = 7860,
     host: Annotated[
-        str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0 is all of them.")
+        str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0 for all of them.")
     ] = "127.0.0.1",
     kv_budget: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most memory of all conversations together.")
+        str, typer.Option(metavar="SIZE", help="Maximum KV memory of all conversations together.")
     ] = "2GB",
     keep: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
             file_okay=False,
-            help="Keep conversations here, so that they go on when the page is served again.",
+            help="Store conversations here, so that they survive a restart of the demo.",
         ),
     ] = None,
     max_context: options.MaxContext = None,
@@ -52,7 +52,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="bfloat16, float16 or float32; default: the checkpoint's, on a CPU bfloat16.",
+            help="bfloat16, float16 or float32. Default: the checkpoint's; on a CPU, bfloat16.",
         ),
     ] = None,
 ) -> None:

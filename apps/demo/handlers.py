@@ -282,7 +282,7 @@ class Handlers:
         with _errors_as_messages():
             session = self.sessions.visit(str(request.session_hash), session_id)
         if session_id and session.id != session_id:
-            gr.Info("The conversation of this address has ended: this is a new one.")
+            gr.Info("The conversation at this address has ended: this is a new one.")
         return *self.all_parts(session, *scenario), session.id
 
     def fork(self, request: gr.Request, *scenario: str) -> tuple:

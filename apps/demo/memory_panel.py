@@ -63,8 +63,8 @@ MODELS = {
 LENGTHS = {"this long": 0, "8K tokens": 8192, "32K tokens": 32768, "128K tokens": 131072}
 """Tokens of a conversation; 0 for its present length."""
 _NOT_COMPARED = (
-    '<p class="empty">Start comparing, and every question is answered over a plain 16-bit cache '
-    "too, with the same sampling. Questions that were asked are asked again.</p>"
+    '<p class="empty">Start comparing, and every question is also answered with a plain 16-bit '
+    "cache and the same sampling. Earlier questions are asked again.</p>"
 )
 _MAX_WORDS = 2000
 """Maximum number of words of an answer that are compared."""
@@ -110,7 +110,7 @@ def memory_panel(
         f'<div class="tile"><dt>{escape(name)}</dt>'
         f"<dd>{escape(value)}</dd><dd><small>{escape(note)}</small></dd></div>"
         for name, value, note in (
-            ("Held now", format_bytes(now.used_bytes), f"{now.stored_tokens:,} tokens"),
+            ("Stored now", format_bytes(now.used_bytes), f"{now.stored_tokens:,} tokens"),
             ("Bits per value", f"{now.bits_per_value:.2f}", "tables included"),
             ("Speed", speed, "tokens/s"),
             ("First token", wait, "media included"),
@@ -126,23 +126,21 @@ def _headline(now: MemorySample, *, packs: bool) -> str:
     used, plain = format_bytes(now.used_bytes), format_bytes(now.bf16_bytes)
     if now.gains:
         return (
-            f"<p><strong>{now.ratio:.1f}x smaller than 16 bit</strong>: "
+            f"<p><strong>{now.ratio:.1f}x smaller than 16-bit</strong>: "
             f"<b>{used}</b> instead of {plain}</p>"
         )
     reason = escape(no_gain_reason(now, packs=packs))
-    return (
-        f'<p><strong>{used}</strong>, {plain} if all were in 16 bit</p><p class="how">{reason}</p>'
-    )
+    return f'<p><strong>{used}</strong>, against {plain} in 16-bit</p><p class="how">{reason}</p>'
 
 
 def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
     """Explain why a conversation takes about as much as in 16-bit precision, or slightly more."""
-    tables = f"Tables of where each token lies take {format_bytes(now.parts[TABLES])}."
+    tables = f"The tables of token positions take {format_bytes(now.parts[TABLES])}."
     if not packs:
-        return f"This conversation is stored in 16 bit, as its settings say. {tables}"
+        return f"This conversation is stored in 16-bit precision, as set. {tables}"
     return (
-        "It is too short to gain: the latest tokens, and tokens that do not fill a page of 128 of "
-        f"their modality yet, stay in 16 bit. {tables}"
+        "It is too short to benefit: the latest tokens, and tokens that do not yet fill a page of "
+        f"128 of their modality, stay in 16-bit precision. {tables}"
     )
 
 
@@ -173,10 +171,10 @@ def memory_chart(
         points = [(sample.tokens, height) for sample, height in zip(samples, below, strict=True)]
         lines.append(Line(part, f"c-{part}", points, filled=True))
     plain = [(sample.tokens, sample.bf16_bytes) for sample in samples]
-    lines.append(Line("the same in 16 bit", "c-plain", plain, dashed=True))
+    lines.append(Line("the same in 16-bit", "c-plain", plain, dashed=True))
     if baseline is not None:
         points = [(sample.tokens, sample.used_bytes) for sample in baseline.thinned(_MAX_POINTS)]
-        lines.append(Line("16 bit, measured", "c-other", points))
+        lines.append(Line("16-bit, measured", "c-other", points))
     now = curve.last
     return chart(
         lines,
@@ -193,7 +191,7 @@ def memory_chart(
 
 def _readout(sample: MemorySample, events: Sequence[Note] = ()) -> Note:
     used, plain = format_bytes(sample.used_bytes), format_bytes(sample.bf16_bytes)
-    text = f"{sample.tokens:,} tokens: {used}, {plain} in 16 bit"
+    text = f"{sample.tokens:,} tokens: {used}, {plain} in 16-bit"
     latest = [event.text for event in events if event.x <= sample.tokens][-1:]
     return Note(sample.tokens, "; ".join([text, *latest]))
 
@@ -223,7 +221,7 @@ def comparison_view(session: Session) -> str:
     if now.bf16_bytes and not now.gains:
         text = escape(no_gain_reason(now, packs=session.settings.policy.packs))
         reason = f'<p class="how">{text}</p>'
-    cards = _card(session.settings.name, packed) + _card("16 bit", baseline)
+    cards = _card(session.settings.name, packed) + _card("16-bit", baseline)
     return (
         f'<div class="pair">{cards}</div>{reason}'
         f'<p class="verdict" role="status">{verdict}</p>'
@@ -343,8 +341,8 @@ def capacity(
     if not unpacked and not packed:
         weights = format_bytes(shape.weight_bytes)
         return (
-            f'<p class="fits none">The weights of {escape(model)}, {weights}, leave no room on one '
-            f"{escape(gpu)}.</p>"
+            f'<p class="fits none">The weights of {escape(model)}, {weights}, leave no memory on '
+            f"one {escape(gpu)}.</p>"
         )
     packed_size, size = (
         escape(format_bytes(shape.kv_bytes(cache_format, tokens)))
@@ -353,8 +351,8 @@ def capacity(
     total = sum(tokens.values())
     return (
         f'<p class="fits"><strong>{packed:,}</strong> such conversations of {total:,} tokens '
-        f"with {escape(model)} fit on one {escape(gpu)}, <b>{unpacked:,}</b> in 16 bit.</p>"
-        f'<p class="how">{packed_size} each instead of {size}, beside weights of '
+        f"with {escape(model)} fit on one {escape(gpu)}, <b>{unpacked:,}</b> in 16-bit.</p>"
+        f'<p class="how">{packed_size} each instead of {size}, in addition to weights of '
         f"{format_bytes(shape.weight_bytes)}. Computed from the formats, not measured.</p>"
     )
 
@@ -369,10 +367,10 @@ def format_label(preset: str, shape: ModelShape) -> str:
     """
     policy, tokens = KVPolicy.preset(preset), scale_mix(_EXAMPLE_MIX, LENGTHS["32K tokens"])
     if not policy.packs:
-        return f"{preset}: 16 bit"
+        return f"{preset}: 16 bits"
     plain = shape.kv_bytes(KVPolicy.preset("bf16"), tokens)
     ratio = plain / shape.kv_bytes(policy, tokens)
-    return f"{preset}: {policy.bits.text} bit, {ratio:.1f}x smaller"
+    return f"{preset}: {policy.bits.text} bits, {ratio:.1f}x smaller"
 
 
 def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:

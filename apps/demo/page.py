@@ -91,7 +91,7 @@ def build(handlers: Handlers) -> gr.Blocks:
 def _header(handlers: Handlers) -> None:
     card = handlers.sessions.card
     _HTML(
-        "<header><h1>oscar_mm</h1><p>Long conversations about pictures, sound and video in a "
+        "<header><h1>oscar_mm</h1><p>Long conversations about images, audio and video in a "
         f'2-bit KV cache</p><span class="chip">{escape(card.title)}</span>'
         '<button id="theme" type="button" aria-label="Switch between dark and light">◐</button>'
         "</header>",
@@ -147,10 +147,9 @@ def _limits_of(sessions: Sessions) -> str:
     card, context = sessions.card, sessions.pipe.admission.max_context
     limits = f"{card.name} {card.abilities}."
     if card.is_demo:
-        limits += " It knows the questions of its examples and a few more, and no other."
+        limits += " It can answer only questions like those of its examples and a few more."
     limits += (
-        f" A conversation has room for {context:,} tokens, a message for {MAX_CHARACTERS:,} "
-        "characters."
+        f" A conversation can have {context:,} tokens, a message {MAX_CHARACTERS:,} characters."
     )
     return f'<p class="how">{escape(limits)}</p>'
 
@@ -214,7 +213,7 @@ def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
             parts[name] = gr.DownloadButton(name, elem_id=name, visible="hidden")
     with gr.Tab("Compare", id="compare"):
         parts["compare"] = gr.Checkbox(
-            initial["compare"], label="Answer with a 16-bit cache too", elem_id="compare"
+            initial["compare"], label="Also answer with a 16-bit cache", elem_id="compare"
         )
         parts["compared"] = _HTML(initial["compared"], elem_id="compared")
     with gr.Tab("Why", id="why"):
@@ -232,7 +231,7 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
         default, pipe = handlers.default_temperature, handlers.sessions.pipe
         parts["temperature"] = gr.Slider(0, 2, value=default, step=0.1, label="Temperature")
         most, longest = pipe.longest_answer(MAX_NEW_TOKENS), pipe.longest_answer()
-        label = "Longest answer, tokens"
+        label = "Maximum tokens of an answer"
         parts["longest"] = gr.Slider(1, most, value=longest, step=1, label=label)
     gr.Markdown("For a new conversation")
     parts["system"] = gr.Textbox(label="System prompt", lines=2, max_length=MAX_CHARACTERS)
@@ -242,7 +241,7 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
         formats,
         value=settings.preset,
         label="Cache format",
-        info="Bits of keys/values, and the ratio to 16 bit for 32K tokens, mostly of pictures",
+        info="Bits of keys/values, and the ratio to 16-bit for 32K tokens, mostly of images",
     )
     with gr.Row(elem_id="bits"):
         for modality in Modality:
@@ -253,9 +252,11 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
                 min_width=90,
             )
     window = settings.policy.window
-    parts["window"] = gr.Slider(0, 512, value=window, step=1, label="Latest tokens kept in 16 bit")
+    parts["window"] = gr.Slider(
+        0, 512, value=window, step=1, label="Latest tokens stored in 16-bit"
+    )
     parts["apply"] = gr.Button(
-        "Begin a conversation with these", elem_id="apply", variant="primary"
+        "Start a conversation with these settings", elem_id="apply", variant="primary"
     )
     return parts
 
@@ -333,7 +334,7 @@ class LocalBlocks(gr.Blocks):
 
 def _check_file(file: dict[str, Any]) -> dict[str, Any]:
     if is_http_url_like(str(file.get("path"))):
-        raise gr.Error("addresses are not fetched: upload the file", print_exception=False)
+        raise gr.Error("URLs are not fetched: upload the file", print_exception=False)
     return file
 
 
@@ -357,7 +358,7 @@ class Isolation:
             return
         path = unquote(scope["path"]).lower()
         if any(part in path for part in _FETCHING_PATHS):
-            await PlainTextResponse("addresses are not fetched", 403)(scope, receive, send)
+            await PlainTextResponse("URLs are not fetched", 403)(scope, receive, send)
             return
         if path.endswith("/openapi.json"):
             await PlainTextResponse("Not Found", 404)(scope, receive, send)
@@ -385,7 +386,9 @@ class Isolation:
         upload, size = object(), int(announced[:19])
         expected = stored_bytes(self.folder) + sum(self._coming.values()) + size
         if expected > visitor_input.MAX_STORED_BYTES:
-            refusal = PlainTextResponse("the server has no room for more files now", 507)
+            refusal = PlainTextResponse(
+                "the server cannot store more files now; try again later", 507
+            )
             await refusal(scope, receive, send)
             return
 

@@ -73,7 +73,7 @@ class PageServer(uvicorn.Server):
         self._thread.start()
         while not self.started:
             if not self._thread.is_alive():
-                raise InputError("the page cannot be served; the log says why")
+                raise InputError("the page cannot be served; see the log")
             time.sleep(0.001)
         self._page.is_running, self._page.server = True, self
         return self

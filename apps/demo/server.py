@@ -73,7 +73,7 @@ def serve(
             _warm_up(pipe)
             freeze_loaded()
             with serve_page(pipe, settings, sockets, host, keep) as running:
-                print(f"oscar-mm: {running.address} (Ctrl-C ends it)", file=sys.stderr)
+                print(f"oscar-mm: {running.address} (Ctrl-C stops it)", file=sys.stderr)
                 wait_for_ctrl_c()
         finally:
             if pipe.budget is not None:

@@ -26,8 +26,8 @@ from oscar_mm.media.part import media_parts
 from oscar_mm.modality import MediumSpan, Modality
 
 NOTES = {
-    "interrupted": "stopped: what was written counts as the answer",
-    "length": "ended at the longest answer that the settings allow",
+    "interrupted": "stopped: the text so far counts as the answer",
+    "length": "ended at the maximum answer length of the settings",
 }
 """Note of the transcript on an answer that the model did not end, by finish reason."""
 _THUMBNAIL_SIZE = (144, 96)
@@ -80,8 +80,8 @@ if (!box.dataset.away) {
 one recording at a time."""
 _EMPTY = (
     '<div class="welcome"><b>Show something and ask about it</b>'
-    "<p>What the model has seen stays in a packed cache: later questions cost their own tokens "
-    "only. The memory panel shows what it holds.</p></div>"
+    "<p>What the model has seen stays in a packed cache: later questions cost only their own "
+    "tokens. The memory panel shows what it contains.</p></div>"
 )
 _MAX_CHARACTERS = 64 * 2**20
 

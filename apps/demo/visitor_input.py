@@ -47,13 +47,15 @@ def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[
         InputError: if there are too many files, or a file is not a medium or not in ``folders``.
     """
     if len(files) > MAX_FILES:
-        raise InputError(f"{len(files)} files are more than the {MAX_FILES} of one message")
+        raise InputError(f"{len(files)} files are more than the {MAX_FILES} allowed in one message")
     kinds: dict[str, list[Path]] = {kind: [] for kind in SUFFIXES}
     for file in files:
         path = upload_path(file, folders)
         if path.stat().st_size > LIMITS.max_file_bytes:
             mebibytes = LIMITS.max_file_bytes // 2**20
-            raise InputError(f"{path.name}: is larger than the {mebibytes} MiB of one file")
+            raise InputError(
+                f"{path.name}: is larger than the {mebibytes} MiB allowed for one file"
+            )
         kind = kind_of(path)
         if kind is None:
             raise InputError(f"{path.name}: is not an image, video or recording in a known format")
@@ -71,7 +73,7 @@ def upload_path(file: str | Path, folders: Sequence[Path]) -> Path:
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
         raise InputError(f"{path.name}: was not uploaded here")
     if not path.is_file():
-        raise InputError(f"{path.name}: is not here any more; upload it again")
+        raise InputError(f"{path.name}: is no longer here; upload it again")
     return path
 
 

@@ -35,7 +35,7 @@ from oscar_mm.modality import MEDIA, Modality
 
 _BASE64_PIECE = 4 << 20
 """Characters to decode while holding the interpreter lock; a multiple of 4."""
-NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is no {0}"
+NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is not a valid {0}"
 """The only error that clients see about an address, which may belong to a private network."""
 _NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
 _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
@@ -279,8 +279,8 @@ class MediaDecoder:
             found = self._source.known.get(self._salt, uuid)
         if found is None:
             raise FieldError(
-                "no medium with this uuid and cache_salt is stored (any more): send the medium "
-                "again with its uuid",
+                "no medium is stored for this uuid and cache_salt (it may have been evicted): "
+                "send the medium again with its uuid",
                 name,
             )
         wanted = MEDIA.get("audio" if kind == "input_audio" else kind.removesuffix("_url"))
@@ -302,7 +302,7 @@ class MediaDecoder:
         # A stranger must not make the server fetch an address or open a path.
         kind, data = _data_uri(url)
         if kind is None:
-            or_address = " or an http(s) address" if allow_remote else ""
+            or_address = " or an http(s) URL" if allow_remote else ""
             example = _EXAMPLES[field]
             message = f"{field}.url must be a data URI, data:{example};base64,...{or_address}"
             raise FieldError(message, name)
@@ -319,7 +319,7 @@ class MediaDecoder:
     def _fetch(self, url: str, field: str, name: str) -> NamedBytes:
         if self._remote_bytes <= 0:
             raise FieldError(
-                "the media fetched before it used up the bytes of a request: use fewer addresses",
+                "the media fetched before it used up the byte limit of a request: use fewer URLs",
                 name,
             )
         limits, hosts = self._source.limits, self._source.hosts
@@ -374,7 +374,7 @@ def _decode_base64(text: str, name: str, limits: MediaLimits) -> NamedBytes:
             for start in range(0, len(text), _BASE64_PIECE)
         ]
     except ValueError as error:  # binascii.Error, or characters that are not ASCII
-        raise FieldError(f"the base64 text is damaged ({error})", name) from None
+        raise FieldError(f"is not valid base64 ({error})", name) from None
     if not pieces:
-        raise FieldError("must be a file in base64, and is empty", name)
+        raise FieldError("must be a base64-encoded file, but is empty", name)
     return NamedBytes(b"".join(pieces), name)

@@ -372,7 +372,7 @@ def parsed(kind: type[T], data: bytes) -> T:
     if structure > MAX_STRUCTURE:
         raise FieldError(
             f"the request has {structure:,} brackets and commas, more than the {MAX_STRUCTURE:,} "
-            "of the largest conversation"
+            "allowed"
         )
     try:
         return kind.model_validate_json(data)
@@ -526,7 +526,7 @@ _MESSAGES = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "too_short": "must not be empty",
-    "too_long": "holds {actual_length}, where at most {max_length} are allowed",
+    "too_long": "has {actual_length} entries, but at most {max_length} are allowed",
     "string_too_short": "must not be empty",
     "string_too_long": "is longer than the {max_length} characters allowed",
 }
@@ -542,7 +542,7 @@ def _field_error(error: ValidationError) -> FieldError:
     first = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx", {})
     if first["type"] == "json_invalid":
-        return FieldError(f"the request is no JSON: {context['error']}")
+        return FieldError(f"the request is not valid JSON: {context['error']}")
     if isinstance(own := context.get("error"), FieldError):
         return own
     places = [part for part in first["loc"] if part not in _NO_NAMES]
@@ -550,5 +550,5 @@ def _field_error(error: ValidationError) -> FieldError:
     if first["type"] == _OWN_ERROR:
         message = first["msg"]
     else:
-        message = _MESSAGES.get(first["type"], "is not what the protocol has").format(**context)
+        message = _MESSAGES.get(first["type"], "is not valid in this protocol").format(**context)
     return FieldError(message if name else f"the request {message}", name[1:] or None)

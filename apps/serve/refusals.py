@@ -64,7 +64,7 @@ class ClientGone(Refusal):
     """The client has left; nobody reads this refusal."""
 
     def __init__(self) -> None:
-        super().__init__(499, "the client has left")
+        super().__init__(499, "the client has disconnected")
 
 
 def busy(message: str) -> Refusal:
@@ -87,12 +87,12 @@ def as_refusals() -> Iterator[None]:
 
 def _refusal_of(error: Exception) -> Refusal:
     if isinstance(error, MemoryBusy):
-        return busy("other answers hold the memory that this request needs")
+        return busy("other requests use the memory that this one needs")
     if isinstance(error, RequestTooLarge):
         return Refusal(
             400,
-            f"the conversation and its answer need {error.asked:,} tokens, and {error.fits:,} "
-            "have room: shorten messages, or send fewer or smaller media",
+            f"the conversation and its answer need {error.asked:,} tokens, but only "
+            f"{error.fits:,} fit: shorten messages, or send fewer or smaller media",
             code="context_length_exceeded",
             field="messages",
         )

@@ -181,7 +181,7 @@ def with_referenced(
         if item.get("type") == "item_reference":
             key, name = str(item.get("id"))[:MAX_ID_CHARACTERS], f"input[{index}]"
             if key in found:
-                raise FieldError("is referenced before: an item occurs once", name)
+                raise FieldError("is referenced twice: an item may occur only once", name)
             if (kept := find(key)) is None:
                 message = f"Item with id {key!r} not found: send the item itself"
                 raise Refusal(404, message, code="not_found", field=name)
@@ -237,7 +237,7 @@ def _part(part: Any, name: str) -> dict[str, Any]:
         return {"type": "text", "text": part.get("refusal")}
     if kind == "input_image":
         if part.get("image_url") is None:
-            raise FieldError("needs image_url; uploaded files are not kept here", name)
+            raise FieldError("needs image_url; this server does not store uploaded files", name)
         url = part["image_url"]
         if isinstance(url, str):
             url = {"url": url, "detail": part.get("detail")}

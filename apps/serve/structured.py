@@ -75,7 +75,7 @@ def grammar_of(body: AsksForStructure) -> Grammar | None:
         first, *others = dict.fromkeys(grammar.name for grammar in given)
         if not others:
             raise InputError(f"{first}: has several constraints: keep one")
-        raise InputError(f"{first}: cannot be had together with {', '.join(others)}")
+        raise InputError(f"{first}: cannot be combined with {', '.join(others)}")
     return given[0] if given else None
 
 

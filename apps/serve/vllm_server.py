@@ -38,10 +38,10 @@ _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
 _REFUSED = {
     "max_request": "vLLM does not bound a request's bytes",
     "waiting": "vLLM does not bound its queue",
-    "conversations": "vLLM keeps prefixes of prompts, as many as its KV memory holds",
-    "prefill_chunk": "vLLM reads prompts in chunks by itself: -- --max-num-batched-tokens N",
+    "conversations": "vLLM caches as many prefixes of prompts as fit into its KV memory",
+    "prefill_chunk": "vLLM chunks prompts itself: use -- --max-num-batched-tokens N",
     "device": "CUDA_VISIBLE_DEVICES chooses vLLM's GPUs",
-    "device_map": "-- --tensor-parallel-size N spreads a model over N GPUs",
+    "device_map": "use -- --tensor-parallel-size N, which spreads a model over N GPUs",
 }
 """Options without an equivalent in vLLM, and the reason or the alternative."""
 
@@ -81,8 +81,8 @@ def vllm_arguments(
     domains = options.get("allowed_media_domains") or []
     if below := [name for name in domains if name.startswith("*.")]:
         raise InputError(
-            f"--allowed-media-domains {below[0]} with --engine vllm: vLLM compares whole names; "
-            "list each host"
+            f"--allowed-media-domains {below[0]} with --engine vllm: vLLM matches only whole "
+            "names; list each host"
         )
     if domains or not options.get("allow_remote"):
         arguments += [_DOMAINS, *(domains or [_NO_DOMAIN])]
@@ -102,8 +102,8 @@ def _prefix_arguments(size: str | None) -> list[str]:
         return []
     if size not in ("0", "off"):
         raise InputError(
-            f"--prefix-cache {size} with --engine vllm: vLLM keeps prefixes in all KV memory that "
-            'no answer uses; only "off" can be said'
+            f"--prefix-cache {size} with --engine vllm: vLLM stores prefixes in all KV memory that "
+            'no answer uses; only "off" is possible'
         )
     return ["--no-enable-prefix-caching"]
 

@@ -217,7 +217,7 @@ class KVBudget:
                 self.folder = Path(folder)
                 self.folder.mkdir(parents=True, exist_ok=True)
         except (OSError, TypeError) as error:
-            raise InputError(f"spill={folder!r}: no folder that can be used: {error}") from None
+            raise InputError(f"spill={folder!r}: cannot be used as a folder: {error}") from None
         self._last_use: weakref.WeakKeyDictionary[Spillable, int] = weakref.WeakKeyDictionary()
         self._clock = count()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
@@ -260,7 +260,7 @@ class KVBudget:
     def new_file(self) -> Path:
         """Return the path for the next spilled chat."""
         if self.folder is None:
-            raise InputError("kv_budget: spill is False, so that nothing can be written to disk")
+            raise InputError("kv_budget: nothing can be written to disk, because spill is False")
         return self.folder / f"chat-{uuid4().hex}.safetensors"
 
     def make_room(self, needed: int, chat: Spillable | None = None) -> None:

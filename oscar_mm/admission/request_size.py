@@ -127,7 +127,7 @@ class RequestSize:
             bound: the exceeded limit, with its numbers.
             otherwise: a remedy other than fewer tokens.
         """
-        parts = [f"{self.past:,} held"] if self.past else []
+        parts = [f"{self.past:,} stored"] if self.past else []
         for modality in reversed(Modality):
             if count := self.tokens[modality.label]:
                 parts.append(f"{modality.label} {count:,}{self._names(modality)}")
@@ -136,8 +136,8 @@ class RequestSize:
         remedies = [*self._remedies(self.total - fits), *([otherwise] if otherwise else [])]
         least = "at least " if self.at_least else ""
         return RequestTooLarge(
-            f"{least}{self.total:,} tokens are asked, over {bound}, where {max(0, fits):,} fit: "
-            f"{', '.join(parts)}; {', or '.join(remedies)}",
+            f"{least}{self.total:,} tokens are needed, over {bound}, but only {max(0, fits):,} "
+            f"fit: {', '.join(parts)}; {', or '.join(remedies)}",
             self.total,
             max(0, fits),
         )
@@ -175,14 +175,14 @@ class RequestSize:
         """Return what to reduce in the prompt, and at least how much of it fits."""
         share = f"{left / max(1, self.tokens[name]):.0%}"
         if name == "text":
-            return "give a shorter prompt", f"{left:,} tokens of it"
+            return "give a shorter prompt", f"{left:,} tokens"
         if name == "audio":
             return "give shorter recordings", f"{share} of the seconds"
         if name == "video":
-            less = "give shorter or smaller videos, or keep fewer frames of them with video_fps"
+            less = "give shorter or smaller videos, or keep fewer of their frames with video_fps"
             return less, f"{share} of their tokens"
         images = [tokens for _, tokens in self.media.get(Modality.IMAGE, ())]
         if len(images) < 2:
-            return "give a smaller image", f"{left:,} tokens of it"
+            return "give a smaller image", f"{left:,} tokens"
         fit = sum(total <= left for total in accumulate(images))
         return "give fewer or smaller images", f"at least {fit} of these {len(images)}"

@@ -95,11 +95,11 @@ class BatchView(OscarCache):
 
     def fork(self) -> OscarCache:
         """Raise InputError: fork the caches instead."""
-        raise InputError("a BatchView is not forked: fork the caches that are its rows")
+        raise InputError("a BatchView cannot be forked: fork the caches of its rows")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Raise InputError: pickle the caches instead."""
-        raise InputError("a BatchView is not pickled: pickle the caches that are its rows")
+        raise InputError("a BatchView cannot be pickled: pickle the caches of its rows")
 
 
 def _row_of(cache: OscarCache | None) -> SequenceTable:

@@ -65,7 +65,7 @@ def write_checked(
             with part.open("rb") as file:
                 if int.from_bytes(file.read(8), "little") > _MAX_HEADER:
                     raise InputError(
-                        f"{path}: cannot be written: names and texts of a file may take "
+                        f"{path}: cannot be written: its names and texts take more than "
                         f"{_MAX_HEADER:,} bytes"
                     )
     except (OSError, SafetensorError) as error:
@@ -94,7 +94,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
                 old = _NAME not in texts
                 digest = texts.pop(_OLD_NAME if old else _NAME, "")
                 if len(digest) != len(_BLANK) or (old and header.count(_OLD_PLACE) != 1):
-                    raise InputError(f"{path}: is a safetensors file, but none that oscar_mm saved")
+                    raise InputError(f"{path}: is a safetensors file that oscar_mm did not save")
                 slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
                 kinds = {
                     name: Kind(one.get_dtype(), tuple(one.get_shape()))
@@ -104,7 +104,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
                 tensors = {name: content.get_tensor(name) for name in kinds}
             found = _old_digest(file, header) if old else _digest(tensors, texts)
         if digest != found:
-            raise InputError(f"{path}: was altered since it was saved (its checksum is wrong)")
+            raise InputError(f"{path}: was altered after it was saved (checksum mismatch)")
         return tensors, texts
     except SafetensorError:
         raise _refusal(path, header) from None
@@ -132,8 +132,8 @@ def _refusal(path: Path, header: bytes) -> InputError:
     whole = 8 + len(header) + max(ends, default=0)
     if not ends or size == whole:
         return InputError(f"{path}: is not a safetensors file")
-    state = "is truncated" if size < whole else "goes on behind its end"
-    return InputError(f"{path}: {state}: {size:,} bytes, where its header says {whole:,}")
+    state = "is truncated" if size < whole else "has extra bytes at its end"
+    return InputError(f"{path}: {state}: {size:,} bytes, but its header says {whole:,}")
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> str:

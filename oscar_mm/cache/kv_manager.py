@@ -70,7 +70,7 @@ class PendingModalities:
             if attention_mask.shape != modalities.shape:
                 raise InputError(
                     f"expect: attention_mask {tuple(attention_mask.shape)} and modalities "
-                    f"{tuple(ids.shape)} must have one shape: that of the new tokens"
+                    f"{tuple(ids.shape)} must both have the shape of the new tokens"
                 )
             ids[attention_mask.to("cpu").numpy() == 0] = PADDING
         self._ids = ids
@@ -92,8 +92,8 @@ class PendingModalities:
             ids = np.zeros((batch, tokens), dtype=np.int8)
             if self._padding is None and not self._packed and batch > 1 and tokens > 1:
                 warnings.warn(
-                    "OscarCache: a batch without expect(attention_mask=...): if it has padding, "
-                    "that is stored too. Call cache.expect, or use attention 'oscar'",
+                    "OscarCache: a batch came without expect(attention_mask=...): any padding in "
+                    "it is stored too. Call cache.expect, or use attention 'oscar'",
                     stacklevel=7,  # the caller of OscarCache.update, through ``torch_modes.eager``
                 )
         padding, self._padding = self._padding, None
@@ -256,17 +256,21 @@ class KVCacheManager:
         """Replace the batch by these of its rows, in this order; repeated rows share slots."""
         for row in rows:
             if not 0 <= row < len(self.sequences):
-                raise IndexError(f"row {row} of a cache of {len(self.sequences)} sequences")
+                raise IndexError(
+                    f"row {row} is out of range: the cache has {len(self.sequences)} sequences"
+                )
         self.hold([self.sequences[row].copy() for row in rows])
 
     def forget(self, row: int, start: int, stop: int) -> None:
         """Remove tokens start to stop - 1 of a row; its length and positions stay the same."""
         if not 0 <= row < len(self.sequences):
-            raise InputError(f"forget: row {row} of a cache of {len(self.sequences)} sequences")
+            raise InputError(
+                f"forget: row {row} is out of range: the cache has {len(self.sequences)} sequences"
+            )
         if not 0 <= start <= stop <= self.length:
             raise InputError(
-                f"forget: tokens {start} to {stop} of a cache of {self.length}; "
-                "start <= stop, counted from 0"
+                f"forget: tokens {start} to {stop} are out of range: the cache has {self.length} "
+                "tokens, counted from 0, and start must not be above stop"
             )
         self.changes += 1
         sequence = self.sequences[row]

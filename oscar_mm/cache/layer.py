@@ -132,7 +132,7 @@ class OscarLayer(CacheLayerMixin):
         """The cache of this layer; RuntimeError if it was garbage-collected."""
         cache = self._cache()
         if cache is None:
-            raise RuntimeError("the cache of this layer is gone")
+            raise RuntimeError("the cache of this layer no longer exists")
         return cache
 
     @property

@@ -91,7 +91,7 @@ class MemoryReport:
         if not self.kv_bytes:
             return "KV cache: empty"
         per_token = 2 * self.values / max(1, sum(self.tokens.values()))
-        rows = [("KV cache", "tokens", "held", "in 16 bit", "ratio")]
+        rows = [("KV cache", "tokens", "stored", "16-bit", "ratio")]
         for name, held in self.by_modality.items():
             tokens = self.tokens.get(name, 0)
             if held and name != _SHARED:
@@ -135,7 +135,7 @@ class MemoryReport:
         if len(gpus) > 1:
             notes.append(", ".join(f"{name} {format_bytes(gpus[name])}" for name in sorted(gpus)))
         if self.ranks > 1:
-            notes.append(f"of one rank; {self.ranks} ranks hold as much each")
+            notes.append(f"for one rank; each of the {self.ranks} ranks stores the same amount")
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], bits, *notes])
 
 

@@ -314,7 +314,7 @@ def _text_of(texts: dict[str, str], path: str | Path) -> dict[str, Any]:
             return text
     except (LookupError, TypeError, ValueError, RecursionError):
         pass
-    raise InputError(f"{path}: is a safetensors file, but no saved cache")
+    raise InputError(f"{path}: is a safetensors file, but not a saved cache")
 
 
 def _check_text(
@@ -328,7 +328,7 @@ def _check_text(
     if text.get("fingerprint") != fingerprint:
         raise InputError(
             f"{path}: was saved with another model (fingerprint {text.get('fingerprint')!s:.80}, "
-            f"here {fingerprint!s:.80}); load it with the same one"
+            f"here {fingerprint!s:.80}); load it with the same model"
         )
     found = _policy_of(text, path)
     if policy is not None and found != policy:
@@ -347,7 +347,7 @@ def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
     names = {field.name for field in dataclasses.fields(KVPolicy)}
     policy = text.get("policy")
     if not isinstance(policy, dict) or set(policy) | _ADDED.keys() != names:
-        raise InputError(f"{path}: is damaged: it names no policy")
+        raise InputError(f"{path}: is damaged: it has no valid policy")
     try:
         return KVPolicy(**_ADDED | policy | _balance_now(policy))
     except InputError as error:
@@ -378,7 +378,7 @@ def _checked_shapes(
     for name in [name for name in rest if name.startswith("given.")]:
         del rest[name]
     if len(kinds) - len(rest) > _MAX_GIVEN:
-        raise ValueError(f"{len(kinds) - len(rest)} tensors of the caller")
+        raise ValueError(f"it has {len(kinds) - len(rest)} tensors of the caller")
     SavedTables.check_kinds(rest)
     slots: dict[Bits, int] = {}
     shapes = []
@@ -388,18 +388,18 @@ def _checked_shapes(
         # Earlier files store them in the model's dtype and do not name it.
         dtype, stored = (_DTYPES.get(x) for x in (about.get("dtype", recent.dtype), recent.dtype))
         if dtype is None or stored not in (dtype, unpacked_dtype(policy, dtype)):
-            raise ValueError(f"layer {index}: tokens in 16 bit are {recent.dtype}")
+            raise ValueError(f"layer {index}: 16-bit tokens have dtype {recent.dtype}")
         if not (1 <= heads <= _MAX_HEADS and 1 <= width <= _MAX_HEAD_DIM):
-            raise ValueError(f"layer {index}: {heads} KV heads of {width} channels")
+            raise ValueError(f"layer {index}: it has {heads} KV heads of {width} channels")
         shape = LayerShape(heads, width, dtype)
         if model is not None and shape != model[index]:
-            raise ValueError(f"layer {index}: {shape}, where the model has {model[index]}")
+            raise ValueError(f"layer {index}: {shape}, but the model has {model[index]}")
         wanted: dict[Bits, tuple[tuple[int, ...], str]] = {PLAIN: ((2, heads, width), recent.dtype)}
         formats = [PageFormat.of(policy, bits, heads, width) for bits in policy.packed_bits]
         for page in formats:
             wanted[page.bits] = ((page.page_bytes,), "U8")
         if formats and about["page_order"] != _page_order(formats):
-            raise ValueError(f"layer {index}: its pages are in another order")
+            raise ValueError(f"layer {index}: its pages are in a different order")
         for bits, (slot, kind) in wanted.items():
             found = rest.pop(f"layer.{index}.{_name(bits)}")
             count = slots.setdefault(bits, found.shape[0])
@@ -424,7 +424,7 @@ def _check_content(
 ) -> None:
     """Raise ValueError if the layers' slots do not match the tables, or contain NaN or infinity."""
     if tables.counts[PLAIN] and not shapes:
-        raise ValueError("0 layers")
+        raise ValueError("it has tokens, but no layers")
     for index, shape in enumerate(shapes):
         for bits, count in tables.counts.items():
             slots = tensors[f"layer.{index}.{_name(bits)}"]
@@ -433,10 +433,10 @@ def _check_content(
             page = None if bits == PLAIN else PageFormat.of(policy, bits, *shape[:2])
             for part in slots.split(max(1, _CHECKED_BYTES * count // max(1, slots.nbytes))):
                 if not (all_finite(part) if page is None else page.all_finite(part.clone())):
-                    raise ValueError(f"layer {index}: {_name(bits)} holds what is no number")
+                    raise ValueError(f"layer {index}: {_name(bits)} contains NaN or infinity")
         sigma = tensors.get(f"layer.{index}.sigma")
         if sigma is not None and not bool(((sigma > 1 / _MOST) & (sigma < _MOST)).all()):
-            raise ValueError(f"layer {index}: sigma is beyond what balancing gives")
+            raise ValueError(f"layer {index}: sigma is outside the range of balancing")
 
 
 def _check_balancing(
@@ -449,6 +449,6 @@ def _check_balancing(
     has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
     for index, about in enumerate(layers):
         if has_pages and not about["balanced"]:
-            raise ValueError(f"layer {index}: has pages, and has chosen no balancing")
+            raise ValueError(f"layer {index}: has pages, but no choice of balancing")
         if policy.balance is None and f"layer.{index}.sigma" in tensors:
-            raise ValueError(f"layer {index}: sigma and the policy's balancing do not fit")
+            raise ValueError(f"layer {index}: sigma contradicts the policy, which has no balancing")

@@ -29,7 +29,8 @@ from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 _INCOMPLETE = (
     "an earlier forward pass did not reach layer {}: the cache is incomplete; reset() it and "
-    "start again. (An encoder-decoder takes EncoderDecoderCache(OscarCache(...), DynamicCache()).)"
+    "start again. (With an encoder-decoder, use EncoderDecoderCache(OscarCache(...), "
+    "DynamicCache()).)"
 )
 
 

@@ -61,11 +61,13 @@ class SavedTables:
                 raise ValueError(f"{name} is {found.shape} {found.dtype}")
         rows, length = kinds["codes"].shape
         if rows > _MAX_ROWS or length > _MAX_TOKENS or (rows and not length):
-            raise ValueError(f"{rows} rows of {length} tokens")
+            raise ValueError(f"it has {rows} rows of {length} tokens")
         most = {"streams": 2 * SINK * rows, "entries": rows * length, "recent": rows * length}
         for name, count in most.items():
             if kinds[name].shape[0] > count:
-                raise ValueError(f"{kinds[name].shape[0]} {name} of {rows} rows of {length} tokens")
+                raise ValueError(
+                    f"it has {kinds[name].shape[0]} {name} for {rows} rows of {length} tokens"
+                )
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor], policy: KVPolicy) -> SavedTables:
@@ -103,7 +105,7 @@ class SavedTables:
             raise ValueError("a stream is out of range")
         keys = row * 2 * SINK + code
         if len(np.unique(keys)) < len(keys):
-            raise ValueError("a stream is there twice")
+            raise ValueError("a stream occurs twice")
         if entries.sum() != len(self.entries) or recent.sum() != len(self.recent):
             raise ValueError("streams and their slots differ in number")
         page, start, stop = self.entries.T
@@ -122,21 +124,21 @@ class SavedTables:
         for index, codes in enumerate(self.codes):
             held[index, NOWHERE] = (codes == NOWHERE).sum()
             if (np.bincount(codes, minlength=256) != held[index]).any():
-                raise ValueError(f"row {index} has other tokens than its streams")
+                raise ValueError(f"row {index} and its streams have different tokens")
 
     def _checked_counts(self) -> dict[Bits, int]:
         """Return bits -> number of slots; check that their ids go from 0 without gaps."""
         named: dict[Bits, set[int]] = {bits: set() for bits in (*self.policy.packed_bits, PLAIN)}
         for _, stream in self._parts():
             if stream.pages and stream.bits == PLAIN:
-                raise ValueError("a stream of 16 bit has pages")
+                raise ValueError("a 16-bit stream has pages")
             if len(set(stream.slots)) < len(stream.slots):
                 raise ValueError("a stream has a slot twice")
             named[stream.bits].update(stream.pages)
             named[PLAIN].update(stream.slots)
         for bits, slots in named.items():
             if slots and (min(slots), max(slots)) != (0, len(slots) - 1):
-                raise ValueError(f"slots of {bits} bit are not numbered from 0")
+                raise ValueError(f"slots of {bits} bits are not numbered from 0")
         return {bits: len(slots) for bits, slots in named.items()}
 
     def places_in_use(self) -> dict[Bits, np.ndarray]:

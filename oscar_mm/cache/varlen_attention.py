@@ -191,8 +191,8 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     if isinstance(error, float) and error < _MAX_ERROR:
         return True
     _log.warning(
-        "torch's flash attention of rows in line is not as expected on %s (%s): short prompts "
-        "attend row by row, which is slower",
+        "torch's variable-length flash attention does not work as expected on %s (%s): short "
+        "prompts run one row at a time, which is slower",
         device,
         error,
     )

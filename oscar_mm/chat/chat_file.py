@@ -147,7 +147,7 @@ def read_chat(
         check_turns(conversation, saved.tables.codes.reshape(-1), policy, family)
         system = given["system"]
         if not (system is None or isinstance(system, str)):
-            raise ValueError("its system prompt is no text")
+            raise ValueError("its system prompt is not text")
         tools = None if version == 1 else offer_of(given["tools"], family)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: is no chat that can be read: {str(error)[:_SHOWN]}") from None
@@ -161,7 +161,7 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
     if rows > 1 or ids.shape != (1, tokens) or ids.dtype != torch.long:
         raise ValueError("tokens and cache differ in length")
     if tokens and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise ValueError("token ids out of range")
+        raise ValueError("token ids are out of range")
     place = conversation.next_position
     is_position = place.shape == (1,) and place.dtype in (torch.long, torch.float32)
     if not is_position or not 0 <= float(place) < MAX_POSITION:
@@ -169,7 +169,7 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
     start = 0
     for turn in conversation.turns:
         if turn.start != start or turn.stop <= start or len(turn.media) != len(turn.forgotten):
-            raise ValueError("its turns do not follow each other")
+            raise ValueError("its turns are not consecutive")
         for span in turn.media:
             if span.modality is Modality.TEXT or not start <= span.start < span.stop <= turn.stop:
                 raise ValueError("a medium is out of range")

@@ -395,7 +395,7 @@ def _check_positions(following: int, answer: int, longest: int) -> None:
     """Refuse positions beyond the model's context; forgetting media does not lower positions."""
     if following + answer > longest:
         raise InputError(
-            f"the turn would come to position {following} and max_new_tokens is {answer}, but the "
-            f"model ends at {longest}: undo() takes back turns, forget() does not help; else "
-            "begin a new chat"
+            f"the turn would reach position {following} and max_new_tokens is {answer}, but the "
+            f"model supports only {longest} positions: undo() some turns, as forget() does not "
+            "help; else begin a new chat"
         )

@@ -51,7 +51,7 @@ def check_turns(
     _check_pending(conversation, family.model.config)
     for turn in conversation.turns:
         if turn.finish_reason not in _REASONS:
-            raise ValueError(f"an answer ended for {turn.finish_reason[:40]!r}")
+            raise ValueError(f"unknown finish_reason {turn.finish_reason[:40]!r}")
 
 
 def _forgotten(conversation: Conversation) -> np.ndarray:
@@ -76,9 +76,9 @@ def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
             if Modality.TEXT in ends or not {span.modality} <= inside <= {span.modality, *others}:
                 raise ValueError("a medium has tokens of another modality")
             if not _DIGEST.fullmatch(span.digest):
-                raise ValueError("a medium's digest is none")
+                raise ValueError("a medium's digest is not valid")
     if (kinds[~named] != Modality.TEXT).any():
-        raise ValueError("tokens of media belong to none")
+        raise ValueError("some media tokens belong to no medium")
 
 
 def _check_positions(conversation: Conversation, kinds: np.ndarray, family: Family) -> None:
@@ -127,4 +127,4 @@ def _check_pending(conversation: Conversation, config: object) -> None:
         read = pending[token_modalities(pending, config=config) == Modality.TEXT]
         begin = conversation.token_ids[0, turn.start : turn.start + len(read)]
         if (index == 0 and len(read)) or not torch.equal(begin, read):
-            raise ValueError("a turn does not begin with the end of the answer before")
+            raise ValueError("a turn does not begin with the end of the previous answer")

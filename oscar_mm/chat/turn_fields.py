@@ -55,13 +55,13 @@ def check_counts(turns: Sequence[Mapping[str, Any]]) -> None:
     media = sum(len(turn["media"]) for turn in turns)
     if len(turns) > MAX_TURNS or media > MAX_MEDIA:
         raise ValueError(
-            f"{len(turns):,} turns and {media:,} media are more than {MAX_TURNS:,} each"
+            f"{len(turns):,} turns and {media:,} media: at most {MAX_TURNS:,} of each are allowed"
         )
     messages = [message for turn in turns for message in turn.get("messages", ())]
     parts = sum(1 + len(one["parts"]) + len(one["tool_calls"]) for one in messages)
     parts += sum(len(turn.get("tool_calls", ())) for turn in turns)
     if parts > MAX_PARTS + MAX_MEDIA:
-        raise ValueError(f"{parts:,} parts are more than {MAX_PARTS + MAX_MEDIA:,}")
+        raise ValueError(f"{parts:,} parts are more than the {MAX_PARTS + MAX_MEDIA:,} allowed")
 
 
 def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
@@ -95,7 +95,7 @@ def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
 def token_ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
     """Return the token ids of a file; ValueError if one is not in the vocabulary."""
     if not all(0 <= _number(token) < vocabulary for token in saved):
-        raise ValueError("token ids out of range")
+        raise ValueError("token ids are out of range")
     return tuple(saved)
 
 
@@ -180,7 +180,7 @@ def _part(saved: Any, left: dict[int, MediumSpan]) -> str | MediumSpan:
     if isinstance(saved, str):
         return saved
     if (span := left.pop(_number(saved), None)) is None:
-        raise ValueError("a message has a medium that its turn does not have, or has it twice")
+        raise ValueError("a message has a medium twice, or one that its turn does not have")
     return span
 
 

@@ -130,7 +130,7 @@ class Comparison:
         rows = []
         for method in self.methods:
             if not self._scores[method.name].tokens:
-                missing = self._missing.get(method.name, "there were no prompts")
+                missing = self._missing.get(method.name, "no prompts were given")
                 rows.append({"method": method.name, "missing": missing})
                 continue
             pages, cached = (
@@ -439,7 +439,7 @@ class PassageComparison:
         rows = []
         for method in self.methods:
             if method.name in self._missing or not self._rows[method.name].losses:
-                reason = self._missing.get(method.name, "there were no passages")
+                reason = self._missing.get(method.name, "no passages were given")
                 rows.append({"method": method.name, "missing": reason})
             else:
                 rows.append(

@@ -307,7 +307,7 @@ class Rival:
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
         """Return why the format cannot store the model's heads; None if it can."""
         head_dim, channels = layers[0].keys.shape[-1], self.format.channels
-        return None if head_dim % channels == 0 else f"heads are no multiple of {channels} channels"
+        return None if head_dim % channels == 0 else f"head_dim is not a multiple of {channels}"
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
         """Return keys and values as the format restores them; arguments as in ``Paged``.

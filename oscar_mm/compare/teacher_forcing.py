@@ -108,7 +108,7 @@ class ForcedCache(Cache):
             ValueError: if the mask hides tokens.
         """
         if mask is not None and not bool(mask.all()):
-            raise ValueError("prompts that are compared or inspected have no padding")
+            raise ValueError("prompts to compare or inspect must not have padding")
         return False
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

@@ -88,7 +88,7 @@ class Grammar:
         except (TypeError, ValueError, RecursionError):
             parsed, text = None, ""
         if not isinstance(parsed, Mapping):
-            raise InputError(f"{name}: must be a JSON schema, which is an object of JSON values")
+            raise InputError(f"{name}: must be a JSON schema: an object of JSON values")
         return cls("json", text, name)
 
     @classmethod
@@ -103,7 +103,7 @@ class Grammar:
         Look-around and backreferences are not supported.
         """
         if not isinstance(expression, str) or not expression:
-            raise InputError(f"{name}: must be a regular expression, and not empty")
+            raise InputError(f"{name}: must be a regular expression and not empty")
         return cls("regex", expression, name)
 
     @classmethod
@@ -126,7 +126,7 @@ class Grammar:
         """Create a context-free grammar from llguidance's variant of Lark, or from the GBNF of
         llama.cpp."""
         if not isinstance(grammar, str) or not grammar.strip():
-            raise InputError(f"{name}: must be a grammar, and not empty")
+            raise InputError(f"{name}: must be a grammar and not empty")
         return cls("grammar", grammar, name)
 
     @classmethod
@@ -312,7 +312,7 @@ def _tokens_of(tokenizer: Any, vocabulary: int, ends: tuple[int, ...], name: str
                 known[key] = from_tokenizer(tokenizer, size, list(ends) or None)
             except ValueError as error:
                 raise InputError(
-                    f"{name}: the tokenizer of this checkpoint has no form that a grammar can use "
+                    f"{name}: the tokenizer of this checkpoint cannot be used with grammars "
                     f"({_in_one_line(str(error))})"
                 ) from None
         return known[key]

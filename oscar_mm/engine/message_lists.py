@@ -86,7 +86,7 @@ def messages_from(
     ]
     loose.check_used()
     if messages[-1].role == "assistant" and not open_end:
-        raise InputError("messages must end with one to answer, not with an assistant's")
+        raise InputError("messages must end with a message to answer, not an assistant message")
     return messages
 
 
@@ -146,7 +146,7 @@ def asked_from(
             and messages is given.
     """
     if (bool(prompt), parts is not None, messages is not None).count(True) > 1:
-        raise InputError("give a prompt, parts or messages, only one of them")
+        raise InputError("give only one of prompt, parts and messages")
     if messages is not None:
         asked = messages_from(messages, *media, sound=sound)
     elif parts is not None:
@@ -198,7 +198,8 @@ class _Loose:
         for kind, left in self._left.items():
             if left:
                 raise InputError(
-                    f"{left[0].place}: every part of type {kind.label!r} has another source"
+                    f"{left[0].place}: is not used, because every part of type {kind.label!r} "
+                    "has its own source"
                 )
 
 
@@ -215,7 +216,7 @@ def _message(given: Any, place: str, loose: _Loose) -> Message:
     content = [content] if isinstance(content, str) else [] if content is None else content
     parts = tuple(_parts(content, name, loose))
     if role not in ASKING and any(isinstance(part, MediaPart) for part in parts):
-        raise InputError(f"{name}: only a user or a tool shows media, not {role!r}")
+        raise InputError(f"{name}: only user and tool messages may contain media, not {role!r}")
     calls = tuple(_call(call, place) for call in given.get("tool_calls") or ())
     result = [given.get(key) for key in _FIELDS["tool"]]
     if not all(isinstance(text, str | None) for text in result):
@@ -309,11 +310,11 @@ def _as_source(source: Any) -> Any:
 
 def _from_base64(text: Any, place: str) -> bytes:
     if not isinstance(text, str):
-        raise InputError(f"{place}: must be a file in base64, not {_type(text)}")
+        raise InputError(f"{place}: must be a base64-encoded file, not {_type(text)}")
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
-        raise InputError(f"{place}: the base64 text is damaged ({error})") from None
+        raise InputError(f"{place}: is not valid base64 ({error})") from None
 
 
 def _type(value: object) -> str:

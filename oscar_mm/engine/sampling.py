@@ -242,8 +242,8 @@ class Sampling:
             unknown = [token for token in getattr(self, name) if token >= vocabulary]
             if unknown:
                 raise InputError(
-                    f"{name}={shown(unknown[0])}: must be token ids below {vocabulary:,}, which "
-                    "is how many this model has"
+                    f"{name}={shown(unknown[0])}: must be token ids below {vocabulary:,}, the "
+                    "vocabulary size of this model"
                 )
 
     def end_tokens(self, usual: frozenset[int]) -> frozenset[int]:

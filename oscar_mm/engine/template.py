@@ -145,7 +145,7 @@ def _checked_variables(given: Any) -> Mapping[str, Any]:
         raise InputError(f"{name} must be a dict with names as keys, not {shown(given)}")
     if len(given) > MAX_VARIABLES:
         raise InputError(
-            f"{name}: has {len(given):,} variables, where at most {MAX_VARIABLES} are allowed"
+            f"{name}: has {len(given):,} variables, but at most {MAX_VARIABLES} are allowed"
         )
     if reserved := sorted(_RESERVED.intersection(given)):
         raise InputError(
@@ -157,7 +157,7 @@ def _checked_variables(given: Any) -> Mapping[str, Any]:
         raise InputError(f"{name}: values must be JSON ({error})") from None
     if size > MAX_VARIABLE_CHARACTERS:
         most = f"at most {MAX_VARIABLE_CHARACTERS:,} are allowed"
-        raise InputError(f"{name}: has {size:,} characters as JSON, where {most}")
+        raise InputError(f"{name}: has {size:,} characters as JSON, but {most}")
     return given
 
 

@@ -321,8 +321,8 @@ class GraphRunner:
         self._failures = _TRIES if final else self._failures + 1
         _log.log(
             logging.WARNING if self._failures in (1, _TRIES) and not final else logging.INFO,
-            "decode steps run eagerly, a CUDA graph could not be made (try %d of %d): %s",
-            *(self._failures, _TRIES, cause or "another rank has none"),
+            "decode steps run eagerly: no CUDA graph could be captured (attempt %d of %d): %s",
+            *(self._failures, _TRIES, cause or "another rank has no graph"),
         )
         if self._failures == _TRIES:
             self._record = None

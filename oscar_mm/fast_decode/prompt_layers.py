@@ -155,7 +155,7 @@ class PrefillGraphs:
         self._ran[length].add(key)
 
     def _give_up(self, cause: BaseException) -> None:
-        _log.warning("prompts are read eagerly, a CUDA graph could not be made: %s", cause)
+        _log.warning("prefill runs eagerly: no CUDA graph could be captured: %s", cause)
         self._fails, self._whole = True, None
         self._replays.clear()
 

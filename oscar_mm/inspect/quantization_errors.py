@@ -126,7 +126,7 @@ def _check(k: torch.Tensor, v: torch.Tensor) -> None:
         raise InputError(f"roundtrip: dtype {k.dtype}: must be float32, bfloat16 or float16")
     for name, tensor in (("k", k), ("v", v)):
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"roundtrip: {name} holds NaN or infinity")
+            raise InputError(f"roundtrip: {name} contains NaN or infinity")
 
 
 def _modality_ids(

@@ -72,9 +72,9 @@ def findings(inspection: Inspection) -> list[str]:
 def _verdict(inspection: Inspection) -> str:
     if not inspection.has_pages:
         return (
-            "Whether this model needs token scaling cannot be told from this prompt: no modality "
-            "has the 128 tokens that fill a page, so nothing would be quantized. Give more media, "
-            "a longer prompt or a longer text."
+            "This prompt cannot show whether the model needs token scaling: no modality has the "
+            "128 tokens that fill a page, so nothing would be quantized. Give more media, a longer "
+            "prompt or a longer text."
         )
     with_it, without = (
         inspection.mean_errors(variant.label).divergence for variant in PAIRS[_USUAL_PRESET]
@@ -106,8 +106,7 @@ def _on_scaling(inspection: Inspection) -> list[str]:
         parts.append(f"{preset} {before:.4f} without, {after:.4f} with ({with_it.token_scaling})")
     return [
         "Divergence of attention weights (KL, in nats, mean over layers): "
-        f"{'; '.join(parts)}. Without token scaling, channel also goes without its correction of "
-        "norms."
+        f"{'; '.join(parts)}. Without token scaling, channel also omits its correction of norms."
     ]
 
 
@@ -121,24 +120,24 @@ def _on_norms(inspection: Inspection) -> list[str]:
         )
         sentences.append(
             f"Between modalities, keys differ most in layer {widest.index}: median norms {medians}"
-            f" ({widest.norms.ratio:.2f} times). The cache quantizes each modality by itself, so "
-            "this alone costs nothing; only differences within one do."
+            f" ({widest.norms.ratio:.2f} times). The cache quantizes each modality separately, "
+            "so this alone costs nothing; only differences within a modality do."
         )
     elif len(widest.norms.tokens) > 1:
         sentences.append(
-            f"Between modalities, the median norms of keys differ by {widest.norms.ratio - 1:.1%} "
-            "at most."
+            "Between modalities, the median norms of keys differ by at most "
+            f"{widest.norms.ratio - 1:.1%}."
         )
     longest = max(layers, key=lambda layer: layer.norms.long)
     if longest.norms.long > 0:
         name, spread = max(longest.norms.tokens.items(), key=lambda item: item[1].long)
         sentences.append(
-            f"Within a modality, keys over {LONG:g} times its median are most frequent in layer "
-            f"{longest.index}: {spread.long:.1%} of {name}."
+            f"Within a modality, keys longer than {LONG:g} times its median are most frequent in "
+            f"layer {longest.index}: {spread.long:.1%} of {name}."
         )
     else:
         sentences.append(
-            f"Within a modality, no key is over {LONG:g} times its median in any layer."
+            f"Within a modality, no key is longer than {LONG:g} times its median in any layer."
         )
     if inspection.qk_norm:
         sentences.append(
@@ -163,14 +162,14 @@ def _on_sample(inspection: Inspection) -> list[str]:
     if inspection.is_sample:
         sentences.append(
             f"Errors are measured on a sample of {inspection.quantized:,} of "
-            f"{sum(inspection.tokens.values()):,} tokens, whole pages at even distances, and "
-            "attention reads these only."
+            f"{sum(inspection.tokens.values()):,} tokens, whole pages at even intervals, and "
+            "attention reads only these."
         )
     if inspection.has_pages:
         sentences.append(
             f"Errors of attention are measured at the last {QUERY_TOKENS} tokens, and only full "
-            "pages of 128 tokens are quantized. They compare formats on this prompt; only tasks "
-            "tell what an answer loses."
+            "pages of 128 tokens are quantized. They compare formats on this prompt; only task "
+            "scores show what answers lose."
         )
     return sentences
 
@@ -315,8 +314,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
-            "plots need matplotlib: pip install '.[plots]' in a clone, or leave --out away for the "
-            "tables alone"
+            "plots need matplotlib: pip install '.[plots]' in a clone, or omit --out to print "
+            "only the tables"
         ) from None
 
 

@@ -53,7 +53,7 @@ class AddressRange:
         try:
             return cls(_gpu(torch.cuda.current_device() if device.index is None else device.index))
         except (ImportError, RuntimeError) as error:
-            _tell_once(f"pools on {device} move when they grow: {error}")
+            _tell_once(f"pools on {device} are copied when they grow: {error}")
             return None
 
     def resize(self, size: int) -> None:
@@ -174,7 +174,7 @@ class _Gpu:
         """
         driver, access = self._driver, [self._access]
         if stop > self.total:
-            raise torch.OutOfMemoryError("more than the GPU has")
+            raise torch.OutOfMemoryError("more memory than the GPU has")
         with self._in_context(), ExitStack() as undo:
             for at in range(address + start, address + stop, self.piece):
                 memory = self._allocate()

@@ -108,8 +108,8 @@ def _checksum(key: str, content: bytes) -> bytes:
 def _warn_not_kept(folder: Path, reason: str | None) -> None:
     """Warn once, not for every kernel."""
     warnings.warn(
-        f"compiled kernels cannot be kept in {folder} ({reason}) and will be compiled and checked "
-        "again by every process; set OSCAR_MM_CACHE to a folder of your own",
+        f"compiled kernels cannot be stored in {folder} ({reason}) and will be compiled and "
+        "checked again by every process; set OSCAR_MM_CACHE to a folder of your own",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -264,9 +264,11 @@ def _nvrtc_version() -> tuple[int, int]:
     try:
         result, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:  # the bindings are installed, the library is not
-        raise KernelError(f"NVRTC, which compiles the kernels, does not load: {error}") from error
+        raise KernelError(
+            f"NVRTC, which compiles the kernels, cannot be loaded: {error}"
+        ) from error
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise KernelError(f"NVRTC, which compiles the kernels, does not run: {result.name}")
+        raise KernelError(f"NVRTC, which compiles the kernels, cannot be used: {result.name}")
     return major, minor
 
 

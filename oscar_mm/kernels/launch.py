@@ -66,7 +66,9 @@ def uses_tma(device: torch.device) -> bool:
     """
     arch = architecture(device)
     if arch is None:
-        raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
+        raise KernelError(
+            f"{device}: an NVIDIA GPU with compute capability 8.0 or newer is required"
+        )
     return int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
 
 
@@ -102,8 +104,8 @@ def multiprocessors(device: torch.device) -> int:
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Dtypes of keys and values that the kernels support, as values of their macro ELEMENT."""
 OUT_OF_ORDER = (
-    f"the kernels take a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel' the same 2 or 4 "
-    "bits for keys and values, with 'token' one key group for the whole head"
+    f"the kernels support a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel', the same 2 or "
+    "4 bits for keys and values; with 'token', one key group for the whole head"
 )
 """Reason why the kernels do not support a page format that is not in fragments."""
 _MAX_CONFIGS = 256
@@ -116,7 +118,7 @@ _loading = threading.Lock()
 
 def warn_once(what: str, reason: str) -> None:
     """Log why an operation does not use its kernel, once for each reason."""
-    message = f"{what} uses PyTorch operations, which are slow: {reason}"
+    message = f"{what}: falling back to PyTorch operations (slow): {reason}"
     if message not in _told:
         _told.add(message)
         _log.warning(message)
@@ -138,7 +140,9 @@ def refuse_capture(what: str, device: torch.device) -> None:
         NotCapturable: if the current stream is being captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise NotCapturable(f"{what} uses PyTorch operations here, which wait for the GPU")
+        raise NotCapturable(
+            f"{what}: PyTorch operations, which wait for the GPU, cannot be captured"
+        )
 
 
 def cpu_kernels_available(what: str) -> bool:
@@ -180,7 +184,9 @@ def load_kernel(
     """
     arch = architecture(device)
     if arch is None:
-        raise KernelError(f"{source} needs an NVIDIA GPU of capability 8.0 or more, not {device}")
+        raise KernelError(
+            f"{source} needs an NVIDIA GPU with compute capability 8.0 or newer, not {device}"
+        )
     index = torch.cuda.current_device() if device.index is None else device.index
     name = Path(source).stem if name is None else name
     key = (source, name, index, tuple(sorted(macros.items())))
@@ -273,8 +279,8 @@ class Kernel:
             )
         if shared_bytes > self.shared_limit:
             raise KernelError(
-                f"{self.name} was to be launched with {shared_bytes} bytes of shared memory; "
-                f"{self.device} has {self.shared_limit} for a thread block"
+                f"{self.name} needs {shared_bytes} bytes of shared memory; {self.device} has "
+                f"{self.shared_limit} per thread block"
             )
         # Array with the address of the only parameter; one per launch, since several threads may
         # launch.
@@ -412,7 +418,7 @@ def check_pages(page_format: PageFormat, dtype: torch.dtype) -> None:
     if not page_format.in_fragments:
         raise KernelError(OUT_OF_ORDER)
     if dtype not in ELEMENTS:
-        raise KernelError(f"the kernel takes bfloat16 and float16, not {dtype}")
+        raise KernelError(f"the kernel supports bfloat16 and float16, not {dtype}")
 
 
 Strides = ctypes.c_int64 * 3

@@ -81,7 +81,7 @@ def _compile_alone(dispatcher: Any, types: Any) -> Any:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        _log.info("another process compiles loops: waiting for %s", lock.lock_file)
+        _log.info("another process is compiling CPU kernels: waiting for %s", lock.lock_file)
         try:
             lock.acquire(timeout=compiled.patience_s)
         except Timeout:

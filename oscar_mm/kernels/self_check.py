@@ -102,7 +102,7 @@ class CheckedKernels(Generic[S, K]):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"oscar_mm.{self.operation} is used for the first time inside a CUDA graph "
-                "capture, where its kernel cannot be checked: run the same step once before"
+                "capture, where its kernel cannot be checked: run the same step once beforehand"
             )
         with self._choosing:
             if key not in self._chosen:
@@ -138,9 +138,9 @@ class CheckedKernels(Generic[S, K]):
         if verdict.agrees:
             return kernel
         _log.error(
-            "the %s kernel disagrees with PyTorch operations on %s (by %.3g, at most %.3g is "
-            "right): it is not used, and %s is slow. Please report this with the output of "
-            "`oscar-mm doctor`. The verdict is kept%s; delete it to have the kernel checked again",
+            "the %s kernel disagrees with PyTorch operations on %s (error %.3g, limit %.3g): it is "
+            "not used, and %s is slow. Please report this with the output of `oscar-mm doctor`. "
+            "The result is stored%s; delete it to check the kernel again",
             self.operation,
             device,
             verdict.disagreement,
@@ -181,7 +181,9 @@ class OperationKernel(ABC, Generic[S]):
     def __init__(self, specialization: S, device: torch.device) -> None:
         """Raise KernelError if there is no kernel."""
         if architecture(device) is None:
-            raise KernelError(f"{device} is no NVIDIA GPU of capability 8.0 or more")
+            raise KernelError(
+                f"{device}: an NVIDIA GPU with compute capability 8.0 or newer is required"
+            )
         self.specialization, self.device, self.key = specialization, device, ""
 
     @classmethod

@@ -132,7 +132,7 @@ def load_audio(
     if isinstance(source, (bytes, bytearray, memoryview)):
         limits.check_bytes(len(source), name)
         if not len(source):
-            raise InputError(f"{name}: there are no bytes in it")
+            raise InputError(f"{name}: is empty")
         return _from_file(bytes(source), limits, name, count)
     raise InputError(
         f"{name}: {type(source).__name__} is not a recording; pass a path, bytes or a pair "
@@ -211,16 +211,16 @@ def _from_array(
         samples = samples.T
     if samples.ndim != 2 or not 1 <= samples.shape[1] <= _MAX_CHANNELS:
         raise InputError(
-            f"{label}: samples of shape {samples.shape} are no recording; use (N,), (N, channels) "
-            f"or (channels, N) with at most {_MAX_CHANNELS} channels"
+            f"{label}: samples of shape {samples.shape} are not a recording; use (N,), "
+            f"(N, channels) or (channels, N) with at most {_MAX_CHANNELS} channels"
         )
     zero, scale = {"int16": (0, 2**15), "int32": (0, 2**31), "uint8": (128, 2**7)}.get(
         samples.dtype.name, (0, 1)
     )
     if scale == 1 and not np.issubdtype(samples.dtype, np.floating):
         raise InputError(
-            f"{label}: samples of {samples.dtype} are no recording; use int16, int32, uint8 or "
-            "floats in -1..1"
+            f"{label}: samples of dtype {samples.dtype} are not supported; use int16, int32, uint8 "
+            "or floats in -1..1"
         )
     mono = Mono(rate, samples.shape[1], limits, label, count=count)
     limits.check_audio(len(samples) / rate, label)
@@ -392,7 +392,7 @@ def _with_av(
                 start = time if start is None else start
             if kind != first:
                 raise InputError(
-                    f"{label}: changes its rate or its channels on the way; convert it to WAV or "
+                    f"{label}: changes its sample rate or channels midway; convert it to WAV or "
                     "FLAC"
                 )
             if time is not None and start is not None and time - start > mono.seconds + SLACK_S:

@@ -82,7 +82,7 @@ def _range(total: int, rate: float, options: MediaOptions, label: str) -> tuple[
         raise InputError(
             f"{label}: this video of {length:.1f} s has fewer than two frames between "
             f"video_start={start or 0:g} s and video_end={length if end is None else end:g} s: "
-            "give a longer part"
+            "choose a longer part"
         )
     return first, last
 

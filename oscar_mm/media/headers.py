@@ -105,7 +105,7 @@ def _opened_icon(file: BinaryIO) -> Image.Image:
         return opened_image(io.BytesIO(_at(file, start, -1)))
     file.seek(start)
     if max(BmpImagePlugin.DibImageFile(file).size) > 2 * _ICON_SIDE:
-        raise ValueError("a bitmap that is too large for an icon")
+        raise ValueError("its bitmap is too large for an icon")
     return icon.frame(0)
 
 
@@ -122,7 +122,7 @@ def _check_arrays(file: BinaryIO, order: str, *, large: bool) -> None:
     data = _at(file, at + struct.calcsize(order + entries), size * min(count, 1 << 16))
     for tag, _, values, _ in struct.iter_unpack(order + entry, data[: len(data) // size * size]):
         if tag in _ARRAYS and values > _MAX_VALUES:
-            raise ValueError(f"{values:,} values of tag {tag}")
+            raise ValueError(f"its tag {tag} has {values:,} values")
 
 
 def _unpacked(file: BinaryIO, start: int, form: str) -> tuple[Any, ...]:

@@ -121,7 +121,7 @@ def load_image(
             "or a numpy array"
         )
     if not data:
-        raise InputError(f"{name}: there are no bytes in it")
+        raise InputError(f"{name}: is empty")
     try:
         opened = opened_image(io.BytesIO(data))
     except Image.DecompressionBombError as error:
@@ -326,7 +326,7 @@ def _from_deep_gray(image: Image.Image) -> Image.Image:
         ends = [(values.min(), values.max()) for _, values in _strips(image)]
         low, high = float(np.min(ends)), float(np.max(ends))
         if not np.isfinite([low, high]).all():
-            raise ValueError("it holds NaN or infinite values")
+            raise ValueError("it contains NaN or infinite values")
         tops = (1, 255) if image.mode == "F" else (255, 65535)
         low, high = next(((0, top) for top in tops if low >= 0 and high <= top), (low, high))
     gray = Image.new("L", image.size)

@@ -74,7 +74,7 @@ class MediaLimits:
             if not (math.isfinite(value) and value > 0):
                 raise InputError(f"MediaLimits.{field.name}: {value!r} must be above 0 and finite")
         if self.max_image_side_ratio < 1:
-            raise InputError("MediaLimits.max_image_side_ratio: a ratio below 1 fits no image")
+            raise InputError("MediaLimits.max_image_side_ratio: must be at least 1")
         if self.max_video_frames < 2:
             raise InputError("MediaLimits.max_video_frames: a video needs at least 2 frames")
 
@@ -87,7 +87,7 @@ class MediaLimits:
         self._check_pixels("max_image_pixels", width, height, label)
         if max(width, height) > self.max_image_side_ratio * min(width, height):
             raise InputError(
-                f"{label}: {width}x{height} pixels are longer than "
+                f"{label}: {width}x{height} pixels have a side ratio of more than "
                 f"{self.max_image_side_ratio:g}:1; crop, tile or pad it to a lower ratio"
             )
 
@@ -108,7 +108,7 @@ class MediaLimits:
         if count > self.max_request_media:
             raise InputError(
                 f"{count:,} images, videos and recordings are more than the limit of "
-                f"{self.max_request_media:,}; show fewer or raise MediaLimits.max_request_media"
+                f"{self.max_request_media:,}; send fewer or raise MediaLimits.max_request_media"
             )
 
     def _check_pixels(self, name: str, width: int, height: int, label: str) -> None:
@@ -142,7 +142,7 @@ class MediaLimits:
         if min(width, height) < MIN_VIDEO_SIDE:
             raise InputError(
                 f"{label}: frames of {width}x{height} pixels are too small; "
-                f"each side needs {MIN_VIDEO_SIDE} or more"
+                f"each side must be at least {MIN_VIDEO_SIDE}"
             )
         self.check_seconds(seconds, label)
 
@@ -154,8 +154,8 @@ class MediaLimits:
         """
         if seconds > self.max_video_seconds:
             raise InputError(
-                f"{label}: {seconds:.1f} s are longer than the limit of "
-                f"{self.max_video_seconds:g} s; cut it or raise MediaLimits.max_video_seconds"
+                f"{label}: lasts {seconds:.1f} s, longer than the limit of "
+                f"{self.max_video_seconds:g} s; shorten it or raise MediaLimits.max_video_seconds"
             )
 
     def check_audio(self, seconds: float, label: str) -> None:
@@ -166,8 +166,8 @@ class MediaLimits:
         """
         if seconds > self.max_audio_seconds:
             raise InputError(
-                f"{label}: {seconds:.1f} s are longer than the limit of "
-                f"{self.max_audio_seconds:g} s; cut it or raise MediaLimits.max_audio_seconds"
+                f"{label}: lasts {seconds:.1f} s, longer than the limit of "
+                f"{self.max_audio_seconds:g} s; shorten it or raise MediaLimits.max_audio_seconds"
             )
 
 
@@ -216,13 +216,13 @@ class MediaCount:
             if self.seconds > self._max_seconds:
                 raise InputError(
                     f"{label}: the sound of the request is longer than the "
-                    f"{self._max_seconds:,.0f} s that fit into the context; cut it, or send less"
+                    f"{self._max_seconds:,.0f} s that fit into the context; shorten it or send less"
                 )
 
     def check_wanted(self) -> None:
         """Raise Cancelled if the request was cancelled."""
         if self._cancelled():
-            raise Cancelled("the media were cancelled before they were read")
+            raise Cancelled("the request was cancelled before its media were read")
 
     def add(self, pixels: int, label: str) -> None:
         """Add the pixels of a medium to the total.
@@ -243,6 +243,6 @@ class MediaCount:
         if self.pixels > self.limits.max_request_pixels:
             raise InputError(
                 f"{label}: the request has {self.pixels:,} pixels, more than the limit of "
-                f"{self.limits.max_request_pixels:,}; show fewer or smaller pictures, or raise "
+                f"{self.limits.max_request_pixels:,}; send fewer or smaller images, or raise "
                 "MediaLimits.max_request_pixels"
             )

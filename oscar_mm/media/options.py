@@ -95,7 +95,7 @@ class MediaOptions:
         if self.fps is not None and self.num_frames is not None:
             raise InputError("fps and num_frames: give only one of them")
         if (self.resized_width is None) != (self.resized_height is None):
-            raise InputError("resized_width and resized_height: give both or none")
+            raise InputError("resized_width and resized_height: give both or neither")
         for low, high in (
             ("min_pixels", "max_pixels"),
             ("min_frames", "max_frames"),

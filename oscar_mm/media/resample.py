@@ -89,11 +89,11 @@ class MonoPiece(NamedTuple):
             return cls(piece.mean(axis=1, dtype=np.float32), 0.0, 0, 0.0)
         peak = _peak(piece)
         if not math.isfinite(peak):
-            raise InputError(f"{label}: holds samples that are NaN or infinite; export it anew")
+            raise InputError(f"{label}: contains NaN or infinite samples; export it again")
         if peak > _LOUDEST:
             raise InputError(
-                f"{label}: floats must lie in -1..1, and these are far beyond; divide by 32768 or "
-                "pass int16"
+                f"{label}: floats must lie in -1..1, but these are far outside; divide by 32768 "
+                "or pass int16"
             )
         several = piece.shape[1] > 1
         mono = piece.mean(axis=1, dtype=np.float32, out=out) if several else piece[:, 0]
@@ -210,7 +210,7 @@ class Mono:
         """
         seconds = self.seconds
         if not self._count:
-            raise InputError(f"{self._label}: has no samples; record or export it anew")
+            raise InputError(f"{self._label}: has no samples; record or export it again")
         least = MIN_SHARE * promised
         if not estimated:
             least = max(least, (1 - _SLACK_SHARE) * promised - _SLACK_S)
@@ -221,15 +221,15 @@ class Mono:
             )
         if seconds < MIN_SECONDS:
             raise InputError(
-                f"{self._label}: {seconds:.3f} s are too short; {MIN_SECONDS:g} s or more are "
-                "needed"
+                f"{self._label}: lasts {seconds:.3f} s, which is too short; at least "
+                f"{MIN_SECONDS:g} s are needed"
             )
         if not self._peak:
             warnings.warn(f"{self._label}: is silent from beginning to end", stacklevel=4)
         elif self._mono_peak < _CANCELLED_SHARE * self._peak:
             warnings.warn(
-                f"{self._label}: is silent, as its channels cancel each other out; pass one "
-                "of them",
+                f"{self._label}: is silent, because its channels cancel each other out; "
+                "pass only one of them",
                 stacklevel=4,
             )
         elif self._clipped > _CLIPPED_SHARE * self._count:

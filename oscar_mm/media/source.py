@@ -86,8 +86,8 @@ def existing_file(source: str | Path, label: str) -> Path:
     """
     if isinstance(source, str) and (scheme := _SCHEME.match(source)):
         if scheme[1].lower() == "file":
-            raise InputError(f"{label}: file:// addresses are not read; pass the path itself")
-        raise InputError(f"{label}: is an address, not a path; download the file first")
+            raise InputError(f"{label}: file:// URLs are not supported; pass the path itself")
+        raise InputError(f"{label}: is a URL, not a path; download the file first")
     path = Path(source)
     try:
         if not path.exists():
@@ -195,7 +195,7 @@ def read_bytes(
             return _data_uri(source, limits, label)
         if not allow_remote:
             raise InputError(
-                f"{label}: remote media are off; pass allow_remote=True (--allow-remote) or "
+                f"{label}: remote media are disabled; pass allow_remote=True (--allow-remote) or "
                 "download the file"
             )
         return _fetch(source, limits, label, hosts)
@@ -210,14 +210,14 @@ def read_bytes(
 def _data_uri(uri: str, limits: MediaLimits, label: str) -> bytes:
     header, comma, body = uri.partition(",")
     if not comma:
-        raise InputError(f"{label}: has no comma; the form is data:image/png;base64,...")
+        raise InputError(f"{label}: has no comma; the format is data:image/png;base64,...")
     limits.check_bytes(len(body) * 3 // 4, label)
     if not header.lower().endswith(";base64"):
         return urllib.parse.unquote_to_bytes(body)
     try:
         return base64.b64decode(urllib.parse.unquote_to_bytes(body), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InputError(f"{label}: the base64 text is damaged ({error})") from error
+        raise InputError(f"{label}: is not valid base64 ({error})") from error
 
 
 class _Deadline(urllib.request.AbstractHTTPHandler):
@@ -319,7 +319,7 @@ def _fetch(url: str, limits: MediaLimits, label: str, hosts: AllowedHosts | None
             # Not get_content_type(), which reports a missing or malformed type as text.
             kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind.startswith(("text/", "application/json")):
-                raise InputError(f"{label}: the server answered {kind}, not a media file")
+                raise InputError(f"{label}: the server returned {kind}, not a media file")
             announced = answer.headers.get("Content-Length", "")
             if announced.isdecimal():
                 limits.check_bytes(int(announced), label)
@@ -335,13 +335,13 @@ def _fetch(url: str, limits: MediaLimits, label: str, hosts: AllowedHosts | None
     except InputError:
         raise
     except urllib.error.HTTPError as error:
-        raise InputError(f"{label}: the server answered {error.code} {error.reason}") from error
+        raise InputError(f"{label}: the server returned {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError) or deadline.is_over:
             raise InputError(
-                f"{label}: no full answer in {limits.remote_timeout_s:g} s; try again or raise "
-                "MediaLimits.remote_timeout_s"
+                f"{label}: no complete response in {limits.remote_timeout_s:g} s; try again or "
+                "raise MediaLimits.remote_timeout_s"
             ) from error
         raise InputError(f"{label}: cannot be fetched ({reason})") from error
     return bytes(parts)

@@ -69,8 +69,8 @@ def check_whole(source: Path | bytes, label: str) -> None:
             if not _ends_ogg(file.read()):
                 raise InputError(
                     f"{label}: does not end with the last page of an Ogg stream; the file is cut "
-                    "off, copy or download it again (a live recording gets its last page by "
-                    "ffmpeg -i FILE -c copy NEW)"
+                    "off, copy or download it again (for a live recording, ffmpeg -i FILE -c copy "
+                    "NEW adds the last page)"
                 )
             return
         promised = _riff_bytes(file, head) or _matroska_bytes(head) or _caf_bytes(file, head, size)

@@ -130,7 +130,7 @@ def load_video(
             if ``fps`` is unusable.
     """
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
-        raise InputError(f"fps: {fps!r} is not a rate; use frames per second above 0, such as 2.0")
+        raise InputError(f"fps={fps!r}: must be frames per second above 0, such as 2.0")
     name = label or describe(source, "video")
     if isinstance(source, (str, Path, bytes)):
         file = _file(source, name)
@@ -319,7 +319,7 @@ def _from_frames(
         if first != image.size:
             raise InputError(
                 f"{part}: {image.width}x{image.height} pixels, but frame 0 has "
-                f"{first[0]}x{first[1]}; all frames must have one size"
+                f"{first[0]}x{first[1]}; all frames must have the same size"
             )
         images.append(np.asarray(scaled(image, size)))
     frames = np.stack(images)

@@ -95,9 +95,9 @@ class Specialization:
             columns: queries per KV head: new tokens times query heads.
         """
         if dtype not in ELEMENTS:
-            return f"keys and values are {dtype}; the kernel takes bfloat16 and float16"
+            return f"keys and values are {dtype}; the kernel supports bfloat16 and float16"
         if head_dim not in KERNEL_HEAD_DIMS:
-            return f"head_dim is {head_dim}; the kernel takes {KERNEL_HEAD_DIMS}"
+            return f"head_dim is {head_dim}; the kernel supports {KERNEL_HEAD_DIMS}"
         if not formats:
             # Everything is in 16-bit precision. The kernel still needs some page format, which it
             # never reads.
@@ -107,7 +107,7 @@ class Specialization:
             return OUT_OF_ORDER
         first, last = formats[0], formats[-1]
         if replace(last, bits=first.bits) != first:
-            return "pages of different bit widths differ in their groups or scaling too"
+            return "pages of different bit widths also differ in their groups or scaling"
         of_one_head = tuple(replace(page_format, kv_heads=1) for page_format in formats)
         return cls(of_one_head, rotate, dtype, columns <= COLUMNS // 2)
 
@@ -182,7 +182,7 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         if shape is None:
             raise KernelError(
                 f"a thread block has {limit} bytes of shared memory on {device}, too few for "
-                f"pages of {specialization.head_bytes} bytes a head"
+                f"pages of {specialization.head_bytes} bytes per head"
             )
         self.warps, buffers = shape
         self._shared_bytes = specialization.shared_bytes(self.warps, buffers)

@@ -42,7 +42,7 @@ class MergedAttention:
     def total(self) -> torch.Tensor:
         """Log of the sum of exp(scores), (batch, query heads, tokens) float32."""
         if self._total is None:
-            raise RuntimeError("attention to no part")
+            raise RuntimeError("no keys and values were added")
         return self._total
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, *, causal: bool = False) -> None:
@@ -74,7 +74,7 @@ class MergedAttention:
         """Return the merged output, (batch, query heads, tokens, head_dim) in the queries'
         dtype."""
         if self._output is None:
-            raise RuntimeError("attention to no part")
+            raise RuntimeError("no keys and values were added")
         return self._output.to(self._queries.dtype)
 
 

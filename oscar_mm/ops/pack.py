@@ -44,7 +44,7 @@ from oscar_mm.policy import NORMS, VALUE_SCALES, KVPolicy
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe, parts_of, quantize
 
-NOT_STORABLE = "keys or values hold NaN, infinity or numbers beyond float16 (65504)"
+NOT_STORABLE = "keys or values contain NaN, infinity or numbers beyond float16 (65504)"
 _PER_PROCESSOR = 2
 """Thread blocks that a multiprocessor runs at a time."""
 _NORMS_THREADS = 256
@@ -162,7 +162,7 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
             if recipe.norm != "plain":
                 # Fitting a norm over all heads to the codes needs all heads at once, but a thread
                 # block has only one.
-                raise KernelError("the kernel fits norms per head, not one that all heads share")
+                raise KernelError("the kernel supports norms per head, not one for all heads")
             self._norms = self._load("pack/norms.cu", specialization.norms_macros)
         self._pack = self._load("pack/pack.cu", specialization.macros)
 

@@ -182,7 +182,7 @@ class _Side(NamedTuple):
             per_byte, offset = 8 // width, page_format.fields[field].offset
             of_tokens, channels = (x.numpy() for x in page_format.token_elements(field))
             if (channels != channels[0]).any():
-                raise ValueError(f"{field}: tokens have their channels in other orders")
+                raise ValueError(f"{field}: the order of channels differs between tokens")
             counts[plane] = head_dim // per_byte, per_byte
             places[plane, :, : counts[plane, 0]] = offset + of_tokens[:, ::per_byte] * width // 8
             shifts = width * np.arange(per_byte)

@@ -37,8 +37,8 @@ def warn_of_hard_layers(model: Any, policy: KVPolicy) -> None:
     if hard:
         named = ", ".join(f"{name} ({error:.1f})" for name, error in hard.items())
         _log.warning(
-            "keys that the policy does not pack well: %s. Attention scores have errors of so many "
-            "times what they differ by (0.2 to 0.5 is usual), and answers may be wrong; choose "
+            "the policy packs some keys poorly: %s. The numbers are errors of attention scores "
+            "relative to the scores' spread (0.2 to 0.5 is usual); answers may be wrong: choose "
             "the policy 'standard' or 'bf16'",
             named,
         )

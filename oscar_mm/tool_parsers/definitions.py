@@ -66,12 +66,14 @@ def read_definitions(tools: Sequence[Any]) -> tuple[ToolDefinition, ...]:
     if not isinstance(tools, list | tuple):
         raise InputError(f"tools={shown(tools)}: must be a list")
     if len(tools) > MAX_TOOLS:
-        raise InputError(f"tools holds {len(tools):,}, where at most {MAX_TOOLS:,} are allowed")
+        raise InputError(
+            f"tools: has {len(tools):,} entries, but at most {MAX_TOOLS:,} are allowed"
+        )
     read = tuple(_definition(tool, f"tools[{place}]") for place, tool in enumerate(tools))
     names: set[str] = set()
     for place, one in enumerate(read):
         if one.name in names:
-            raise InputError(f"tools[{place}]: a tool before is named {one.name!r} too")
+            raise InputError(f"tools[{place}]: an earlier tool is also named {one.name!r}")
         names.add(one.name)
     return read
 
@@ -85,8 +87,8 @@ def _definition(tool: Any, label: str) -> ToolDefinition:
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InputError(
-            f"{label}: the name {shown(name)} must be 1 to 128 letters, digits and characters of "
-            "_.:/-"
+            f"{label}: the name {shown(name)} must have 1 to 128 characters: letters, digits and "
+            "any of _.:/-"
         )
     if description is not None and not isinstance(description, str):
         raise InputError(f"{label}: the description must be text")
@@ -97,7 +99,7 @@ def _parameters(parameters: Any, label: str) -> dict[str, Any]:
     if parameters is None or parameters == {}:
         return {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
-        raise InputError(f"{label}: parameters must be a JSON schema, as an object")
+        raise InputError(f"{label}: parameters must be a JSON schema, which is an object")
     if parameters.get("type", "object") != "object":
         raise InputError(f'{label}: the schema of parameters must have "type": "object"')
     for value, depth in _nodes(parameters):
@@ -106,7 +108,7 @@ def _parameters(parameters: Any, label: str) -> dict[str, Any]:
         if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
             raise InputError(f"{label}: keys of parameters must be text")
         if not isinstance(value, Mapping | list | tuple | str | int | float | None):
-            raise InputError(f"{label}: parameters hold {shown(value)}, which JSON does not have")
+            raise InputError(f"{label}: parameters contain {shown(value)}, which is not JSON")
     return {"type": "object", **parameters}
 
 

@@ -113,7 +113,7 @@ def parameters_of(tool: ToolDefinition) -> list[tuple[str, dict[str, Any], bool]
     properties = tool.parameters.get("properties")
     if not isinstance(properties, Mapping):
         raise InputError(
-            f"tool_choice: {tool.name} cannot be required, as its schema has no list of properties"
+            f"tool_choice: {tool.name} cannot be required, because its schema lists no properties"
         )
     shared = {
         key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters

@@ -108,8 +108,8 @@ def read_offer(
         return None
     if tool_format is None:
         raise InputError(
-            "tools: the chat template of this checkpoint has no tools, or a format of calls that "
-            "is not known: leave them out"
+            "tools: the chat template of this checkpoint does not support tools, or writes calls "
+            "in an unknown format: leave them out"
         )
     return ToolOffer(definitions, tool_format, choice == "required", named, parallel)
 

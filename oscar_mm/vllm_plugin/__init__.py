@@ -113,7 +113,7 @@ class Settings:
         if rest:
             raise InputError(
                 f"pages of {self.policy.bits.text} bits for {kv_heads} KV heads of {head_dim} take "
-                f"{page_bytes} bytes, which is no whole number for each token and head"
+                f"{page_bytes} bytes, which is not a whole number per token and head"
             )
         return size
 

@@ -352,7 +352,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             output_scale, output_block_scale: None.
         """
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("outputs in 8 bit or fewer")
+            raise NotImplementedError("outputs in 8 bits or fewer")
         if attn_metadata is None:
             # Reserve the memory that unpacking the longest past takes.
             tokens = -(-self._max_past // PAGE_TOKENS) * PAGE_TOKENS
@@ -391,7 +391,7 @@ def _ring_shape(config: VllmConfig, policy: KVPolicy) -> RingShape:
 def _unsupported(names: Iterable[str]) -> InputError:
     return InputError(
         f"--attention-backend CUSTOM (oscar_mm) does not support {', '.join(names)}; "
-        "leave the option away, and vLLM takes its own attention in 16 bit"
+        "omit the option to use vLLM's own 16-bit attention"
     )
 
 
@@ -407,8 +407,8 @@ def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
     pages = kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
     if not pages.is_contiguous():
         raise InputError(
-            "--attention-backend CUSTOM (oscar_mm) needs pages that follow each other; vLLM pads "
-            "them where layers, or a draft model's, have blocks of other sizes"
+            "--attention-backend CUSTOM (oscar_mm) needs contiguous pages; vLLM pads them if "
+            "layers, or those of a draft model, have blocks of different sizes"
         )
     return pages
 

@@ -246,7 +246,7 @@ class StepTables:
         of_row = row_tiles(query_tokens) if decodes == rows else 0
         tokens = rows * query_tokens if of_row else int(host_starts[rows])
         if rows > len(self._recents) or job_count(rows, tokens, of_row) > len(self._jobs):
-            raise ValueError(f"{rows} requests of {tokens} tokens: the tables have room for fewer")
+            raise ValueError(f"{rows} requests of {tokens} tokens: the tables are too small")
         is_staged = bool(of_row and self._goes_through_all)
         tails = self._tails[:rows]
         self._rings.find(blocks, lengths, starts, slots, tails)

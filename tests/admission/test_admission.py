@@ -132,7 +132,7 @@ def test_headers_decide_before_pixels_are_decoded(
     monkeypatch.setattr("oscar_mm.media.media.load_image", None)
     for ask in (pipe, lambda images, prompt, **how: pipe.chat().ask(prompt, images, **how)):
         with pytest.raises(
-            RequestTooLarge, match="over the context, where 200 fit: image 256"
+            RequestTooLarge, match="over the context, but only 200 fit: image 256"
         ) as found:
             ask([damaged] * 4, "What is it?", max_new_tokens=8)
         for said in ("damaged.png: 64", "(at least 2 of these 4 fit)"):
@@ -159,7 +159,7 @@ def test_recordings_and_videos(omni: OscarOmniPipeline, tmp_path: Path) -> None:
     for ask in (short, told.ask):
         with nothing_runs(short), pytest.raises(InputError, match="longer than the 15 s that fit"):
             ask(prompt="Who?", audio=unknown, max_new_tokens=4)
-    with nothing_runs(short), pytest.raises(RequestTooLarge, match="keep fewer frames"):
+    with nothing_runs(short), pytest.raises(RequestTooLarge, match="keep fewer of their frames"):
         short(prompt="Who?", videos=[clip(300)], max_new_tokens=4)
     # Not wrong by what headers do not tell.
     count = omni(prompt="Who?", audio=long, max_new_tokens=1).prompt_tokens
@@ -220,7 +220,7 @@ def test_nothing_is_lost(vl: OscarVLPipeline, tmp_path: Path) -> None:
     for options in too_much:
         with (
             nothing_runs(pipe),
-            pytest.raises(RequestTooLarge, match=r"tokens are asked, over .* held"),
+            pytest.raises(RequestTooLarge, match=r"tokens are needed, over .* stored"),
         ):
             asking.ask("And these?", **options)
         with nothing_runs(pipe), pytest.raises(RequestTooLarge):

@@ -393,7 +393,7 @@ def test_arguments(qwen3_vl_folder, tmp_path) -> None:
     file = tmp_path / "file"
     file.touch()
     for folder in (file, 3, None):
-        with pytest.raises(InputError, match=r"spill=.* no folder that can be used"):
+        with pytest.raises(InputError, match=r"spill=.* cannot be used as a folder"):
             OscarVLPipeline(qwen3_vl_folder, device="cpu", kv_budget="8GB", spill=folder)
     sizes = {"8GB": 8 * 10**9, " 512 MiB ": 2**29, "1.5kb": 1500, "7": 7, 9: 9}
     assert [parse_bytes("size", size) for size in sizes] == list(sizes.values())

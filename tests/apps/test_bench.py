@@ -84,7 +84,7 @@ def test_a_prompt_without_a_full_page_is_told(tmp_path: Path, capsys) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps({"images": str(CARDS / "01.png"), "question": "What is the code?"}))
     assert run(asked(path, "--methods", "QuaRot", "--max-new-tokens", "4")) == 0
-    assert capsys.readouterr().out.startswith("Nothing was stored in fewer bits: no prompt fills")
+    assert capsys.readouterr().out.startswith("Nothing was packed: no prompt fills")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,11 @@ def test_a_prompt_without_a_full_page_is_told(tmp_path: Path, capsys) -> None:
         (None, [], "no such file"),
         (["nothing"], [], "line 1: is no JSON"),
         ([], [], "there are no questions"),
-        (['{"question": "What?"}'], ["--methods", "magic"], "magic: in no name of 16 bit; INT2"),
+        (
+            ['{"question": "What?"}'],
+            ["--methods", "magic"],
+            "magic: matches no method; available: 16 bit; INT2",
+        ),
         (['{"question": "What?"}'], ["--out", "gone/x.json"], "must be a file in a folder"),
         (['{"question": "What?"}'], ["--limit", "0"], "--limit"),
         (['{"question": " "}'], [], "none of its 1 questions could be compared"),

@@ -61,7 +61,7 @@ def test_commands(qwen3_vl_folder, picture, tmp_path, monkeypatch, capsys) -> No
     assert "KV cache" in captured.out and "/quit " in captured.out
     assert "> [a picture.png]\nWhat is it?\n" in captured.out and "never asked" not in captured.out
     size = f"{saved.stat().st_size:,}"
-    assert captured.err == f"saved as {saved}, {size} bytes\ntaken back: Is it?\n"
+    assert captured.err == f"saved as {saved}, {size} bytes\nremoved: Is it?\n"
     talk(qwen3_vl_folder, ["/segments"], monkeypatch, "--load", str(saved))
     assert capsys.readouterr().out.count("\n") == 2
 
@@ -75,15 +75,15 @@ def test_errors_are_shown_and_the_chat_goes_on(
         "/image": "/image needs the PATH of a file",
         "/image gone.png": "gone.png: no such file",
         f"/image {notes}": "is not an image that can be read",
-        "/audio call.wav": "Qwen3-VL reads image, video, no audio",
-        "/image https://example.org/a.png": "is an address, not a path",
+        "/audio call.wav": "Qwen3-VL supports image, video, not audio",
+        "/image https://example.org/a.png": "is a URL, not a path",
         "/forget": "/forget needs the number of a segment",
         "/forget 9": "no such segment; there are none yet",
         "/undo": "nothing was asked yet",
-        "/save": "/save needs the PATH",
-        f"/save {notes}": "is there already; only a .safetensors file is replaced",
-        "/load": "/load needs the PATH",
-        "/load a b": "/load needs the PATH of a saved chat, one",
+        "/save": "/save needs one PATH",
+        f"/save {notes}": "already exists; only a .safetensors file is replaced",
+        "/load": "/load needs one PATH",
+        "/load a b": "/load needs one PATH, of a saved chat",
         f"/image {notes.parent}/*.png gone.png": "gone.png: no such file",
         "/image *.webp": "*.webp: no such file",
         "/load gone": "gone: no such file",
@@ -115,7 +115,7 @@ def test_bad_options(qwen3_vl_folder, tmp_path, monkeypatch, capsys) -> None:
         ("--policy", "tiny"): "unknown policy",
         ("--top-p", "0"): "top_p",
         ("--load", "gone"): "gone: no such file",
-        ("--audio-in-video",): "Qwen3-VL reads image, video, no audio",
+        ("--audio-in-video",): "Qwen3-VL supports image, video, not audio",
         ("--load", __file__, "--system", "Be kind."): "--system is for a new chat",
         ("--load", __file__): "is not a safetensors file",
     }.items():
@@ -131,10 +131,10 @@ def test_a_bundled_model_by_default(picture, monkeypatch, capsys) -> None:
     captured = capsys.readouterr()
     notice, hint, error = captured.err.splitlines()
     assert notice.startswith("oscar-mm: no --model given, so this is pocket-vl, 5M parameters,")
-    assert hint.startswith("pocket-vl was never taught this question")
+    assert hint.startswith("pocket-vl was not trained on this question")
     assert (
         error
-        == "error: Qwen3-VL reads image, video, no audio; take a Qwen3-Omni model or pocket-omni"
+        == "error: Qwen3-VL supports image, video, not audio; use a Qwen3-Omni model or pocket-omni"
     )
     assert captured.out.count("\n") == 2
 
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_the_answer(qwen3_vl_folder) -> None:
         running.stdin.write(b"What is it?\n")
         assert running.stdout.read(1)
         os.kill(running.pid, signal.SIGINT)
-        assert running.stderr.readline() == b"stopped; what you read counts as the answer\n"
+        assert running.stderr.readline() == b"stopped; the text so far counts as the answer\n"
         code, out, errors = running.end(b"/segments\n/undo\n/undo\n")
     assert (code, out.count(b"What is it?")) == (0, 1)
-    assert errors == b"taken back: What is it?\nerror: undo: nothing was asked yet\n"
+    assert errors == b"removed: What is it?\nerror: undo: nothing was asked yet\n"

@@ -77,8 +77,8 @@ def test_media_of_all_kinds_without_files(
     ("options", "message"),
     [
         (["gone.png", "-m", "MODEL"], "gone.png: no such file"),
-        (["https://example.com/a.png", "-m", "MODEL"], "is an address, not a path"),
-        (["SOUND", "-m", "MODEL"], "sound.wav: MODEL hears nothing"),
+        (["https://example.com/a.png", "-m", "MODEL"], "is a URL, not a path"),
+        (["SOUND", "-m", "MODEL"], "sound.wav: MODEL does not support audio"),
         (["PICTURE", "-m", "MODEL", "-p", " "], "prompt is empty"),
         (["PICTURE", "-m", "MODEL", "--out", "PICTURE"], "picture0.png is a file; give a folder"),
         (

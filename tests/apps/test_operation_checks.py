@@ -70,9 +70,7 @@ def test_a_kernel_that_disagrees_fails_its_check(monkeypatch: pytest.MonkeyPatch
     append = found.pop("append kernel on cpu")
     assert append.ok and "2.0 us, 1049 GB/s, 26% of a copy" in append.detail
     assert not any(check.ok for check in found.values()) and len(found) == 3
-    assert (
-        "off by 0.5, at most 0.02 is right): it is not used" in found["decode kernel on cpu"].detail
-    )
+    assert "error 0.5, limit 0.02): it is not used" in found["decode kernel on cpu"].detail
     assert found["unpack kernel on cpu"].detail == "KernelError: no compiler today"
 
 
@@ -107,4 +105,7 @@ def test_wrong_loops_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(operation_checks._StoreLoops, "of_layers", lambda self, arguments: None)
     operation = name.removesuffix("_on_cpu")
     found = {check.name: check.ok for check in doctor._loop_checks()}
-    assert not found[f"loops, {operation}, float32"] and not found[f"loops, {operation}, bfloat16"]
+    assert (
+        not found[f"CPU kernel, {operation}, float32"]
+        and not found[f"CPU kernel, {operation}, bfloat16"]
+    )

@@ -16,8 +16,8 @@ def test_key_from_a_file_or_the_environment(tmp_path, monkeypatch) -> None:
     assert api_key(file) == "from-file"
     for wrong in ("", "two keys", "k" * 5000):
         file.write_text(wrong)
-        with pytest.raises(InputError, match="key: must hold one key"):
+        with pytest.raises(InputError, match="key: must contain one key"):
             api_key(file)
     monkeypatch.setenv(KEY_VARIABLE, "")
-    with pytest.raises(InputError, match=f"{KEY_VARIABLE}: must hold one key"):
+    with pytest.raises(InputError, match=f"{KEY_VARIABLE}: must contain one key"):
         api_key(None)

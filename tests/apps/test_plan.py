@@ -32,7 +32,7 @@ def test_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["all"][-1] == f"{made.bf16_bytes / made.kv_bytes:.2f}x"
     assert all(f"{name}, {size} GB" in printed.out for name, size in GPUS.items())
     assert printed.err == ""
-    assert printed.out.startswith(f"{made.bf16_bytes / made.kv_bytes:.1f}x smaller than 16 bit: ")
+    assert printed.out.startswith(f"{made.bf16_bytes / made.kv_bytes:.1f}x smaller than 16-bit: ")
 
 
 def test_json_and_one_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_json_and_one_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_too_long_for_the_model_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", str(folder), "--audio-minutes", "90"]) == 0
-    assert "over the model's context of 65,536: the pipeline would" in capsys.readouterr().err
+    assert "the model's context of 65,536: the pipeline would" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -45,5 +45,5 @@ def test_an_owned_server_that_does_not_answer() -> None:
         server = OwnedServer("It", [sys.executable, "-c", program], os.environ)
         with pytest.raises(InputError) as refused:
             server.wait_until(lambda: False, 1.0)
-        assert str(refused.value) == f"It does not answer in 1 s; its log: {told}"
+        assert str(refused.value) == f"It did not respond in 1 s; its log: {told}"
         assert server.close() == "", "it has been closed"

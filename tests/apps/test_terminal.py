@@ -53,7 +53,7 @@ def test_prefill_shows_layers(terminal: bool, monkeypatch: pytest.MonkeyPatch, c
     assert not any(layer._forward_hooks for layer in model.get_decoder().layers)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert ("reading images and prompt" in captured.err) == terminal
+    assert ("reading media and prompt" in captured.err) == terminal
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -71,10 +71,10 @@ def test_rows_audio_and_memory(terminal: bool, monkeypatch, capsys) -> None:
 
 def test_what_is_saved_comes_first() -> None:
     assert headline(2_200_000, 12_700_000) == (
-        "5.8x smaller than 16 bit: 2.20 MB instead of 12.70 MB"
+        "5.8x smaller than 16-bit: 2.20 MB instead of 12.70 MB"
     )
     short = headline(1000, 990)
-    assert short.startswith("1.00 KB held, 990 B in 16 bit") and "x smaller" not in short
+    assert short.startswith("1.00 KB stored, against 990 B in 16-bit") and "x smaller" not in short
 
 
 def test_what_takes_more_than_16_bit_is_told_why() -> None:

@@ -81,7 +81,7 @@ def test_plan(folder: Path, capsys) -> None:
     assert run([*asked, "--text-tokens", "5000"]) == 0
     captured = capsys.readouterr()
     assert "qwen3, " in captured.out and "5,000" in captured.out
-    assert "5,000 tokens are over the model's context of 1,024" in captured.err
+    assert "5,000 tokens exceed the model's context of 1,024" in captured.err
 
 
 ACCURACY = ["bench", "accuracy", "--device", "cpu", "--methods", "16 bit"]
@@ -91,8 +91,8 @@ INSPECT = ["inspect", "--device", "cpu"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (ACCURACY, "give --questions FILE or, for a language model, --text FILE: one of them"),
-        ([*ACCURACY, "--text", "WORDS", "--questions", "WORDS"], "one of them"),
+        (ACCURACY, "give either --questions FILE or, for a language model, --text FILE"),
+        ([*ACCURACY, "--text", "WORDS", "--questions", "WORDS"], "give either"),
         ([*ACCURACY, "--text", "WORDS"], "--text needs --model"),
         ([*ACCURACY, "--text", "gone.txt", "-m", "MODEL"], "--text gone.txt: no such file"),
         ([*ACCURACY, "--text", "EMPTY", "-m", "MODEL"], "empty.txt: is empty"),
@@ -100,14 +100,17 @@ INSPECT = ["inspect", "--device", "cpu"]
         ([*ACCURACY, "--text", "WORDS", "-m", "gone/at/all"], "no such folder"),
         ([*ACCURACY, "--text", "WORDS", "-m", "pocket-vl"], "does not load pocket-vl as one"),
         ([*ACCURACY, "--text", "WORDS", "-m", "BARE"], "has no tokenizer that can be read"),
-        ([*ACCURACY, "--text", "WORDS", "-m", "MODEL"], "--tokens 1024: passages are up to 1,216"),
+        (
+            [*ACCURACY, "--text", "WORDS", "-m", "MODEL"],
+            "--tokens 1024: passages and the scored tokens after them have up to 1,216",
+        ),
         ([*ACCURACY, "--text", "SHORT", "-m", "MODEL", "--tokens", "800"], "is too short for a"),
         (
             [*ACCURACY, "--text", "WORDS", "-m", "MODEL", "--limit", "3"],
-            "--limit goes with",
+            "--limit requires",
         ),
-        ([*ACCURACY, "--questions", "WORDS", "--tokens", "3"], "--tokens goes with --text"),
-        ([*ACCURACY, "--questions", "WORDS", "--passages", "3"], "--passages goes with --text"),
+        ([*ACCURACY, "--questions", "WORDS", "--tokens", "3"], "--tokens requires --text"),
+        ([*ACCURACY, "--questions", "WORDS", "--passages", "3"], "--passages requires --text"),
         (
             [*ACCURACY, "--questions", "ROWS", "-m", "MODEL"],
             "is a language model: give --text",
@@ -117,9 +120,12 @@ INSPECT = ["inspect", "--device", "cpu"]
         ([*INSPECT, "--text", "WORDS", "-m", "BARE"], "has no tokenizer that can be read"),
         ([*INSPECT, "--text", "gone.txt", "-m", "MODEL"], "--text gone.txt: no such file"),
         ([*INSPECT, "--text", "EMPTY", "-m", "MODEL"], "empty.txt: is empty"),
-        ([*INSPECT, "--text", "WORDS", "-p", "Why?", "-m", "MODEL"], "--text is read alone"),
-        ([*INSPECT, "a.png", "--text", "WORDS", "-m", "MODEL"], "--text is read alone"),
-        ([*INSPECT, "-m", "MODEL"], "is a language model: give it a text by --text FILE"),
+        (
+            [*INSPECT, "--text", "WORDS", "-p", "Why?", "-m", "MODEL"],
+            "--text cannot be combined with",
+        ),
+        ([*INSPECT, "a.png", "--text", "WORDS", "-m", "MODEL"], "--text cannot be combined with"),
+        ([*INSPECT, "-m", "MODEL"], "is a language model: give it a text with --text FILE"),
         (["plan", "--images", "3", "-m", "MODEL"], "it reads no images, audio or videos"),
     ],
 )

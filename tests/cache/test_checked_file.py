@@ -66,7 +66,7 @@ def test_any_truncation_is_found(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"truncated: {len(whole) - 1} bytes, .* {len(whole)}"):
         read(other)
     other.write_bytes(whole + b"x")
-    with pytest.raises(InputError, match="goes on behind its end"):
+    with pytest.raises(InputError, match="has extra bytes at its end"):
         read(other)
 
 
@@ -97,7 +97,9 @@ def test_not_safetensors(tmp_path: Path, content: bytes) -> None:
 def test_safetensors_of_others(tmp_path: Path, texts: dict[str, str] | None) -> None:
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path, texts)
-    with pytest.raises(InputError, match=r"model\.safetensors: is a safetensors file, but none"):
+    with pytest.raises(
+        InputError, match=r"model\.safetensors: is a safetensors file that oscar_mm did not"
+    ):
         read(path)
 
 

@@ -83,11 +83,11 @@ def test_everything_forgotten_is_an_empty_past() -> None:
 
 def test_forget_refuses() -> None:
     cache, _ = filled("channel", IDS)
-    with pytest.raises(InputError, match=r"tokens 5 to 811 of a cache of 810"):
+    with pytest.raises(InputError, match=r"tokens 5 to 811 .* the cache has 810"):
         cache.forget(5, 811)
-    with pytest.raises(InputError, match=r"row 1 of a cache of 1 sequences"):
+    with pytest.raises(InputError, match=r"row 1 .* the cache has 1 sequences"):
         cache.forget(0, 1, row=1)
-    with pytest.raises(InputError, match="row 0 of a cache of 0"):
+    with pytest.raises(InputError, match=r"row 0 .* the cache has 0"):
         OscarCache().forget(0, 0)
 
 

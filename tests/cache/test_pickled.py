@@ -105,7 +105,7 @@ def test_a_hybrid() -> None:
 
 def test_what_is_not_pickled(model) -> None:
     store = PageStore("bf16")
-    with pytest.raises(InputError, match="pickle the caches that are its rows"):
+    with pytest.raises(InputError, match="pickle the caches of its rows"):
         pickle.dumps(BatchView(store))
     cache = OscarCache("bf16", model=model)
     logits(model, cache, prompt(5))

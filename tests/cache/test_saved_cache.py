@@ -368,7 +368,7 @@ def test_a_file_from_before_values_could_be_unbiased(tmp_path: Path) -> None:
         load_cache(path, fingerprint="f", policy="channel")
     del text["policy"]["norm"]
     write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
-    with pytest.raises(InputError, match="names no policy"):
+    with pytest.raises(InputError, match="has no valid policy"):
         load_cache(path, fingerprint="f")
 
 
@@ -405,7 +405,7 @@ def test_refuses_float32_tokens_beyond_bfloat16(tmp_path: Path) -> None:
     with safe_open(path, "pt") as file:
         texts = {"oscar_mm.cache": file.metadata()["oscar_mm.cache"]}
     write_checked(path, tensors, texts)
-    with pytest.raises(InputError, match="recent holds what is no number"):
+    with pytest.raises(InputError, match="recent contains NaN"):
         load_cache(path, fingerprint="f")
 
 
@@ -438,7 +438,7 @@ def test_not_after_an_interrupted_pass(tmp_path: Path) -> None:
 
 def test_other_safetensors_files(tmp_path: Path) -> None:
     write_checked(tmp_path / "a", {"w": torch.ones(3)}, {"x": "y"})
-    with pytest.raises(InputError, match="a: is a safetensors file, but no saved cache"):
+    with pytest.raises(InputError, match="a: is a safetensors file, but not a saved cache"):
         load_cache(tmp_path / "a", fingerprint="f")
 
 

@@ -77,7 +77,7 @@ FORGED = {
     "version": (altered_text(version=3), "has format version 3; .* reads 2"),
     "version 0": (altered_text(version=0), "has format version 0; .* reads 2"),
     "version 1": (altered_text(version=1), "has format version 1; .* reads 2"),
-    "no version": (altered_text(version="1"), "no saved cache"),
+    "no version": (altered_text(version="1"), "not a saved cache"),
     "policy": (altered_text(policy=POLICY | {"key_group": 7}), "damaged: KVPolicy key_group=7"),
     "no policy": (altered_text(policy=[1]), "damaged"),
     "other policy": (altered_text(policy=POLICY | {"bits": {"text": 16}}), "another policy"),
@@ -90,9 +90,9 @@ FORGED = {
     "missing": (lambda tensors, text: tensors.pop("entries"), "damaged: 'entries'"),
     "missing pages": (lambda tensors, text: tensors.pop("layer.1.pages.2"), "damaged"),
     "code": (altered("codes", (0, 5), 9), "unknown stream codes"),
-    "other code": (altered("codes", (0, 300), 255), "row 0 has other tokens"),
-    "code without stream": (altered("codes", (0, 300), 6), "row 0 has other tokens"),
-    "no rows": (replaced("codes", lambda x: x[:0]), "12 streams of 0 rows"),
+    "other code": (altered("codes", (0, 300), 255), "row 0 and its streams"),
+    "code without stream": (altered("codes", (0, 300), 6), "row 0 and its streams"),
+    "no rows": (replaced("codes", lambda x: x[:0]), "12 streams for 0 rows"),
     "many rows": (
         replaced("codes", lambda x: torch.empty(10**9, 0, dtype=torch.uint8)),
         "1000000000 rows",
@@ -107,7 +107,7 @@ FORGED = {
     "start": (altered("entries", (0, 1), -1), "out of range"),
     "stop": (altered("entries", (0, 2), 129), "out of range"),
     "empty entry": (altered("entries", (0, 2), 0), "out of range"),
-    "fewer tokens": (altered("entries", (0, 1), 1), "other tokens"),
+    "fewer tokens": (altered("entries", (0, 1), 1), "different tokens"),
     "stream's slots": (altered("streams", (0, 3), 3), "differ in number"),
     "page": (altered("entries", (0, 0), 10**9), "not numbered from 0"),
     "negative page": (altered("entries", (0, 0), -1), "not numbered from 0"),
@@ -119,7 +119,7 @@ FORGED = {
     "slots' shape": (replaced("recent", lambda x: x[:, None].clone()), "recent is "),
     "many slots": (
         replaced("recent", lambda x: torch.zeros(10**6, dtype=torch.int32)),
-        "1000000 recent of 3 rows of 620 tokens",
+        "1000000 recent for 3 rows of 620 tokens",
     ),
     "blocks": (lambda t, text: t.update(blocks=t["recent"].clone()), "unknown tensors .'blocks'"),
     "other bits": (
@@ -130,7 +130,7 @@ FORGED = {
     "page twice": (a_page_twice, "tokens of a page twice"),
     "many entries": (
         replaced("entries", lambda x: torch.ones(10**6, 3, dtype=torch.int32)),
-        "1000000 entries of 3 rows of 620 tokens",
+        "1000000 entries for 3 rows of 620 tokens",
     ),
     "many tokens": (
         replaced("codes", lambda x: torch.zeros(1, 2**26, dtype=torch.uint8)),
@@ -140,21 +140,24 @@ FORGED = {
         lambda t, text: t.update({f"given.{n}": torch.ones(1) for n in range(65)}),
         "65 tensors",
     ),
-    "NaN scale": (no_number("key_scales", float("nan")), "layer 1: pages.2 holds what is no"),
-    "infinite zero": (no_number("value_zeros", float("inf")), "pages.2 holds what is no number"),
-    "NaN norm": (no_number("norms", float("nan")), "pages.2 holds what is no number"),
-    "NaN token": (altered("layer.1.recent", (-1, 1, 0, 0), float("nan")), "recent holds what"),
-    "infinite token": (altered("layer.0.recent", (0, 0, 1, 3), -float("inf")), "recent holds"),
+    "NaN scale": (no_number("key_scales", float("nan")), "layer 1: pages.2 contains NaN or inf"),
+    "infinite zero": (no_number("value_zeros", float("inf")), "pages.2 contains NaN or infinity"),
+    "NaN norm": (no_number("norms", float("nan")), "pages.2 contains NaN or infinity"),
+    "NaN token": (altered("layer.1.recent", (-1, 1, 0, 0), float("nan")), "recent contains NaN"),
+    "infinite token": (altered("layer.0.recent", (0, 0, 1, 3), -float("inf")), "recent contains"),
     "fewer tokens in 16 bit": (replaced("layer.1.recent", lambda x: x[1:].clone()), "recent is"),
     "long text": (altered_text(fingerprint="x" * 10**6), "another model .{,400}$"),
     "long policy": (altered_text(policy=POLICY | {"fit": "x" * 10**6}), "fit='x{,400}$"),
     "page bytes": (replaced("layer.0.pages.2", lambda x: x[:, 1:].clone()), "pages.2 is"),
-    "type of 16 bit": (replaced("layer.1.recent", lambda x: x.long()), "in 16 bit are I64"),
+    "type of 16 bit": (
+        replaced("layer.1.recent", lambda x: x.long()),
+        "16-bit tokens have dtype I64",
+    ),
     "heads": (replaced("layer.1.recent", lambda x: x[:, :, :1].clone()), "damaged"),
     "dimensions": (replaced("layer.1.recent", lambda x: x.flatten()), "damaged"),
     "sigma": (
         altered("layer.0.sigma", (0, 0), float("nan")),
-        "sigma is beyond what balancing gives",
+        "sigma is outside the range of balancing",
     ),
     "sigma's shape": (replaced("layer.0.sigma", lambda x: x[:, 1:].clone()), "sigma is"),
 }
@@ -192,7 +195,7 @@ def test_forged_stream_pages(tmp_path: Path, field: str, value: float) -> None:
     page_format.write(pages, field, content)
     write_checked(path, tensors, texts)
     with pytest.raises(
-        InputError, match=r"forged: .* layer 1: pages\.3\.2 holds what is no number"
+        InputError, match=r"forged: .* layer 1: pages\.3\.2 contains NaN or infinity"
     ):
         load_cache(path, fingerprint="model-1")
 
@@ -206,6 +209,6 @@ def test_a_cache_of_another_shape_than_the_model(saved: Path, change: dict | Non
     model = [shape, shape]
     assert SavedCache.read(saved, fingerprint="model-1", layers=model).shapes == model
     model = [shape] if change is None else [shape, shape._replace(**change)]
-    message = "2 layers" if change is None else "layer 1: .* where the model has .* KV heads of"
+    message = "2 layers" if change is None else "layer 1: .* but the model has .* KV heads of"
     with pytest.raises(InputError, match=f"damaged: {message}"):
         SavedCache.read(saved, fingerprint="model-1", layers=model)

@@ -177,9 +177,9 @@ def test_turns_that_contradict_the_tables(chat, tmp_path) -> None:
         "forgotten tokens": turns(forget_another),
         "another modality": turns(lambda x: x[0]["media"][0].update(modality=3)),
         "disagree on modalities": ({**tensors, "given.token_ids": ids}, text),
-        "the end of the answer before": turns(lambda x: x[1].update(pending=[1, 2])),
-        "an answer ended for": turns(lambda x: x[1].update(finish_reason="cat")),
-        "belong to none": turns(name_no_media),
+        "the end of the previous answer": turns(lambda x: x[1].update(pending=[1, 2])),
+        "unknown finish_reason": turns(lambda x: x[1].update(finish_reason="cat")),
+        "belong to no medium": turns(name_no_media),
         "digest": turns(lambda x: x[0]["media"][0].update(digest="x")),
     }
     for said, content in forged.items():
@@ -195,5 +195,5 @@ def test_balancing_of_pages(chat, tmp_path) -> None:
     for layer in undecided["layers"]:
         layer["balanced"] = False
     write(tmp_path / "forged", tensors, undecided)
-    with pytest.raises(InputError, match="has pages, and has chosen no balancing"):
+    with pytest.raises(InputError, match="has pages, but no choice of balancing"):
         pipe.load_chat(tmp_path / "forged")

@@ -156,7 +156,7 @@ def test_no_passages_and_methods_that_say_nothing() -> None:
     model.set_attn_implementation("oscar")
     names = ("channel, image in 16 bit", DEFAULT)
     comparison = PassageComparison(model, methods(*names), judged=3)
-    assert {row["missing"] for row in comparison.rows()} == {"there were no passages"}
+    assert {row["missing"] for row in comparison.rows()} == {"no passages were given"}
     comparison.add(next(passages(Characters(), {"lines": text(1000)}, 20, 1, judged=3)))
     rows = {row["method"]: row for row in comparison.rows()}
     assert rows["channel, image in 16 bit"]["missing"] == "no such tokens"

@@ -186,7 +186,7 @@ def test_heads_that_groups_do_not_divide() -> None:
         assert rival.missing([states(9)], ids) is None
         uneven = states(9, head_dim=80)
         if reason := rival.missing([uneven], ids):
-            assert reason == "heads are no multiple of 32 channels"
+            assert reason == "head_dim is not a multiple of 32"
         else:
             assert rival.restored(uneven, ids).keys.isfinite().all()
     assert RIVALS["ExLlamaV3 k2v2"].missing([states(9, head_dim=80)], ids)

@@ -182,7 +182,7 @@ def test_captures_that_always_fail_are_given_up(oscar, monkeypatch, caplog) -> N
     assert answer(oscar, monkeypatch, record, **how)[0] == eager
     assert len(tries) == 4
     messages = [one.message for one in caplog.records if one.levelname == "WARNING"]
-    assert ["try 1 of 4" in messages[0], "try 4 of 4" in messages[1]] == [True, True]
+    assert ["attempt 1 of 4" in messages[0], "attempt 4 of 4" in messages[1]] == [True, True]
     assert all("the first error" in message for message in messages)
 
 
@@ -192,7 +192,9 @@ def test_what_no_graph_can_hold_is_captured_once_only(oscar, monkeypatch, caplog
 
     def record(function, _):
         tries.append(function)
-        raise NotCapturable("decode uses PyTorch operations here, which wait for the GPU")
+        raise NotCapturable(
+            "decode: PyTorch operations, which wait for the GPU, cannot be captured"
+        )
 
     how = {"policy": "channel", "tokens": 120}
     eager, _ = answer(oscar, monkeypatch, None, **how)

@@ -139,5 +139,5 @@ def test_a_sample_is_like_the_whole() -> None:
 def test_what_no_page_can_hold() -> None:
     shown, ids = states()
     shown.keys[0, 5, 3] = float("nan")
-    with pytest.raises(InputError, match="k holds NaN or infinity"):
+    with pytest.raises(InputError, match="k contains NaN or infinity"):
         measure_errors(shown, None, ids, sampled(ids))

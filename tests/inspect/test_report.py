@@ -21,13 +21,13 @@ def test_keys_of_unequal_length_need_token_scaling() -> None:
     found = inspection(long=4.0)
     verdict, *others = findings(found)
     assert "needs token scaling: without it, attention weights are off by " in verdict
-    assert any("over 3 times its median are most frequent in layer" in one for one in others)
+    assert any("longer than 3 times its median are most frequent in layer" in one for one in others)
 
 
 def test_even_keys_do_not() -> None:
     verdict, *others = findings(inspection())
     assert "hardly matters" in verdict
-    assert any("no key is over 3 times its median" in one for one in others)
+    assert any("no key is longer than 3 times its median" in one for one in others)
     assert not any("QK-norm" in one for one in others)
     assert any("QK-norm" in one for one in findings(replace(inspection(), qk_norm=True)))
 
@@ -68,7 +68,7 @@ def test_without_pages_nothing_is_claimed() -> None:
     found = inspection()
     empty = [replace(layer, errors={label: {} for label in layer.errors}) for layer in found.layers]
     said = findings(replace(found, layers=empty))
-    assert "cannot be told from this prompt" in said[0]
+    assert "This prompt cannot show" in said[0]
     assert not any("error" in one or "KL" in one for one in said)
 
 

@@ -197,7 +197,9 @@ def test_folder_that_cannot_be_made(
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "cache"
     monkeypatch.setenv("OSCAR_MM_CACHE", str(folder))
-    with pytest.warns(RuntimeWarning, match=f"cannot be kept in {folder}.*OSCAR_MM_CACHE") as said:
+    with pytest.warns(
+        RuntimeWarning, match=f"cannot be stored in {folder}.*OSCAR_MM_CACHE"
+    ) as said:
         for _ in range(2):
             assert compile_kernel("scale.cu", "sm_80", MACROS).code
     assert len(said) == 1 and len(compiled) == 2

@@ -31,7 +31,7 @@ def open_to_all() -> Iterator[None]:
 def refused(path: Path, why: str) -> None:
     """Neither used nor written to, and that is said once."""
     before = path.read_bytes()
-    with pytest.warns(RuntimeWarning, match=f"cannot be kept in {path.parent} .*{why}") as said:
+    with pytest.warns(RuntimeWarning, match=f"cannot be stored in {path.parent} .*{why}") as said:
         for _ in range(2):
             assert load_file(path, "key") is None
             store_file(path, "key", b"other code")

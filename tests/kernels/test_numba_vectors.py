@@ -328,7 +328,7 @@ def test_a_numba_that_cannot_be_imported(
         assert not launch.cpu_kernels_available("an operation")
     finally:
         launch.numba_failure.cache_clear()
-    assert "an operation uses PyTorch operations" in caplog.text
+    assert "an operation: falling back to PyTorch operations" in caplog.text
     assert "needs NumPy 2.3" in caplog.text
 
 

@@ -158,7 +158,7 @@ def test_a_kernel_that_cannot_be_made_is_tried_and_told_once(
     with caplog.at_level(logging.WARNING):
         assert [process.kernel() for _ in range(3)] == [None] * 3
     assert process.made == 1 and not folder.exists()
-    assert caplog.text.count("copy uses PyTorch operations, which are slow: no compiler") == 1
+    assert caplog.text.count("copy: falling back to PyTorch operations (slow): no compiler") == 1
 
 
 def test_threads_that_ask_at_once() -> None:

@@ -210,7 +210,7 @@ def test_silence_and_clipping_are_told() -> None:
         load_audio((samples / samples.max(), rate))
 
 
-CANCELLED = r"is silent, as its channels cancel each other out; pass one of them$"
+CANCELLED = r"is silent, because its channels cancel each other out; pass only one of them$"
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "mp3", "m4a", "opus"])
@@ -292,9 +292,9 @@ def test_limits(tmp_path: Path) -> None:
     assert load_audio(tone(2), limits=limits).seconds == 2
     for suffix in ("wav", "m4a"):
         path = write_sound(tmp_path / f"a.{suffix}", tone(3))
-        with pytest.raises(InputError, match=rf"a\.{suffix}: 3.* s are longer than .* 2 s"):
+        with pytest.raises(InputError, match=rf"a\.{suffix}: lasts 3.* s, longer than .* 2 s"):
             load_audio(path, limits=limits)
-    with pytest.raises(InputError, match=r"audio: 3\.0 s.*max_audio_seconds"):
+    with pytest.raises(InputError, match=r"audio: lasts 3\.0 s.*max_audio_seconds"):
         load_audio(tone(3), limits=limits)
     with pytest.raises(InputError, match="max_file_bytes"):
         load_audio(path.read_bytes(), limits=MediaLimits(max_file_bytes=1000))
@@ -324,7 +324,7 @@ def test_bad_files(tmp_path: Path) -> None:
         empty: "file is empty",
         playlist: "not a recording",
         zero: "no samples",
-        short: r"0\.006 s are too short",
+        short: r"lasts 0\.006 s, which is too short",
         broken: "NaN or infinite",
         loud: r"floats must lie in -1\.\.1",
         cut(write_sound(tmp_path / "cut.wav", tone(3)), 0.5): "cut off",
@@ -515,7 +515,7 @@ def test_joined_mp3(tmp_path: Path) -> None:
     ape = b"APETAGEX" + bytes([0xD0, 7, 0, 0, 32]) + bytes(19) + b"TAG" + bytes(125)
     assert load_audio(one + ape).seconds == pytest.approx(2, abs=0.1)
     other = write_sound(tmp_path / "b.mp3", tone(2, 523), rate=16_000).read_bytes()
-    with pytest.raises(InputError, match="audio: changes its rate or its channels"):
+    with pytest.raises(InputError, match="audio: changes its sample rate or channels"):
         load_audio(one + other)
 
 
@@ -567,16 +567,16 @@ def test_a_wav_of_unknown_size(tmp_path: Path) -> None:
         ((np.full(9000, np.inf), 16_000), "infinite"),
         ((np.full(9000, 9000.0), 16_000), "divide by 32768"),
         ((np.zeros(0, np.float32), 16_000), "no samples"),
-        (b"", "no bytes"),
+        (b"", "audio: is empty"),
         (b"RIFF", "not a recording"),
         (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not a recording|damaged|cut off"),
         (5, "int is not a recording"),
         (None, "NoneType is not a recording"),
         ([tone(1)], "list is not a recording"),
-        ("https://example.org/a.wav", "remote media are off"),
+        ("https://example.org/a.wav", "remote media are disabled"),
         ("file:///a.wav", "path itself"),
-        ("ftp://example.org/a.wav", "is an address"),
-        ("data:audio/wav;base64,????", "base64 text is damaged"),
+        ("ftp://example.org/a.wav", "is a URL"),
+        ("data:audio/wav;base64,????", "is not valid base64"),
     ],
 )
 def test_bad_sources(source: Any, reason: str) -> None:

@@ -145,7 +145,7 @@ def test_source_image_is_left_alone(picture: Image.Image) -> None:
 def test_smallest_and_longest() -> None:
     assert load_image(Image.new("L", (1, 1), 7)).getpixel((0, 0)) == (7, 7, 7)
     assert load_image(Image.new("L", (200, 1))).size == (200, 1)
-    with pytest.raises(InputError, match="201x1 pixels are longer than 200:1; crop"):
+    with pytest.raises(InputError, match="201x1 pixels have a side ratio of more than 200:1; crop"):
         load_image(Image.new("L", (201, 1)))
 
 
@@ -247,10 +247,10 @@ def test_bad_files(tmp_path: Path, picture: Image.Image) -> None:
     [
         (7, "int is not an image"),
         (None, "NoneType"),
-        (b"", "no bytes"),
+        (b"", "image: is empty"),
         ("", "folder"),
         ("file:///etc/hostname", "pass the path"),
-        ("s3://bucket/key.png", "address"),
+        ("s3://bucket/key.png", "is a URL"),
         ("data:image/png;base64", "comma"),
         ("data:image/png;base64,@@@", "base64"),
         ("x" * 5000, "path|no such file"),

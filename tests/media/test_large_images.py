@@ -137,7 +137,7 @@ def test_pixels_of_a_request(tmp_path: Path) -> None:
     limits = MediaLimits(max_request_pixels=3_500_000)
     assert len(read([blank] * 3, limits)) == 3
     mixed = [blank, noise(1000, 1000), Image.open(blank), blank.read_bytes()]
-    with pytest.raises(InputError, match=r"^images\[3\]: .* 4,000,000 pixels, .* 3,500,000; show"):
+    with pytest.raises(InputError, match=r"^images\[3\]: .* 4,000,000 pixels, .* 3,500,000; send"):
         read(mixed, limits)
     clip = np.zeros((4, 1000, 1000, 3), np.uint8)
     with pytest.raises(InputError, match=r"^videos\[0\]: .* 4,000,000 pixels"):
@@ -155,7 +155,7 @@ def test_what_is_over_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="max_request_pixels"):
         read([blank] * 9, limits)
     assert len(decoded) == 2
-    with pytest.raises(InputError, match=r"^images: .* 9,000,000 pixels, .* 2,500,000; show fewer"):
+    with pytest.raises(InputError, match=r"^images: .* 9,000,000 pixels, .* 2,500,000; send fewer"):
         MediaReader(limits).outline(media_parts([blank] * 9))
     assert len(decoded) == 2
 

@@ -52,7 +52,7 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
         assert 2 * held["bf16_bytes"] == whole["bf16_bytes"]
         for kind in ("codes", "scales", "norms", "tails"):
             assert 2 * held["by_kind"][kind] == whole["by_kind"][kind]
-        assert "2 ranks hold as much each" in found[name]["printed"]
+        assert "each of the 2 ranks stores the same amount" in found[name]["printed"]
     assert whole["by_kind"]["codes"] > 0 or name not in POCKET
     if name == "pocket-vl":
         more = asked_more(alone, tmp_path / "chat.safetensors")
@@ -97,7 +97,7 @@ def test_a_rank_reads_its_own_file_only(ranks, folder) -> None:
 @pytest.mark.slow
 def test_one_rank_prints(found) -> None:
     printed = found[1]
-    assert printed.startswith("93015\n") and printed.count("of one rank; 2 ranks") == 1
+    assert printed.startswith("93015\n") and printed.count("for one rank; each of the 2 ranks") == 1
 
 
 def test_without_torchrun(monkeypatch) -> None:

@@ -163,7 +163,7 @@ def test_bad_requests(llava) -> None:
     with pytest.raises(InputError, match="'<image>', a control token"):
         llava([noise(40, 40)], "Is <image> a cat?")
     tight = OscarVLPipeline(llava.model, processor=llava.processor, max_context=300)
-    with pytest.raises(InputError, match=r"where 300 fit: image 352 \(images\[0\]: 88"):
+    with pytest.raises(InputError, match=r"but only 300 fit: image 352 \(images\[0\]: 88"):
         tight([noise(112, 112)] * 4, "Compare.", max_new_tokens=1)
 
 

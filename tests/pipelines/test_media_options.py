@@ -351,7 +351,7 @@ REFUSED = [
     ("image", {"min_pixels": 9, "max_pixels": 8}, "min_pixels=9 is more than max_pixels=8"),
     ("image", {"min_pixels": True}, "min_pixels=True: must be a whole number"),
     ("image", {"max_pixels": 1.5}, "max_pixels=1.5: must be a whole number"),
-    ("image", {"resized_width": 64}, "give both or none"),
+    ("image", {"resized_width": 64}, "give both or neither"),
     (
         "image",
         {"resized_width": 1, "resized_height": 999},

@@ -196,7 +196,7 @@ def test_parts_without_a_source_take_what_is_given_beside() -> None:
     ]
     for given, images, expected in (
         ([image, image], "a.png", r"^parts\[1\]: has no source: give it under 'image'"),
-        (["what?"], "a.png", r"^images\[0\]: every part of type 'image' has another source"),
+        (["what?"], "a.png", r"^images\[0\]: is not used"),
     ):
         with pytest.raises(InputError, match=expected):
             parts_from(given, images)
@@ -219,10 +219,16 @@ def test_parts_without_a_source_take_what_is_given_beside() -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "?"}}]}],
-            r"content\[0\]: the base64 text is damaged",
+            r"content\[0\]: is not valid base64",
         ),
-        ([{"role": "system", "content": [{"type": "image", "image": "a.png"}]}], "only a user"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant"}], "must end with one to answer"),
+        (
+            [{"role": "system", "content": [{"type": "image", "image": "a.png"}]}],
+            "only user and tool",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant"}],
+            "must end with a message to answer",
+        ),
         ([{"role": "user", "content": " "}], r"messages\[0\].content is empty: give some text"),
         ([{"role": "user", "content": None}], r"messages\[0\].content is empty: give some text"),
         (
@@ -247,7 +253,10 @@ def test_messages_that_are_refused(qwen, given: Any, expected: str) -> None:
 def test_a_prompt_or_messages(qwen) -> None:
     with pytest.raises(InputError, match="give a prompt or messages, not both"):
         qwen(None, "Why?", messages=[{"role": "user", "content": "Why?"}])
-    with qwen.chat() as chat, pytest.raises(InputError, match="give a prompt, parts or messages"):
+    with (
+        qwen.chat() as chat,
+        pytest.raises(InputError, match="give only one of prompt, parts and messages"),
+    ):
         chat.ask("Why?", parts=["Why?"])
     with pytest.raises(InputError, match="prompt is empty"):
         qwen()

@@ -189,19 +189,19 @@ def test_bad_recordings(omni, tmp_path: Path) -> None:
     refused(omni, "silent.mp4", "no audio track", audio=silent)
     refused(omni, "needs its rate", audio=samples)
     refused(omni, r"audio\[0\]", "int is not a recording", audio=5)
-    refused(omni, "remote media are off", audio="https://example.org/a.wav")
+    refused(omni, "remote media are disabled", audio="https://example.org/a.wav")
 
 
 def test_too_long(omni) -> None:
     short = OscarOmniPipeline(omni.family.outer_model, processor=omni.processor, max_context=100)
     refused(
-        *(short, r"audio\[0\]: 117", "over the context, where 100 fit", "shorter recordings"),
+        *(short, r"audio\[0\]: 117", "over the context, but only 100 fit", "shorter recordings"),
         audio=tone(9),
         max_new_tokens=1,
     )
     limits = MediaLimits(max_audio_seconds=2)
     bounded = OscarOmniPipeline(omni.family.outer_model, processor=omni.processor, limits=limits)
-    refused(bounded, r"audio\[0\]: 3.0 s", "max_audio_seconds", audio=tone(3))
+    refused(bounded, r"audio\[0\]: lasts 3.0 s", "max_audio_seconds", audio=tone(3))
 
 
 def test_bad_text_and_arguments(omni) -> None:

@@ -30,7 +30,9 @@ def test_the_template_says_how_calls_are_written(pipe, llava_next_folder) -> Non
     other = OscarVLPipeline(llava_next_folder, policy="bf16", device="cpu")
     assert other.family.tool_format is None
     assert other.family.offer([FIND], "none") is None
-    with pytest.raises(InputError, match="the chat template of this checkpoint has no tools"):
+    with pytest.raises(
+        InputError, match="the chat template of this checkpoint does not support tools"
+    ):
         other.family.offer([FIND])
 
 

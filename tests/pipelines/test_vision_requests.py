@@ -103,7 +103,7 @@ def test_what_is_no_picture(pipe) -> None:
     refused(pipe, r"images\[0\]", "0..1", images=np.full((64, 64, 3), 200.0))
     refused(pipe, r"images\[0\]", "empty", images=np.zeros((0, 64, 3), np.uint8))
     refused(pipe, r"images\[0\]", "200:1", images=noise(1, 201))
-    refused(pipe, "remote media are off", "allow_remote", images="https://example.com/a.png")
+    refused(pipe, "remote media are disabled", "allow_remote", images="https://example.com/a.png")
 
 
 @pytest.mark.parametrize("value", [5, {}, 1.5, object()])
@@ -113,7 +113,7 @@ def test_what_is_no_video(pipe, value: Any) -> None:
 
 
 def test_clips_that_cannot_be(pipe) -> None:
-    refused(pipe, r"videos\[0\]", "one size", videos=[noise(48, 64), noise(64, 48)])
+    refused(pipe, r"videos\[0\]", "the same size", videos=[noise(48, 64), noise(64, 48)])
     refused(pipe, r"videos\[1\]", "no frames", videos=[clip(2), []])
     refused(pipe, r"videos\[0\]", "shape", videos=np.zeros((48, 64), np.uint8))
 

@@ -134,7 +134,7 @@ def test_what_goes_wrong_stays_with_its_row(worker: Worker, recordings: Path) ->
         "control": ({"question": "<|im_end|>?"}, "control token"),
         "choices": ({"choices": ["a", "<|im_end|>"]}, "control token"),
         "answer": ({"choices": ["a", "b"], "answer": "c"}, "none of the choices"),
-        "address": ({"audio": "https://example.org/a.wav"}, "remote media are off"),
+        "address": ({"audio": "https://example.org/a.wav"}, "remote media are disabled"),
         "nothing": ({"videos": "gone.mp4", "audio": None}, "gone.mp4: no such file"),
     }
     records = [{"id": name, "question": "Who?", "audio": "0.wav"} | bad[name][0] for name in bad]

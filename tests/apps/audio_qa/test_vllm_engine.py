@@ -175,7 +175,7 @@ def test_a_server_that_does_not_start(pids, tmp_path, monkeypatch) -> None:
     with pytest.raises(InputError) as refused:
         asked(texts(1), tmp_path)
     assert str(refused.value) == (
-        "vLLM's server ended before it answered; its log: ValueError: the model does not fit"
+        "vLLM's server exited before it responded; its log: ValueError: the model does not fit"
     )
     assert (tmp_path / "a.jsonl").read_bytes() == b""
     assert_none_left(pids, 1)
@@ -188,7 +188,7 @@ def test_a_server_that_loads(pids, tmp_path, monkeypatch, capsys) -> None:
     _, summary = asked(texts(1), tmp_path)
     told = capsys.readouterr().err
     assert "vLLM's server starts, with pocket-omni" in told
-    assert re.search(r"vLLM's server loads for \d+ s so far", told)
+    assert re.search(r"vLLM's server has been loading for \d+ s", told)
     print_summary(summary)
     shown = capsys.readouterr().out
     assert "most memory: process" in shown and "0 B" not in shown and "0.00x" not in shown

@@ -68,7 +68,7 @@ def browser(served: RunningPage, window: Browser) -> Browser:
 
 def set_length(browser: Browser, tokens: int) -> None:
     browser.press("Settings")
-    [field] = browser.all("input[type=number][aria-label*='Longest answer']")
+    [field] = browser.all("input[type=number][aria-label*='Maximum tokens of an answer']")
     field.clear()
     field.send_keys(f"{tokens}\t")
     browser.press("Memory")
@@ -183,7 +183,7 @@ def test_compare(browser, served, uploads) -> None:
     switch.click()
     browser.wait(lambda: len(browser.all("#compared section")) == 2, "both answers")
     cards = [one.text for one in browser.all("#compared h2")]
-    assert cards == ["compact", "16 bit"]
+    assert cards == ["compact", "16-bit"]
     browser.wait(lambda: "of 1 answers" in browser.text("#compared .verdict"), "the verdict")
     assert "tokens/s" in browser.text("#compared footer")
     browser.wait(lambda: not newest(served)._turn.locked(), "the end of the comparison")
@@ -325,7 +325,7 @@ def test_pictures_of_a_refused_message_are_not_counted(browser, uploads) -> None
 def test_a_long_text(browser, served) -> None:
     set_length(browser, 5)
     context = served.sessions.pipe.admission.max_context
-    assert f"room for {context:,} tokens" in browser.text("#model-limits")
+    assert f"can have {context:,} tokens" in browser.text("#model-limits")
 
     def ask(words: int) -> None:
         [box] = browser.all("#message textarea")
@@ -386,7 +386,7 @@ def test_save_load_and_report(browser, served, uploads, downloads) -> None:
 def test_settings_and_why(browser, served, uploads) -> None:
     browser.press("Settings")
     click_when_there(browser, "#side input[type=radio][value=oscar]")
-    browser.press("Begin a conversation")
+    browser.press("Start a conversation")
     browser.wait(lambda: browser.text("#status b") == "oscar", "the policy")
     browser.ask("What is it?", uploads / "0.png", uploads / "1.png")
     session = newest(served)

@@ -71,7 +71,7 @@ def test_it_serves_until_ctrl_c(qwen3_omni_folder, monkeypatch, capsys, tmp_path
     assert run(["demo", *options]) == 0
     [page] = seen
     assert page.status_code == 200 and "oscar_mm" in page.text
-    assert f"http://127.0.0.1:{port}/ (Ctrl-C ends it)" in capsys.readouterr().err
+    assert f"http://127.0.0.1:{port}/ (Ctrl-C stops it)" in capsys.readouterr().err
     assert (tmp_path / "kept").is_dir()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/")

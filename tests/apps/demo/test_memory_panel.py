@@ -84,7 +84,7 @@ def test_the_chart_stacks_modalities_below_the_line_of_16_bit() -> None:
     for name, height in (("text", 300e3), ("image", 950e3), ("tables", 950_050), ("plain", 3.8e6)):
         x, y = drawn[name][1]
         assert x == 100 and y == pytest.approx(100 - 100 * height / top, abs=0.01)
-    headline = "<strong>4.0x smaller than 16 bit</strong>: <b>950.05 KB</b> instead of 3.80 MB"
+    headline = "<strong>4.0x smaller than 16-bit</strong>: <b>950.05 KB</b> instead of 3.80 MB"
     for shown in (headline, "4.00", "31", "0.25 s", "30 tokens"):
         assert shown in html
     other = MemoryCurve()
@@ -96,11 +96,11 @@ def test_no_conversation_takes_more_than_16_bit_without_a_reason(session, upload
     assert "Nothing is stored yet" in memory_view(session)
     asked(session, "What?", uploads / "0.png")
     assert session.conversation.curve.last.ratio < 1
-    reason = "too short to gain"
+    reason = "too short to benefit"
     assert reason in memory_view(session) and reason in json.loads(memory_report(session))["note"]
     session.begin(SessionSettings.of_fields("bf16", BITS, 32, None, False))
     asked(session, "What?", uploads / "0.png")
-    assert "stored in 16 bit, as its settings say" in memory_view(session)
+    assert "stored in 16-bit precision, as set" in memory_view(session)
 
 
 def test_the_curve_tells_what_was_shown_and_forgotten_and_its_values(session, uploads) -> None:
@@ -156,7 +156,7 @@ def test_both_answers_to_every_question_are_compared(session, uploads) -> None:
     for chat in (session.conversation, session.baseline):
         assert f"<b>{format_bytes(chat.curve.last.used_bytes)}</b>" in html
         assert f"{chat.timings.tokens_per_s:.0f} tokens/s" in html
-    assert "too short to gain" in html
+    assert "too short to benefit" in html
     session.undo()
     assert "Second?" not in comparison_view(session)
     for _ in range(25):
@@ -176,13 +176,15 @@ def test_how_many_fit_is_told_by_the_formula() -> None:
     assert "with Qwen3-VL-8B fit on one H100" in html
     large = "Qwen3-VL-32B"
     html = capacity({}, policy, "RTX 4090", large, MODELS[large], "this long")
-    assert f"weights of {large}, 66.80 GB, leave no room on one RTX 4090" in html
+    assert f"weights of {large}, 66.80 GB, leave no memory on one RTX 4090" in html
 
 
 def test_formats_are_told_by_bits_and_ratio() -> None:
     labels = {name: format_label(name, MODELS["Qwen3-VL-8B"]) for name in KVPolicy.preset_names()}
-    assert labels["bf16"] == "bf16: 16 bit" and labels["standard"].startswith("standard: 3/2 bit, ")
-    assert re.fullmatch(r"compact: 2 bit, 6\.\dx smaller", labels["compact"])
+    assert labels["bf16"] == "bf16: 16 bits" and labels["standard"].startswith(
+        "standard: 3/2 bits, "
+    )
+    assert re.fullmatch(r"compact: 2 bits, 6\.\dx smaller", labels["compact"])
 
 
 def test_every_choice_of_the_planner_works() -> None:

@@ -165,7 +165,9 @@ def test_files_that_are_too_large_are_refused_in_the_chat(served, client, tmp_pa
     large.write_bytes(bytes(33 * 2**20))
     data = [{"text": "What?", "files": [upload(client, large)]}, 0, 20, *WHERE]
     sent = call(client, served, "ask", data, "s6")
-    assert "large.png: is larger than the 32 MiB of one file" in sent[-1]["output"]["data"][0]
+    assert (
+        "large.png: is larger than the 32 MiB allowed for one file" in sent[-1]["output"]["data"][0]
+    )
 
 
 def test_uploads_are_bounded(client, uploads, monkeypatch) -> None:

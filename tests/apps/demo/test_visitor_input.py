@@ -43,7 +43,7 @@ def test_other_files_are_not_read(uploads: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="was not uploaded here"):
             files_by_kind([path], [uploads])
     link.unlink()
-    with pytest.raises(InputError, match=r"gone\.png: is not here any more"):
+    with pytest.raises(InputError, match=r"gone\.png: is no longer here"):
         files_by_kind([uploads / "gone.png"], [uploads])
 
 

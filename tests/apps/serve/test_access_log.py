@@ -87,7 +87,7 @@ def test_web_pages_and_failures(omni, lines, monkeypatch) -> None:
         with pytest.raises(openai.InternalServerError):
             ask(client_of(address), user(SECRET))
         found = logged(lines, 2)
-    assert found[0] == 'GET /v1/models 403 0s "pages of other sites may not use this server"'
+    assert found[0] == 'GET /v1/models 403 0s "web pages of other sites may not use this server"'
     assert found[1] == f'{CHAT} 500 0s "the server failed to answer this"'
 
 
@@ -97,8 +97,8 @@ def test_who_leaves(omni, lines) -> None:
             first.getresponse().readline()
             with asking(address, max_tokens=3):
                 pass
-            assert logged(lines, 1) == [f'{CHAT} 499 0s "the client has left"']
-        assert logged(lines, 2)[1] == f'{CHAT} 200 0s "the client has left"'
+            assert logged(lines, 1) == [f'{CHAT} 499 0s "the client has disconnected"']
+        assert logged(lines, 2)[1] == f'{CHAT} 200 0s "the client has disconnected"'
 
 
 def test_what_is_no_request_is_no_line(omni, lines) -> None:

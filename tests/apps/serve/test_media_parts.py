@@ -262,7 +262,7 @@ def test_nobody_reads_what_was_sent_under_another_salt() -> None:
     read(named(image(png()), "a"), source=kept, cache_salt="mine")
     for options in ({}, {"cache_salt": "yours"}, {"cache_salt": "mine "}):
         error = refused(again("image_url", "a"), source=kept, **options)
-        assert "no medium with this uuid and cache_salt is stored" in str(error)
+        assert "no medium is stored for this uuid and cache_salt" in str(error)
         assert "send the medium again with its uuid" in str(error)
         assert error.field == "messages[0].content[0]"
     assert shown(read(again("image_url", "a"), source=kept, cache_salt="mine"))
@@ -428,7 +428,7 @@ def test_redirects_are_not_followed(site, caplog) -> None:
     site.asked.clear()
     with pytest.raises(FieldError):
         fetched(f"http://127.0.0.1:{site.server_port}/moved", "127.0.0.1")
-    assert "answered 302" in caplog.records[-1].getMessage()
+    assert "returned 302" in caplog.records[-1].getMessage()
     assert site.asked == ["/moved"]
 
 
@@ -484,5 +484,5 @@ def test_the_option_with_vllm() -> None:
     assert found[at + 1 : at + 3] == ["a.org", "b.org"]
     assert vllm_command(found, None)[1]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
     given["allowed_media_domains"] = ["*.a.org"]
-    with pytest.raises(InputError, match="vLLM compares whole names; list each host"):
+    with pytest.raises(InputError, match="vLLM matches only whole names; list each host"):
         vllm_arguments("pocket-vl", "standard", "127.0.0.1", 8000, given)

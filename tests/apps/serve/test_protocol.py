@@ -257,8 +257,8 @@ def test_addresses_are_fetched_where_that_is_allowed(picture_address, caplog) ->
     for urls, most, expected in (
         (twice, 2 * size - 1, f"content[1]: {NOT_FETCHED.format('image')}"),
         (twice, size, "content[1]"),
-        (["/etc/passwd"], size, "or an http(s) address"),
-        (["file:///etc/passwd"], size, "or an http(s) address"),
+        (["/etc/passwd"], size, "or an http(s) URL"),
+        (["file:///etc/passwd"], size, "or an http(s) URL"),
     ):
         with pytest.raises(FieldError) as refused:
             fetched(*urls, remote_bytes=most)
@@ -266,8 +266,8 @@ def test_addresses_are_fetched_where_that_is_allowed(picture_address, caplog) ->
     caplog.clear()
     site = picture_address.rpartition("/")[0]
     for url, logged in (
-        (f"{picture_address}.jpg", "answered 404"),
-        (f"{site}/page.html", "answered text/html"),
+        (f"{picture_address}.jpg", "returned 404"),
+        (f"{site}/page.html", "returned text/html"),
         (f"{site}/notes.bin", "cannot identify image file"),
         ("http://127.0.0.1:1/", "refused"),
     ):
@@ -343,7 +343,7 @@ def test_damaged_base64(data: str) -> None:
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
     ):
         error = refusal(showing(part))
-        assert "base64 text is damaged" in str(error) and error.field == "messages[0].content[0]"
+        assert "is not valid base64" in str(error) and error.field == "messages[0].content[0]"
 
 
 def test_large_media() -> None:
@@ -449,11 +449,11 @@ def test_fields_that_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (b"", "is no JSON"),
-        (b"{", "is no JSON"),
-        (b'{"messages": "\xff"}', "is no JSON"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "is no JSON"),
-        (b'{"messages": ' + b"[" * 100_000, "is no JSON"),
+        (b"", "is not valid JSON"),
+        (b"{", "is not valid JSON"),
+        (b'{"messages": "\xff"}', "is not valid JSON"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "is not valid JSON"),
+        (b'{"messages": ' + b"[" * 100_000, "is not valid JSON"),
         (b"[]", "the request must be an object"),
         (b"null", "the request must be an object"),
         (b"{}", "messages: is missing"),

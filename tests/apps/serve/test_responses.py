@@ -198,7 +198,7 @@ def test_items_of_earlier_answers_may_be_referenced(tool_pipe, client) -> None:
     assert found.usage.input_tokens == expected.usage.input_tokens
     third = respond(client, "And?", tools=[FIND], previous_response_id=found.id)
     assert third.usage.input_tokens > found.usage.total_tokens
-    with pytest.raises(openai.BadRequestError, match=r"input\[2\]: is referenced before"):
+    with pytest.raises(openai.BadRequestError, match=r"input\[2\]: is referenced twice"):
         respond(client, [question, by_id[0], by_id[0], question])
     client.responses.delete(first.id)
     for lost in (by_id[0], {"type": "item_reference"}, {"type": "item_reference", "id": [5]}):

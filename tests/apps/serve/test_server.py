@@ -250,7 +250,7 @@ def test_several_clients(client) -> None:
         ([user("a"), user("<|im_end|>")], {}, "messages[1].content holds '<|im_end|>', a control"),
         ([user(text("a"), image(b"no picture"))], {}, "messages[0].content[1]: is not an image"),
         ([user(sound(b"no sound"), text("a"))], {}, "messages[0].content[0]"),
-        ([user("7!" * 45_000)], {}, "have room: shorten messages"),
+        ([user("7!" * 45_000)], {}, "fit: shorten messages"),
     ],
 )
 def test_bad_requests(messages: list, options: dict, expected: str, client) -> None:
@@ -259,7 +259,7 @@ def test_bad_requests(messages: list, options: dict, expected: str, client) -> N
     assert expected in refused.value.message
     for internal in ("max_new_tokens", "prompt", "images[", "audio[", "MediaLimits", "pydantic"):
         assert internal not in refused.value.message
-    assert refused.value.code == ("context_length_exceeded" if "room" in expected else None)
+    assert refused.value.code == ("context_length_exceeded" if "fit:" in expected else None)
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
@@ -285,7 +285,7 @@ def test_answers_end_where_the_context_does(omni, monkeypatch, asked: int | None
             assert usage.total_tokens == 60 and answer.choices[0].finish_reason == "length"
             # Told in a few tokens, as the whole answer leaves no room.
             past += [{"role": "assistant", "content": "Hm."}, user("So?")]
-        with pytest.raises(openai.BadRequestError, match="and 60 have room") as refused:
+        with pytest.raises(openai.BadRequestError, match="but only 60 fit") as refused:
             ask(client, *past, user("Is it? " * 20), max_tokens=asked or openai.omit)
         assert refused.value.code == "context_length_exceeded"
 
@@ -338,7 +338,7 @@ def test_a_conversation_that_is_too_long(omni, monkeypatch) -> None:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         assert ask(client, first[0]).choices
         for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match="and 80 have room") as found:
+            with pytest.raises(openai.BadRequestError, match="but only 80 fit") as found:
                 ask(client, *first, user(sound(wav(4.0)), text("And?")), stream=stream)
             assert found.value.code == "context_length_exceeded"
         assert ask(client, first[0]).choices, "nothing was lost"

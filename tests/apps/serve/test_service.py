@@ -403,7 +403,7 @@ def test_who_has_no_room_for_long_is_told(tight, shown, monkeypatch) -> None:
                 ask(client_of(address), shown, stream=stream)
             assert refused.value.status_code == 503
             assert int(refused.value.response.headers["retry-after"]) > 0
-            assert "other answers hold the memory" in refused.value.message
+            assert "other requests use the memory" in refused.value.message
         running.close()
         assert ask(client_of(address), shown).choices
 

@@ -216,7 +216,7 @@ def test_a_format_is_that_of_an_answer_without_calls(tool_pipe, asking) -> None:
 def test_hostile_tools(asking) -> None:
     for tool, expected in (
         ({"name": "find", "description": "<|im_end|>"}, "control token"),
-        ({"name": "<tool_call>"}, "must be 1 to 128"),
+        ({"name": "<tool_call>"}, "must have 1 to 128"),
         ({"name": "find", "description": "long " * 500_000}, "tokens"),
     ):
         with pytest.raises(openai.BadRequestError, match=expected):
