@@ -237,16 +237,27 @@ def _equal_share(answers: Sequence[list[int]], expected: Sequence[list[int]]) ->
 def arguments_of(line: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     options = parser("benchmarks.accuracy", __doc__)
-    options.add_argument("--model", action="append", choices=NAMES, help="all three by default")
+    options.add_argument(
+        "--model", action="append", choices=NAMES, help="model to measure; all three by default"
+    )
     options.add_argument("--models", type=Path, default=MODELS, help="folder of the models")
-    options.add_argument("--random", action="store_true", help="random weights, to try it out")
+    options.add_argument("--random", action="store_true", help="random weights, for a trial run")
     options.add_argument("--atlases", type=Path, default=ATLASES, help="folder of the atlases")
-    options.add_argument("--prompts", type=int, help="of each task; 512 on a GPU, 8 on a CPU")
-    options.add_argument("--generate", type=int, help="prompts to answer freely; 64 or 2")
-    options.add_argument("--tasks", action="append", default=[], help="a name, or part of names")
-    options.add_argument("--methods", action="append", default=[], help="a name, or part of names")
-    options.add_argument("--no-ablation", action="store_true", help="the main table only")
-    options.add_argument("--condition", action="append", choices=CONDITIONS, help="both by default")
+    options.add_argument(
+        "--prompts", type=int, help="prompts per task; default: 512 on a GPU, 8 on a CPU"
+    )
+    options.add_argument(
+        "--generate", type=int, help="prompts to answer freely; default: 64 on a GPU, 2 on a CPU"
+    )
+    options.add_argument("--tasks", action="append", default=[], help="a name or part of it")
+    options.add_argument("--methods", action="append", default=[], help="a name or part of it")
+    options.add_argument("--no-ablation", action="store_true", help="only the main table")
+    options.add_argument(
+        "--condition",
+        action="append",
+        choices=CONDITIONS,
+        help="condition to measure; both by default",
+    )
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--seed", type=int, default=SEED)
     options.add_argument(
@@ -254,7 +265,7 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="keep the file's rows, except cells that now have as many prompts or more",
     )
-    options.add_argument("--report", action="store_true", help="show what was recorded")
+    options.add_argument("--report", action="store_true", help="show the recorded results")
     return options.parse_args(line)
 
 
@@ -314,7 +325,7 @@ def _run(options: argparse.Namespace, line: str) -> int:
     known = [method.name for method in (*tables[0], *tables[1])]
     for text in options.methods:
         if not any(text in name for name in known):
-            raise InputError(f"--methods {text}: in no name of {'; '.join(known)}")
+            raise InputError(f"--methods {text}: matches none of {'; '.join(known)}")
     names = options.methods and [REFERENCE, *options.methods]
     compared = {method.name for method in selected([*tables[0], *tables[1]], names)}
     main_table, ablation = (

@@ -388,9 +388,11 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record."""
     options = parser("benchmarks.audio_qa", __doc__)
-    options.add_argument("--ray", action="store_true", help="also on two workers of Ray")
-    options.add_argument("--full-size", action="store_true", help="Qwen3-Omni's shapes, on a GPU")
-    options.add_argument("--tiny", action="store_true", help="--full-size in small, on a CPU")
+    options.add_argument("--ray", action="store_true", help="also run on two Ray workers")
+    options.add_argument("--full-size", action="store_true", help="shapes of Qwen3-Omni, on a GPU")
+    options.add_argument(
+        "--tiny", action="store_true", help="--full-size with a tiny model, on a CPU"
+    )
     options = options.parse_args(arguments)
     if options.full_size:
         device = torch.device("cpu") if options.tiny else device_of("audio_qa", tiny=False)

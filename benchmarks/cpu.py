@@ -182,7 +182,9 @@ def measure_unpack(heads: int, head_dim: int, pages: int) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record."""
     asked = parser("benchmarks.cpu", __doc__)
-    asked.add_argument("--threads", type=int, default=1, help="of torch and of the loops")
+    asked.add_argument(
+        "--threads", type=int, default=1, help="threads of torch and of the CPU kernels"
+    )
     options = asked.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

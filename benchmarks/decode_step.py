@@ -296,14 +296,19 @@ def options_of(
 ) -> argparse.ArgumentParser:
     """Create the parser of the options that all sweeps share."""
     options = parser(f"benchmarks.{benchmark}", description)
-    options.add_argument("--models", type=_names(RELEASED), default=MODELS, help="with commas")
     options.add_argument(
-        "--contexts", type=numbers, default=tuple(contexts), help="tokens, with commas"
+        "--models", type=_names(RELEASED), default=MODELS, help="models, comma-separated"
+    )
+    options.add_argument(
+        "--contexts",
+        type=numbers,
+        default=tuple(contexts),
+        help="tokens of context, comma-separated",
     )
     options.add_argument(
         "--add", action="store_true", help="keep the file's rows that are not measured again"
     )
-    options.add_argument("--tiny", action="store_true", help="a rehearsal with tiny models")
+    options.add_argument("--tiny", action="store_true", help="trial run with tiny models")
     return options
 
 
@@ -317,7 +322,7 @@ def add_variants(
         "--ways",
         type=_names(variants),
         default=default,
-        help=f"of {', '.join(variants)}, with commas",
+        help=f"{', '.join(variants)}; comma-separated",
     )
 
 
@@ -399,7 +404,7 @@ def _names(choices: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str
         chosen = tuple(text.split(","))
         if unknown := sorted(set(chosen) - set(choices)):
             raise argparse.ArgumentTypeError(
-                f"no such name: {', '.join(unknown)}; choose from {', '.join(choices)}"
+                f"unknown names: {', '.join(unknown)}; choose from {', '.join(choices)}"
             )
         return chosen
 
@@ -420,8 +425,10 @@ def numbers(text: str) -> tuple[int, ...]:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record; return the result of ``sweep``."""
     parser = options_of("decode_step", __doc__, CONTEXTS)
-    parser.add_argument("--batches", type=numbers, default=BATCHES, help="rows, with commas")
-    parser.add_argument("--kernels", action="store_true", help="also what a step launches")
+    parser.add_argument(
+        "--batches", type=numbers, default=BATCHES, help="batch sizes, comma-separated"
+    )
+    parser.add_argument("--kernels", action="store_true", help="also list the kernels of a step")
     add_variants(parser, None)
     options = parser.parse_args(arguments)
     contexts = TINY_CONTEXTS if options.tiny and options.contexts == CONTEXTS else options.contexts

@@ -292,7 +292,9 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print and record; return the result of ``sweep``."""
     parser = options_of("engine", __doc__, CONTEXTS)
     parser.set_defaults(models=MODELS)
-    parser.add_argument("--batches", type=numbers, default=BATCHES, help="answers, with commas")
+    parser.add_argument(
+        "--batches", type=numbers, default=BATCHES, help="numbers of answers, comma-separated"
+    )
     add_variants(parser, ("compact-graph", "standard-graph"), tuple(WAYS))
     options = parser.parse_args(arguments)
     contexts = TINY_CONTEXTS if options.tiny and options.contexts == CONTEXTS else options.contexts

@@ -316,9 +316,9 @@ def _verdict(share: float | None) -> tuple[str, str]:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record; 2 for unknown models or without a CUDA device."""
     options = parser("benchmarks.first_token", __doc__)
-    options.add_argument("--models", default=",".join(MODELS), help="some of them, with commas")
+    options.add_argument("--models", default=",".join(MODELS), help="models, comma-separated")
     options.add_argument("--add", action="store_true", help="keep the file's rows of other models")
-    options.add_argument("--tiny", action="store_true", help="a rehearsal with tiny models")
+    options.add_argument("--tiny", action="store_true", help="trial run with tiny models")
     options = options.parse_args(arguments)
     names = models_of(options.models, MODELS)
     device = None if names is None else device_of("first_token", tiny=options.tiny)

@@ -171,9 +171,9 @@ def _gigabytes(count: int | None) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record model by model; 2 without a CUDA device, 1 if a model failed."""
     options = parser("benchmarks.full_size", __doc__)
-    options.add_argument("--models", default=",".join(RELEASED), help="some of them, with commas")
+    options.add_argument("--models", default=",".join(RELEASED), help="models, comma-separated")
     options.add_argument("--add", action="store_true", help="keep the file's rows of other models")
-    options.add_argument("--tiny", action="store_true", help="a rehearsal with tiny models")
+    options.add_argument("--tiny", action="store_true", help="trial run with tiny models")
     options = options.parse_args(arguments)
     names = models_of(options.models, RELEASED)
     device = None if names is None else device_of("full_size", tiny=options.tiny)

@@ -117,10 +117,10 @@ def main(arguments: Sequence[str]) -> int:
     add(
         "--rows",
         default="1,16,64",
-        help="numbers of answers that decode together, separated by commas",
+        help="numbers of answers that decode together, comma-separated",
     )
     add("--tokenizer", type=Path, help="folder of a released checkpoint's tokenizer")
-    add("--tiny", action="store_true", help="a small model, to try it out")
+    add("--tiny", action="store_true", help="trial run with a small model")
     options = options_parser.parse_args(arguments)
     device = device_of("grammar", tiny=options.tiny)
     if device is None:

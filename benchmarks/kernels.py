@@ -388,8 +388,8 @@ def compare(rows: list[dict[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record; 2 without a CUDA device."""
     options = parser("benchmarks.kernels", __doc__)
-    options.add_argument("--quick", action="store_true", help=f"only {len(QUICK)} shapes")
-    options.add_argument("--compare", type=Path, metavar="FILE", help="an earlier run's JSON")
+    options.add_argument("--quick", action="store_true", help=f"measure only {len(QUICK)} shapes")
+    options.add_argument("--compare", type=Path, metavar="FILE", help="JSON file of an earlier run")
     options = options.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs a CUDA device; there is none here", file=sys.stderr)

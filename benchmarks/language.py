@@ -158,8 +158,8 @@ def check(text_model: TextModel, texts: Mapping[str, str], options: argparse.Nam
         most = max(most, longest(tokens) + GENERATED)
     if most > text_model.context:
         raise InputError(
-            f"--tokens {tokens}: with what comes after it is up to {most:,} tokens, and the "
-            f"model's context is {text_model.context:,}"
+            f"--tokens {tokens}: with the tokens after it, a passage has up to {most:,} tokens, "
+            f"and the model's context is {text_model.context:,}"
         )
     for _ in passages(text_model.tokenizer, texts, tokens, len(texts), after):
         pass
@@ -226,13 +226,16 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
         help=f"{', '.join(MODELS)}, or folder or hub id of a causal language model",
     )
     options.add_argument(
-        "--packages", type=Path, default=PACKAGES, help=f"wheels of the models; {PACKAGES}"
+        "--packages",
+        type=Path,
+        default=PACKAGES,
+        help=f"folder with the models' wheels; default: {PACKAGES}",
     )
-    options.add_argument("--text", type=Path, action="append", help="files instead of Python's own")
     options.add_argument(
-        "--tokens", type=int, nargs="+", default=[1024], help="lengths of passages"
+        "--text", type=Path, action="append", help="text files instead of Python's own texts"
     )
-    options.add_argument("--passages", type=int, default=64, help="of each length")
+    options.add_argument("--tokens", type=int, nargs="+", default=[1024], help="tokens per passage")
+    options.add_argument("--passages", type=int, default=64, help="passages of each length")
     options.add_argument(
         "--decoded", type=int, default=128, help="tokens after a passage to read as if decoded"
     )
@@ -242,7 +245,7 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
         default=4,
         help="passages to read token by token through the cache itself, and to continue",
     )
-    options.add_argument("--methods", action="append", default=[], help="a name, or part of names")
+    options.add_argument("--methods", action="append", default=[], help="a name or part of it")
     options.add_argument("--device", default="cpu", help="cpu or cuda")
     options.add_argument(
         "--add", action="store_true", help="keep the file's rows of other lengths and methods"
@@ -265,7 +268,8 @@ def run(options: argparse.Namespace, line: str) -> None:
     )
     if not methods:
         raise InputError(
-            f"--methods {' '.join(options.methods)}: in no name of {'; '.join(METHODS)}"
+            f"--methods {' '.join(options.methods)}: matches no method; "
+            f"available: {'; '.join(METHODS)}"
         )
     text_model = load(options.model, options.packages, options.device)
     check(text_model, texts, options)

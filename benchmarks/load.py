@@ -292,25 +292,37 @@ def answering(
 def main(arguments: Sequence[str]) -> int:
     """Measure a run for each number of clients and each rate; 2 if no kind of prompt works."""
     line = parser("benchmarks.load", __doc__)
-    line.add_argument("--against", metavar="URL", help="a server that runs already")
-    line.add_argument("--model", default="pocket-omni", help="bundled, or of full size and random")
-    line.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny random model")
-    line.add_argument("--serve-options", default="", help='for our server: "--running 64"')
-    line.add_argument("--device", choices=("cpu", "cuda"), help="of the server")
-    line.add_argument("--clients", help=f"of closed loops; default without --rate: {CLIENTS}")
-    line.add_argument("--rate", help="arrivals per second, with commas")
-    line.add_argument("--leave", type=float, default=0.0, help="share of clients that leave")
-    line.add_argument("--prompts", default=",".join(KINDS), help="kinds, with commas")
-    line.add_argument("--prompt-tokens", type=int, help="of texts")
-    line.add_argument("--new-tokens", type=int, default=64, help="of each answer")
-    line.add_argument("--seconds", type=float, default=60.0, help="of each run")
-    line.add_argument("--engine", action="store_true", help="then also without server, texts only")
+    line.add_argument("--against", metavar="URL", help="URL of a running server to measure instead")
+    line.add_argument(
+        "--model",
+        default="pocket-omni",
+        help="bundled model, or full-size model with random weights",
+    )
+    line.add_argument("--tiny", action="store_true", help="trial run with a tiny random model")
+    line.add_argument(
+        "--serve-options", default="", help='options of our server, e.g. "--running 64"'
+    )
+    line.add_argument("--device", choices=("cpu", "cuda"), help="device of the server")
+    line.add_argument(
+        "--clients", help=f"numbers of closed-loop clients; default without --rate: {CLIENTS}"
+    )
+    line.add_argument("--rate", help="arrivals per second, comma-separated")
+    line.add_argument("--leave", type=float, default=0.0, help="share of clients that disconnect")
+    line.add_argument(
+        "--prompts", default=",".join(KINDS), help="kinds of prompts, comma-separated"
+    )
+    line.add_argument("--prompt-tokens", type=int, help="tokens of text prompts")
+    line.add_argument("--new-tokens", type=int, default=64, help="tokens of each answer")
+    line.add_argument("--seconds", type=float, default=60.0, help="seconds of each run")
+    line.add_argument(
+        "--engine", action="store_true", help="also run without a server, with text prompts only"
+    )
     line.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 4))
     line.add_argument("--add", action="store_true", help="keep the file's rows of other runs")
     options = line.parse_args(arguments)
     kinds = options.prompts.split(",")
     if unknown := set(kinds) - set(KINDS):
-        line.error(f"no such prompts: {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
+        line.error(f"unknown prompts: {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
     if not 0 <= options.leave <= 1:
         line.error("--leave must be from 0 to 1")
     closed = options.clients or ("" if options.rate else CLIENTS)

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure each prompt with each chunk size."""
     line = parser("benchmarks.long_prompts", __doc__)
     line.add_argument("--model", default="pocket-vl")
-    line.add_argument("--device", default="cpu", help="of the model: cpu or cuda")
+    line.add_argument("--device", default="cpu", help="device of the model: cpu or cuda")
     line.add_argument(
         "--chunks", default="1024,65536", help="values of --prefill-chunk, comma-separated"
     )
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     options = line.parse_args(arguments)
     kinds = options.prompts.split(",")
     if unknown := set(kinds) - PROMPTS.keys():
-        line.error(f"no such prompts: {', '.join(sorted(unknown))}")
+        line.error(f"unknown prompts: {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
     for chunk in options.chunks.split(","):
         further = ("--model", options.model, "--device", options.device, "--prefill-chunk", chunk)

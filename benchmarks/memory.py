@@ -80,7 +80,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print and record."""
     options = parser("benchmarks.memory", __doc__)
-    options.add_argument("--long", action="store_true", help=f"also {LONG:,} tokens")
+    options.add_argument("--long", action="store_true", help=f"also measure {LONG:,} tokens")
     options = options.parse_args(arguments)
     rows = measure((*SIZES, LONG) if options.long else SIZES)
     _table(rows)

@@ -146,10 +146,10 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print and record; 1 if something failed."""
     options_parser = parser("benchmarks.peers", __doc__)
     add = options_parser.add_argument
-    add("--models", default=MODELS, help=f"with commas, of {', '.join(RELEASED)}")
-    add("--contexts", default=CONTEXTS, help="of one sequence, with commas")
-    add("--full", default=FULL, help="contexts at full memory, with commas")
-    add("--tiny", action="store_true", help="a rehearsal with tiny models, without vLLM")
+    add("--models", default=MODELS, help=f"models, comma-separated: {', '.join(RELEASED)}")
+    add("--contexts", default=CONTEXTS, help="tokens of a single sequence, comma-separated")
+    add("--full", default=FULL, help="contexts at full memory, comma-separated")
+    add("--tiny", action="store_true", help="trial run with tiny models, without vLLM")
     options = options_parser.parse_args(arguments)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     line, rows = command("benchmarks.peers", arguments), list[Row]()

@@ -298,9 +298,11 @@ def serving(*options: str, endless: bool = False) -> Iterator[Clients]:
 def main(arguments: Sequence[str]) -> int:
     """Measure identical requests, then twice mixed ones without and with hostile ones."""
     command_line = parser("benchmarks.serving", __doc__)
-    command_line.add_argument("--device", default="cpu", help="of the model: cpu or cuda")
-    command_line.add_argument("--requests", type=int, default=MIXED, help="of a mixed run")
-    command_line.add_argument("--identical", type=int, default=IDENTICAL, help="of each client")
+    command_line.add_argument("--device", default="cpu", help="device of the model: cpu or cuda")
+    command_line.add_argument("--requests", type=int, default=MIXED, help="requests of a mixed run")
+    command_line.add_argument(
+        "--identical", type=int, default=IDENTICAL, help="identical requests per client"
+    )
     options = command_line.parse_args(arguments)
     rows, load_before = [], os.getloadavg()[0]
     with serving("--model", "pocket-omni", "--device", options.device) as clients:

@@ -149,9 +149,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     command_line = parser("benchmarks.several_gpus", __doc__)
     command_line.add_argument("--model", choices=RELEASED, default="qwen3-vl-8b")
-    command_line.add_argument("--context", type=int, default=32768, help="tokens of pictures")
+    command_line.add_argument("--context", type=int, default=32768, help="tokens of images")
     command_line.add_argument("--gpus", type=int, default=2)
-    command_line.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny model")
+    command_line.add_argument("--tiny", action="store_true", help="trial run with a tiny model")
     options = command_line.parse_args(arguments)
     released = RELEASED[options.model].with_positions(options.context + 8192)
     pictures, answer = (max(1, options.context // 1024), 1024), 128

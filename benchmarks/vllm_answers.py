@@ -209,9 +209,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options_parser = parser("benchmarks.vllm_answers", __doc__)
     add = options_parser.add_argument
-    add("--models", default="pocket-vl,pocket-llava", help="bundled models, separated by commas")
+    add("--models", default="pocket-vl,pocket-llava", help="bundled models, comma-separated")
     add("--policies", default="standard", help='cache policies, separated by ";"')
-    add("--ways", default="graphs,eager,preempted,ngram", help=f"of {', '.join(WAYS)}")
+    add(
+        "--ways", default="graphs,eager,preempted,ngram", help=f"comma-separated: {', '.join(WAYS)}"
+    )
     add("--questions", type=int, default=200)
     add("--limit", type=float, default=150.0, help="time limit of a process, in seconds")
     add("--add", action="store_true", help="add to the rows that the file has from other runs")

@@ -279,11 +279,19 @@ def main(arguments: Sequence[str]) -> int:
     options_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = options_parser.add_argument
     add("--model", default="qwen3-vl-8b", choices=list(RELEASED))
-    add("--attention", default="auto,fp8,standard", help='with commas, or with ";"')
-    add("--contexts", default="2048,32768,131072", help="of one sequence, with commas")
-    add("--full", default="32768", help="contexts at full memory, with commas")
-    add("--prompts", action="store_true", help="time prompts too")
-    add("--limit", type=float, default=170.0, help="seconds of a process")
+    add(
+        "--attention",
+        default="auto,fp8,standard",
+        help='attentions, separated by commas, or by ";"',
+    )
+    add(
+        "--contexts",
+        default="2048,32768,131072",
+        help="tokens of a single sequence, comma-separated",
+    )
+    add("--full", default="32768", help="contexts at full memory, comma-separated")
+    add("--prompts", action="store_true", help="also time prompts")
+    add("--limit", type=float, default=170.0, help="time limit of a process, in seconds")
     add("--add", action="store_true", help="keep the file's rows of other runs")
     options = options_parser.parse_args(arguments)
     contexts, full = (

@@ -136,7 +136,7 @@ def test_a_text_in_no_name_is_an_error(
     wrong = "sinks" if more else "publshed"
     arguments = ["--random", "--methods", "published", "--methods", wrong, *more]
     assert accuracy.main([*arguments, "--out", str(tmp_path)]) == 2
-    assert f"--methods {wrong}: in no name of " in capsys.readouterr().err
+    assert f"--methods {wrong}: matches none of " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

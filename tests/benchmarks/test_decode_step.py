@@ -158,10 +158,10 @@ def test_a_model_that_fails(tmp_path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "gpt-5,qwen3-vl-8b"], "no such name: gpt-5; choose from llava"),
+        (["--models", "gpt-5,qwen3-vl-8b"], "unknown names: gpt-5; choose from llava"),
         (["--contexts", "2K"], "2K: give whole numbers from 1"),
         (["--contexts", "0"], "0: give whole numbers from 1"),
-        (["--ways", "magic"], "no such name: magic; choose from dynamic"),
+        (["--ways", "magic"], "unknown names: magic; choose from dynamic"),
     ],
 )
 def test_bad_arguments(

@@ -83,11 +83,14 @@ def test_what_is_missing_replaces_nothing_measured() -> None:
     [
         (["--text", "gone.txt"], "--text gone.txt: no such file"),
         (["--tokens", "9", "3000"], "the model's context is 1,024"),
-        (["--tokens", "900"], "--tokens 900: with what comes after it is up to 1,292 tokens"),
+        (
+            ["--tokens", "900"],
+            "--tokens 900: with the tokens after it, a passage has up to 1,292 tokens",
+        ),
         (["--tokens", "0"], "must be 1 or more"),
         (["--decoded", "-1"], "--stepwise and --decoded 0 or more"),
-        (["--stepwise", "0", "--decoded", "800"], "with what comes after it is up to 1,952 tokens"),
-        (["--methods", "magic"], "--methods magic: in no name of 16 bit;"),
+        (["--stepwise", "0", "--decoded", "800"], "a passage has up to 1,952 tokens"),
+        (["--methods", "magic"], "--methods magic: matches no method; available: 16 bit;"),
         (["--model", "gone/at/all"], "no such folder"),
     ],
 )

@@ -193,7 +193,7 @@ def test_a_server_of_its_own_with_a_random_model(tmp_path: Path) -> None:
 
 def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, message in (
-        (["--prompts", "text,films"], "no such prompts: films; choose from text"),
+        (["--prompts", "text,films"], "unknown prompts: films; choose from text"),
         (["--leave", "2"], "--leave must be from 0 to 1"),
         (["--clients", "0"], "must be above 0"),
     ):
