@@ -16,26 +16,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 LOGGER = logging.getLogger("oscar_mm.serve.access")
 """Logger of the lines: refused requests at WARNING, server faults at ERROR, all others at INFO."""
 REQUEST_ID = "X-Request-Id"
-"""Header with the id of a request, chosen by the client or else generated here."""
+"""Header with the id of a request, which the client chooses or the server generates."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _SHOWN = 200
-"""Characters of a path or a reason that a line shows."""
+"""Maximum characters of a path or a reason in a line."""
 
 
 def note_answer(scope: MutableMapping[str, Any], usage: Mapping[str, Any]) -> None:
-    """Note the usage of a complete answer, whose tokens the line of its request tells."""
+    """Record the usage of a complete answer; the line of its request has its tokens."""
     scope["state"]["tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
 
 
 def note_refusal(scope: MutableMapping[str, Any], reason: str) -> None:
-    """Note why a request gets no answer, or why its stream ends early."""
+    """Record why a request gets no answer, or why its stream ends early."""
     scope.setdefault("state", {})["refusal"] = reason
 
 
 class AccessLog:
     """Middleware that logs method, path, status, tokens, seconds, id and the reason of a refusal.
 
-    A line has nothing of the bodies but what a refusal quotes, and no control characters::
+    A line contains no text of the bodies except what a refusal quotes, and no control characters::
 
         POST /v1/chat/completions 200 in=345 out=12 1.234s id=page-7
         POST /v1/chat/completions 400 0.001s id=7f3a "messages: must end with a message of ..."
@@ -50,7 +50,7 @@ class AccessLog:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, then log."""
+        """Answer the request, then log it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

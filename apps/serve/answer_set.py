@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
     Attributes:
         completed: the answer.
-        logprobs: log-probabilities that no piece had yet; None if they were not requested.
+        logprobs: log-probabilities that no piece contained; None if they were not requested.
     """
 
     completed: CompletedAnswer
@@ -36,14 +36,14 @@ class Choice(NamedTuple):
 class AnswerSet:
     """All answers to one HTTP request, which may have several prompts with several answers each.
 
-    The first answer to a prompt reads it. The others begin after that and reuse the prompt from
+    The first answer to a prompt reads the prompt. The others begin after that and reuse it from
     the prefix cache, or the earlier turns of their conversation from the stored chat.
 
     Args:
-        places: where a place has been taken for each answer; they are returned to it.
+        places: request queue in which each answer has a place; the places are returned to it.
         conversations, gone, arrival: see ``RunningAnswer``.
-        requests: one for each prompt. The first answer to each uses its seed, the second one
-            seed + 1, and so on.
+        requests: one request per prompt. The first answer to a prompt uses the seed of its
+            request, the second seed + 1, and so on.
 
     Attributes:
         answers: all answers in the order of their index in the response.
@@ -71,10 +71,10 @@ class AnswerSet:
         """Begin all answers.
 
         Args:
-            room_s: seconds in which there must be memory for each.
+            room_s: maximum seconds that each answer waits for memory.
 
         Raises:
-            Refusal: there is no answer; the message says why.
+            Refusal: if there is no answer; the message says why.
         """
 
         async def begin_group(first: RunningAnswer, *others: RunningAnswer) -> None:
@@ -84,17 +84,17 @@ class AnswerSet:
         await asyncio.gather(*(begin_group(*group) for group in self._groups))
 
     async def complete(self) -> None:
-        """Return when all are complete.
+        """Wait until all answers are complete.
 
         Raises:
-            Refusal: one ends before; the message says why.
+            Refusal: if an answer ends early; the message says why.
         """
         await asyncio.gather(*map(_complete, self.answers))
 
     def complete_choices(self) -> list[Choice]:
         """Return the answers of the response once all are complete.
 
-        Where more were generated than are returned (``best_of``), the likeliest come first.
+        If more are generated than returned (``best_of``), the likeliest are returned, best first.
         """
         choices: list[Choice] = []
         for group in self._groups:
@@ -111,7 +111,7 @@ class AnswerSet:
         return asyncio.gather(*(answer.end() for answer in self.answers))
 
     def outlive_client(self) -> None:
-        """Go on until ``end``, whether the client has left or not."""
+        """Continue until ``end``, even if the client has disconnected."""
         for answer in self.answers:
             answer.gone = asyncio.get_running_loop().create_future()
 
@@ -140,7 +140,7 @@ def _part(request: ApiRequest, index: int) -> ApiRequest:
         sampling.setdefault("logprobs", 0)  # Needed to find the likeliest answers.
     if index:
         sampling.pop("prompt_logprobs", None)  # The first answer computes them.
-    # Others begin after its first piece, which one that is not streamed does not tell.
+    # The others begin after the first piece of this answer, so it must be streamed.
     return replace(request, sampling=sampling, stream=True)
 
 
@@ -155,7 +155,7 @@ async def _complete(answer: RunningAnswer) -> None:
 
 
 async def merged(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[str]:
-    """Yield what comes of several streams as it comes; the first error ends all."""
+    """Yield the items of several streams as they arrive; the first error ends all streams."""
     arrived: asyncio.Queue[str | Exception | None] = asyncio.Queue()
 
     async def drain(stream: AsyncIterator[str]) -> None:

@@ -22,9 +22,10 @@ from oscar_mm.tool_parsers.parser import Piece
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _REASONING = "reasoning", "reasoning_content"
-"""Names of the reasoning: vLLM's and OpenRouter's, and DeepSeek's. Clients read one of them."""
+"""Names of the reasoning: that of vLLM and OpenRouter, and that of DeepSeek. Clients read one of
+them."""
 _TEXT = "\0"
-"""Stands for the text in the constant part of an answer's events."""
+"""Placeholder for the text in the constant part of an answer's events."""
 
 
 class ChatWriter:

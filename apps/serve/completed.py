@@ -11,12 +11,12 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class CompletedAnswer:
-    """A complete answer and its usage; they outlive the chat.
+    """A complete answer and its usage; both outlive the chat.
 
     Attributes:
         answer: the answer.
         cached_tokens: tokens of the prompt that were in the stored chat or the prefix cache.
-        prompt_tokens: tokens of the whole prompt, earlier turns included.
+        prompt_tokens: tokens of the whole prompt, including earlier turns.
     """
 
     answer: Answer
@@ -32,7 +32,7 @@ class CompletedAnswer:
             "completion_tokens": written,
             "total_tokens": self.prompt_tokens + written,
             "prompt_tokens_details": {
-                # In whole pages, as beginnings are shared: the exact number is nobody's business.
+                # In whole pages: the exact number would tell clients about others.
                 "cached_tokens": self.cached_tokens // PAGE_TOKENS * PAGE_TOKENS,
                 "audio_tokens": memory.tokens["audio"],
             },

@@ -41,7 +41,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Unsupported fields, and the values besides null with which they do not change the answer."""
+"""Unsupported fields, and their values, in addition to null, that do not change the answer."""
 
 
 class CompletionBody(SampledBody):
@@ -82,11 +82,11 @@ class CompletionBody(SampledBody):
 
         Args:
             pipe: provides the tokenizer and the limits.
-            most: the most answers to all prompts together.
+            most: maximum number of answers to all prompts together.
 
         Raises:
-            RequestTooLarge: a prompt is longer than the context.
-            InputError: the field has no valid prompts, or too many of them.
+            RequestTooLarge: if a prompt is longer than the context.
+            InputError: if the field has no valid prompts, or too many.
         """
         given = self.prompt
         if isinstance(given, str) or (_is_list(given) and all(map(_is_token, given))):
@@ -116,7 +116,9 @@ class CompletionBody(SampledBody):
         """Return one request for each prompt."""
         sampling = self.sampling()
         longest = _USUAL_LENGTH if self.max_tokens is None else self.max_tokens
-        sampling["max_new_tokens"] = max(1, longest)  # The model chooses a token anyway.
+        sampling["max_new_tokens"] = max(
+            1, longest
+        )  # The model always generates at least one token.
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
             if self.echo:
@@ -158,11 +160,11 @@ class Prompt:
         Args:
             given: the text or the ids.
             pipe: provides the tokenizer and the limits.
-            special: put the tokenizer's own tokens at the beginning of a text.
+            special: whether to put the tokenizer's own tokens at the beginning of a text.
 
         Raises:
-            RequestTooLarge: it is longer than the context.
-            InputError: it has no tokens, or tokens that the model cannot read.
+            RequestTooLarge: if it is longer than the context.
+            InputError: if it has no tokens, or tokens that the model cannot read.
         """
         tokenizer = pipe.processor.tokenizer
         if not isinstance(given, str):

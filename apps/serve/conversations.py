@@ -1,4 +1,4 @@
-"""Conversations: chats that go on with later requests, found by what was said in them."""
+"""Conversations: stored chats that later requests continue, found by their content."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """Chats by the SHA-256 of all that was said in them and of the client's salt.
+    """Chats by the SHA-256 of their whole content and of the client's salt.
 
-    A client sends the whole conversation with each request. Where a chat has all but the last
-    message, the model reads the last message only; else it reads the earlier ones again. A fork of
-    the chat goes on, so that several requests can continue one chat; forks share pages.
+    A client sends the whole conversation with each request. If a chat has all messages but the
+    last, the model reads only the last message; otherwise it reads the earlier messages again. The
+    request continues a fork, so that several requests can continue one chat; forks share pages.
 
     Args:
-        pipe: answers.
-        limit: most chats; the least recently used goes first.
+        pipe: pipeline that answers.
+        limit: maximum number of chats; the least recently used is dropped first.
     """
 
     def __init__(self, pipe: Pipeline, limit: int) -> None:
@@ -59,17 +59,17 @@ class Conversations:
             - "" after the earlier turns, if the model had to read any, and "" after the question
             - the first piece of the answer
             - the running ``Request``, from which the caller may take pieces
-            - all remaining pieces, as of ``AnswerStream.pieces``
+            - all remaining pieces, as in ``AnswerStream.pieces``
             - the complete answer
 
         Raises:
-            MemoryBusy: other answers use the memory that the request needs.
-            InputError: something cannot be read or has no room.
+            MemoryBusy: if other answers use the memory that the request needs.
+            InputError: if something cannot be read or does not fit.
         """
         if request.is_whole:
             yield from WholePrompt(self.pipe, request).answer_steps()
             return
-        self.pipe.sampling(request.sampling, ())  # Compiles a grammar, or refuses it.
+        self.pipe.sampling(request.sampling, ())  # This compiles a grammar, or refuses it.
         chat, turns = self._fork_longest_past(request)
         if chat is None:
             system = request.system.written if request.system else None
@@ -105,7 +105,7 @@ class Conversations:
     def give_way(self) -> bool:
         """Close the least recently used chat, and return whether that may have freed memory.
 
-        Nothing happens where the budget moves chats to disk when others need their memory.
+        Do nothing if the budget moves chats to disk when others need their memory.
         """
         budget = self.pipe.budget
         if budget is not None and budget.folder is not None:
@@ -126,7 +126,7 @@ class Conversations:
     def _store(self, key: str, chat: Chat) -> None:
         """Add a chat that has just answered."""
         with self._lock:
-            # Another thread may be forking the chat that is there.
+            # Another thread may be forking the previous chat of this key.
             dropped = [chat] if key in self._chats else []
             self._chats.setdefault(key, chat)
             self._chats.move_to_end(key)
@@ -136,10 +136,10 @@ class Conversations:
             old.close()
 
     def _fork_longest_past(self, request: ApiRequest) -> tuple[Chat | None, int]:
-        """Fork the chat that has the longest beginning of the past, and count its turns.
+        """Fork the chat with the longest beginning of the past; return it and its number of turns.
 
         Raises:
-            MemoryBusy: the chat is on disk, and other answers use the memory that it needs.
+            MemoryBusy: if the chat is on disk, and other answers use the memory that it needs.
         """
         keys = _keys(request, request.past)
         for turns, key in reversed([*enumerate(keys, 1)]):
@@ -165,7 +165,7 @@ class Conversations:
 
 
 def _keys(request: ApiRequest, past: tuple[PastTurn, ...]) -> list[str]:
-    """Return a key for each beginning of a past; it covers everything up to there, and the salt."""
+    """Return a key for each beginning of a past, computed from all of it and the salt."""
     system = request.system and request.system.written
     tools = request.tools and request.tools.for_template()
     keys, before = [], json.dumps([request.cache_salt, system, tools])
@@ -178,19 +178,19 @@ def _keys(request: ApiRequest, past: tuple[PastTurn, ...]) -> list[str]:
 
 
 def _said(message: Message) -> list[Any]:
-    """All of a message that the model reads."""
-    if message.role == "assistant":  # However a client cuts the text of an answer.
+    """The content of a message that the model reads."""
+    if message.role == "assistant":  # Independent of how a client splits the text of an answer.
         return [message.role, message.written, *map(_call, message.tool_calls)]
     return [message.role, message.tool_call_id, message.name, *map(_digest, message.parts)]
 
 
 def _call(call: ToolCall) -> list[Any]:
-    """A call; clients may write the same arguments with other spaces."""
+    """A call, in a form in which equal arguments are equal however a client writes their spaces."""
     return [call.id, call.for_template()["function"]]
 
 
 def _digest(part: Part | MediumSpan) -> str | list[Any]:
-    """Return a text itself; of a medium, its modality, digest, sound flag and options."""
+    """Return a text unchanged; for a medium, its modality, digest, sound flag and options."""
     if isinstance(part, str):
         return part
     assert isinstance(part, MediaPart), "requests hold the bytes of their media"

@@ -57,11 +57,11 @@ class EventStream(StreamingResponse):
     Args:
         answers: answers that have begun.
         written: writes their events.
-        scope: ASGI scope of the request; its line in the access log tells how the stream ends.
+        scope: ASGI scope of the request; its line in the access log says how the stream ended.
     """
 
     def __init__(self, answers: AnswerSet, written: AnswerFormat, scope: Scope) -> None:
-        note_refusal(scope, str(ClientGone()))  # until it ends otherwise
+        note_refusal(scope, str(ClientGone()))  # until the stream ends in another way
         headers, events = {"Cache-Control": "no-cache"}, _events(answers, written, scope)
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._answers = answers
@@ -86,7 +86,7 @@ async def _events(answers: AnswerSet, written: AnswerFormat, scope: Scope) -> As
         for event in written.last():
             yield event
     except Refusal as error:
-        # The status is sent already: the answer has begun.
+        # The status has already been sent, because the answer has begun.
         note_refusal(scope, str(error))
         answers.places.metrics.requests.labels(str(error.status)).inc()
         for event in written.failed(error):

@@ -1,10 +1,10 @@
-"""FieldError: a field of a request is wrong."""
+"""FieldError: error of one field of a request."""
 
 from oscar_mm.errors import InputError
 
 
 class FieldError(InputError):
-    """A field of a request is wrong.
+    """Error of one field of a request.
 
     Attributes:
         field: the API's name of the field, such as ``messages[2].content[0]``; None if the request

@@ -10,7 +10,7 @@ from typing import Any
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 256 << 20
-"""Most bytes of all requests whose responses are kept, media in base64 included."""
+"""Maximum bytes of all requests whose responses are stored, including media in base64."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class KeptResponse:
     Attributes:
         body: the response.
         messages: the conversation in the chat-completions protocol, without instructions.
-        size: bytes of the requests that they came in.
+        size: bytes of the requests of this conversation.
     """
 
     body: dict[str, Any]
@@ -29,7 +29,7 @@ class KeptResponse:
 
 
 class KeptResponses:
-    """Responses by id; the least recently used goes first. Ids cannot be guessed."""
+    """Responses by id; the least recently used is dropped first. Ids cannot be guessed."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
@@ -37,7 +37,7 @@ class KeptResponses:
         self._lock, self._bytes = threading.Lock(), 0
 
     def add(self, response: KeptResponse) -> None:
-        """Keep a response, unless it is larger by itself than all may be."""
+        """Store a response, unless it alone exceeds the limit of all responses."""
         with self._lock:
             self._kept[response.body["id"]] = response
             self._items |= {item["id"]: item for item in response.body["output"]}
@@ -46,19 +46,19 @@ class KeptResponses:
                 self._drop(next(iter(self._kept)))
 
     def get(self, key: str) -> KeptResponse | None:
-        """The response of an id; None if it is not kept."""
+        """Return the response with an id; None if it is not stored."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def item(self, key: str) -> dict[str, Any] | None:
-        """An item of a response's output by its id; None if it is not kept."""
+        """Return an item of a response's output by its id; None if it is not stored."""
         with self._lock:
             return self._items.get(key)
 
     def remove(self, key: str) -> bool:
-        """Forget a response, and return whether it was kept."""
+        """Remove a response, and return whether it was stored."""
         with self._lock:
             return self._drop(key)
 

@@ -11,9 +11,9 @@ from oscar_mm.modality import Modality
 
 MAX_UUID_CHARACTERS = 256
 MAX_BYTES = 256 << 20
-"""Most bytes of all stored media together."""
+"""Maximum bytes of all stored media together."""
 MAX_MEDIA = 1 << 16
-"""Most stored media."""
+"""Maximum number of stored media."""
 
 
 class KnownMedium(NamedTuple):
@@ -30,7 +30,7 @@ class KnownMedia:
     stored one, so an answer is never about bytes other than those last sent.
 
     Args:
-        max_bytes: the most bytes of all media; beyond that the least recently used are dropped.
+        max_bytes: maximum bytes of all media; beyond that, the least recently used are dropped.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:

@@ -15,17 +15,17 @@ from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.engine.think_tokens import ThinkTokens
 
 _SPACE = "\u2581"
-"""How pieces of SentencePiece write a space, which decoding leaves out at the beginning."""
+"""Space in SentencePiece's pieces; decoding omits it at the beginning."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""A byte among pieces of SentencePiece."""
+"""Pattern of SentencePiece's pieces for single bytes."""
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have, as in vLLM."""
+"""Value for minus infinity, which JSON does not have, as in vLLM."""
 
 
 def logprobs_body(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob] | None
 ) -> dict[str, Any] | None:
-    """Body of ``logprobs`` of a choice; None where none were asked for."""
+    """Body of a choice's ``logprobs``; None if none were requested."""
     if found is None:
         return None
     return {"content": logprob_entries(tokenizer, found), "refusal": None}
@@ -34,7 +34,7 @@ def logprobs_body(
 def logprob_entries(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob]
 ) -> list[dict[str, Any]]:
-    """Return an entry for each token, with the most likely tokens in its place."""
+    """Return an entry for each token, with the most likely tokens at its position."""
     return [
         _entry(tokenizer, one.token_id, one.logprob)
         | {"top_logprobs": [_entry(tokenizer, *likely) for likely in one.top]}
@@ -45,7 +45,7 @@ def logprob_entries(
 def after_reasoning(
     tokenizer: PreTrainedTokenizerBase, thinks: ThinkTokens | None, found: Sequence[TokenLogprob]
 ) -> Sequence[TokenLogprob]:
-    """Drop the tokens of a reasoning that ends among these, and the line breaks that follow it."""
+    """Drop the tokens of a reasoning that ends in these tokens, and the line breaks after it."""
     ids = [one.token_id for one in found]
     if thinks is None or thinks.closing not in ids:
         return found
@@ -59,8 +59,8 @@ def prompt_logprobs_body(
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's ``prompt_logprobs``, one entry for each token of the prompt.
 
-    The entry of the first token is null. Each other one has the ``top`` most likely tokens and the
-    prompt's own token, by their ids.
+    The entry of the first token is null. Every other entry has the ``top`` most likely tokens and
+    the prompt's own token, by their ids.
     """
     return [None, *(_by_id(tokenizer, one, top) for one in found)]
 
@@ -128,7 +128,7 @@ def _entry(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> di
 
 
 def _bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    """The bytes of a token, which may end within a character."""
+    """Return the bytes of a token, which may end within a character."""
     piece = str(tokenizer.convert_ids_to_tokens(token))
     if byte := _BYTE.fullmatch(piece):
         return bytes([int(byte[1], 16)])
@@ -141,5 +141,5 @@ def _bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level piece stands for."""
+    """Return the byte that each character of a byte-level piece represents."""
     return {character: byte for byte, character in bytes_to_unicode().items()}

@@ -1,6 +1,6 @@
 """Parts of messages: text and media as clients send them, and where the bytes of media come from.
 
-A medium is sent in the request, fetched from an address if the server allows that, or reused: as
+A medium is sent in the request, fetched from a URL if the server allows that, or reused: as
 in vLLM, a part with a ``uuid`` and a null or empty medium stands for the medium that was sent
 with this ``uuid`` and the same ``cache_salt``.
 """
@@ -36,11 +36,11 @@ from oscar_mm.modality import MEDIA, Modality
 _BASE64_PIECE = 4 << 20
 """Characters to decode while holding the interpreter lock; a multiple of 4."""
 NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is not a valid {0}"
-"""The only error that clients see about an address, which may belong to a private network."""
+"""The only error that clients get about a URL, which may belong to a private network."""
 _NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
 _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
 _DATA = {"input_audio": "data", "file": "file_data"}
-"""Fields that have the data of parts other than addresses."""
+"""Fields with the data of parts that have no URL."""
 _SOUND = "use_audio_in_video"
 _IGNORED_HOOKS = {"do_sample_frames": True, "do_resize": True, "truncation": False}
 """Processor arguments that are accepted with these values, which change nothing."""
@@ -54,7 +54,7 @@ class StrictModel(BaseModel):
 
 
 class MediaURL(StrictModel):
-    """A medium as a data URI or, with ``--allow-remote``, as an http(s) address."""
+    """A medium as a data URI or, with ``--allow-remote``, as an http(s) URL."""
 
     url: str | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
@@ -111,7 +111,7 @@ class GivenPart(StrictModel):
             name: name of the part, for errors.
 
         Raises:
-            FieldError: an option that the modality does not have, or a value that is not allowed.
+            FieldError: if the modality does not have an option, or a value is not allowed.
         """
         url: MediaURL | None = getattr(self, self.type) if self.type.endswith("_url") else None
         given = {key: getattr(self, key, None) for key in (*NAMES, *ALIASES)}
@@ -132,16 +132,16 @@ class WithMediaOptions(Protocol):
 
 
 class UsualOptions:
-    """Request-wide media options, which apply where a part sets none of its own.
+    """Request-wide media options, which apply to parts without their own options.
 
     Args:
         body: the body of the request.
 
     Attributes:
-        sound: whether the sound of videos is read too.
+        sound: whether the sound of videos is also read.
 
     Raises:
-        FieldError: an unknown option, or a value that is not allowed.
+        FieldError: if an option is unknown, or a value is not allowed.
     """
 
     def __init__(self, body: WithMediaOptions) -> None:
@@ -200,14 +200,13 @@ def _options(given: Mapping[str, Any], name: str) -> MediaOptions:
 
 @dataclass(frozen=True)
 class MediaSource:
-    """Where the media of requests may come from.
+    """Sources that the media of requests may come from.
 
     Attributes:
         limits: ``max_file_bytes`` bounds each medium.
-        remote_bytes: most bytes that a request may fetch from http(s) addresses; 0 refuses
-            addresses.
+        remote_bytes: maximum bytes that a request may fetch from http(s) URLs; 0 refuses URLs.
         hosts: hosts from which media may be fetched; None for all.
-        known: stored media that clients may reuse by uuid; None for none.
+        known: stored media that clients may reuse by uuid, or None.
     """
 
     limits: MediaLimits
@@ -217,12 +216,12 @@ class MediaSource:
 
 
 class MediaDecoder:
-    """Decodes the media of one request, and fetches them where the server allows it.
+    """Decoder of the media of one request; it also fetches media if the server allows that.
 
     Args:
-        source: where the media may come from.
+        source: sources that the media may come from.
         salt: ``cache_salt`` of the request.
-        usual: options of media that set none of their own.
+        usual: options of media without their own options.
     """
 
     def __init__(self, source: MediaSource, salt: str, usual: UsualOptions) -> None:
@@ -299,7 +298,7 @@ class MediaDecoder:
         allow_remote = self._source.remote_bytes > 0
         if allow_remote and url[:5].lower() != "data:" and is_address(url):
             return self._fetch(url, field, name)
-        # A stranger must not make the server fetch an address or open a path.
+        # A client must not make the server fetch a URL or open a path.
         kind, data = _data_uri(url)
         if kind is None:
             or_address = " or an http(s) URL" if allow_remote else ""
@@ -327,7 +326,7 @@ class MediaDecoder:
         try:
             data = read_bytes(url, allow_remote=True, limits=limits, label=name, hosts=hosts)
             _check_kind(data, field)
-        except Exception as error:  # of the address, or any error of any parser
+        except Exception as error:  # of the URL, or any error of any parser
             _log.warning("%r was not fetched: %r", url[:200], str(error)[:200])
             raise FieldError(NOT_FETCHED.format(_NOUNS[field]), name) from None
         self._remote_bytes -= len(data)

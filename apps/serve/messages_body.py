@@ -67,7 +67,7 @@ class GivenTool(_Model):
 
 
 class ToolChoice(_Model):
-    """What the model may or must call."""
+    """The tools that the model may or must call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -96,7 +96,7 @@ class OutputConfig(_Model):
 
 
 class Place(NamedTuple):
-    """Which part of the client's request a converted message comes from.
+    """Origin of a converted message in the client's request.
 
     Attributes:
         name: name of that part, such as ``messages[1]``.
@@ -127,7 +127,7 @@ class MessagesBody(_Model):
         """Return the request in the chat-completions protocol, and the origin of each message.
 
         Raises:
-            FieldError: a block, a tool or a field that is not supported.
+            FieldError: if a block, a tool or a field is not supported.
         """
         extra = self.model_extra or {}
         for name in _REFUSED:

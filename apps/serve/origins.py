@@ -21,7 +21,7 @@ def read_origins(given: Iterable[str], *, has_key: bool) -> tuple[str, ...]:
         has_key: whether clients must send a key.
 
     Raises:
-        InputError: a value is not an origin, or would open a server without a key to any page.
+        InputError: if a value is not an origin, or would open a server without a key to any page.
     """
     origins = tuple(dict.fromkeys(origin.lower() for origin in given))
     for origin in origins:

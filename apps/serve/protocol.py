@@ -4,9 +4,9 @@ Where OpenAI's own server and vLLM differ, this one behaves as vLLM, because mos
 models are written for vLLM:
 
 - It refuses an unknown ``model`` and accepts a request without one.
-- Messages need not take turns. The checkpoint's chat template writes several messages of a user in
-  a row, an answer without a question, and a system or developer message in the middle, each as a
-  message of its own; a template that insists on turns refuses them. "developer" is "system".
+- Roles of messages need not alternate. The checkpoint's chat template writes several user messages
+  in a row, an answer without a question, and a system or developer message in the middle, each as
+  its own message; a template that requires alternating roles refuses them. "developer" is "system".
 - A ``content`` of null is empty, in any role. A part whose text, image or recording is null is
   ignored.
 - It ignores unknown fields, and fields that do not change the answer (``user``, ``metadata``,
@@ -51,16 +51,16 @@ from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import MAX_CALLS
 
 MAX_STRUCTURE = 250_000
-"""Most brackets and commas of a request: the time to parse JSON grows with these."""
+"""Maximum brackets and commas of a request: the time to parse JSON grows with them."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-"""Most parts of all messages together."""
+"""Maximum parts of all messages together."""
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
-"""Longest stop string."""
+"""Maximum characters of a stop string."""
 MAX_SALT_CHARACTERS = 256
 MAX_ANSWERS = 16
-"""Most answers to one request."""
+"""Maximum answers to one request."""
 _OWN_ERROR = "protocol"
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
@@ -83,7 +83,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Unsupported fields, and the values besides null with which they do not change the answer."""
+"""Unsupported fields, and their values, in addition to null, that do not change the answer."""
 _IN_VLLM = {
     *("add_special_tokens", "allowed_token_ids", "chat_template", "documents"),
     *("background", "length_penalty", "logprob_token_ids", "mm_processor_kwargs"),
@@ -161,10 +161,10 @@ def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any
 
     Args:
         given: fields of a request by name.
-        refused: names of unsupported fields, and the values besides null that are harmless.
+        refused: names of unsupported fields, and their harmless values in addition to null.
 
     Raises:
-        FieldError: an unsupported field; the message says whether ``--engine vllm`` supports it.
+        FieldError: if a field is unsupported; the message says whether ``--engine vllm`` has it.
     """
     for name, value in given.items():
         harmless = refused.get(name)
@@ -183,7 +183,7 @@ def check_top(name: str, count: int | None) -> None:
         count: the number; None is valid.
 
     Raises:
-        FieldError: it is out of range; the message says whether ``--engine vllm`` supports it.
+        FieldError: if it is out of range; the message says whether ``--engine vllm`` supports it.
     """
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         elsewhere = ", or serve with --engine vllm" if count == _ALL else ""
@@ -247,7 +247,7 @@ class SampledBody(StrictModel):
 
         Raises:
             InputError: see ``grammar_of``.
-            FieldError: ``prompt_logprobs`` are out of range, or requested in a stream.
+            FieldError: if ``prompt_logprobs`` is out of range, or requested in a stream.
         """
         check_top("prompt_logprobs", self.prompt_logprobs)
         if self.stream and self.prompt_logprobs is not None:
@@ -308,9 +308,9 @@ class ApiRequest:
         model: name that the client asked for, or None.
         system: the system prompt, or None.
         past: earlier turns.
-        question: the messages to answer, of which a user's is the last.
+        question: the messages to answer, the last of which is a user's.
         sampling: fields of ``Sampling``.
-        stream: whether to answer piece by piece.
+        stream: whether to stream the answer.
         usage: whether a stream ends with the usage.
         cache_salt: only requests with the same salt share stored conversations and prefixes.
         n: number of answers to return.
@@ -366,7 +366,7 @@ def parsed(kind: type[T], data: bytes) -> T:
         data: the body, of bounded length.
 
     Raises:
-        FieldError: a field is wrong; the message names it and what would be right.
+        FieldError: if a field is wrong; the message names the field and the remedy.
     """
     structure = sum(map(data.count, (b"{", b"[", b",")))
     if structure > MAX_STRUCTURE:
@@ -384,7 +384,7 @@ def checked(fields: dict[str, Any]) -> Body:
     """Check the parsed JSON of a request.
 
     Raises:
-        FieldError: as of ``parsed``.
+        FieldError: see ``parsed``.
     """
     return validated(Body, fields)
 
@@ -393,7 +393,7 @@ def validated(kind: type[T], fields: dict[str, Any]) -> T:
     """Check the fields of a request.
 
     Raises:
-        FieldError: as of ``parsed``.
+        FieldError: see ``parsed``.
     """
     try:
         return kind.model_validate(fields)
@@ -405,7 +405,7 @@ def check_media_options(body: Body, family: Family) -> None:
     """Refuse media options that the model's family does not support.
 
     Raises:
-        FieldError: as of ``parsed``.
+        FieldError: see ``parsed``.
     """
     usual = UsualOptions(body)
     try:
@@ -423,11 +423,11 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
 
     Args:
         body: the JSON of the request.
-        source: where media may come from, and their limits.
+        source: sources that media may come from, and their limits.
         template: checked options of the chat template.
 
     Raises:
-        FieldError: a field is wrong; the message names it and what would be right.
+        FieldError: if a field is wrong; the message names the field and the remedy.
     """
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
@@ -463,8 +463,8 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
 def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message, ...]]:
     """Split messages into earlier turns and the question.
 
-    An assistant's message after one of another role is an answer; any other goes before the next
-    question.
+    An assistant's message after a message of another role is an answer; any other assistant's
+    message is put before the next question.
     """
     past: list[PastTurn] = []
     question: list[Message] = []

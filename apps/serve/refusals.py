@@ -1,4 +1,4 @@
-"""Refusals: what gets no answer, as OpenAI's clients read it; and the entry of a model."""
+"""Refusals: error responses in OpenAI's format; and the entry of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oscar_mm.engine.template import TemplateFields
 from oscar_mm.errors import InputError, MemoryBusy, RequestTooLarge
 
 RETRY_S = 5
-"""Seconds after which a client may try again."""
+"""Seconds after which a client may retry."""
 _FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
 """Advice that only the server's operator can follow."""
 _OPTIONS = *(option.name for option in fields(Sampling)), *TemplateFields.__annotations__
@@ -26,19 +26,19 @@ _FIELD = re.compile(
     r"|(response_format|structured_outputs|guided_[a-z]+|chat_template_kwargs|prompt"
     r"|continue_final_message)[: ]"
 )
-"""The protocol's name of what is wrong, with which messages of the package begin."""
+"""The protocol's name of the faulty field, with which the package's messages begin."""
 
 
 class Refusal(Exception):
-    """A request that gets no answer.
+    """Refusal of a request.
 
     Args:
         status: HTTP status.
         message: message for the client.
         kind: OpenAI's type of error.
         code: OpenAI's code of the error.
-        field: the protocol's name of what is wrong.
-        retry_after: seconds after which to try again; None if that does not help.
+        field: the protocol's name of the faulty field.
+        retry_after: seconds after which to retry; None if that does not help.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class Refusal(Exception):
 
 
 class ClientGone(Refusal):
-    """The client has left; nobody reads this refusal."""
+    """Refusal for a client that has disconnected and will not read it."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has disconnected")
 
 
 def busy(message: str) -> Refusal:
-    """Refuse what the server has no room for now."""
+    """Return the refusal of a request that the server has no capacity for now."""
     return Refusal(503, f"{message}: try again", "server_error", retry_after=RETRY_S)
 
 
 @contextmanager
 def as_refusals() -> Iterator[None]:
-    """Turn errors inside into refusals that speak of the protocol, not of this package."""
+    """Convert errors within the block to refusals in the protocol's words, not this package's."""
     try:
         yield
     except Refusal:
@@ -106,8 +106,8 @@ def _refusal_of(error: Exception) -> Refusal:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Forget the frames of an error, which hold the media of a request until Python looks for
-    circles; a refusal that comes of it knows the error."""
+    """Drop the frames of an error: they would keep the media of a request alive until the garbage
+    collector runs, because the refusal refers to the error."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.with_traceback(None).__context__
@@ -116,17 +116,17 @@ def _let_go(error: BaseException | None) -> None:
 def error_body(
     message: str, kind: str, code: str | None = None, field: str | None = None
 ) -> dict[str, Any]:
-    """Body of an error."""
+    """Return the body of an error."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
 def model_card(name: str, created: int, context: int) -> dict[str, Any]:
-    """Entry of the list of models, with the context as vLLM names it.
+    """Return the entry of the list of models, with the context under vLLM's name.
 
     Args:
         name: name of the model, for clients.
-        created: Unix time in seconds since which it is served.
-        context: most tokens of a prompt and its answer.
+        created: Unix time in seconds at which the server started.
+        context: maximum tokens of a prompt and its answer.
     """
     card = {"id": name, "object": "model", "created": created, "owned_by": "oscar_mm"}
     return {**card, "root": name, "max_model_len": context}

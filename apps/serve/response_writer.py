@@ -28,21 +28,21 @@ _ECHOED = (
     *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice"),
     *("tools", "top_logprobs", "top_p", "user"),
 )
-"""Fields of a request that its response repeats."""
+"""Fields of a request that are repeated in its response."""
 
 
 class ResponseWriter:
     """Writes the answer to one request, see ``AnswerFormat``.
 
-    Its output items follow the answer: reasoning, text, then calls of tools. An item is open from
-    its first piece until a piece of another item comes, or the end.
+    Output items are in the order of the answer: reasoning, text, then tool calls. An item is open
+    from its first piece until a piece of another item or the end of the answer.
 
     Args:
-        request: what is answered.
+        request: the request to answer.
         model: the model's name for clients.
         tokenizer: tokenizer of the model.
         thinks: tokens that enclose the model's reasoning, as in ``Family.think_tokens``.
-        keep: takes the response once it is complete.
+        keep: called with the response once it is complete.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ResponseWriter:
         """Events of a piece of text, of reasoning or of a call."""
         kind = "function_call" if isinstance(piece, ToolCallDelta) else "message"
         kind = "reasoning" if isinstance(piece, Reasoning) else kind
-        # Those that come with a reasoning may belong to the text after it.
+        # Log-probabilities that come with reasoning may belong to the text after it.
         self._untold = [] if kind == "function_call" else [*self._untold, *(found or ())]
         begins = self._open is None or self._open["type"] != kind
         if begins or (isinstance(piece, ToolCallDelta) and piece.id is not None):
@@ -124,7 +124,7 @@ class ResponseWriter:
         return iter(())
 
     def _tell_logprobs(self) -> list[dict[str, Any]]:
-        """Add the log-probabilities that have come to the message, and return their entries."""
+        """Add the log-probabilities received so far to the message, and return their entries."""
         if not self._untold:
             return []
         found, self._untold = after_reasoning(self._tokenizer, self._thinks, self._untold), []
@@ -150,7 +150,7 @@ class ResponseWriter:
             yield self._event("response.content_part.added", **self._place(kind), part=part)
 
     def _close_item(self) -> Iterator[str]:
-        """Events that end the item that is open, if there is one."""
+        """Events that end the open item, if any."""
         if (item := self._open) is None:
             return
         kind, text = item["type"], "".join(self._text)
@@ -229,7 +229,7 @@ class ResponseWriter:
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """An answer as a message of the chat-completions protocol."""
+    """Convert an answer to a message of the chat-completions protocol."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.tool_calls:
         message["tool_calls"] = [call_body(call) for call in answer.tool_calls]

@@ -1,7 +1,7 @@
 """Requests of OpenAI's Responses API, turned into chat-completions requests.
 
-What a client may send is read here; what it means is checked by ``protocol``, once for both. As
-there, unknown fields and those that change no answer are ignored, and others are refused.
+This module converts the fields, and ``protocol`` checks the values, for both APIs. As there, fields
+that are unknown or do not change the answer are ignored, and other unsupported fields are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_ID_CHARACTERS = 128
 _MESSAGE = re.compile(r"\bmessages(?:\[(\d+)\]((?:\.content)?))?")
 """Names of messages in the chat-completions protocol."""
 _LOGPROBS = "message.output_text.logprobs"
-"""What ``include`` has for log-probabilities; its other values are of tools that are refused."""
+"""Value of ``include`` for log-probabilities; other values belong to tools that are refused."""
 _PART_TYPES = ("input_text", "output_text", "text")
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -27,7 +27,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled", "auto"),
 }
-"""Unsupported fields that would change the answer, and their values, beside null, that do not."""
+"""Unsupported fields that would change the answer, and their values, in addition to null, that do
+not."""
 SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "cache_salt"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"),
@@ -38,7 +39,7 @@ SAME = (
 
 
 class TextFormat(BaseModel):
-    """How the text of the answer is to look."""
+    """Format of the answer's text."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,7 +69,7 @@ def _as_items(given: Any) -> Any:
 
 
 class ResponsesBody(BaseModel):
-    """The JSON of a request; ``input`` is checked item by item as its messages are made."""
+    """The JSON of a request; ``input`` is checked item by item as it is converted to messages."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -94,13 +95,13 @@ class ResponsesBody(BaseModel):
         return _LOGPROBS in (self.include or ())
 
     def chat_body(self, past: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The same request in the chat-completions protocol.
+        """Return the same request in the chat-completions protocol.
 
         Args:
             past: messages of the response that this one continues, without instructions.
 
         Raises:
-            FieldError: an item, a tool or a field that cannot be used.
+            FieldError: if an item, a tool or a field cannot be used.
         """
         extra = self.model_extra or {}
         refuse_unsupported(extra, _REFUSED)
@@ -123,7 +124,7 @@ class ResponsesBody(BaseModel):
         return body
 
     def places(self, past: int) -> list[str]:
-        """The protocol's name of each message of ``chat_body``.
+        """Return the protocol's name of each message of ``chat_body``.
 
         Args:
             past: number of messages of the response that this one continues.
@@ -134,10 +135,10 @@ class ResponsesBody(BaseModel):
 
 
 def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
-    """A refusal that names messages as the Responses API does.
+    """Return a refusal that names messages as in the Responses API.
 
     Args:
-        refusal: names them as the chat-completions protocol does.
+        refusal: a refusal with the names of the chat-completions protocol.
         places: name of each message.
     """
 
@@ -154,7 +155,7 @@ def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
 
 
 def unknown_response(key: str, field: str | None = None) -> Refusal:
-    """The refusal of a response that is not kept."""
+    """Return the refusal of a request for a response that is not stored."""
     key = key[:MAX_ID_CHARACTERS]
     message = f"Response with id {key!r} not found: send its whole conversation again"
     return Refusal(404, message, code="not_found", field=field)
@@ -163,17 +164,17 @@ def unknown_response(key: str, field: str | None = None) -> Refusal:
 def with_referenced(
     items: Sequence[dict[str, Any]], find: Callable[[str], dict[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """Replace references by the items of earlier answers that they stand for.
+    """Replace references by the items of earlier answers to which they refer.
 
     The AI SDK sends earlier answers in this form.
 
     Args:
         items: items of an input.
-        find: returns the item of an id; None if it is not kept.
+        find: function that returns the item with an id; None if it is not stored.
 
     Raises:
-        FieldError: two references to one item.
-        Refusal: no such item is kept.
+        FieldError: if two references refer to one item.
+        Refusal: if no such item is stored.
     """
     found: dict[str, dict[str, Any]] = {}
     named: list[dict[str, Any]] = []
@@ -191,15 +192,15 @@ def with_referenced(
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Messages of the chat-completions protocol from the items of an input.
+    """Convert the items of an input to messages of the chat-completions protocol.
 
-    Calls that follow each other, or an assistant's message, are of one message.
+    Consecutive calls, also after an assistant's message, become one message.
 
     Returns:
         the messages, and for each the index of its first item.
 
     Raises:
-        FieldError: names an item that cannot be used.
+        FieldError: if an item cannot be used; the error names it.
     """
     messages: list[dict[str, Any]] = []
     places: list[int] = []
@@ -215,7 +216,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
             content = _content({"content": item.get("output")}, name)
             answers = {"role": "tool", "tool_call_id": item.get("call_id")}
             messages.append(answers | {"content": content})
-        elif kind != "reasoning":  # Which chat templates leave out of earlier turns.
+        elif kind != "reasoning":  # Chat templates omit the reasoning of earlier turns.
             known = "message, function_call, function_call_output, reasoning and item_reference"
             raise FieldError(f"its type is {kind!r}, and those supported are {known}", name)
         places += [index] * (len(messages) - len(places))

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _AFTER_GRACE_S = 3
-"""Seconds in which answers that the server has cut short send their last event."""
+"""Seconds that answers cut short by the server have to send their last event."""
 
 
 def create_app(
@@ -59,7 +59,7 @@ def create_app(
     """Create the application for ``Server``; all chats are in its one process.
 
     Args:
-        pipe: answers; its store has the memory of all conversations.
+        pipe: pipeline that answers; its store has the memory of all conversations.
         name: the model's name for clients.
         limits: bounds on requests and answers.
         host: the address on which the server will listen.
@@ -226,7 +226,7 @@ def create_app(
 
 
 class Server(uvicorn.Server):
-    """Serves an application of ``create_app``; running answers get a grace time when it stops.
+    """Server of an application of ``create_app``; running answers get a grace period when it stops.
 
     Args:
         app: the application; ``run`` takes the sockets on which it listens.
@@ -240,7 +240,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 AccessLog(app),
-                # h11; httptools, which uvicorn prefers, lets a request's head grow without end.
+                # h11, because httptools, uvicorn's first choice, does not bound a request's head.
                 http=partial(Connection, bounds),  # pyright: ignore[reportArgumentType] is called
                 ws="none",
                 log_level="warning",
@@ -250,14 +250,14 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop at the first signal, and end the grace time of answers at the second."""
+        """Stop at the first signal, and end the grace period of answers at the second."""
         if self.should_exit:
             self.service.hurry.set()
         else:
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop the service beside uvicorn's own shutdown."""
+        """Stop the service in parallel with uvicorn's own shutdown."""
         stopping = asyncio.ensure_future(self._stop())
         await super().shutdown(sockets)
         stopping.cancel()
@@ -266,5 +266,5 @@ class Server(uvicorn.Server):
         await self.service.stop()
         await asyncio.sleep(_AFTER_GRACE_S)
         for connection in list(self.server_state.connections):
-            # This client does not read.
+            # This client does not read its answer.
             connection.transport.abort()

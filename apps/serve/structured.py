@@ -1,4 +1,4 @@
-"""Structured output: the fields by which OpenAI's and vLLM's clients ask for it."""
+"""Structured output: the fields with which clients of OpenAI and vLLM request it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oscar_mm.errors import InputError
 
 
 class JsonSchema(BaseModel):
-    """A schema and what it is called; answers are valid for it, whether ``strict`` or not."""
+    """A named schema; answers are valid for it, whether ``strict`` is set or not."""
 
     model_config = ConfigDict(strict=True)
 
@@ -19,7 +19,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's field."""
+    """OpenAI's field for structured output."""
 
     model_config = ConfigDict(strict=True)
 
@@ -28,7 +28,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's field; those of its fields that choose a backend or spaces are ignored."""
+    """vLLM's field for structured output; its options for backend and spaces are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -41,7 +41,7 @@ class StructuredOutputs(BaseModel):
 
 
 class AsksForStructure(Protocol):
-    """Fields of a request."""
+    """Fields of a request for structured output."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -52,11 +52,11 @@ class AsksForStructure(Protocol):
 
 
 def grammar_of(body: AsksForStructure) -> Grammar | None:
-    """What the answer must match; None where nothing is asked for.
+    """Return the grammar that the answer must match; None if none is requested.
 
     Raises:
-        InputError: several fields ask for it, or one cannot be had; the message begins with the
-            field.
+        InputError: if several fields request one, or a field cannot be used; the message begins
+            with the field.
     """
     given = [
         *_of_response_format(body.response_format),

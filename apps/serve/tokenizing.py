@@ -48,7 +48,7 @@ class DetokenizeBody(BaseModel):
         """Return the text of the tokens.
 
         Raises:
-            FieldError: an unknown token id, or more tokens than the context has.
+            FieldError: if a token id is unknown, or there are more tokens than the context has.
         """
         tokenizer, most = pipe.processor.tokenizer, pipe.max_context
         if len(self.tokens) > most:
@@ -63,7 +63,7 @@ def text_ids(pipe: Pipeline, asked: TokenizeBody) -> list[int]:
     """Return the token ids of a prompt without a chat template.
 
     Raises:
-        RequestTooLarge: the prompt is longer than the context.
+        RequestTooLarge: if the prompt is longer than the context.
     """
     text = asked.prompt or ""
     pipe.admission.check_text_length("prompt", text)

@@ -1,4 +1,4 @@
-"""Tools: what a request of OpenAI's protocol offers, and calls in answers."""
+"""Tools: fields of a request about tools, and calls in answers, in OpenAI's protocol."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from oscar_mm.media.audio import audio_outline
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 _MAX_PARTS, _MAX_CHARACTERS = 32, 1 << 16
-"""Most parts of a form, and most characters of its prompt."""
+"""Maximum parts of a form, and maximum characters of its prompt."""
 _LISTS = ("timestamp_granularities", "include")
 """Fields that may be repeated, also with ``[]`` after their names."""
 _MIN_TOKENS, _TOKENS_PER_SECOND = 256, 16
-"""Most tokens of a transcription: several times those of speech. Clients cannot set a limit, and a
-model that repeats itself would write until its context is full."""
+"""Maximum tokens of a transcription: several times those of speech. Clients cannot set a limit, and
+a model that repeats itself would write until its context is full."""
 _PLACE = re.compile(r"messages\[0\](?:\.content)?(\[0\])?")
 """Name of the recording, or of the text, in errors of the chat-completions protocol."""
 
@@ -75,7 +75,7 @@ class TranscriptionBody(BaseModel):
             translate: whether to translate into English.
 
         Raises:
-            FieldError: a field that is not supported.
+            FieldError: if a field is not supported.
         """
         for name in _LISTS:
             if getattr(self, name):
@@ -96,7 +96,7 @@ class TranscriptionBody(BaseModel):
 
     @property
     def _longest_text(self) -> int | None:
-        """Tokens of the longest text; None for a recording whose header tells no length."""
+        """Return the maximum tokens of the text; None if the recording's header has no duration."""
         sound = audio_outline(self.file, limits=MediaLimits())
         return None if sound is None else _MIN_TOKENS + round(sound.seconds * _TOKENS_PER_SECOND)
 
@@ -116,7 +116,7 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
         content_type: header of the request, with the boundary.
 
     Raises:
-        FieldError: the body is not a form, or a field is wrong.
+        FieldError: if the body is not a form, or a field is wrong.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with pages of this package: its command line, and how it is started."""
+"""vLLM's OpenAI server with pages of this package: its command line, and its start."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ _KEY_VARIABLE = "VLLM_API_KEY"
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 _DOMAINS = "--allowed-media-domains"
 _NO_DOMAIN = "remote-media-are-off.invalid"
-"""No address has a name that ends on .invalid (RFC 2606)."""
+"""A host name that cannot exist: .invalid is reserved (RFC 2606)."""
 _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
     "kv_budget": lambda size: ["--kv-cache-memory-bytes", str(size)],
     "max_context": lambda tokens: ["--max-model-len", str(tokens)],
@@ -34,7 +34,7 @@ _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
     "allow_origin": lambda origins: ["--allowed-origins", json.dumps(origins)],
     "log_level": lambda level: ["--uvicorn-log-level", level],
 }
-"""vLLM's arguments for the value of an option of ``oscar-mm serve``."""
+"""Functions from the value of an option of ``oscar-mm serve`` to vLLM's arguments."""
 _REFUSED = {
     "max_request": "vLLM does not bound a request's bytes",
     "waiting": "vLLM does not bound its queue",
@@ -60,15 +60,15 @@ def vllm_arguments(
 
     Args:
         model: name of a bundled model, folder or hub id.
-        policy: preset, with changes or without, whose pages vLLM stores.
-        host, port: where to listen.
+        policy: preset, with or without changes, whose pages vLLM stores.
+        host, port: address to listen on.
         options: other options that the user has given, by name, with ``kv_budget`` in bytes; vLLM
             has its own defaults for those not given.
         passed: arguments for vLLM, which follow and so override the others.
-        has_key: whether clients must send a key. Without one no web page may ask.
+        has_key: whether clients must send a key. Without a key, no web page may use the server.
 
     Raises:
-        InputError: vLLM cannot store the policy, or has no equal of an option.
+        InputError: if vLLM cannot store the policy, or has no equivalent of an option.
     """
     servable(policy)
     source = source_of(model)
@@ -109,22 +109,22 @@ def _prefix_arguments(size: str | None) -> list[str]:
 
 
 def check_installed() -> None:
-    """Refuse to go on without vLLM.
+    """Check that vLLM is installed.
 
     Raises:
-        InputError: names the command that installs vLLM.
+        InputError: if it is not; the message has the command that installs it.
     """
     if importlib.util.find_spec("vllm") is None:
         raise InputError("--engine vllm needs the package vllm: pip install '.[vllm]' in a clone")
 
 
 def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[str], dict[str, str]]:
-    """Return the command of vLLM's server, and all its variables.
+    """Return the command of vLLM's server, and its environment.
 
     Args:
         arguments: see ``vllm_arguments``.
-        api_key: key that clients must send, or None. It goes through the environment, as all users
-            of a machine see arguments.
+        api_key: key that clients must send, or None. It is passed in the environment, because all
+            users of a machine see arguments.
     """
     environment = os.environ | ({} if api_key is None else {_KEY_VARIABLE: api_key})
     if _DOMAINS in arguments:

@@ -1,7 +1,7 @@
 """WholePrompt: the answer to a request that does not continue a stored conversation.
 
 These are prompts without a chat template, and conversations with options of the template or with
-``prompt_logprobs``. Their whole prompt is read, from the prefix cache as far as it goes.
+``prompt_logprobs``. The whole prompt is read, except for the part that is in the prefix cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 MAX_PROMPT_LOGPROBS = 1 << 18
-"""Most log-probabilities of a prompt in a response, about 20 MB of JSON."""
+"""Maximum log-probabilities of a prompt in a response, about 20 MB of JSON."""
 
 
 class WholePrompt:
@@ -42,7 +42,7 @@ class WholePrompt:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """End the answer, for example because its client has left."""
+        """End the answer, for example because its client has disconnected."""
         self._cancelled = True
         if (answering := self.answering) is not None:
             answering.cancel()
@@ -50,7 +50,7 @@ class WholePrompt:
     def answer_steps(
         self,
     ) -> Generator[WholePrompt | Piece | Request | CompletedAnswer, None, None]:
-        """Answer as ``Conversations.answer_steps`` does, and yield itself in place of the chat."""
+        """Answer as in ``Conversations.answer_steps``, but yield itself instead of the chat."""
         start, pipe, tools = perf_counter(), self._pipe, self._request.tools
         options = pipe.family.with_calls(self._request.sampling, tools)
         sampling = pipe.sampling(options, ())
