@@ -24,7 +24,9 @@ def plan(
     ] = "1280x960",
     audio_minutes: Annotated[
         float,
-        typer.Option(metavar="F", min=0, help="Length of a recording, for models that read audio."),
+        typer.Option(
+            metavar="F", min=0, help="Length of a recording; for models that support audio."
+        ),
     ] = 0.0,
     video_minutes: Annotated[
         float, typer.Option(metavar="F", min=0, help="Length of a video.")

@@ -187,7 +187,11 @@ def _reading(pipe: Pipeline, answers: Sequence[Request], prompt: Prompt) -> dict
     )
     before, start = sum(len(answer.tokens) for answer in answers), perf_counter()
     pipe.engine.submit(reader)
-    next_step(answers)
+    first, count = answers[0], len(answers[0].tokens)
+    # A prompt without memory stays in the queue, and answers make steps without it.
+    pipe.engine.run_until(
+        lambda: reader.ended or (pipe.engine.waiting > 0 and len(first.tokens) > count)
+    )
     seconds = perf_counter() - start
     tokens = sum(len(answer.tokens) for answer in answers) - before
     waits, error = not reader.ended, reader.error

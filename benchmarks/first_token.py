@@ -114,9 +114,13 @@ MODELS = tuple(dict.fromkeys(case.model for case in CASES))
 
 
 class StageClock:
-    """Seconds of each stage in the thread that created the clock, without nested stages.
+    """Seconds of each stage, without nested stages.
+
+    It counts the thread that created the clock and the engine thread, which take turns; not the
+    pool that decodes media.
 
     Args:
+        pipe: pipeline with the engine thread.
         device: device that stages wait for.
 
     Attributes:
@@ -124,17 +128,18 @@ class StageClock:
         cpu: CPU seconds of this process on all cores, by stage.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, pipe: Any, device: torch.device) -> None:
         self.wall = dict.fromkeys(STAGES, 0.0)
         self.cpu = dict.fromkeys(STAGES, 0.0)
-        self._device, self._thread = device, threading.get_ident()
+        self._device = device
+        self._threads = {threading.get_ident(), pipe.engine.call(threading.get_ident)}
         self._open: list[str] = []
         self._last = (0.0, 0.0)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Count the time within the block for a stage."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() not in self._threads:
             yield
             return
         self._count()
@@ -269,7 +274,7 @@ def request(pipe: Any, case: Case, device: torch.device) -> Row:
 
         ask()
         answer = ask()
-        clock = StageClock(device)
+        clock = StageClock(pipe, device)
         with stages(pipe, clock):
             ask()
     own = sum(clock.wall[name] for name in OWN)
