@@ -92,7 +92,7 @@ def load(
             ("tp_plan", placement.tp_plan),
         ):
             if value:
-                raise InputError(f"{name} is for a model that is loaded here, not a loaded one")
+                raise InputError(f"{name} cannot be used with a model that is already loaded")
         family = family_of(model.config.model_type, pipeline)
         if processor is None:
             processor = _processor(str(model.name_or_path), {})
@@ -192,8 +192,8 @@ def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | N
 def _check_processor(processor: Any) -> None:
     if not hasattr(processor, "tokenizer"):
         raise InputError(
-            f"processor: {type(processor).__name__} has no tokenizer; give what "
-            "AutoProcessor.from_pretrained returns, or leave it out"
+            f"processor: {type(processor).__name__} has no tokenizer; pass the result of "
+            "AutoProcessor.from_pretrained, or leave it out"
         )
 
 
@@ -252,9 +252,11 @@ class Placement:
         arguments = {"device": device, "device_map": device_map, "tp_plan": tp_plan}
         given = [name for name, value in arguments.items() if value is not None]
         if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} contradict each other: give one of them")
+            raise InputError(f"{' and '.join(given)} cannot be combined: give one of them")
         if tp_plan is not None and tp_plan != "auto" and not isinstance(tp_plan, Mapping):
-            raise InputError(f"tp_plan={tp_plan!r}: must be 'auto' or a style for each module")
+            raise InputError(
+                f"tp_plan={tp_plan!r}: must be 'auto' or a mapping of modules to styles"
+            )
         self.given = given
         self.device_map = device_map
         self.tp_plan = None if tp_plan is None or _processes() == 1 else tp_plan
@@ -343,7 +345,7 @@ def _processes() -> int:
         return distributed.get_world_size()
     if "WORLD_SIZE" not in os.environ:
         raise InputError(
-            "tp_plan needs a process for each GPU: start the program with "
+            "tp_plan needs one process per GPU: start the program with "
             "torchrun --nproc-per-node 2 PROGRAM (or 4, 8, ...)"
         )
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()

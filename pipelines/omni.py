@@ -136,10 +136,10 @@ class OscarOmniPipeline(Pipeline):
         if speak:
             _check_spoken(split_media(options, self.family)[0])
             if self.store.ranks.count > 1:
-                raise InputError("speak=True: the talker is not divided among ranks; ask one GPU")
+                raise InputError("speak=True: not supported with tensor parallelism; use one GPU")
             voice = speaker_of(self.family.outer_model, speaker)
         elif speaker is not None:
-            raise InputError("speaker is for a spoken answer: pass speak=True too")
+            raise InputError("speaker requires speak=True")
         media, sound = (images, videos, audio), use_audio_in_video
         how: dict[str, Any] = {"sound": sound, "options": of_media}
         how["open_end"] = template.takes_any_end
@@ -192,15 +192,15 @@ def speaker_of(model: Any, speaker: str | None) -> str:
     if not getattr(model, "has_talker", False):
         raise InputError(
             "speak=True: this checkpoint has no talker (or it was disabled), so it answers in "
-            "text only; take an Instruct checkpoint with audio output"
+            "text only; use an Instruct checkpoint with audio output"
         )
     voices = [name.lower() for name in model.config.talker_config.speaker_id or {}]
     if not voices:
-        raise InputError("speak=True: this checkpoint's configuration names no speaker")
+        raise InputError("speak=True: this checkpoint's configuration has no speakers")
     if speaker is None:
         return _USUAL_SPEAKER if _USUAL_SPEAKER in voices else voices[0]
     if not isinstance(speaker, str) or speaker.lower() not in voices:
-        raise InputError(f"speaker {speaker!r}: this checkpoint has {', '.join(voices)}")
+        raise InputError(f"speaker {speaker!r}: must be one of {', '.join(voices)}")
     return speaker.lower()
 
 

@@ -226,7 +226,7 @@ class Pipeline:
             self.admission.check_characters(f"{path}: tools", chat.tools.characters)
         if budget is not None and saved.bytes > budget.limit:
             raise InputError(
-                f"{path}: holds {saved.bytes:,} bytes, and kv_budget is {budget.limit:,}: raise it"
+                f"{path}: has {saved.bytes:,} bytes, but kv_budget is {budget.limit:,}: raise it"
             )
 
         def place() -> OscarCache:

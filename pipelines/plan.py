@@ -182,7 +182,9 @@ def plan(
     released = released_model(model)
     if released is None and is_text_model(model):
         if len(media):
-            raise InputError(f"{model} is a language model: it reads no images, audio or videos")
+            raise InputError(
+                f"{model} is a language model, which supports no images, audio or videos"
+            )
         network = outline_text_model(model)
         name, parameters = network.config.model_type, network.num_parameters()
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)

@@ -67,7 +67,7 @@ class SharedMedia:
             if tokens < whole.media[-1].stop or not torch.equal(ids[tokens:], rest):
                 raise InputError(
                     "the chat template or the tokenizer of this checkpoint joins the question with "
-                    "the media before it, so that questions cannot share them"
+                    "the media before it, so questions cannot share them"
                 )
             self._prompt = beginning(whole, tokens)
 
@@ -95,7 +95,7 @@ class SharedMedia:
             if state != self._state:
                 raise InputError(
                     "the model's weights or adapters have changed since it read the shared media: "
-                    "share them anew"
+                    "share them again"
                 )
             return
         self.pipe.admission.check_prompt(self._prompt, 1)
@@ -171,7 +171,7 @@ class SharedMedia:
         if any(not torch.equal(ids[: len(start)], start) for ids in rows):
             raise InputError(
                 "the tokenizer of this checkpoint writes an answer and the end of its question as "
-                "one token, so that answers cannot be scored"
+                "one token, so answers cannot be scored"
             )
         return [ids[len(start) :].tolist() for ids in rows]
 

@@ -121,8 +121,8 @@ def load_text_model(
         raise InputError(f"model {source}: {first_line(error)}") from error
     if states := layers_of_states(loaded.config):
         raise InputError(
-            f"model {source}: has layers of {', '.join(sorted(set(states)))}, whose states are no "
-            "keys and values; give a model whose layers all have attention"
+            f"model {source}: has layers of {', '.join(sorted(set(states)))}, which have states "
+            "instead of keys and values; give a model whose layers all have attention"
         )
     try:
         loaded.set_attn_implementation(IMPLEMENTATION)
@@ -133,7 +133,7 @@ def load_text_model(
 
 def _tokenizer(source: str, options: Mapping[str, Any]) -> Any:
     complaint = (
-        f"model {source}: has no tokenizer that can be read; give a folder or hub id with the "
+        f"model {source}: has no readable tokenizer; give a folder or hub id with the "
         "tokenizer's files"
     )
     try:
@@ -156,8 +156,8 @@ def outline_text_model(model: str | Path) -> PreTrainedModel:
     config = config_of(source, {})
     if getattr(config, "kv_lora_rank", None):
         raise InputError(
-            f"model {source}: keeps keys and values of different sizes (latent attention), which "
-            "pages do not hold"
+            f"model {source}: has keys and values of different sizes (latent attention), which "
+            "pages do not support"
         )
     return meta_model(AutoModelForCausalLM, config)
 
@@ -170,5 +170,7 @@ def context_of(config: Any) -> int:
     """
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not most:
-        raise InputError(f"model type {config.model_type!r}: its configuration names no context")
+        raise InputError(
+            f"model type {config.model_type!r}: its configuration has no context length"
+        )
     return int(most)

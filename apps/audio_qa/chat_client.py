@@ -93,11 +93,13 @@ class ChatClient:
         try:
             names = [str(entry["id"]) for entry in response.json()["data"]]
         except (ValueError, LookupError, TypeError):
-            raise InputError(f"{self.url}: is no OpenAI server: it lists no models") from None
+            raise InputError(
+                f"{self.url}: is not an OpenAI-compatible server: it lists no models"
+            ) from None
         if wanted is None and len(names) == 1:
             return names[0]
         if wanted not in names:
-            which = "--model must name one" if wanted is None else f"--model {wanted} is not there"
+            which = "--model must name one" if wanted is None else f"--model {wanted} is not one"
             raise InputError(f"{self.url}: {which} of {', '.join(names) or 'no models at all'}")
         return wanted
 
@@ -135,7 +137,7 @@ class ChatClient:
             backoff = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, TRIES))
             await asyncio.sleep(max(pause, backoff * random.uniform(0.5, 1.0)))
         if not await self._answers():
-            raise ServerLost(f"{self.url}: does not answer any more: {problem}")
+            raise ServerLost(f"{self.url}: stopped responding: {problem}")
         raise InputError(f"{problem}; tried {attempt + 1} times in {seconds:.0f} s")
 
     async def _post(self, body: Sequence[bytes]) -> httpx.Response:
@@ -170,7 +172,7 @@ def _reply(response: httpx.Response) -> Reply:
             tokens=sum(int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise InputError("the server's answer is no chat completion") from None
+        raise InputError("the server's answer is not a chat completion") from None
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -22,19 +22,22 @@ def audio_qa_command(
         typer.Argument(
             metavar="QUESTIONS",
             help="JSONL or CSV file of id, audio | images | videos, question, choices, answer; or "
-            "a folder of recordings with --question.",
+            "a folder of recordings, with --question.",
         ),
     ],
-    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="JSONL of the answers.")],
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="FILE", help="JSONL file for the answers.")
+    ],
     *,
     settings: JobSettings,
     max_audio_seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="Longer recordings are refused.")
+        float | None, typer.Option(metavar="S", help="Maximum length of a recording.")
     ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help=f"Holds the server's key; default: {KEY_VARIABLE}, or none."
+            metavar="FILE",
+            help=f"File with the server's API key; default: ${KEY_VARIABLE}, or none.",
         ),
     ] = None,
 ) -> None:

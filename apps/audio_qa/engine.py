@@ -79,7 +79,7 @@ class AnswerSettings:
         if not (self.list_choices and choices):
             return question, list(choices)
         if len(choices) > len(_LETTERS):
-            raise InputError(f"choices: {len(choices)} are more than there are letters")
+            raise InputError(f"choices: {len(choices)} are more than the {len(_LETTERS)} letters")
         letters = list(_LETTERS[: len(choices)])
         listed = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
         return "\n".join([question, *listed, "Answer with the letter."]), letters

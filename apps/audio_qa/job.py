@@ -160,7 +160,9 @@ def _check_for_server(
         local: names of such options.
     """
     if given := settings.changed(local):
-        raise InputError(f"{asked}: {', '.join(given)}: only a model of this process takes it")
+        raise InputError(
+            f"{asked}: {', '.join(given)}: only supported without a server; leave it out"
+        )
     count = sum(bool(row.choices) for row in rows)
     if count and not settings.list_choices:
         raise InputError(
@@ -174,17 +176,17 @@ def _check_overwrites(
 ) -> None:
     """Refuse to overwrite the questions, their media, or one output with another."""
     files = {"answers": out, "run": f"{out}{RUN}", "summary": f"{out}{SUMMARY}", "samples": samples}
-    taken = {} if questions is None else {_file_identity(questions): "the file of the questions"}
+    taken = {} if questions is None else {_file_identity(questions): "the file with the questions"}
     where = {medium: row.where for row in rows for medium in sum(row.recording, ())}
     for medium, line in where.items():
         if not is_address(medium):
-            taken.setdefault(_file_identity(medium), f"what {line} asks about")
+            taken.setdefault(_file_identity(medium), f"the medium that {line} asks about")
     for name, path in files.items():
         if path is None:
             continue
         if (file := _file_identity(path)) in taken:
-            raise InputError(f"{path}: is {taken[file]}; give another for the {name}")
-        taken[file] = f"the file of the {name}"
+            raise InputError(f"{path}: is {taken[file]}; give another file for the {name}")
+        taken[file] = f"the file for the {name}"
 
 
 def _file_identity(path: str | Path) -> tuple[int, int] | str:

@@ -203,7 +203,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     peaks = {"KV": work["kv_peak_bytes"], "process": work["process_peak_bytes"]}
     most = ", ".join(f"{name} {format_bytes(size)}" for name, size in peaks.items() if size)
     # A run with no rows left to answer has no peak.
-    memory = f"; most memory: {most}" if most else ""
+    memory = f"; peak memory: {most}" if most else ""
     print(
         f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
         f"{rates['audio_hours_per_hour'] or 0:.1f} hours of audio per hour{memory}"
@@ -291,7 +291,7 @@ class AnswerFile:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and not self.path.is_file():
-                raise InputError(f"{self.path}: cannot be written: is no regular file")
+                raise InputError(f"{self.path}: cannot be written: is not a regular file")
             self._file = self._open()
         self._begins_anew = overwrite
         try:
@@ -351,8 +351,8 @@ class AnswerFile:
             if there is not None and there["digest"] != row.digest:
                 retry = "" if there["error"] is None else "--retry-failed, "
                 raise InputError(
-                    f"{self.path}: row {row.id!r} was answered, but to another question than "
-                    f"{row.where} asks: give {retry}another --out, or --overwrite"
+                    f"{self.path}: row {row.id!r} has the answer to another question than "
+                    f"in {row.where}: give {retry}another --out, or --overwrite"
                 )
         self._replace(done)
 
@@ -419,7 +419,9 @@ class AnswerFile:
         except (OSError, ValueError, RecursionError):
             there = None
         if not isinstance(there, dict):
-            raise InputError(f"{refused}is not of audio-qa: {self._run.name} is missing") from None
+            raise InputError(
+                f"{refused}was not written by audio-qa: {self._run.name} is missing"
+            ) from None
         wanted = json.loads(json.dumps(fingerprint))
         names = [name for name in wanted if wanted[name] is not None or name != "model"]
         others = [
@@ -441,7 +443,9 @@ class AnswerFile:
                 row = json.loads(line)
                 hash((row["id"], row["error"], row["digest"]))
             except (ValueError, LookupError, TypeError, RecursionError):
-                raise InputError(f"{self.path}, line {number}: is no row of audio-qa") from None
+                raise InputError(
+                    f"{self.path}, line {number}: is not a row written by audio-qa"
+                ) from None
             rows.append(row)
         return rows
 

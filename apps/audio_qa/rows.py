@@ -116,11 +116,11 @@ def read_rows(
         records = [(_fields(record), f"row {number}") for number, record in enumerate(source, 1)]
         rows = _rows(records, Path.cwd(), question, group_by)
     if not rows:
-        raise InputError(f"{source}: there are no questions in it")
+        raise InputError(f"{source}: contains no questions")
     first: dict[str, Row] = {}
     for row in rows:
         if row.id in first:
-            raise InputError(f"{row.where}: id {row.id!r} occurs already at {first[row.id].where}")
+            raise InputError(f"{row.where}: id {row.id!r} already occurs at {first[row.id].where}")
         first[row.id] = row
     return rows
 
@@ -152,10 +152,12 @@ def _csv(path: Path) -> Iterator[_Record]:
                 record = _record(partial(_parse_cells, columns), cells)
                 yield record, f"{path}, line {reader.line_num}"
         except UnicodeDecodeError as error:
-            raise InputError(f"{path}: is no text in UTF-8: {error}") from None
+            raise InputError(f"{path}: is not valid UTF-8 text: {error}") from None
         except csv.Error as error:
             # Where the next row begins is unknown.
-            raise InputError(f"{path}, after line {reader.line_num}: no CSV: {error}") from None
+            raise InputError(
+                f"{path}, after line {reader.line_num}: not valid CSV: {error}"
+            ) from None
 
 
 def _record(parse: Callable[[Any], Any], raw: Any) -> Mapping[str, Any] | InputError:
@@ -178,11 +180,11 @@ def _parse_line(line: bytes) -> Any:
     try:
         return json.loads(line.decode())
     except json.JSONDecodeError as error:
-        raise InputError(f"is no JSON: {error.msg} at character {error.pos + 1}") from None
+        raise InputError(f"is not valid JSON: {error.msg} at character {error.pos + 1}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"is no text in UTF-8: {error}") from None
+        raise InputError(f"is not valid UTF-8 text: {error}") from None
     except ValueError as error:  # also a number with thousands of digits
-        raise InputError(f"is no JSON: {error}") from None
+        raise InputError(f"is not valid JSON: {error}") from None
 
 
 def _parse_cells(columns: int, cells: Mapping[Any, Any]) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def _cell(name: str, cell: str) -> Any:
         return json.loads(cell)
     except (ValueError, RecursionError):
         # File names may begin like this too.
-        wrong = InputError(f'{name}: {cell[:80]!r} is no JSON list such as ["a", "b"]')
+        wrong = InputError(f'{name}: {cell[:80]!r} is not a JSON list such as ["a", "b"]')
         return wrong if name in _CHOSEN else cell
 
 
@@ -256,10 +258,10 @@ def _row(
             if given.get(field) is not None
         }
         if not isinstance(content, str) or not content.strip():
-            raise InputError("question must be text that is not empty")
+            raise InputError("question must be non-empty text")
         texts: dict[str, Any] = {name: _texts(name, given.get(name)) for name in (*_CHOSEN, *MEDIA)}
         if len(texts["choices"]) == 1 or len(set(texts["choices"])) < len(texts["choices"]):
-            raise InputError("choices must be several texts, all different")
+            raise InputError("choices must be two or more different texts")
         for kind in MEDIA:
             texts[kind] = tuple(_medium_path(base, source) for source in texts[kind])
     except InputError as error:
@@ -323,7 +325,7 @@ def right_choices(row: Row) -> set[int]:
         if not matches and re.fullmatch("[A-Za-z]", answer) and _place(answer) < len(texts):
             matches = [_place(answer)]
         if not matches:
-            raise InputError(f"answer {answer!r} is none of the choices")
+            raise InputError(f"answer {answer!r} is not one of the choices")
         right.update(matches)
     return right
 

@@ -149,7 +149,7 @@ class VllmSettings:
             port = sock.getsockname()[1]
         plan = self._server_settings(port, secrets.token_urlsafe())
         command = vllm_command(self._arguments(port), plan.api_key)
-        print(f"oscar-mm: vLLM's server starts, with {self.model}", file=sys.stderr)
+        print(f"oscar-mm: starting vLLM's server with {self.model}", file=sys.stderr)
         server = OwnedServer("vLLM's server", *command)
         try:
             with httpx.Client(
@@ -288,7 +288,7 @@ class ServerWorker:
         """
         row = next((row for row in rows if not row.error), Row("", ""))
         if row.videos:
-            raise InputError("a server is shown recordings and images, not videos")
+            raise InputError("a server accepts recordings and images, not videos")
         limits = self.plan.limits
         limits.check_count(len(row.images) + len(row.audio))
         parts = [

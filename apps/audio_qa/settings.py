@@ -44,43 +44,45 @@ class JobSettings:
         str,
         typer.Option(
             metavar="NAME",
-            help="oscar, or vllm: start vLLM's server, with pages of this package, for the job.",
+            help="oscar, or vllm to run the job on a vLLM server with this package's pages.",
         ),
     ] = "oscar"
     policy: options.Policy | KVPolicy = DEFAULT
     question: Annotated[
         str | None,
-        typer.Option("--question", "-q", metavar="TEXT", help="Question of rows that have none."),
+        typer.Option("--question", "-q", metavar="TEXT", help="Question for rows without one."),
     ] = None
     system: options.System = None
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.")] = (
-        64
-    )
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Maximum tokens of an answer.")
+    ] = 64
     list_choices: Annotated[
         bool,
-        typer.Option("--list-choices", help="Write choices into the prompt and score letters."),
+        typer.Option("--list-choices", help="List choices in the prompt and score their letters."),
     ] = False
     group_by: Annotated[
-        str, typer.Option(metavar="FIELD", help="Field that groups the summary.")
+        str, typer.Option(metavar="FIELD", help="Field by which the summary is grouped.")
     ] = "group"
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Most rows at once.")] = 32
+    batch_size: Annotated[
+        int, typer.Option(metavar="N", help="Maximum number of rows at once.")
+    ] = 32
     kv_budget: Annotated[
         str | int | None,
-        typer.Option(metavar="SIZE", help='Bound on the KV memory, such as "8GB".'),
+        typer.Option(metavar="SIZE", help='Maximum KV memory, such as "8GB".'),
     ] = None
     overwrite: Annotated[
         bool,
         typer.Option(
             "--overwrite/--resume",
-            help="Begin anew, or go on with the answers that are there (default).",
+            help="Start over, or continue with the existing answers (default).",
         ),
     ] = False
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Answer rows again that have an error.")
+        bool, typer.Option("--retry-failed", help="Answer rows with an error again.")
     ] = False
     samples: Annotated[
         str | Path | None,
-        typer.Option(metavar="FILE", help="Also write lmms-eval's samples layout."),
+        typer.Option(metavar="FILE", help="Also write the answers in lmms-eval's samples format."),
     ] = None
     use_audio_in_video: options.AudioInVideo = False
     device: options.Device = None
@@ -90,20 +92,21 @@ class JobSettings:
         str | None,
         typer.Option(
             metavar="URL",
-            help="Ask an OpenAI server, whose name for the model --model is, and load none.",
+            help="Use an OpenAI server instead of loading a model; --model is its model name.",
         ),
     ] = None
     concurrency: Annotated[
-        int, typer.Option(metavar="N", help="Most requests to a server at once.")
+        int, typer.Option(metavar="N", help="Maximum concurrent requests to a server.")
     ] = 32
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" for this machine.'),
     ] = None
     workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Models on the cluster; default: one per GPU.")
+        int | None,
+        typer.Option(metavar="N", help="Number of models on the cluster; default: one per GPU."),
     ] = None
-    cpus_per_worker: Annotated[int, typer.Option(metavar="N", help="CPUs of a worker.")] = 1
+    cpus_per_worker: Annotated[int, typer.Option(metavar="N", help="CPUs per worker.")] = 1
     video_fps: float = 2.0
     limits: MediaLimits = field(default_factory=MediaLimits)
     api_key: str | None = field(default=None, repr=False)
@@ -114,7 +117,9 @@ class JobSettings:
         if self.engine not in ("oscar", "vllm"):
             raise InputError(f"engine={self.engine!r}: must be oscar or vllm")
         if self.server is not None and self.engine != "oscar":
-            raise InputError(f"server with engine {self.engine}: the server's engine answers")
+            raise InputError(
+                f"server with engine {self.engine}: the server has its own engine; leave engine out"
+            )
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Return those of some fields whose values are not the defaults."""

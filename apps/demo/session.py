@@ -145,7 +145,7 @@ class Session:
                     self.is_unsaved = True
                     self._note_end(exchange)
             if not exchange.counts:
-                raise InputError("stopped before the first word: the conversation is as before")
+                raise InputError("stopped before the first word: the conversation is unchanged")
             self.active = None
             yield
             if self.baseline is not None:
@@ -164,13 +164,13 @@ class Session:
         exchange.answer = turn.answer
         exchange.note = NOTES.get(self.conversation.finish_reason, "")
         if not exchange.answer:
-            exchange.note = "the model ended without a word"
+            exchange.note = "the answer is empty"
         exchange.hint = self.sessions.card.hint(exchange.question)
 
     def _check_length(self, tokens: Any) -> None:
         most = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)
         if isinstance(tokens, int) and tokens > most:
-            raise InputError(f"an answer of {tokens:,} tokens is over the {most:,} allowed here")
+            raise InputError(f"an answer of {tokens:,} tokens exceeds the {most:,} allowed here")
 
     def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
         return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)
@@ -198,7 +198,7 @@ class Session:
             if self.baseline is not None:
                 return
             if self._lacks_media:
-                raise InputError("a loaded conversation lacks its media: begin a new one")
+                raise InputError("a loaded conversation lacks its media: start a new one")
             self.baseline = self._new_chat(_SIXTEEN_BIT, self.settings)
             self.settings = replace(self.settings, compare=True)
             segments = self.conversation.segments
@@ -257,7 +257,7 @@ class Session:
         """Take back the last question, or the last message that the page refused."""
         with self._change():
             if not self.exchanges:
-                raise InputError("there is nothing to take back")
+                raise InputError("there is nothing to undo")
             if self.exchanges[-1].counts:
                 for chat in self._chats:
                     chat.undo()
@@ -271,7 +271,7 @@ class Session:
         """
         last = self.exchanges[-1] if self.exchanges else None
         if last is not None and any(preview.path is None for preview in last.previews):
-            raise InputError("the files of a loaded question are missing: show them again")
+            raise InputError("the files of a loaded question are missing: upload them again")
         self.undo()
         return (last.question, last.files) if last else ("", [])
 

@@ -209,7 +209,7 @@ class Sessions:
             ),
         )
         if session.converses and key in visited and now - session.last_active < IDLE_S:
-            raise InputError(f"{MAX_SESSIONS} visitors are here already: try again later")
+            raise InputError(f"all {MAX_SESSIONS} sessions are in use: try again later")
         return key
 
     def leave(self, key: str) -> None:
@@ -346,9 +346,9 @@ class ConversationFolder:
             except InputError as error:
                 if isinstance(error, MemoryBusy):
                     self._refused.append(session)
-                _log.warning("a conversation is not kept: %s", error)
+                _log.warning("a conversation could not be stored: %s", error)
             except Exception:
-                _log.exception("a conversation is not kept")
+                _log.exception("a conversation could not be stored")
             if session not in session.sessions:  # It was evicted while it was written.
                 self.remove(session.id)
         self.prune()

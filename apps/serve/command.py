@@ -34,33 +34,35 @@ def serve(
     context: typer.Context,
     passed: Annotated[
         list[str] | None,
-        typer.Argument(metavar="VLLM_OPTIONS", help="After --, for --engine vllm: passed on."),
+        typer.Argument(
+            metavar="VLLM_OPTIONS", help="Arguments after --, passed on to vLLM (--engine vllm)."
+        ),
     ] = None,
     model: options.Model = None,
     engine: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help="oscar, or vllm: start vLLM's server, with pages of this package, in its place.",
+            help="oscar, or vllm to start vLLM's server, with this package's pages, instead.",
         ),
     ] = "oscar",
     policy: options.Policy = DEFAULT,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all of them.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="Port.")] = 8000,
+    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on.")] = 8000,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help=f"Holds the key that clients must send; default: {KEY_VARIABLE}, or none.",
+            help=f"File with the key that clients must send; default: ${KEY_VARIABLE}, or none.",
         ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="The model name that clients use; repeat for several. Default: --model.",
+            help="Model name for clients; repeat for several. Default: --model.",
         ),
     ] = None,
     allow_origin: Annotated[
@@ -80,32 +82,36 @@ def serve(
     ] = "info",
     kv_budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help='KV memory of all conversations, such as "8GB".'),
+        typer.Option(metavar="SIZE", help='Maximum KV memory of all conversations, such as "8GB".'),
     ] = None,
     prefix_cache: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help='KV memory of beginnings that prompts share; "off" keeps none. Default: a quarter '
-            f"of --kv-budget, or {_PREFIXES}.",
+            help='Size of the prefix cache; "off" disables it. Default: a quarter of --kv-budget, '
+            f"or {_PREFIXES}.",
         ),
     ] = None,
     max_context: options.MaxContext = None,
     prefill_chunk: options.PrefillChunk = None,
     max_new_tokens: options.AnswerLength = None,
     max_request: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest request, media in base64 included.")
+        str, typer.Option(metavar="SIZE", help="Maximum size of a request, including base64 media.")
     ] = "64MB",
     running: Annotated[
-        int, typer.Option(metavar="N", help="Most answers at once, which decode together.")
+        int, typer.Option(metavar="N", help="Maximum number of running answers.")
     ] = 64,
-    waiting: Annotated[int, typer.Option(metavar="N", help="Most requests in the queue.")] = 64,
+    waiting: Annotated[
+        int, typer.Option(metavar="N", help="Maximum number of waiting requests.")
+    ] = 64,
     conversations: Annotated[
-        int, typer.Option(metavar="N", help="Conversations kept for later requests.")
+        int, typer.Option(metavar="N", help="Maximum number of stored conversations.")
     ] = 64,
     grace: Annotated[
         float,
-        typer.Option(metavar="S", help="Seconds that answers have to end in on SIGTERM or Ctrl-C."),
+        typer.Option(
+            metavar="S", help="Seconds to let running answers finish on SIGTERM or Ctrl-C."
+        ),
     ] = 10.0,
     placement: options.PlacementOptions,
     allow_remote: options.AllowRemote = False,
@@ -153,7 +159,7 @@ def serve(
             given["allow_origin"] = list(origins)
         _serve_with_vllm(model, policy, host, port, given, passed or (), key)
     if passed:
-        raise InputError(f"{passed[0]!r} is unexpected: only --engine vllm takes such arguments")
+        raise InputError(f"{passed[0]!r} is unexpected: only --engine vllm accepts such arguments")
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -272,7 +278,10 @@ def _warn_of_no_key(host: str, key: str | None) -> None:
     from oscar_mm.apps.guard import is_loopback  # needs the packages of a server
 
     if key is None and not is_loopback(host):
-        print("oscar-mm: warning: no API key: anybody on the network can ask", file=sys.stderr)
+        print(
+            "oscar-mm: warning: no API key: anyone on the network can use the server",
+            file=sys.stderr,
+        )
 
 
 def media_domains(given: Sequence[str] | None, *, allow_remote: bool) -> list[str]:

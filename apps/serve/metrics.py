@@ -41,15 +41,13 @@ class Metrics:
         )
         self.tokens = Counter(
             "oscar_mm_tokens",
-            "Tokens by kind: prompt (read), cached (known already), completion (as they come)",
+            "Tokens by kind: prompt (read), cached (reused), completion (as generated)",
             ["kind"],
             registry=self.registry,
         )
         self.completion_tokens = self.tokens.labels("completion")
         self.running = Gauge("oscar_mm_running", "Requests being answered", registry=self.registry)
-        self.waiting = Gauge(
-            "oscar_mm_waiting", "Requests that wait for a place", registry=self.registry
-        )
+        self.waiting = Gauge("oscar_mm_waiting", "Requests in the queue", registry=self.registry)
 
         def times(name: str, text: str) -> Histogram:
             return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
@@ -120,18 +118,22 @@ class _PipelineCollector(Collector):
             self._memory = pipe.engine.call(self._measure, timeout=_BUSY_S)
         yield from self._memory
         yield GaugeMetricFamily(
-            "oscar_mm_conversations", "Conversations kept", len(self._conversations)
+            "oscar_mm_conversations", "Stored conversations", len(self._conversations)
         )
         engine = pipe.engine
         yield GaugeMetricFamily("oscar_mm_decoding", "Answers in the batch", engine.running)
         yield GaugeMetricFamily(
-            "oscar_mm_prompts_waiting", "Prompts that wait to be read", engine.waiting
+            "oscar_mm_prompts_waiting", "Prompts waiting for prefill", engine.waiting
         )
         if (prefixes := pipe.prefixes) is not None:
             for name, text, value in (
-                ("hits", "Prompts whose beginning was known", prefixes.hits),
-                ("misses", "Prompts whose beginning was not known", prefixes.misses),
-                ("tokens_saved", "Tokens that were not read again", prefixes.tokens_saved),
+                ("hits", "Prompts with a cached prefix", prefixes.hits),
+                ("misses", "Prompts without a cached prefix", prefixes.misses),
+                (
+                    "tokens_saved",
+                    "Prompt tokens reused from the prefix cache",
+                    prefixes.tokens_saved,
+                ),
             ):
                 yield CounterMetricFamily(f"oscar_mm_prefix_{name}", text, value)
 
@@ -144,7 +146,7 @@ class _PipelineCollector(Collector):
             used.add_metric([modality], size)
         taken = GaugeMetricFamily(
             "oscar_mm_kv_pool_bytes",
-            "KV bytes taken, free slots included",
+            "KV bytes allocated, including free slots",
             store.memory().pool_bytes,
         )
         return [used, taken]

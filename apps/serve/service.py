@@ -401,7 +401,7 @@ class Service:
             own += count
             self._body_bytes += count
             if self._body_bytes > _BODIES * self.limits.max_request_bytes:
-                raise busy("the server holds too many large requests")
+                raise busy("the server is processing too many large requests")
 
         try:
             yield add
@@ -435,7 +435,7 @@ class Service:
                 return reading.result()
             if stopping.done():
                 raise busy("the server is stopping")
-            raise Refusal(408, f"the request did not come within {seconds:g} s")
+            raise Refusal(408, f"the request did not arrive within {seconds:g} s")
         except ClientDisconnect:
             raise ClientGone from None
         finally:

@@ -124,7 +124,7 @@ class Admission:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise InputError(f"{name} holds bytes that are no UTF-8 text: take them out") from None
+            raise InputError(f"{name} contains text that is not valid UTF-8: remove it") from None
         self.family.refuse_control_tokens(name, text, calls=calls)
         self._check_tokens(name, text)
 
@@ -327,8 +327,8 @@ class Admission:
         """
         for device, needed, room in self._short_devices(growth, prompt.modalities.numel()):
             raise MemoryBusy(
-                f"{format_bytes(room)} are free on {device}, and this needs about "
-                f"{format_bytes(needed)}: close() chats, or ask for less at once"
+                f"this needs about {format_bytes(needed)}, but only {format_bytes(room)} are free "
+                f"on {device}: close() chats, or send smaller requests"
             )
         if self.budget is None:
             return None
@@ -346,7 +346,7 @@ class Admission:
         total = needed + (0 if self.budget is None else self.budget.used_bytes)
         if self.budget is None or total <= self.budget.limit:
             return None
-        return f"kv_budget is {self.budget.limit:,} bytes, and {what} it to {total:,}"
+        return f"kv_budget is {self.budget.limit:,} bytes, but {what} it to {total:,}"
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
@@ -374,7 +374,7 @@ class Admission:
     def _too_long(self, name: str, count: int, fit: int, tokens: int) -> RequestTooLarge:
         return RequestTooLarge(
             f"{name}: {count:,} characters are over the context of {self.max_context:,} "
-            f"tokens, where at most about {fit:,} fit: give a shorter text",
+            f"tokens, in which about {fit:,} fit: give a shorter text",
             tokens,
             self.max_context,
         )
@@ -431,7 +431,7 @@ class Admission:
             refusal = size.refusal(
                 fits,
                 f"the free memory of {device} ({format_bytes(needed)} of {format_bytes(room)}, "
-                f"{activations} of it while they are read)",
+                f"{activations} of it during prefill)",
                 "close() chats" if self.prefill_chunk else "set prefill_chunk, close() chats",
             )
             raise (

@@ -33,10 +33,10 @@ _UNBALANCED = (
     "model whose weights it needs; with some models answers become unusable. Pass "
     "OscarCache(policy, model=model), or a policy with balance=None"
 )
-_ONE_STATE = "linear-attention layers keep the state after the last token only"
+_ONE_STATE = "linear-attention layers store only the state after the last token"
 _TWO_STATES = (
-    "layer {} has attention and a linear-attention state, and an OscarCache holds one of them a "
-    "layer: use transformers' DynamicCache for this model"
+    "layer {} has attention and a linear-attention state, but an OscarCache stores only one of "
+    "them per layer: use transformers' DynamicCache for this model"
 )
 
 _USER = 5
@@ -114,7 +114,7 @@ class OscarCache(Cache):
         super().__init__(layers=[])
         self.policy = KVPolicy.of(policy)
         if store is not None and store.policy != self.policy:
-            raise InputError(f"the cache is of {self.policy}, but its store of {store.policy}")
+            raise InputError(f"the cache has {self.policy}, but its store has {store.policy}")
         self._own_store, self.closed = store is None, False
         self.store = PageStore(self.policy) if store is None else store
         self.kv_manager = KVCacheManager(self.store)
@@ -220,7 +220,9 @@ class OscarCache(Cache):
         if step is None or step.is_finished(layer.index):
             batch, _, tokens, _ = key_states.shape
             if rows and len(rows) != batch:
-                raise InputError(f"the cache holds {len(rows)} sequences, the new keys {batch}")
+                raise InputError(
+                    f"the cache has {len(rows)} sequences, but the new keys have {batch}"
+                )
             step = self.begin(self._expected.take(batch, tokens))
         step.enter(layer.index)
         return step
@@ -358,7 +360,7 @@ class OscarCache(Cache):
             InputError: if the layer has linear attention.
         """
         if self._is_linear(layer_idx):
-            raise InputError(f"layer {layer_idx} has linear attention: a state, no keys and values")
+            raise InputError(f"layer {layer_idx} has linear attention, without keys and values")
         return self.layers[layer_idx].unpacked(
             self.kv_manager.sequences, self.kv_manager.length, dtype
         )
@@ -470,7 +472,7 @@ class OscarCache(Cache):
             raise NotImplementedError(f"OscarCache.crop: {_ONE_STATE}")
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop({tokens_to_remove}): give minus the number of tokens to remove, "
+                f"crop({tokens_to_remove}): pass the negative number of tokens to remove, "
                 f"e.g. crop({tokens_to_remove - self.get_seq_length()}) to keep {tokens_to_remove}"
             )
         self.kv_manager.crop(-tokens_to_remove)
@@ -536,8 +538,8 @@ class OscarCache(Cache):
             raise RuntimeError("the cache is closed")
         if state:
             raise NotImplementedError(
-                f"layer {index} has several linear-attention states, and an OscarCache holds one a "
-                "layer: use transformers' DynamicCache for this model"
+                f"layer {index} has several linear-attention states, but an OscarCache stores one "
+                "per layer: use transformers' DynamicCache for this model"
             )
         layer = self._layer(index)
         if isinstance(layer, OscarLayer):
@@ -579,11 +581,11 @@ class OscarCache(Cache):
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: pools take their shape from the first keys."""
-        raise NotImplementedError("OscarCache.early_initialization: pools follow the first keys")
+        raise NotImplementedError("OscarCache.early_initialization: the first keys create pools")
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: there are no pages for the indexer keys of sparse attention."""
-        raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be held")
+        raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be stored")
 
 
 def _unpickled(

@@ -282,7 +282,7 @@ class PageStore:
         there = (pools.kv_heads, pools.head_dim, pools.dtype, pools.device)
         if there != wanted:
             raise InputError(
-                f"layer {index}: the store holds {_describe(*there)}, the new keys are "
+                f"layer {index}: the store has {_describe(*there)}, but the new keys are "
                 f"{_describe(*wanted)}: caches of different models cannot share a store"
             )
         return pools

@@ -334,7 +334,7 @@ def _check_text(
     if policy is not None and found != policy:
         if found.name is not None and policy.name is not None:
             raise InputError(
-                f"{path}: was saved with policy {found.name!r}, and here it is {policy.name!r}: "
+                f"{path}: was saved with policy {found.name!r}, but here it is {policy.name!r}: "
                 f"choose policy={found.name!r} to load it"
             )
         fields = (field.name for field in dataclasses.fields(KVPolicy))
@@ -374,7 +374,7 @@ def _checked_shapes(
     layers, rest = text["layers"], dict(kinds)
     # An empty cache has no layers yet.
     if len(layers) > _MAX_LAYERS or (model is not None and len(layers) not in (0, len(model))):
-        raise ValueError(f"{len(layers)} layers")
+        raise ValueError(f"it has {len(layers)} layers")
     for name in [name for name in rest if name.startswith("given.")]:
         del rest[name]
     if len(kinds) - len(rest) > _MAX_GIVEN:

@@ -325,8 +325,8 @@ class Chat:
             turn, medium = places[index]
             if medium is None:
                 raise InputError(
-                    f"forget({index}): the segment is text; images, videos and recordings can be "
-                    "forgotten, and undo() takes back the last turn"
+                    f"forget({index}): the segment is text; only images, videos and recordings can "
+                    "be forgotten; undo() removes the last turn"
                 )
             if now.turns[turn].forgotten[medium]:
                 return
@@ -350,7 +350,7 @@ class Chat:
 
         def undo(now: Conversation) -> None:
             if not now.turns:
-                raise InputError("undo: nothing was asked yet")
+                raise InputError("undo: the chat has no turns yet")
             if len(now.turns) == 1:
                 # A new cache: a chat of an earlier version may be balanced by its first prompt.
                 self._spillable.replace(Conversation.empty(self._new_cache()))

@@ -150,7 +150,7 @@ def read_chat(
             raise ValueError("its system prompt is not text")
         tools = None if version == 1 else offer_of(given["tools"], family)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InputError(f"{path}: is no chat that can be read: {str(error)[:_SHOWN]}") from None
+        raise InputError(f"{path}: cannot be read as a chat: {str(error)[:_SHOWN]}") from None
     return SavedChat(conversation, system, tools, saved)
 
 

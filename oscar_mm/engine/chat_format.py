@@ -52,8 +52,8 @@ class ChatFormat:
         self.processor = processor
         if not getattr(processor, "chat_template", None):
             raise InputError(
-                "the processor has no chat template, so it is not known how this checkpoint was "
-                "taught to converse: pass processor=... with its chat_template set"
+                "the processor has no chat template, without which the prompt format of this "
+                "checkpoint is unknown: pass processor=... with its chat_template set"
             )
         # The first call turns off the padding and truncation of a saved tokenizer. Later calls
         # change nothing, so several threads may count tokens concurrently.
@@ -77,8 +77,8 @@ class ChatFormat:
             if medium.modality not in self.reads:
                 known = ", ".join(sorted(modality.label for modality in self.reads))
                 raise InputError(
-                    f"{medium.label}: {self.name} does not read {medium.modality.label}; of media "
-                    f"it reads {known}"
+                    f"{medium.label}: {self.name} does not support {medium.modality.label}; "
+                    f"it supports {known}"
                 )
 
     def tokenize(self, text: str) -> torch.Tensor:
@@ -195,7 +195,7 @@ class ChatFormat:
         for token in self.control_tokens:
             if token in text and token not in allowed:
                 raise InputError(
-                    f"{name} holds {token!r}, a control token of this model: take it out"
+                    f"{name} contains {token!r}, a control token of this model: remove it"
                 )
 
     def answer_text(self, answer: Message) -> str:
@@ -219,7 +219,7 @@ class ChatFormat:
             call.name in written for call in answer.tool_calls
         ):
             raise InputError(
-                f"{answer.place}: the chat template of this checkpoint does not write tool calls: "
+                f"{answer.place}: this checkpoint's chat template does not support tool calls: "
                 "leave tool_calls out"
             )
         return written
@@ -238,7 +238,7 @@ class ChatFormat:
                 continue
             if ANSWER in text:
                 return text[text.index(ANSWER) :]
-        raise InputError("the chat template of this checkpoint leaves out answers")
+        raise InputError("the chat template of this checkpoint omits answers")
 
     def template(self, given: TemplateFields) -> TemplateOptions:
         """Check options of the chat template, and drop variables that it does not use.

@@ -392,7 +392,7 @@ def _spans(
 ) -> tuple[MediumSpan, ...]:
     places = modalities.nonzero()[:, 0].tolist()
     if len(places) != sum(counts):
-        raise RuntimeError(f"{len(places)} tokens of media, but the media have {sum(counts)}")
+        raise RuntimeError(f"{len(places)} media tokens, but the media have {sum(counts)}")
     spans, first = [], 0
     for medium, count in zip(media, counts, strict=True):
         run = places[first : first + count]

@@ -103,7 +103,7 @@ class Grammar:
         Look-around and backreferences are not supported.
         """
         if not isinstance(expression, str) or not expression:
-            raise InputError(f"{name}: must be a regular expression and not empty")
+            raise InputError(f"{name}: must be a non-empty regular expression")
         return cls("regex", expression, name)
 
     @classmethod
@@ -117,7 +117,7 @@ class Grammar:
             isinstance(choice, str) and choice for choice in choices
         )
         if not are_texts or not 0 < len(choices) <= MAX_CHOICES:
-            raise InputError(f"{name}: must be a list of 1 to {MAX_CHOICES:,} texts, none empty")
+            raise InputError(f"{name}: must be a list of 1 to {MAX_CHOICES:,} non-empty texts")
         texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
         return cls("grammar", f"start: TEXT\nTEXT: {texts}", name)
 
@@ -126,7 +126,7 @@ class Grammar:
         """Create a context-free grammar from llguidance's variant of Lark, or from the GBNF of
         llama.cpp."""
         if not isinstance(grammar, str) or not grammar.strip():
-            raise InputError(f"{name}: must be a grammar and not empty")
+            raise InputError(f"{name}: must be a non-empty grammar")
         return cls("grammar", grammar, name)
 
     @classmethod
@@ -264,7 +264,7 @@ def _compiled(grammar: Grammar, tokens: LLTokenizer) -> LLMatcher:
     reason = _in_one_line(matcher.get_error())
     if reason.startswith("NoExtension"):
         reason = "no text matches it"
-    raise InputError(f"{grammar.name}: cannot be served ({reason})")
+    raise InputError(f"{grammar.name}: cannot be used ({reason})")
 
 
 def _source(grammar: Grammar) -> str:
@@ -279,7 +279,7 @@ def _source(grammar: Grammar) -> str:
         kind = "grammar" if grammar.kind == "calls" else grammar.kind
         return grammar_from(kind, grammar.text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{grammar.name}: cannot be served ({_in_one_line(str(error))})") from None
+        raise InputError(f"{grammar.name}: cannot be used ({_in_one_line(str(error))})") from None
 
 
 def _limits(grammar: Grammar) -> LLParserLimits:

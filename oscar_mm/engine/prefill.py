@@ -218,7 +218,9 @@ def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
         if cache_of(kwargs) is not cache:
             return
         if args:
-            raise NotImplementedError(f"{type(module).__name__} takes positional arguments")
+            raise NotImplementedError(
+                f"{type(module).__name__} was called with positional arguments"
+            )
         raise _DecoderCall(kwargs)
 
     hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)

@@ -190,7 +190,7 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
     if any(span.start < cut < span.stop for span in prompt.media for cut in (start, stop)):
         raise ValueError(f"tokens {start} to {stop} begin or end within a medium")
     if not 0 <= start < stop <= prompt.tokens:
-        raise ValueError(f"there are no tokens {start} to {stop} of {prompt.tokens}")
+        raise ValueError(f"tokens {start} to {stop} are out of range: there are {prompt.tokens}")
     before = _counted(prompt, [span for span in prompt.media if span.stop <= start])
     shown = [span for span in prompt.media if start <= span.start and span.stop <= stop]
     inputs = _taken(prompt, before, _counted(prompt, shown))
@@ -235,7 +235,7 @@ def _taken(
             kind, grids = layout.per_patch[name]
             rows = prompt.inputs[grids].prod(-1).cpu()
         else:
-            raise NotImplementedError(f"{name}: media cannot be taken out of this argument")
+            raise NotImplementedError(f"{name}: media cannot be removed from this argument")
         first, last = before[kind], before[kind] + counts[kind]
         if first == last:
             continue

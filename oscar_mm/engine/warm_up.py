@@ -36,7 +36,7 @@ def warm_up(engine: Engine, rows: int) -> None:
         if error := next((answer.error for answer in answers if answer.error), None):
             raise error
     except Exception as error:
-        _log.warning("decode steps are captured later, the warm-up failed: %s", error)
+        _log.warning("the warm-up failed, so decode steps are captured later: %s", error)
     finally:
         for answer in answers:
             answer.cancel()

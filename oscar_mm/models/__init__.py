@@ -18,7 +18,7 @@ from oscar_mm.models.released import RELEASED
 BUNDLED = {
     "pocket-vl": "reads printed codes, short receipts and coloured shapes",
     "pocket-llava": "reads printed codes and short receipts",
-    "pocket-omni": "hears spoken digits and a few words, reads codes, short receipts and shapes",
+    "pocket-omni": "recognizes spoken digits and some words, reads codes, receipts and shapes",
 }
 """Name of each model, and what it can do; Qwen3-VL, LLaVA-v1.6 and Qwen3-Omni in this order."""
 _TIMEOUT_S = 1.5
@@ -61,7 +61,7 @@ def source_of(model: Any) -> str:
         return str(folder)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"model {model}: the folder has no config.json, so it is no checkpoint")
+        raise InputError(f"model {model}: the folder has no config.json, so it is not a checkpoint")
     if path.is_file():
         raise InputError(f"model {model}: is a file; give the folder of a checkpoint")
     # A hub id is "owner/name", and begins with a letter or digit.
@@ -109,21 +109,21 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
         url = hf_hub_url(source, name, revision=revision)
         get_hf_file_metadata(url, token=given.get("token"), timeout=seconds)
     except HFValidationError:
-        problem = "no hub id"
+        problem = "not a valid hub id"
     except OfflineModeIsEnabled:
-        problem = "not on this machine, and HF_HUB_OFFLINE keeps it from the hub"
+        problem = "not on this machine, and HF_HUB_OFFLINE disables the hub"
     except GatedRepoError:
-        problem = "the hub asks for permission; accept its terms there, then run `hf auth login`"
+        problem = "access is restricted; accept the terms on the hub, then run `hf auth login`"
     except RepositoryNotFoundError:
-        problem = "not on this machine, and not on the hub or private (`hf auth login`)"
+        problem = "not on this machine, and either not on the hub or private (`hf auth login`)"
     except EntryNotFoundError:
-        problem = "has no config.json on the hub, so it is no checkpoint"
+        problem = "has no config.json on the hub, so it is not a checkpoint"
     except HfHubHTTPError as error:
-        problem = f"the hub answered {error.response.status_code}; try again"
+        problem = f"the hub returned {error.response.status_code}; try again"
     except connection_error as error:
         problem = f"not on this machine, and the hub cannot be reached ({type(error).__name__})"
         if "Timeout" in type(error).__name__:
-            problem += f" in {seconds:g} s; {_TIMEOUT_VARIABLE}=10 waits longer"
+            problem += f" in {seconds:g} s; set {_TIMEOUT_VARIABLE}=10 to wait longer"
     else:
         return
     raise InputError(f"model {source}: {problem}; {remedy(source)}")

@@ -91,8 +91,8 @@ def test_a_prompt_without_a_full_page_is_told(tmp_path: Path, capsys) -> None:
     ("lines", "more", "message"),
     [
         (None, [], "no such file"),
-        (["nothing"], [], "line 1: is no JSON"),
-        ([], [], "there are no questions"),
+        (["nothing"], [], "line 1: is not valid JSON"),
+        ([], [], "contains no questions"),
         (
             ['{"question": "What?"}'],
             ["--methods", "magic"],

@@ -79,7 +79,7 @@ def test_errors_are_shown_and_the_chat_goes_on(
         "/image https://example.org/a.png": "is a URL, not a path",
         "/forget": "/forget needs the number of a segment",
         "/forget 9": "no such segment; there are none yet",
-        "/undo": "nothing was asked yet",
+        "/undo": "the chat has no turns yet",
         "/save": "/save needs one PATH",
         f"/save {notes}": "already exists; only a .safetensors file is replaced",
         "/load": "/load needs one PATH",
@@ -148,4 +148,4 @@ def test_ctrl_c_ends_the_answer(qwen3_vl_folder) -> None:
         assert running.stderr.readline() == b"stopped; the text so far counts as the answer\n"
         code, out, errors = running.end(b"/segments\n/undo\n/undo\n")
     assert (code, out.count(b"What is it?")) == (0, 1)
-    assert errors == b"removed: What is it?\nerror: undo: nothing was asked yet\n"
+    assert errors == b"removed: What is it?\nerror: undo: the chat has no turns yet\n"

@@ -61,7 +61,10 @@ def test_too_long_for_the_model_is_said(folder: Path, capsys: pytest.CaptureFixt
         (["--policy", "int1"], "int1"),
         (["--model", "no/such/folder/here"], "no such folder"),
         (["--model", "Qwen/Qwen3-VL-9B"], "did you mean Qwen/Qwen3-VL-8B"),
-        (["--model", "llava-v1.6-34b", "--audio-minutes", "1"], "LLaVA-NeXT does not read audio"),
+        (
+            ["--model", "llava-v1.6-34b", "--audio-minutes", "1"],
+            "LLaVA-NeXT does not support audio",
+        ),
         (["--audio-minutes", "nan"], "'--audio-minutes'"),
     ],
 )

@@ -99,7 +99,7 @@ INSPECT = ["inspect", "--device", "cpu"]
         ([*ACCURACY, "--text", "EMPTY", "-m", "gone/at/all"], "empty.txt: is empty"),
         ([*ACCURACY, "--text", "WORDS", "-m", "gone/at/all"], "no such folder"),
         ([*ACCURACY, "--text", "WORDS", "-m", "pocket-vl"], "does not load pocket-vl as one"),
-        ([*ACCURACY, "--text", "WORDS", "-m", "BARE"], "has no tokenizer that can be read"),
+        ([*ACCURACY, "--text", "WORDS", "-m", "BARE"], "has no readable tokenizer"),
         (
             [*ACCURACY, "--text", "WORDS", "-m", "MODEL"],
             "--tokens 1024: passages and the scored tokens after them have up to 1,216",
@@ -117,7 +117,7 @@ INSPECT = ["inspect", "--device", "cpu"]
         ),
         ([*INSPECT, "--text", "WORDS"], "--text needs --model"),
         ([*INSPECT, "--text", "WORDS", "-m", "pocket-vl"], "does not load pocket-vl as one"),
-        ([*INSPECT, "--text", "WORDS", "-m", "BARE"], "has no tokenizer that can be read"),
+        ([*INSPECT, "--text", "WORDS", "-m", "BARE"], "has no readable tokenizer"),
         ([*INSPECT, "--text", "gone.txt", "-m", "MODEL"], "--text gone.txt: no such file"),
         ([*INSPECT, "--text", "EMPTY", "-m", "MODEL"], "empty.txt: is empty"),
         (
@@ -126,7 +126,7 @@ INSPECT = ["inspect", "--device", "cpu"]
         ),
         ([*INSPECT, "a.png", "--text", "WORDS", "-m", "MODEL"], "--text cannot be combined with"),
         ([*INSPECT, "-m", "MODEL"], "is a language model: give it a text with --text FILE"),
-        (["plan", "--images", "3", "-m", "MODEL"], "it reads no images, audio or videos"),
+        (["plan", "--images", "3", "-m", "MODEL"], "which supports no images, audio or videos"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, folder, words, tmp_path, capsys) -> None:

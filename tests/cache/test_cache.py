@@ -165,7 +165,7 @@ def test_warning_for_an_unannounced_batch() -> None:
 
 def test_another_batch_size() -> None:
     cache, _ = filled("channel", FULL)
-    with pytest.raises(InputError, match="holds 1 sequences, the new keys 2"):
+    with pytest.raises(InputError, match="has 1 sequences, but the new keys have 2"):
         attend_oscar(cache, chunk(0, 1, batch=2))
     attend_oscar(cache, chunk(0, 1))
     assert cache.get_seq_length() == 201

@@ -223,13 +223,13 @@ def test_an_interrupted_turn_is_undone_by_a_fork(policy: str, tokens: int) -> No
 
 def test_caches_that_do_not_fit_a_store() -> None:
     store = PageStore("channel")
-    with pytest.raises(InputError, match="its store of"):
+    with pytest.raises(InputError, match="its store has"):
         OscarCache("oscar", store=store)
-    with pytest.raises(InputError, match="its store of"):
+    with pytest.raises(InputError, match="its store has"):
         OscarCache(KVPolicy.preset("channel", window=64), store=store)
     attend_oscar(OscarCache("channel", store=store), chunk(0, 5))
     for shape in ({"head_dim": 32}, {"kv_heads": 1}):
-        with pytest.raises(InputError, match="layer 0: the store holds 2 KV heads of 64 channels"):
+        with pytest.raises(InputError, match="layer 0: the store has 2 KV heads of 64 channels"):
             attend_oscar(OscarCache("channel", store=store), chunk(0, 5, **shape))
 
 

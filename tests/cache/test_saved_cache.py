@@ -325,7 +325,7 @@ def test_a_hundred_images_take_a_sixth(tmp_path: Path) -> None:
         ({"fingerprint": "model-2"}, r"another model \(fingerprint model-1, here model-2\)"),
         (
             {"policy": "oscar"},
-            r"with policy 'channel', and here it is 'oscar': choose policy='channel'",
+            r"with policy 'channel', but here it is 'oscar': choose policy='channel'",
         ),
         ({"policy": KVPolicy.preset("channel", window=64)}, r"another policy: window=32, here 64$"),
         ({"store": PageStore("kivi")}, "here it is 'kivi'"),
@@ -346,7 +346,7 @@ def test_refuses_a_store_of_another_shape(saved: Path, shape: dict[str, int]) ->
     first = OscarCache("channel", store=store)
     attend_oscar(first, chunk(0, 10, **shape))
     used = store.memory()
-    with pytest.raises(InputError, match=r"chat\.safetensors: layer 0: the store holds"):
+    with pytest.raises(InputError, match=r"chat\.safetensors: layer 0: the store has"):
         load_cache(saved, fingerprint="model-1", store=store)
     assert store.memory() == used
     attend_oscar(first, chunk(1, 10, **shape))

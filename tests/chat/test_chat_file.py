@@ -160,7 +160,7 @@ def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
     with pytest.raises(InputError, match=r"qwen3_vl float32 .*, here qwen3_vl bfloat16 "):
         half.load_chat(path)
     plain = OscarVLPipeline(qwen3_vl_folder, device="cpu", policy="channel")
-    with pytest.raises(InputError, match="policy 'standard', and here it is 'channel'"):
+    with pytest.raises(InputError, match="policy 'standard', but here it is 'channel'"):
         plain.load_chat(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
@@ -175,7 +175,7 @@ def test_refused(qwen, tmp_path, tmp_path_factory, qwen3_vl_folder) -> None:
     given = {"chat": 1, "system": None, "turns": [{"prompt": "What?"}], "pending": []}
     tensors = {"token_ids": torch.zeros(1, 0), "next_position": torch.zeros(1)}
     save_cache(OscarCache(), path, fingerprint=qwen.fingerprint, metadata=given | tensors)
-    with pytest.raises(InputError, match="is no chat that can be read"):
+    with pytest.raises(InputError, match="cannot be read as a chat"):
         qwen.load_chat(path)
     with pytest.raises(InputError, match=r"gone.*cannot be read"):
         qwen.load_chat(tmp_path / "gone")
@@ -200,7 +200,7 @@ def test_forged_chats(qwen, held, tmp_path, name) -> None:
     save_chat(path, FORGED[name](held), None, qwen.fingerprint)
     with ThreadPoolExecutor(1) as thread, engine_waits(qwen):
         loading = thread.submit(qwen.load_chat, path)
-        with pytest.raises(InputError, match=r"forged: is no chat that can be read: .{,250}$"):
+        with pytest.raises(InputError, match=r"forged: cannot be read as a chat: .{,250}$"):
             loading.result(20)
     assert qwen.store.memory() == used
 
@@ -214,7 +214,7 @@ def test_a_million_layers(qwen, tmp_path) -> None:
     write_checked(path, load_file(path), {"oscar_mm.cache": json.dumps(text)})
     with ThreadPoolExecutor(1) as thread, engine_waits(qwen):
         loading = thread.submit(qwen.load_chat, path)
-        with pytest.raises(InputError, match="forged: is damaged: 1200000 layers"):
+        with pytest.raises(InputError, match="forged: is damaged: it has 1200000 layers"):
             loading.result(20)
 
 
@@ -234,7 +234,7 @@ def test_a_chat_too_large_for_the_budget_is_not_loaded(qwen, held, qwen3_vl_fold
     assert enough.load_chat(path).turns == held.turns
     limit = needed - 1
     small = loaded(OscarVLPipeline, qwen3_vl_folder, kv_budget=limit)
-    with pytest.raises(InputError, match=f"{needed:,} bytes, and kv_budget is {limit:,}: "):
+    with pytest.raises(InputError, match=f"{needed:,} bytes, but kv_budget is {limit:,}: "):
         small.load_chat(path)
     assert small.store.memory().pool_bytes == 0
 
@@ -245,7 +245,7 @@ def test_turns_are_counted(qwen, held, tmp_path, monkeypatch) -> None:
     save_chat(path, held, None, qwen.fingerprint)
     for limit in ("MAX_TURNS", "MAX_MEDIA"):
         monkeypatch.setattr(saved_module, limit, 0)
-        with pytest.raises(InputError, match="chat: is no chat that can be read: 1 turns and 1 me"):
+        with pytest.raises(InputError, match="chat: cannot be read as a chat: 1 turns and 1 me"):
             qwen.load_chat(path)
         with pytest.raises(InputError, match="chat: cannot be written: 1 turns and 1 media"):
             save_chat(path, held, None, qwen.fingerprint)

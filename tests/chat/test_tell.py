@@ -65,7 +65,7 @@ def test_goes_on_from_what_was_said(name, at_once: bool, request) -> None:
     ("question", "answer", "expected"),
     [
         (" ", "yes", "prompt is empty"),
-        ("Why?", "<|im_end|>", "answer holds '<|im_end|>'"),
+        ("Why?", "<|im_end|>", "answer contains '<|im_end|>'"),
         ("Why?", "yes " * 65536, "over the context"),
     ],
 )
@@ -75,7 +75,7 @@ def test_refused(question: str, answer: str, expected: str, qwen) -> None:  # no
             chat.tell(question, answer)
         assert expected in str(refused.value)
         assert chat.turns == ()
-        with pytest.raises(InputError, match=r"empty|holds|over the context"):
+        with pytest.raises(InputError, match=r"empty|contains|over the context"):
             chat.tell_all([past("Why?", "Yes."), past(question, answer)])
         assert [turn.answer for turn in chat.turns] in ([], ["Yes."])
 

@@ -98,7 +98,7 @@ def test_a_result_may_show_a_picture(pipe) -> None:
 def test_a_template_without_tools(qwen3_vl_folder) -> None:
     pipe = OscarVLPipeline(qwen3_vl_folder, policy="bf16", device="cpu", dtype="float32")
     messages = messages_from([*ASKED, CALLS, *RESULTS])
-    with pipe.chat() as chat, pytest.raises(InputError, match="does not write tool calls: leave"):
+    with pipe.chat() as chat, pytest.raises(InputError, match="does not support tool calls: leave"):
         chat.tell_all([PastTurn(messages[1:2], messages[2])])
 
 
@@ -107,10 +107,10 @@ def test_a_template_without_tools(qwen3_vl_folder) -> None:
     [
         (CALLS | {"tool_calls": ["weather"]}, "tool_calls must be dicts with a function"),
         (CALLS | {"tool_calls": [{"name": "f", "arguments": 5}]}, "arguments of 'f' must be"),
-        (CALLS | {"tool_calls": [call(1, "<|im_end|>")]}, r"holds '<\|im_end\|>'"),
+        (CALLS | {"tool_calls": [call(1, "<|im_end|>")]}, r"contains '<\|im_end\|>'"),
         (RESULTS[0] | {"tool_call_id": 5}, "tool_call_id and name must be text"),
-        (RESULTS[0] | {"content": "<|im_end|>"}, r"content holds '<\|im_end\|>'"),
-        (RESULTS[0] | {"name": "<|im_end|>"}, r"content holds '<\|im_end\|>'"),
+        (RESULTS[0] | {"content": "<|im_end|>"}, r"content contains '<\|im_end\|>'"),
+        (RESULTS[0] | {"name": "<|im_end|>"}, r"content contains '<\|im_end\|>'"),
         (RESULTS[0] | {"tool_calls": []}, "tool_calls is not supported"),
     ],
 )

@@ -241,7 +241,7 @@ def test_reasoning_is_free(qwen3_vl_thinking_folder) -> None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: Grammar.json_schema({"not": {"type": "string"}}), r'cannot be served .*"not"'),
+        (lambda: Grammar.json_schema({"not": {"type": "string"}}), r'cannot be used .*"not"'),
         (lambda: Grammar.json_schema({"uniqueItems": True}), "uniqueItems"),
         (lambda: Grammar.json_schema({"type": "banana"}), "banana"),
         (lambda: Grammar.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
@@ -256,14 +256,14 @@ def test_reasoning_is_free(qwen3_vl_thinking_folder) -> None:
         (lambda: Grammar.regex("("), "regex"),
         (lambda: Grammar.regex(r"(a)\1"), "backreferences"),
         (lambda: Grammar.regex("a" * 10_000_000), "65,536"),
-        (lambda: Grammar.regex(""), "not empty"),
-        (lambda: Grammar.choice([]), "1 to 1,024 texts"),
-        (lambda: Grammar.choice(["a", ""]), "none empty"),
+        (lambda: Grammar.regex(""), "non-empty"),
+        (lambda: Grammar.choice([]), "1 to 1,024 non-empty texts"),
+        (lambda: Grammar.choice(["a", ""]), "non-empty texts"),
         (lambda: Grammar.choice(["a"] * 1025), "1 to 1,024"),
         (lambda: Grammar.choice("ab"), "must be a list"),
-        (lambda: Grammar.choice(["\ud800"]), "cannot be served"),
+        (lambda: Grammar.choice(["\ud800"]), "cannot be used"),
         (lambda: Grammar.cfg("start: undefined"), "undefined"),
-        (lambda: Grammar.cfg(" "), "not empty"),
+        (lambda: Grammar.cfg(" "), "non-empty"),
         (lambda: "yes|no", "must be a Grammar"),
     ],
 )

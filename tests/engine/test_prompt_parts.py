@@ -43,7 +43,7 @@ def test_beginning_and_remaining(prompt: Prompt) -> None:
     assert [span.digest for span in rest.media] == [span.digest for span in prompt.media[2:]]
     assert "pixel_values_videos" not in first.inputs and "pixel_values_videos" in rest.inputs
     for tokens in (0, prompt.tokens + 1):
-        with pytest.raises(ValueError, match="there are no tokens"):
+        with pytest.raises(ValueError, match="are out of range"):
             beginning(prompt, tokens)
     with pytest.raises(ValueError, match="within a medium"):
         beginning(prompt, stop - 1)

@@ -36,10 +36,10 @@ def answer(kind: type[Exception]) -> Exception:
     ("kind", "said"),
     [
         (HTTP_ERROR, "the hub cannot be reached (HTTPError)"),
-        (ConnectTimeout, "cannot be reached (ConnectTimeout) in 1.5 s; HF_HUB_ETAG_TIMEOUT=10"),
-        (errors.HfHubHTTPError, "the hub answered 503"),
+        (ConnectTimeout, "cannot be reached (ConnectTimeout) in 1.5 s; set HF_HUB_ETAG_TIMEOUT=10"),
+        (errors.HfHubHTTPError, "the hub returned 503"),
         (errors.RepositoryNotFoundError, "not on the hub or private"),
-        (errors.GatedRepoError, "asks for permission"),
+        (errors.GatedRepoError, "access is restricted"),
         (errors.RemoteEntryNotFoundError, "has no config.json on the hub"),
         (errors.OfflineModeIsEnabled, "HF_HUB_OFFLINE"),
     ],

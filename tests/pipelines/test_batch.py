@@ -221,7 +221,7 @@ def test_a_bad_request_fails_alone(qwen, tmp_path: Path) -> None:
 
 def test_what_a_family_does_not_read(llava, omni) -> None:
     [video, image] = llava.batch([VIDEO, IMAGE | {"max_new_tokens": 2}])
-    assert "LLaVA-NeXT does not read video" in str(video.error) and image.answer
+    assert "LLaVA-NeXT does not support video" in str(video.error) and image.answer
     [spoken] = omni.batch([TEXT | {"speak": True}])
     assert "unknown argument speak" in str(spoken.error)
 

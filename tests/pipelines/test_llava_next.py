@@ -158,7 +158,7 @@ def test_an_old_processor(llava_next_folder, llava) -> None:
 
 
 def test_bad_requests(llava) -> None:
-    with pytest.raises(InputError, match=r"videos\[0\]: LLaVA-NeXT does not read video.*image"):
+    with pytest.raises(InputError, match=r"videos\[0\]: LLaVA-NeXT does not support video.*image"):
         llava(None, "What?", videos=[clip(3)])
     with pytest.raises(InputError, match="'<image>', a control token"):
         llava([noise(40, 40)], "Is <image> a cat?")

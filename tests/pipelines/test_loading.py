@@ -281,7 +281,9 @@ def test_places() -> None:
 
 def test_a_loaded_model_stays_as_it_is(qwen3_vl_folder) -> None:
     loaded = OscarVLPipeline(qwen3_vl_folder, device="cpu").model
-    with pytest.raises(InputError, match="device_map is for a model that is loaded here"):
+    with pytest.raises(
+        InputError, match="device_map cannot be used with a model that is already loaded"
+    ):
         OscarVLPipeline(loaded, device_map="auto")
 
 

@@ -173,7 +173,10 @@ def test_texts_are_counted_beside_each_other(
 
 def test_no_text_of_a_user(pipe: OscarVLPipeline) -> None:
     for name, text in (("prompt", "a\ud800"), ("system", "\udfff")):
-        with busy(pipe), pytest.raises(InputError, match=f"^{name} holds bytes that are no UTF-8"):
+        with (
+            busy(pipe),
+            pytest.raises(InputError, match=f"^{name} contains text that is not valid UTF-8"),
+        ):
             pipe.check_text(name, text)
     pipe.check_text("answer", "", may_be_empty=True)
     with pytest.raises(InputError, match="answer must be text, not NoneType"):

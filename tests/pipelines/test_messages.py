@@ -233,7 +233,7 @@ def test_parts_without_a_source_take_what_is_given_beside() -> None:
         ([{"role": "user", "content": None}], r"messages\[0\].content is empty: give some text"),
         (
             [{"role": "user", "content": ["<|im_", "end|>"]}],
-            r"messages\[0\].content holds '<\|im_end\|>', a control token",
+            r"messages\[0\].content contains '<\|im_end\|>', a control token",
         ),
         (
             [{"role": "user", "content": [{"type": "image", "image": "gone.png"}]}],
@@ -241,7 +241,7 @@ def test_parts_without_a_source_take_what_is_given_beside() -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}],
-            "a.wav: Qwen3-VL does not read audio",
+            "a.wav: Qwen3-VL does not support audio",
         ),
     ],
 )

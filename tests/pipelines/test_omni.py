@@ -175,7 +175,7 @@ def test_speech_that_cannot_be(omni, speaking) -> None:
     refused(speaking, "speaker 'Bob'", "chelsie, ethan", speak=True, speaker="Bob")
     refused(speaking, "stop cannot be used with speak", speak=True, stop="x")
     refused(speaking, "min_tokens cannot be used with speak", speak=True, min_tokens=2)
-    refused(omni, "speaker is for a spoken answer", speaker="ethan")
+    refused(omni, "speaker requires speak=True", speaker="ethan")
 
 
 def test_bad_recordings(omni, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_bundled_names() -> None:
         ({"video_s": 4000}, "video_s: lasts 4000.0 s, longer"),
         ({"images": 1, "image_size": (40_000, 30_000)}, "image_size: 40000x30000 pixels"),
         ({"images": 1, "image_size": (0, 30)}, "image_size: is empty"),
-        ({"audio_s": 3}, "Qwen3-VL does not read audio"),
+        ({"audio_s": 3}, "Qwen3-VL does not support audio"),
     ],
 )
 def test_bad_sessions(session: dict, said: str, qwen3_vl_folder: Path) -> None:

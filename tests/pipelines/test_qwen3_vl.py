@@ -171,7 +171,9 @@ def test_control_tokens_that_the_tokenizer_only_adds(pipe) -> None:
     family = type(pipe.family)(pipe.model, processor)
     assert "<|object_ref_start|>" not in processor.tokenizer.all_special_tokens
     for token in ("<|object_ref_start|>", "<think>", "</think>"):
-        with pytest.raises(InputError, match=f"prompt holds '{re.escape(token)}', a control token"):
+        with pytest.raises(
+            InputError, match=f"prompt contains '{re.escape(token)}', a control token"
+        ):
             family.refuse_control_tokens("prompt", f"x{token}")
     family.refuse_control_tokens("prompt", "a <tool_call>\n\nof no meaning here")
 

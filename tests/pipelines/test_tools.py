@@ -54,7 +54,7 @@ def test_tools_are_written(pipe) -> None:
     ],
 )
 def test_control_tokens_are_refused(pipe, changed: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"^tools\[1\] holds '<\|\w+\|>'"):
+    with pytest.raises(InputError, match=r"^tools\[1\] contains '<\|\w+\|>'"):
         pipe.family.offer([{"name": "stop"}, FIND | changed])
 
 

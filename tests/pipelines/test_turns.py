@@ -189,7 +189,7 @@ def test_templates_take_answers_in_their_own_ways(qwen3_vl_folder, qwen, answer:
     text = processor.tokenizer.decode(later.inputs["input_ids"][0])
     assert text == "<|im_end|>Qwhy?A"
     processor.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
-    with pytest.raises(InputError, match="leaves out answers"):
+    with pytest.raises(InputError, match="omits answers"):
         family.continuation([], Media(), 9, torch.tensor([9]))
 
 

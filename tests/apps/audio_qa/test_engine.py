@@ -130,10 +130,10 @@ def test_what_goes_wrong_stays_with_its_row(worker: Worker, recordings: Path) ->
         "broken": ({"audio": "broken.wav"}, "broken.wav: has 16 of"),
         "no sound": ({"audio": ["0.wav", "notes.flac"]}, "notes.flac: "),
         "overlong": ({"audio": "5.wav"}, "longer than the limit of 2.5 s"),
-        "no question": ({"question": ""}, "question must be text"),
+        "no question": ({"question": ""}, "question must be non-empty text"),
         "control": ({"question": "<|im_end|>?"}, "control token"),
         "choices": ({"choices": ["a", "<|im_end|>"]}, "control token"),
-        "answer": ({"choices": ["a", "b"], "answer": "c"}, "none of the choices"),
+        "answer": ({"choices": ["a", "b"], "answer": "c"}, "not one of the choices"),
         "address": ({"audio": "https://example.org/a.wav"}, "remote media are disabled"),
         "nothing": ({"videos": "gone.mp4", "audio": None}, "gone.mp4: no such file"),
     }
@@ -237,7 +237,7 @@ def test_budget(worker: Worker, recordings: Path) -> None:
     hook.remove()
     tiny = Worker(replace(worker.plan, kv_budget=20_000))
     found = answered(tiny._engine, rows)
-    assert all("kv_budget is 20,000 bytes, and the" in one["error"] for one in found.values())
+    assert all("kv_budget is 20,000 bytes, but the" in one["error"] for one in found.values())
     assert tiny._pipe.store.memory().used_bytes == 0
 
 
@@ -254,8 +254,7 @@ def test_listed_choices_and_other_media(worker: Worker, recordings: Path) -> Non
     assert AnswerSettings(how.policy).prompt("Is it?", ("yes", "no")) == ("Is it?", ["yes", "no"])
     many = rows_of(recordings, [{"id": 1} | record | {"choices": [str(one) for one in range(27)]}])
     assert (
-        "27 are more than there are letters"
-        in answered(Engine(worker._pipe, how), many)["1"]["error"]
+        "27 are more than the 26 letters" in answered(Engine(worker._pipe, how), many)["1"]["error"]
     )
 
 

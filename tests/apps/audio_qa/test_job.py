@@ -83,10 +83,10 @@ def test_refused(loaded, recordings, tmp_path) -> None:
         *((file, None), (symbolic, None), (hard, None), (tmp_path / "b.jsonl", None)),
         *((out, file), (out, symbolic), (out, hard)),
     ):
-        with pytest.raises(InputError, match="is the file of the questions"):
+        with pytest.raises(InputError, match="is the file with the questions"):
             audio_qa(file, path, model, overwrite=True, samples=samples)
     for samples, expected in ((out, "answers"), (f"{out}.run.json", "run")):
-        with pytest.raises(InputError, match=f"is the file of the {expected}"):
+        with pytest.raises(InputError, match=f"is the file for the {expected}"):
             audio_qa(file, out, model, samples=samples)
     assert file.read_bytes() == content
     for options, expected in (
@@ -129,11 +129,13 @@ def test_what_is_asked_about_is_not_written_over(recordings, tmp_path) -> None:
     ):
         samples = samples and tmp_path / samples
         (tmp_path / "sub").mkdir(exist_ok=True)
-        with pytest.raises(InputError, match=f"is what {file}, line {line} asks about; give"):
+        with pytest.raises(
+            InputError, match=f"is the medium that {file}, line {line} asks about; give"
+        ):
             audio_qa(file, tmp_path / out, "no-such-model", samples=samples, overwrite=True)
     for name in ("a.wav", "b.png", "c.mp4"):
         assert (tmp_path / name).read_bytes() == sound
-    with pytest.raises(InputError, match=r"0\.wav: is what .* asks about"):
+    with pytest.raises(InputError, match=r"0\.wav: is the medium that .* asks about"):
         audio_qa(recordings, recordings / "0.wav", "no-such-model", question="?", overwrite=True)
     assert (recordings / "0.wav").read_bytes() == sound and not new.exists()
 
@@ -155,7 +157,7 @@ def test_command(loaded, recordings, tmp_path, capsys) -> None:
     assert "belongs to another run: system was None" in capsys.readouterr().err
     file.write_text('{"id": \n')
     assert run([*command, "--overwrite"]) == 2
-    assert f"{file}, line 1: is no JSON" in capsys.readouterr().err
+    assert f"{file}, line 1: is not valid JSON" in capsys.readouterr().err
     assert len(read_lines(out)) == 7
     assert run(["audio-qa", str(recordings), "--out", str(out), *how]) == 2
     assert "give the question to ask" in capsys.readouterr().err
@@ -180,7 +182,7 @@ def test_bad_rows_stop_nothing(loaded, recordings, tmp_path, capsys) -> None:
         rows = read_lines(out)
         assert list(rows) == ["line 1", "\ud800", "2", "line 4"]
         assert [row["error"] for row in rows.values()] == [
-            "is no JSON: Expecting value at character 1",
+            "is not valid JSON: Expecting value at character 1",
             *(None, None, "is nested too deep"),
         ]
         assert len(samples.read_text().splitlines()) == 2

@@ -117,7 +117,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="model was 'a model' and is 'b model'"):
         answers.confirm(HOW | {"model": "b model"})
     moved = Row("a", "Another question?", where="q.jsonl, line 3")
-    with pytest.raises(InputError, match=r"row 'a' was answered, but to another question than q"):
+    with pytest.raises(InputError, match=r"row 'a' has the answer to another question than in q"):
         answers.resume([moved])
     answers.close()
 
@@ -126,7 +126,7 @@ def test_a_question_that_failed_may_be_mended(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", ROW, BAD)
     asked = Row("b", "Another question?", where="q.jsonl, line 3")
     answers = AnswerFile(path, HOW)
-    with pytest.raises(InputError, match="asks: give --retry-failed, another --out, or --overw"):
+    with pytest.raises(InputError, match=": give --retry-failed, another --out, or --overw"):
         answers.resume([asked])
     assert list(answers.done) == ["a", "b"]
     answers.resume([asked], retry_failed=True)
@@ -188,21 +188,25 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine\n")
-    with pytest.raises(InputError, match=r"is not of audio-qa: notes.txt.run.json is missing"):
+    with pytest.raises(
+        InputError, match=r"was not written by audio-qa: notes.txt.run.json is missing"
+    ):
         AnswerFile(path, HOW)
     assert path.read_text() == "mine\n"
     damaged = begun(tmp_path / "a.jsonl", ROW)
     damaged.write_text("{}\n" + damaged.read_text())
-    with pytest.raises(InputError, match=r"a.jsonl, line 1: is no row of audio-qa"):
+    with pytest.raises(InputError, match=r"a.jsonl, line 1: is not a row written by audio-qa"):
         AnswerFile(damaged, HOW)
     deep = "[" * 100_000
     for line in (deep, "[]", '{"id": [], "error": null, "digest": ""}'):
         damaged.write_text(f"{line}\n")
-        with pytest.raises(InputError, match=r"a.jsonl, line 1: is no row of audio-qa"):
+        with pytest.raises(InputError, match=r"a.jsonl, line 1: is not a row written by audio-qa"):
             AnswerFile(damaged, HOW)
     for text in (deep, "[]", "\ud800"):
         Path(f"{damaged}.run.json").write_text(text, errors="surrogatepass")
-        with pytest.raises(InputError, match=r"is not of audio-qa: a.jsonl.run.json is missing"):
+        with pytest.raises(
+            InputError, match=r"was not written by audio-qa: a.jsonl.run.json is missing"
+        ):
             AnswerFile(damaged, HOW)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):

@@ -76,11 +76,11 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     assert [row.id for row in rows][:6] == ["2", "line 2", "line 3", "line 4", "line 5", "line 7"]
     assert [row.error for row in rows][:4] == [
         "",
-        "is no JSON: Expecting property name enclosed in double quotes at character 11",
+        "is not valid JSON: Expecting property name enclosed in double quotes at character 11",
         "must be an object with fields, not list",
         "is nested too deep",
     ]
-    assert "is no text in UTF-8" in rows[4].error and "is no JSON" in rows[5].error
+    assert "is not valid UTF-8 text" in rows[4].error and "is not valid JSON" in rows[5].error
     # How deep is too deep depends on Python; whichever it is, it ends nothing.
     assert len(rows) == 8 and rows[6].id in ("1", "line 8")
     assert (rows[7].id, rows[7].error, rows[7].group) == ("9", "", "")
@@ -90,8 +90,8 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     assert found == [
         ("1", ""),
         ("line 3", "does not have the 3 columns of the header"),
-        ("3", """choices: '[a, b]' is no JSON list such as ["a", "b"]"""),
-        ("4", f"""choices: '{DEEP[:80]}' is no JSON list such as ["a", "b"]"""),
+        ("3", """choices: '[a, b]' is not a JSON list such as ["a", "b"]"""),
+        ("4", f"""choices: '{DEEP[:80]}' is not a JSON list such as ["a", "b"]"""),
         ("line 6", "does not have the 3 columns of the header"),
     ]
     [good, bad] = read_rows([{"question": "?"}, 3])
@@ -126,7 +126,7 @@ def test_ids_that_are_given_go_before_invented_ones(tmp_path: Path) -> None:
     assert [row.id for row in rows] == expected
     assert [row.question for row in rows] == ["a", "b", "", "c", "d", "e", "f"]
     file.write_text(file.read_text() + '{"id": 5, "question": "g"}\n')
-    with pytest.raises(InputError, match=r"line 8: id '5' occurs already at .*, line 6"):
+    with pytest.raises(InputError, match=r"line 8: id '5' already occurs at .*, line 6"):
         read_rows(file)
 
 
@@ -145,14 +145,18 @@ def test_ids_as_they_come_back() -> None:
     ("name", "text", "expected"),
     [
         ("q.jsonl", f"\n{DEEP}\n", r"q.jsonl, line 2: is nested too deep"),
-        ("q.jsonl", '{"id": 2,\nno\n', r"q.jsonl, line 1: is no JSON: .* at character 11"),
+        ("q.jsonl", '{"id": 2,\nno\n', r"q.jsonl, line 1: is not valid JSON: .* at character 11"),
         ("q.jsonl", "\n[1]\n", r"q.jsonl, line 2: must be an object with fields, not list"),
-        ("q.jsonl", '{"id": 1}\n\n{"id": "1"}\n', r"line 3: id '1' occurs already at .*line 1"),
-        ("q.jsonl", "\n", "there are no questions in it"),
+        ("q.jsonl", '{"id": 1}\n\n{"id": "1"}\n', r"line 3: id '1' already occurs at .*line 1"),
+        ("q.jsonl", "\n", "contains no questions"),
         ("q.csv", "id,question\n1\n", r"q.csv, line 2: does not have the 2 columns"),
         ("q.csv", "id,question\n1,?,3\n", r"q.csv, line 2: does not have the 2 columns"),
-        ("q.csv", "id\n", "there are no questions"),
-        ("q.csv", 'id,question\n1,?\n2,"a"b\n', r"q.csv, after line 2: no CSV: .* expected after"),
+        ("q.csv", "id\n", "contains no questions"),
+        (
+            "q.csv",
+            'id,question\n1,?\n2,"a"b\n',
+            r"q.csv, after line 2: not valid CSV: .* expected after",
+        ),
     ],
 )
 def test_files_that_are_refused(name: str, text: str, expected: str, tmp_path: Path) -> None:
@@ -173,11 +177,11 @@ def test_other_files_that_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({}, "question must be text"),
-        ({"question": 3}, "question must be text"),
-        ({"question": " "}, "question must be text"),
-        ({"question": "?", "choices": ["one"]}, "several texts, all different"),
-        ({"question": "?", "choices": ["a", "a"]}, "several texts, all different"),
+        ({}, "question must be non-empty text"),
+        ({"question": 3}, "question must be non-empty text"),
+        ({"question": " "}, "question must be non-empty text"),
+        ({"question": "?", "choices": ["one"]}, "two or more different texts"),
+        ({"question": "?", "choices": ["a", "a"]}, "two or more different texts"),
         ({"question": "?", "choices": {"a": 1}}, "choices must be text"),
         ({"question": "?", "audio": [3]}, "audio must be text"),
         ({"question": "?", "answer": [None]}, "answer must be text"),
@@ -209,5 +213,5 @@ def test_marking() -> None:
     # A letter that is a choice itself is that one, any other is a place.
     assert right_choices(Row("a", "?", choices=row.choices, answer=("B", "a"))) == {2, 0}
     for answer in ("D", "Eve", "ß"):
-        with pytest.raises(InputError, match="none of the choices"):
+        with pytest.raises(InputError, match="not one of the choices"):
             right_choices(Row("a", "?", choices=row.choices, answer=(answer,)))

@@ -203,7 +203,7 @@ def test_the_rows_of_a_local_run(pocket, tmp_path) -> None:
     assert (remote["rows"], remote["failed"]) == (10, 2) and remote["accuracy"] is not None
     with served(pocket) as url:
         rows, _ = asked([movie], tmp_path, url)
-    assert rows["movie"]["error"] == "a server is shown recordings and images, not videos"
+    assert rows["movie"]["error"] == "a server accepts recordings and images, not videos"
 
 
 def test_what_a_server_is_sent(tmp_path) -> None:
@@ -308,8 +308,8 @@ def test_failures_that_stay_with_their_row(tmp_path, monkeypatch) -> None:
             "model": "the server answered 404: The model `x` does not exist.",
             "large": "the server answered 413: too large",
             "flagged": "the server answered 403: moderation",
-            "strange": "the server's answer is no chat completion",
-            "no JSON": "the server's answer is no chat completion",
+            "strange": "the server's answer is not a chat completion",
+            "no JSON": "the server's answer is not a chat completion",
         }.items():
             assert rows[name]["error"] == expected
         assert "500: CUDA error; tried 3 times in " in rows["down"]["error"]
@@ -347,7 +347,7 @@ def test_a_server_that_goes_away(denied: bool, tmp_path, monkeypatch) -> None:
     records = [{"id": f"{n}", "question": f"{n}"} for n in range(20)]
     with scripted(reply) as server, pytest.raises(ServerLost) as lost:
         asked(records, tmp_path, server.url, concurrency=2)
-    expected = "401: a valid API key" if denied else "does not answer any more: the connection fail"
+    expected = "401: a valid API key" if denied else "stopped responding: the connection fail"
     assert f"{server.url}/v1: " in str(lost.value) and expected in str(lost.value)
     done = read_lines(tmp_path / "a.jsonl")
     assert 5 <= len(done) <= 7 and all(row["error"] is None for row in done.values())
@@ -361,7 +361,7 @@ def test_the_model_of_a_server(tmp_path) -> None:
     record = [{"id": "1", "question": "?"}]
     with scripted() as server:
         asked(record, tmp_path, server.url)
-        with pytest.raises(InputError, match="--model other is not there of tiny"):
+        with pytest.raises(InputError, match="--model other is not one of tiny"):
             asked(record, tmp_path, server.url, model="other", overwrite=True)
         server.names = ["a", "b"]
         with pytest.raises(InputError, match="--model must name one of a, b"):
@@ -386,7 +386,7 @@ def test_refused(tmp_path, pocket) -> None:
         (record, "127.0.0.1:8000", {}, "--server 127.0.0.1:8000: must be an address such as"),
         (record, "http://[", {}, "must be an address such as"),
         (record, nobody, {"concurrency": 0}, "concurrency=0"),
-        (record, nobody, {"policy": "compact"}, "server: policy: only a model of this process"),
+        (record, nobody, {"policy": "compact"}, "server: policy: only supported without a server"),
         (record, nobody, {"kv_budget": "1GB", "dtype": "float16"}, "server: kv_budget, dtype: "),
         (choice, nobody, {}, "1 rows have choices, which a server does not score"),
     ):
@@ -537,9 +537,9 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         assert "2 rows in" in shown.out and shown.err == "", "no model is chosen here"
         assert server.headers[0]["Authorization"] == "Bearer secret"
         assert run([*words, "--model", "other", "--overwrite"]) == 2
-        assert "--model other is not there" in capsys.readouterr().err
+        assert "--model other is not one" in capsys.readouterr().err
         assert run([*words, "--kv-budget", "1GB"]) == 2
-        assert "kv_budget: only a model of this process" in capsys.readouterr().err
+        assert "kv_budget: only supported without a server" in capsys.readouterr().err
     monkeypatch.setattr(chat_client, "TRIES", 1)
     assert run([*words, "--overwrite"]) == 2
     assert "cannot be reached (ConnectError" in capsys.readouterr().err

@@ -187,16 +187,18 @@ def test_a_server_that_loads(pids, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(server_process, "_POLL_S", 0.02)
     _, summary = asked(texts(1), tmp_path)
     told = capsys.readouterr().err
-    assert "vLLM's server starts, with pocket-omni" in told
+    assert "starting vLLM's server with pocket-omni" in told
     assert re.search(r"vLLM's server has been loading for \d+ s", told)
     print_summary(summary)
     shown = capsys.readouterr().out
-    assert "most memory: process" in shown and "0 B" not in shown and "0.00x" not in shown
+    assert "peak memory: process" in shown and "0 B" not in shown and "0.00x" not in shown
 
 
 def test_a_server_that_dies(pids, tmp_path) -> None:
     records = [*texts(3), {"id": "last", "question": "It dies."}]
-    with pytest.raises(InputError, match=r"any more: .*; its log: RuntimeError: out of memory$"):
+    with pytest.raises(
+        InputError, match=r"stopped responding: .*; its log: RuntimeError: out of memory$"
+    ):
         asked(records, tmp_path, concurrency=1)
     assert len(read_lines(tmp_path / "a.jsonl")) == 3
     assert_none_left(pids, 1)
@@ -234,7 +236,7 @@ def command_importing(folder: str, *words: str) -> None:
     ("words", "expected"),
     [
         ([], "--engine vllm needs the package vllm: pip install '.[vllm]' in a clone"),
-        (["--batch-size", "4"], "engine vllm: batch_size: only a model of this process takes it"),
+        (["--batch-size", "4"], "engine vllm: batch_size: only supported without a server"),
         (["--device", "cpu"], "engine vllm: device: only"),
         (["--policy", "channel"], "policy channel has key_axis='channel'"),
         (["--server", "http://127.0.0.1:1"], "server with engine vllm"),

@@ -231,7 +231,7 @@ def test_a_write_that_fails_leaves_the_old_files(
         patch.setattr(chat_module, "write_checked", full)
         asked(session, "And?")
         written(sessions)
-        assert "not kept: the disk is full" in caplog.text
+        assert "could not be stored: the disk is full" in caplog.text
         assert len(after_crash(session).turns) == 1
         assert len(list(folder.iterdir())) == 2
     sessions.close()

@@ -80,7 +80,7 @@ def test_the_page_may_be_full(sessions, monkeypatch) -> None:
     monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
     for session in "ab":
         asked(sessions.session(session), "What?")
-    with pytest.raises(InputError, match="2 visitors are here already"):
+    with pytest.raises(InputError, match="all 2 sessions are in use"):
         sessions.session("c")
     sessions.leave("a")
     first = sessions.session("c")
@@ -100,7 +100,7 @@ def test_who_never_asked_gives_way(sessions) -> None:
     asked(mine, "What?")
     for index in range(100):
         invented = sessions.session(f"invented {index}")
-        with pytest.raises(InputError, match="nothing to take back"):
+        with pytest.raises(InputError, match="nothing to undo"):
             invented.undo()
     assert len(sessions._sessions) == sessions_module.MAX_SESSIONS
     asked(sessions.session("new"), "What?")
@@ -193,7 +193,7 @@ def test_a_full_page_gives_up_what_nobody_visits_first(sessions, monkeypatch) ->
     sessions.leave("b")
     asked(sessions.session("c"), "What?")
     assert sessions.session("a") is stays
-    with pytest.raises(InputError, match="2 visitors are here already"):
+    with pytest.raises(InputError, match="all 2 sessions are in use"):
         sessions.visit("b", left.id)
 
 
@@ -213,6 +213,6 @@ def test_a_fork_has_an_address_of_its_own(sessions, monkeypatch) -> None:
     asked(fork, "And?")
     assert (len(session.turns), len(fork.turns)) == (1, 2)
     monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
-    with pytest.raises(InputError, match="visitors are here already"):
+    with pytest.raises(InputError, match="sessions are in use"):
         sessions.fork("a")
     assert sessions.session("a") is fork

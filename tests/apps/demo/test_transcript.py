@@ -94,10 +94,10 @@ def test_files_are_linked_and_sounds_can_be_played() -> None:
 
 
 def test_it_tells_how_to_begin_until_there_is_a_question() -> None:
-    refusal = Exchange("", error="there is nothing to take back")
+    refusal = Exchange("", error="there is nothing to undo")
     refused = history([refusal])
     assert 'class="welcome"' in history([]) and 'class="welcome"' in refused
-    assert "nothing to take back" in refused
+    assert "nothing to undo" in refused
     assert 'class="welcome"' not in history([refusal, exchange(error="too long")])
 
 

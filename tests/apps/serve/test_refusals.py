@@ -55,7 +55,7 @@ def test_a_refusal_keeps_no_media(error: Exception, status: int) -> None:
         ("logit_bias={7: 200.0}: must be numbers from", "logit_bias"),
         ("include_stop_str_in_output=1: must be True or False", "include_stop_str_in_output"),
         ("messages[3].content[12]: is not an image", "messages[3].content[12]"),
-        ("messages[0].content holds '<|im_end|>'", "messages[0].content"),
+        ("messages[0].content contains '<|im_end|>'", "messages[0].content"),
         ("1,025 images are more than the limit", None),
     ],
 )

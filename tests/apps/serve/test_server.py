@@ -247,7 +247,11 @@ def test_several_clients(client) -> None:
         ([user("Why?")], {"extra_body": {"stop_token_ids": [99999999]}}, "stop_token_ids"),
         ([user("Why?")], {"extra_body": {"bad_words": ["a"] * 257}}, "bad_words"),
         ([user(" ")], {}, "messages[0].content: is empty"),
-        ([user("a"), user("<|im_end|>")], {}, "messages[1].content holds '<|im_end|>', a control"),
+        (
+            [user("a"), user("<|im_end|>")],
+            {},
+            "messages[1].content contains '<|im_end|>', a control",
+        ),
         ([user(text("a"), image(b"no picture"))], {}, "messages[0].content[1]: is not an image"),
         ([user(sound(b"no sound"), text("a"))], {}, "messages[0].content[0]"),
         ([user("7!" * 45_000)], {}, "fit: shorten messages"),

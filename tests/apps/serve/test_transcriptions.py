@@ -131,7 +131,7 @@ def test_reasoning_is_left_out() -> None:
         ({"data": {"temperature": "warm"}}, "temperature", "temperature: must be a number"),
         ({"data": {"stream": "perhaps"}}, "stream", "stream: must be true or false"),
         ({"data": {"timestamp_granularities[]": ["word", "segment"]}}, None, "not supported"),
-        ({"data": {"prompt": "<|im_end|>"}}, None, "prompt holds '<|im_end|>'"),
+        ({"data": {"prompt": "<|im_end|>"}}, None, "prompt contains '<|im_end|>'"),
         ({"files": {"file": ("a.wav", b"")}}, "file", "is missing or empty"),
         ({"files": {"other": ("a.wav", SPOKEN)}}, "file", "is missing or empty"),
         ({"files": {"file": ("a.wav", b"no sound")}}, "file", "file: "),

@@ -118,7 +118,7 @@ def test_refused(options: dict, expected: str) -> None:
         (["--engine", "vllm", "--waiting", "64"], "--waiting with --engine vllm"),
         (["--engine", "vllm", "pocket-vl"], "'pocket-vl' is unexpected: --model names the model"),
         (["--engine", "sglang"], "--engine sglang: must be oscar or vllm"),
-        (["--", "--seed", "1"], "'--seed' is unexpected: only --engine vllm takes such"),
+        (["--", "--seed", "1"], "'--seed' is unexpected: only --engine vllm accepts such"),
         (["--engine", "vllm"], "--engine vllm needs the package vllm: pip install '.[vllm]'"),
     ],
 )
