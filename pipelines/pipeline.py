@@ -545,7 +545,7 @@ class Pipeline:
             if (answer := running()) is not None:
                 answer.cancel()
 
-        return AnswerStream(_pieces(running_request), cancel)
+        return AnswerStream(_pieces(running_request), cancel, delivery=running_request.delivery)
 
     def new_request(
         self,

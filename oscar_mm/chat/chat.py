@@ -26,7 +26,7 @@ from oscar_mm.chat.conversation import (
     past_of,
 )
 from oscar_mm.chat.history import PastTurn, history_prompt, prefill_groups
-from oscar_mm.engine.answer import Answer, AnswerStream
+from oscar_mm.engine.answer import Answer, AnswerStream, Delivery
 from oscar_mm.engine.message import (
     Message,
     media_of,
@@ -521,9 +521,10 @@ class Chat:
             shown = decoding.enter_context(self._shown(messages, most))
             prompt, sampling = self._next_turn(prepare, most, fitted)
             asked = with_spans(messages, prompt.media)
-            pieces = self._answer(asked, prompt, sampling, start, tools, keep_part)
+            delivery = Delivery()
+            pieces = self._answer(asked, prompt, sampling, start, tools, keep_part, delivery)
             self._running = weakref.ref(pieces)
-            return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"))
+            return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"), delivery)
 
     def _shown(self, messages: Sequence[Message], most: int) -> AbstractContextManager[Media]:
         """Decode the media of a turn, if they fit by their sizes; count their memory in the block.
@@ -550,6 +551,7 @@ class Chat:
         start: float,
         tools: ToolOffer | None,
         keep_part: bool,
+        delivery: Delivery,
     ) -> Generator[Piece | Answer, None, None]:
         """Yield pieces of the answer, then the answer, which makes the turn count."""
 
@@ -572,6 +574,7 @@ class Chat:
                 history=before.token_ids,
                 keeps_cache=True,
                 tools=tools,
+                delivery=delivery,
             )
             self._spillable.answering = running_request  # From here on the chat cannot be spilled.
             return before, running_request

@@ -12,7 +12,7 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.engine.answer import Answer, OutputProcessor
+from oscar_mm.engine.answer import Answer, Delivery, OutputProcessor
 from oscar_mm.engine.decode_runner import RequestState
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.prompt import Prompt
@@ -68,6 +68,7 @@ class Request(RequestState):
         keeps_cache: keep the cache open at the end; else its pages are released, even if pieces
             have not been taken.
         tools: tools offered to the model.
+        delivery: when the thread that iterates is woken; by default for each piece.
 
     Attributes:
         cache: the cache in use, see above.
@@ -88,6 +89,7 @@ class Request(RequestState):
         *,
         keeps_cache: bool = False,
         tools: ToolOffer | None = None,
+        delivery: Delivery | None = None,
     ) -> None:
         ids = prompt.inputs["input_ids"][0].cpu()
         seen = ids if history is None else torch.cat([history[0].cpu(), ids])
@@ -100,6 +102,7 @@ class Request(RequestState):
         self.written = OutputProcessor(
             tokenizer, sampling, start, thinks, ids, tools, continues=prompt.continues
         )
+        self.delivery = Delivery() if delivery is None else delivery
         self.has_past = cache.get_seq_length() > 0
         self.prompt_tokens = prompt.tokens
         self.unread = prompt
@@ -119,8 +122,8 @@ class Request(RequestState):
 
     @property
     def is_ready(self) -> bool:
-        """Whether pieces are available, or no more will come."""
-        return bool(self._pieces) or self.ended
+        """Whether pieces are to be taken, or no more will come."""
+        return self.ended or (bool(self._pieces) and not self.delivery.at_end)
 
     @property
     def max_total_tokens(self) -> int:
