@@ -143,7 +143,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; 1 if something failed."""
+    """Measure, print and record; return 1 if anything failed."""
     options_parser = parser("benchmarks.peers", __doc__)
     add = options_parser.add_argument
     add("--models", default=MODELS, help=f"models, comma-separated: {', '.join(RELEASED)}")

@@ -59,7 +59,7 @@ def watch(ranks: TPGroup) -> None:
 
 
 def _end(file: BinaryIO, path: str, watchers: Sequence[Thread]) -> None:
-    """Mark the regular end of this rank for the others, unless an exception ends it."""
+    """Tell the other ranks that this one exits normally, unless an exception ends it."""
     if not hasattr(sys, "last_value") and sys.exc_info()[0] in (None, SystemExit):
         file.write(_ENDED)
         Path(path).unlink(missing_ok=True)

@@ -351,8 +351,8 @@ class AnswerFile:
             if there is not None and there["digest"] != row.digest:
                 retry = "" if there["error"] is None else "--retry-failed, "
                 raise InputError(
-                    f"{self.path}: row {row.id!r} has the answer to another question than "
-                    f"in {row.where}: give {retry}another --out, or --overwrite"
+                    f"{self.path}: row {row.id!r} was answered for a different question than the "
+                    f"one in {row.where}: pass {retry}a different --out, or --overwrite"
                 )
         self._replace(done)
 

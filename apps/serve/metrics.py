@@ -25,10 +25,10 @@ _BUSY_S = 0.2
 
 
 class Metrics:
-    """Counters of a server, and its memory at the moment of a request.
+    """Counters of a server, and its memory use at the time of each scrape.
 
     Args:
-        conversations: the chats, whose pipeline has the memory.
+        conversations: the server's chats; memory is read from their pipeline.
 
     Attributes:
         registry: all metrics, for ``prometheus_client.generate_latest``.

@@ -58,7 +58,7 @@ class BatchView(OscarCache):
         return fits and balanced_alike(self, cache)
 
     def settle(self) -> None:
-        """Give caches that were empty before a prompt their layers."""
+        """Create the layers of caches that were empty before the prompt was read."""
         for cache in self._caches:
             if cache is not None and not cache.layers:
                 cache.layers += [layer.fork(cache) for layer in self.layers]

@@ -250,8 +250,8 @@ class OscarCache(Cache):
         next forward pass.
 
         Args:
-            modalities: (batch, tokens) int8 modality ids, -1 for padding; or a list of (tokens,),
-                see ``KVCacheManager.advance``.
+            modalities: (batch, tokens) int8 modality ids, -1 for padding; or a list of (tokens,)
+                arrays; see ``KVCacheManager.advance``.
 
         Raises:
             RuntimeError, FloatingPointError: see ``check_complete``.

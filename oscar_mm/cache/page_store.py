@@ -288,7 +288,7 @@ class PageStore:
         return pools
 
     def reserve(self) -> None:
-        """Grow all pools to the allocated slots.
+        """Grow all pools to hold the allocated slots.
 
         Called once before a forward pass, since a GPU allocation waits for queued work. Most steps
         need no growth.

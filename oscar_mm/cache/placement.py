@@ -335,7 +335,7 @@ def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, 
 
 
 def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
-    """Return the bytes by which pools without free slots grow; pools never shrink meanwhile.
+    """Return how many bytes pools grow by if they have no free slots at first and never shrink.
 
     Args:
         slots: slot counts of a ``SlotForecast``, by bits.

@@ -429,7 +429,10 @@ def _check_content(
         for bits, count in tables.counts.items():
             slots = tensors[f"layer.{index}.{_name(bits)}"]
             if len(slots) != count:
-                raise ValueError(f"layer {index}: {_name(bits)} is {tuple(slots.shape)}")
+                shape_there = tuple(slots.shape)
+                raise ValueError(
+                    f"layer {index}: {_name(bits)} has shape {shape_there}, expected {count} slots"
+                )
             page = None if bits == PLAIN else PageFormat.of(policy, bits, *shape[:2])
             for part in slots.split(max(1, _CHECKED_BYTES * count // max(1, slots.nbytes))):
                 if not (all_finite(part) if page is None else page.all_finite(part.clone())):

@@ -58,7 +58,7 @@ class PackJob:
     before: int = 0
 
     def after_write(self, slot: int) -> PackJob:
-        """Return the job with ``begins`` referring to the only new token by its 16-bit slot."""
+        """Return a copy in which ``begins`` refers to the single new token by its 16-bit slot."""
         begins = {page: np.where(x >= 0, ~slot, x) for page, x in self.begins.items()}
         return replace(self, begins=begins)
 

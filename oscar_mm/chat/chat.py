@@ -422,9 +422,9 @@ class Chat:
         self.close()
 
     def _alone(self, use: Callable[[Conversation], Result]) -> Result:
-        """Return what ``use`` returns for the conversation, whose cache is in the store.
+        """Load the conversation's cache into the store and return the result of ``use``.
 
-        ``use`` runs in the engine thread; an open stream is ended before.
+        ``use`` runs in the engine thread, after any open stream has been ended.
         """
         with self._calls:
             self._wait_for_left()

@@ -271,7 +271,7 @@ class Exact:
         return found
 
     def spares(self, states: LayerStates) -> bool:
-        """Whether nothing of a layer is packed."""
+        """Whether the layer is left entirely unpacked."""
         config: Any = states.module.config
         count = min(self.layers, config.num_hidden_layers // 2)
         return not count <= states.index < config.num_hidden_layers - count

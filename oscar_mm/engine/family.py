@@ -56,7 +56,8 @@ class Family(ChatFormat, ABC):
         processor: processor of the model.
 
     Attributes:
-        outer_model: the whole model of the checkpoint; ``model`` is its part that writes text.
+        outer_model: the whole model of the checkpoint; ``model`` is the part of it that generates
+            text.
 
     Raises:
         InputError: if the processor has no chat template.

@@ -178,7 +178,7 @@ class LeastLength:
 
 
 class BadWords:
-    """Ban on the last token of a bad word right after the word's other tokens."""
+    """Bans the last token of a bad word when the word's other tokens have just been generated."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         words = [(place, word) for place, (_, one) in enumerate(rows) for word in one.bad_words]

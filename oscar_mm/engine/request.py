@@ -32,7 +32,7 @@ class RequestEngine(Protocol):
         ...
 
     def abort(self) -> None:
-        """Release the memory of requests that were just ended; safe in a finalizer."""
+        """Release the memory of requests that have just ended; finalizers may call it."""
         ...
 
     def call(self, function: Callable[[], Result]) -> Result:

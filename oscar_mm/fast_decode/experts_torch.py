@@ -1,4 +1,4 @@
-"""Arguments of ``mixture``, ``mixture`` with PyTorch operations, and the error of kernels."""
+"""Arguments of ``mixture``, its implementation in PyTorch, and a measure of the kernels' error."""
 
 from __future__ import annotations
 

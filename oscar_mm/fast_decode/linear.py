@@ -236,7 +236,7 @@ class NormParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class RowsSpecialization:
-    """Compile-time parameters of the kernel for more rows."""
+    """Compile-time parameters of ``linear_rows``, the kernel for many rows."""
 
     columns: int
     """Rows of x, rounded up to whole fragments."""

@@ -39,7 +39,7 @@ class Compiled(Protocol):
 
     @property
     def key(self) -> str:
-        """Value that changes with the code."""
+        """Value that changes whenever the code changes."""
         ...
 
 
@@ -188,7 +188,7 @@ class OperationKernel(ABC, Generic[S]):
 
     @classmethod
     def of(cls, specialization: S, device: torch.device) -> Self | None:
-        """Return the kernels to use; None, with the reason logged once, for PyTorch operations."""
+        """Return the kernels to use, or None to fall back to PyTorch; the reason is logged once."""
         return cls.checked.kernel(specialization, device) if device.type == "cuda" else None
 
     @staticmethod

@@ -426,7 +426,7 @@ def _decoding(container: Any, track: Any) -> Callable[[Any], list[Any]]:
 
 
 def _promised_seconds(container: Any, stream: Any, source: Path | bytes, label: str) -> float:
-    """Return the seconds of sound that the header of an ``opened`` source states; 0 if unknown."""
+    """Return the duration in seconds stated in the header of an ``opened`` source; 0 if unknown."""
     if container.format.name == "mp3":
         return mp3_seconds(source, label)
     if container.format.name in _GUESSED:

@@ -139,7 +139,7 @@ class MediaOptions:
         return [name for name in _FRAMES if name != "fps" and getattr(self, name) is not None]
 
     def over(self, usual: MediaOptions) -> MediaOptions:
-        """Return these options, with those of the request for what is not set here.
+        """Return these options, falling back to ``usual`` for any that are not set.
 
         Raises:
             InputError: if options contradict each other.

@@ -92,7 +92,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
         self._kernel = self._load("append/append.cu", specialization.macros)
 
     def __call__(self, arguments: AppendArguments) -> None:
-        """Launch; requires at least one write."""
+        """Launch the kernel; there must be at least one write."""
         keys, values, recent, writes, not_finite, beside = arguments
         size, kv_heads = keys.element_size(), keys.shape[1]
         row_bytes = keys.shape[3] * size

@@ -344,8 +344,8 @@ def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
 
 
 def max_total_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.device) -> int:
-    """Return the maximum new tokens of a row that use ``decode_directly`` instead of an unpacked
-    copy.
+    """Return the largest number of new tokens per row for which ``decode_directly`` is used instead
+    of an unpacked copy.
 
     Args:
         formats: formats of the pages; empty if few tokens are packed.

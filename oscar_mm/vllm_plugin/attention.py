@@ -237,8 +237,9 @@ class PagedAttention:
 def _with_exact(
     side: torch.Tensor, exact: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """Overwrite some places of unpacked keys or values with unpacked originals, later ones over
-    earlier ones.
+    """Replace some unpacked keys or values with their exact originals.
+
+    Where places repeat, the last entry of ``exact`` wins.
 
     ``side`` is (pages, KV heads, 128, d), the result (pages, 128, KV heads, d).
     """

@@ -18,7 +18,7 @@ from oscar_mm.pipelines.registry import register_family
 
 @register_family
 class Qwen2_5VL(QwenVL):
-    """Qwen2.5-VL-3B to -72B, Instruct."""
+    """Qwen2.5-VL Instruct, 3B to 72B."""
 
     model_types = ("qwen2_5_vl",)
     name = "Qwen2.5-VL"

@@ -117,7 +117,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="model was 'a model' and is 'b model'"):
         answers.confirm(HOW | {"model": "b model"})
     moved = Row("a", "Another question?", where="q.jsonl, line 3")
-    with pytest.raises(InputError, match=r"row 'a' has the answer to another question than in q"):
+    with pytest.raises(InputError, match=r"row 'a' was answered for a different question"):
         answers.resume([moved])
     answers.close()
 
@@ -126,7 +126,7 @@ def test_a_question_that_failed_may_be_mended(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", ROW, BAD)
     asked = Row("b", "Another question?", where="q.jsonl, line 3")
     answers = AnswerFile(path, HOW)
-    with pytest.raises(InputError, match=": give --retry-failed, another --out, or --overw"):
+    with pytest.raises(InputError, match=": pass --retry-failed, a different --out, or --overw"):
         answers.resume([asked])
     assert list(answers.done) == ["a", "b"]
     answers.resume([asked], retry_failed=True)
