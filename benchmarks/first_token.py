@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -116,23 +116,22 @@ MODELS = tuple(dict.fromkeys(case.model for case in CASES))
 class StageClock:
     """Seconds of each stage, without nested stages.
 
-    It counts the thread that created the clock and the engine thread, which take turns; not the
-    pool that decodes media.
+    It counts the thread that created the clock, and others that take turns with it.
 
     Args:
-        pipe: pipeline with the engine thread.
         device: device that stages wait for.
+        others: ids of the other threads, such as the engine thread.
 
     Attributes:
         wall: seconds by stage.
         cpu: CPU seconds of this process on all cores, by stage.
     """
 
-    def __init__(self, pipe: Any, device: torch.device) -> None:
+    def __init__(self, device: torch.device, others: Iterable[int] = ()) -> None:
         self.wall = dict.fromkeys(STAGES, 0.0)
         self.cpu = dict.fromkeys(STAGES, 0.0)
         self._device = device
-        self._threads = {threading.get_ident(), pipe.engine.call(threading.get_ident)}
+        self._threads = {threading.get_ident(), *others}
         self._open: list[str] = []
         self._last = (0.0, 0.0)
 
@@ -274,7 +273,7 @@ def request(pipe: Any, case: Case, device: torch.device) -> Row:
 
         ask()
         answer = ask()
-        clock = StageClock(pipe, device)
+        clock = StageClock(device, [pipe.engine.call(threading.get_ident)])
         with stages(pipe, clock):
             ask()
     own = sum(clock.wall[name] for name in OWN)

@@ -194,7 +194,8 @@ class EngineThread:
         try:
             yield
         finally:
-            self.call(lambda: change(-1, self.watchers.remove))
+            # Without waiting, so that a server can stop while a long prompt is read.
+            self.post(lambda: change(-1, self.watchers.remove))
 
     def step_until(self, is_done: Callable[[], bool]) -> None:
         """Run steps until ``is_done``, without waiting; only for jobs of the engine thread."""

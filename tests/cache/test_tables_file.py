@@ -209,6 +209,8 @@ def test_a_cache_of_another_shape_than_the_model(saved: Path, change: dict | Non
     model = [shape, shape]
     assert SavedCache.read(saved, fingerprint="model-1", layers=model).shapes == model
     model = [shape] if change is None else [shape, shape._replace(**change)]
-    message = "2 layers" if change is None else "layer 1: .* but the model has .* KV heads of"
+    message = (
+        "it has 2 layers" if change is None else "layer 1: .* but the model has .* KV heads of"
+    )
     with pytest.raises(InputError, match=f"damaged: {message}"):
         SavedCache.read(saved, fingerprint="model-1", layers=model)

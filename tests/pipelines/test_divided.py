@@ -82,7 +82,7 @@ def test_what_ranks_cannot_do_is_refused(ranks) -> None:
         assert len(found["pocket-vl"]["refused"]) == 2
         for message in found["pocket-vl"]["refused"]:
             assert "2 ranks" in message and "per_head" in message
-        assert "talker" in found["omni with a talker"]["refused"]
+        assert "tensor parallelism" in found["omni with a talker"]["refused"]
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_what_cannot_be_shared(qwen, monkeypatch) -> None:
     with pytest.raises(InputError, match="over the context"):
         reading.new_request("Why?", Sampling(max_new_tokens=qwen.max_context))
     reading.close()
-    with pytest.raises(InputError, match="system holds"):
+    with pytest.raises(InputError, match="system contains"):
         SharedMedia(qwen, qwen.read_media(), "<|im_end|>")
     first = "{{ messages[-1].content[-1].text }}" + template
     monkeypatch.setattr(qwen.processor, "chat_template", first)

@@ -209,7 +209,7 @@ def test_fields_about_reasoning() -> None:
             "messages[0].content[0]: blocks of type 'cat'",
         ),
         ({"messages": [user(5)]}, "messages[0].content: must be a list"),
-        ({"system": "<|im_end|>"}, "system holds"),
+        ({"system": "<|im_end|>"}, "system contains"),
         ({"messages": [user(text("a"), text("<|im_end|>"))]}, "messages[0].content"),
         (
             {"messages": [user(text("a"), SHOWN | {"source": BROKEN})]},
