@@ -1,12 +1,13 @@
 """What the tiny checkpoints share: tokenizers learnt from a page of text, and weights."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import LlamaTokenizer, Qwen2Tokenizer
+from transformers import GenerationConfig, LlamaTokenizer, Qwen2Tokenizer
 
 # What the tokenizer learns its merges from.
 TEXT = """
@@ -35,6 +36,18 @@ QWEN_SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+
+CLIP_VISION = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "projection_dim": 32,
+}
+"""Configuration of a tiny CLIP tower, as LLaVA has it."""
 
 
 def byte_level_bpe(
@@ -118,3 +131,16 @@ def randomize(model: nn.Module, seed: int) -> None:
             center, std = 0.0, inputs**-0.5
         with torch.no_grad():
             weight.copy_(center + std * torch.randn(weight.shape, generator=generator))
+
+
+def save_qwen(model: Any, processor: Any, folder: Path, seed: int) -> None:
+    """Randomize a tiny Qwen model and save it with its processor; answers end with <|im_end|>."""
+    token_id = processor.tokenizer.convert_tokens_to_ids
+    randomize(model, seed)
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        eos_token_id=token_id("<|im_end|>"),
+        pad_token_id=token_id("<|endoftext|>"),
+    )
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)

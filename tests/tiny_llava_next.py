@@ -11,7 +11,7 @@ from transformers import (
     LlavaNextProcessor,
 )
 
-from tests.tiny import llama_tokenizer, randomize
+from tests.tiny import CLIP_VISION, llama_tokenizer, randomize
 
 # They write what the templates of the hub's checkpoints write, turn by turn.
 MEDIA = """
@@ -73,19 +73,9 @@ def llava_next(folder: Path, *, seed: int, text_model: str = "mistral", **overri
     } | overrides
     if text_model == "mistral":
         text.setdefault("sliding_window", None)
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 56,
-        "patch_size": 14,
-        "projection_dim": 32,
-    }
     config = LlavaNextConfig(
         text_config=text,
-        vision_config=vision,
+        vision_config=CLIP_VISION,
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_grid_pinpoints=pinpoints,
         image_seq_length=16,

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    GenerationConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -12,7 +11,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from tests.tiny import qwen_tokenizer, randomize
+from tests.tiny import qwen_tokenizer, save_qwen
 from tests.tiny_qwen3_vl import QWEN3_VL_TEMPLATE
 
 
@@ -68,11 +67,4 @@ def qwen2_5_vl(folder: Path, *, seed: int, **overrides: Any) -> None:
         tie_word_embeddings=False,
     )
     model = Qwen2_5_VLForConditionalGeneration(config).eval()
-    randomize(model, seed)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        eos_token_id=token_id("<|im_end|>"),
-        pad_token_id=token_id("<|endoftext|>"),
-    )
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    save_qwen(model, processor, folder, seed)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    GenerationConfig,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3OmniMoeConfig,
@@ -13,7 +12,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from tests.tiny import QWEN_SPECIAL, qwen_tokenizer, randomize
+from tests.tiny import QWEN_SPECIAL, qwen_tokenizer, save_qwen
 
 OMNI_SPECIAL = (
     *QWEN_SPECIAL,
@@ -134,14 +133,7 @@ def qwen3_omni(folder: Path, *, seed: int, talker: bool = False, **overrides: An
         assistant_token_id=token_id("assistant"),
     )
     model = Qwen3OmniMoeForConditionalGeneration(config).eval()
-    randomize(model, seed)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        eos_token_id=token_id("<|im_end|>"),
-        pad_token_id=token_id("<|endoftext|>"),
-    )
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    save_qwen(model, processor, folder, seed)
 
 
 # The last 1,024 of the talker's vocabulary are control codes, of which only the end is ever said.

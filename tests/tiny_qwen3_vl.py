@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    GenerationConfig,
     Qwen2VLImageProcessor,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
@@ -14,7 +13,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from tests.tiny import qwen_tokenizer, randomize
+from tests.tiny import qwen_tokenizer, save_qwen
 
 THINK = ("<think>", "</think>")
 
@@ -121,11 +120,4 @@ def qwen3_vl(
         tie_word_embeddings=False,
     )
     model = model_class(config).eval()
-    randomize(model, seed)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        eos_token_id=token_id("<|im_end|>"),
-        pad_token_id=token_id("<|endoftext|>"),
-    )
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    save_qwen(model, processor, folder, seed)

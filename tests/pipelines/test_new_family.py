@@ -27,7 +27,7 @@ from oscar_mm.models.released import LLAVA_NEXT, ReleasedModel
 from oscar_mm.pipelines import pipeline_for, register_family, registry
 from oscar_mm.pipelines.plan import Session, plan
 from tests.prompts import noise
-from tests.tiny import llama_tokenizer, randomize
+from tests.tiny import CLIP_VISION, llama_tokenizer, randomize
 
 TEMPLATE = """
 {%- for message in messages -%}
@@ -113,19 +113,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_attention_heads": 2,
         "max_position_embeddings": 4096,
     }
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 56,
-        "patch_size": 14,
-        "projection_dim": 32,
-    }
     image_token = tokenizer.convert_tokens_to_ids("<image>")
     config = LlavaConfig(
-        text_config=text, vision_config=vision, image_token_index=image_token, image_seq_length=16
+        text_config=text,
+        vision_config=CLIP_VISION,
+        image_token_index=image_token,
+        image_seq_length=16,
     )
     model = LlavaForConditionalGeneration(config).eval()
     randomize(model, 0)
