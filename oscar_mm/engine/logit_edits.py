@@ -8,7 +8,7 @@ penalties, which transformers lacks,) bans, grammar masks, and finally the end o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -51,22 +51,16 @@ def logit_edits(samplers: Sequence[SamplingState], device: torch.device) -> list
     banned = [(row, one) for row, one, _ in rows if one.bad_words]
     guided = [(row, one) for row, one, _ in rows if one.grammar is not None]
     bounded = [(row, one) for row, one, x in rows if x.bounds_reasoning and one.thinks is not None]
-    edits: list[LogitEdit] = []
-    if biased:
-        edits.append(LogitBias(biased, device))
-    if repeating:
-        edits.append(RepetitionPenalty(repeating, device))
-    if counted:
-        edits.append(CountPenalty(counted, device))
-    if lasting:
-        edits.append(LeastLength(lasting, device))
-    if banned:
-        edits.append(BadWords(banned, device))
-    if guided:
-        edits.append(GrammarMask(guided, device))
-    if bounded:
-        edits.append(ReasoningEnd(bounded, device))
-    return edits
+    made: list[tuple[Callable[[Rows, torch.device], LogitEdit], Rows]] = [
+        (LogitBias, biased),
+        (RepetitionPenalty, repeating),
+        (CountPenalty, counted),
+        (LeastLength, lasting),
+        (BadWords, banned),
+        (GrammarMask, guided),
+        (ReasoningEnd, bounded),
+    ]
+    return [make(affected, device) for make, affected in made if affected]
 
 
 Rows = Sequence[tuple[int, "SamplingState"]]
