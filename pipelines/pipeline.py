@@ -390,7 +390,10 @@ class Pipeline:
 
     def _on_device(self, prompt: Prompt) -> Prompt:
         """Copy a prompt to the model's device, without disturbing the capture of a decode step."""
-        return self.engine.call(lambda: prompt.to(self.family.device))
+        device = self.family.device
+        if device.type == "cpu":  # Nothing is copied, so it need not wait for a step.
+            return prompt.to(device)
+        return self.engine.call(lambda: prompt.to(device))
 
     def read_request(
         self,
