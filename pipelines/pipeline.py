@@ -386,14 +386,8 @@ class Pipeline:
         Raises:
             InputError: if the model does not support the media, or there are too many.
         """
-        return self._on_device(self.family.prompt(messages, media, tools, template))
-
-    def _on_device(self, prompt: Prompt) -> Prompt:
-        """Copy a prompt to the model's device, without disturbing the capture of a decode step."""
-        device = self.family.device
-        if device.type == "cpu":  # Nothing is copied, so it need not wait for a step.
-            return prompt.to(device)
-        return self.engine.call(lambda: prompt.to(device))
+        prompt = self.family.prompt(messages, media, tools, template)
+        return prompt.to(self.family.device)
 
     def read_request(
         self,
@@ -434,7 +428,7 @@ class Pipeline:
         Args:
             ids: at least one token id, checked by ``Family.check_ids``.
         """
-        return self._on_device(self.family.text_prompt(ids))
+        return self.family.text_prompt(ids).to(self.family.device)
 
     def chat_completion(
         self,

@@ -78,10 +78,10 @@ class Admission:
     prefill_chunk: int | None = None
     budget: KVBudget | None = None
     thread: EngineThread = field(default_factory=EngineThread)
-    _known_for: tuple[int, torch.device] | None = field(default=None, init=False, repr=False)
-    _by_device: dict[torch.device, dict[Bits, int]] = field(
-        default_factory=dict, init=False, repr=False
+    _known: tuple[tuple[int, torch.device], dict[torch.device, dict[Bits, int]]] | None = field(
+        default=None, init=False, repr=False
     )
+    """Bytes of a slot by device, and the layers and the device of the model that they are of."""
 
     @property
     def model(self) -> Any:
@@ -224,8 +224,7 @@ class Admission:
         policy = self.store.policy
         waiting = sum(min_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
         order = policy.window + policy.sinks + waiting
-        check = partial(self._check_bytes, size, np.concatenate(row)[doubt:], past, order)
-        self.thread.call(check)
+        self._check(size, np.concatenate(row)[doubt:], past, order)
 
     def check_prompt(self, prompt: Prompt, max_new_tokens: int, past: Past | None = None) -> None:
         """Refuse a prompt that does not fit with its answer into context, budget or memory.
@@ -242,8 +241,7 @@ class Admission:
         size = RequestSize.of(prompt, max_new_tokens)
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
         self._check_context(size)
-        check = partial(self._check_bytes, size, prompt.modalities[0].numpy(), past)
-        self.thread.call(check)
+        self._check(size, prompt.modalities[0].numpy(), past)
 
     def longest_answer(self, prompt: Prompt, most: int, past: Past | None = None) -> int:
         """Return the maximum answer length that context, budget and memory allow.
@@ -392,6 +390,17 @@ class Admission:
         if size.total - doubt > self.max_context:
             raise size.refusal(self.max_context, "the context")
 
+    def _check(self, size: RequestSize, new: np.ndarray, past: Past | None, doubt: int = 0) -> None:
+        """Run ``_check_bytes``, in the engine thread if it looks at a past or talks to ranks.
+
+        Otherwise it only reads counters, and a request need not wait for a step.
+        """
+        check = partial(self._check_bytes, size, new, past, doubt)
+        if past is None and self.store.ranks.count == 1:
+            check()
+        else:
+            self.thread.call(check)
+
     def _check_bytes(
         self, size: RequestSize, new: np.ndarray, past: Past | None, doubt: int = 0
     ) -> None:
@@ -495,10 +504,10 @@ class Admission:
     def _slot_bytes_by_device(self) -> dict[torch.device, dict[Bits, int]]:
         """Bytes of a slot by bits, summed over the layers of each device."""
         # Recomputed when layers have created their pools, or the model has moved.
-        known_for = len(self.store.layers), self.family.device
-        if self._known_for != known_for:
-            self._known_for, self._by_device = known_for, self._sums_by_device()
-        return self._by_device
+        known_for, known = (len(self.store.layers), self.family.device), self._known
+        if known is None or known[0] != known_for:
+            known = self._known = known_for, self._sums_by_device()
+        return known[1]
 
     def _sums_by_device(self) -> dict[torch.device, dict[Bits, int]]:
         shape = ModelShape.of(self.model.config, 0)

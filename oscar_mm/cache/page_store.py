@@ -416,7 +416,8 @@ class PageStore:
         """Return the bytes of these numbers of slots in all layers, or in those of a device."""
         return sum(
             count * pools.by_bits[bits].slot_bytes
-            for pools in self.layers.values()
+            # A list: any thread may ask while the first prompt makes the pools.
+            for pools in list(self.layers.values())
             if device is None or pools.device == device
             for bits, count in counts.items()
         )

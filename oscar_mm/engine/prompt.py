@@ -58,9 +58,14 @@ class Prompt:
         }
 
     def to(self, device: torch.device) -> Prompt:
-        """Return the prompt with ids and positions on another device."""
-        inputs = self.inputs | {"input_ids": self.inputs["input_ids"].to(device)}
-        positions, following = self.positions.to(device), self.next_position.to(device)
+        """Return the prompt with ids and positions on another device; waits for no queued work."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            pinned = tensor.is_cpu and device.type == "cuda"
+            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
+
+        inputs = self.inputs | {"input_ids": moved(self.inputs["input_ids"])}
+        positions, following = moved(self.positions), moved(self.next_position)
         return replace(self, inputs=inputs, positions=positions, next_position=following)
 
     def positions_after(self, count: int) -> torch.Tensor:

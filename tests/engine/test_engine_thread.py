@@ -269,16 +269,19 @@ def test_the_interpreter_waits_at_exit_for_the_end_of_a_step(tmp_path) -> None:
         [sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "stepping\n"
-    process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=60)
+    try:
+        assert process.stdout.readline() == "stepping\n"
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert said == "step made\ncalled at exit\n"
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert process.returncode == -signal.SIGINT
 
 
 _INTERRUPTED = """
-import atexit, time
+import atexit, signal, time
 from oscar_mm.engine.engine_thread import EngineThread
 
 class Steps:
@@ -290,6 +293,7 @@ class Steps:
         time.sleep(0.5)
         print("step made", flush=True)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A background job ignores it.
 thread, steps = EngineThread(), Steps()
 atexit.register(lambda: thread.call(lambda: print("called at exit", flush=True)))
 thread.add(steps)

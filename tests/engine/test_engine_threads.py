@@ -14,6 +14,7 @@ import pytest
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.engine.answer import OutputProcessor
+from oscar_mm.engine.request import Request
 from oscar_mm.fast_decode import graph_runner
 from tests.engine.engine import (
     SHORT,
@@ -26,6 +27,7 @@ from tests.engine.engine import (
     together,
 )
 from tests.engine.engine_waits import engine_waits
+from tests.prompts import noise
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -141,6 +143,19 @@ def test_calls_within_a_stream(plain) -> None:
                 found = plain(None, SHORT[1], max_new_tokens=TOKENS).token_ids
                 assert found == expected[1]
     assert [other.result(60)[0] for other in others] == expected[2:]
+
+
+@pytest.mark.parametrize("images", [None, noise(90, 120, 1)], ids=["text", "image"])
+def test_a_request_is_read_and_checked_during_a_step(qwen3_vl_folder: Path, images: Any) -> None:
+    """It only reads counters of the store, so it waits for no step."""
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24)
+    requests: list[Request] = []
+    with engine_waits(pipe):
+        thread = threading.Thread(target=lambda: requests.append(made(pipe, SHORT[0], images)))
+        thread.start()
+        thread.join(20)
+        assert len(requests) == 1
+    assert together(pipe, requests) == together(pipe, [made(pipe, SHORT[0], images)])
 
 
 def test_the_engine_thread_does_not_wait_for_itself(plain) -> None:
