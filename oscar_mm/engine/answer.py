@@ -1,33 +1,43 @@
-"""Answer of a request, and the streaming detokenizer and output processor that build it."""
+"""Answer of a request, its pieces, and the stream of them."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.engine.async_pieces import AsyncPieces
-from oscar_mm.engine.think_tokens import ThinkTokens
 from oscar_mm.tool_parsers.calls import ToolCall
-from oscar_mm.tool_parsers.marks import MarkDecoder, special_marks
-from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerBase
-
     from oscar_mm.cache.memory import MemoryReport
     from oscar_mm.engine.logprobs import TokenLogprob
-    from oscar_mm.engine.sampling import Sampling
 
-_CONTEXT = 8
-"""Tokens decoded again with every new token; more while the newest tokens have no text yet."""
+
+class Reasoning(str):
+    """A piece of a model's reasoning, among the pieces of its answer."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class ReasoningSpan:
+    """Reasoning at the beginning of an answer.
+
+    Attributes:
+        text: the reasoning, without surrounding line breaks.
+        opened: number of tokens at the end of the prompt that open the reasoning.
+        tokens: number of the answer's tokens before the text.
+    """
+
+    text: str
+    opened: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -184,314 +194,3 @@ class AnswerStream:
         if self._result is None:
             raise RuntimeError("the answer is not complete: iterate over the stream first")
         return self._result
-
-
-class OutputProcessor:
-    """Builds an ``Answer`` from tokens as they arrive: detokenizer, stop strings and parsers.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        sampling: sampling options; ``stop`` applies to the text only, not to the reasoning.
-        start: ``time.perf_counter()`` at the arrival of the request.
-        thinks: tokens that enclose reasoning; None if the model has none.
-        prompt: (tokens,) ids of the prompt, which may open the reasoning.
-        tools: offered tools; their calls are parsed out of the text after the reasoning.
-        continues: whether the text continues the last text of the prompt.
-
-    Attributes:
-        token_ids: the tokens so far.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        start: float,
-        thinks: ThinkTokens | None = None,
-        prompt: torch.Tensor | None = None,
-        tools: ToolOffer | None = None,
-        *,
-        continues: bool = False,
-    ) -> None:
-        self._calls = None if tools is None else tools.parser()
-        if tools is not None and (marks := special_marks(tokenizer, tools.tool_format)):
-            tokenizer = cast("PreTrainedTokenizerBase", MarkDecoder(tokenizer, marks))
-        self._tokenizer, self._sampling, self._start = tokenizer, sampling, start
-        self._thinks, self._breaks = thinks, ""
-        self._stop = cast(tuple[str, ...], sampling.stop)  # Sampling makes a tuple of it
-        before = prompt[-_CONTEXT:].tolist() if continues and prompt is not None else ()
-        self._text = self._detokenizer(before=before)
-        self._reasoning: Detokenizer | None = None
-        self._reasons: Detokenizer | None = None
-        """Set while the model is reasoning."""
-        self._opened = 0 if thinks is None or prompt is None else thinks.opened(prompt)
-        if self._opened:
-            self._begin_reasoning()
-        self._first: float | None = None
-        self._last: float | None = None
-        self.token_ids: list[int] = []
-
-    @property
-    def text(self) -> str:
-        """The text returned so far."""
-        return self._text.text if self._calls is None else self._calls.text
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The tool calls so far."""
-        return () if self._calls is None else self._calls.calls
-
-    @property
-    def says(self) -> bool:
-        """Whether there is any text or tool call so far."""
-        return bool(self.text or self.tool_calls)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string or the last allowed tool call has occurred; push no more tokens."""
-        return self._text.stopped or (self._calls is not None and self._calls.complete)
-
-    @property
-    def reasoning_span(self) -> ReasoningSpan | None:
-        """The reasoning so far; None for a model that does not think."""
-        if self._reasoning is None:
-            return None
-        tokens = len(self.token_ids) - len(self._text.token_ids)
-        return ReasoningSpan(self._reasoning.text.rstrip("\n"), self._opened, tokens)
-
-    def push(self, token: int) -> list[Piece]:
-        """Add a token and return at least one piece, perhaps empty, of text that is now final.
-
-        Pieces of reasoning are ``Reasoning``.
-        """
-        return self._with_calls(self._push(token)) or [""]
-
-    def finish(self) -> list[Piece]:
-        """Return the end of the text, which was withheld until now."""
-        pieces = self._with_calls(self._finish())
-        return pieces if self._calls is None else pieces + self._calls.finish()
-
-    def _with_calls(self, text: str) -> list[Piece]:
-        """Split a piece of text into text and tool calls."""
-        if self._calls is None or isinstance(text, Reasoning):
-            return [text]
-        return self._calls.feed(text)
-
-    def _push(self, token: int) -> str:
-        self._last = time.perf_counter()
-        self._first = self._first or self._last
-        self.token_ids.append(token)
-        if self._reasons is not None:
-            return self._reason(token, self._reasons)
-        if self._thinks is not None and self.token_ids == [self._thinks.opening]:
-            self._begin_reasoning()
-            return ""
-        begins = self._reasoning is not None and not self._text.token_ids
-        if begins and not str(self._tokenizer.decode([token])).strip("\n"):
-            return ""  # Line breaks between reasoning and text belong to neither.
-        return self._text.push(token, may_stop=len(self.token_ids) > self._sampling.min_tokens)
-
-    def _finish(self) -> str:
-        if self._reasons is not None:
-            return self._without_last_breaks(self._reasons.finish())
-        return self._text.finish()
-
-    def answer(self, memory: MemoryReport, prompt_tokens: int, cached_tokens: int = 0) -> Answer:
-        """Return the answer; call ``finish`` first."""
-        count = len(self.token_ids)
-        first = self._first or time.perf_counter()
-        decode_s = (self._last or first) - first
-        ended = (
-            self.stopped
-            or count < self._sampling.max_new_tokens
-            or self._sampling.includes(self.token_ids[-1])
-        )
-        span = self.reasoning_span
-        calls = self.tool_calls
-        return Answer(
-            text=self.text,
-            token_ids=self.token_ids,
-            memory=memory,
-            timings=Timings(
-                prefill_s=first - self._start,
-                decode_s=decode_s,
-                tokens_per_s=(count - 1) / decode_s if decode_s else 0.0,
-            ),
-            finish_reason=("tool_calls" if calls else "stop") if ended else "length",
-            prompt_tokens=prompt_tokens,
-            tool_calls=calls,
-            reasoning=None if span is None else span.text,
-            reasoning_tokens=0 if span is None else span.tokens,
-            cached_tokens=cached_tokens,
-            stop_text=self._text.stop_text,
-        )
-
-    def _begin_reasoning(self) -> None:
-        self._reasoning = self._reasons = Detokenizer(self._tokenizer, lead="\n")
-        self._text = self._detokenizer(lead="\n")
-
-    def _detokenizer(self, lead: str = "", before: Sequence[int] = ()) -> Detokenizer:
-        """Create the detokenizer of the answer's text."""
-        keeps_stop = self._sampling.include_stop_str_in_output
-        return Detokenizer(self._tokenizer, self._stop, lead, before, keeps_stop=keeps_stop)
-
-    def _reason(self, token: int, reasoning: Detokenizer) -> Reasoning:
-        if self._thinks is None or token != self._thinks.closing:
-            return self._without_last_breaks(reasoning.push(token))
-        self._reasons = None
-        return self._without_last_breaks(reasoning.finish())
-
-    def _without_last_breaks(self, text: str) -> Reasoning:
-        """Return a piece of reasoning, withholding trailing line breaks until text follows."""
-        whole = self._breaks + text
-        piece = whole.rstrip("\n")
-        self._breaks = whole[len(piece) :]
-        return Reasoning(piece)
-
-
-class Detokenizer:
-    """Streaming detokenizer of one text.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        stop: stop strings.
-        lead: characters stripped from the beginning of the text.
-        before: ids of preceding tokens, whose text this one continues.
-        keeps_stop: include the stop string in the text.
-
-    Attributes:
-        token_ids: all tokens so far.
-        text: the text returned so far.
-        stop_text: the stop string that occurred; None if none has so far.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop: tuple[str, ...] = (),
-        lead: str = "",
-        before: Sequence[int] = (),
-        *,
-        keeps_stop: bool = False,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._stop, self._lead, self._keeps_stop = stop, lead, keeps_stop
-        self._pending = ""
-        # The text of tokens [0, _decoded) is final. Tokens from _context on, whose text is _known,
-        # are decoded again with every new token, because a tokenizer may strip the leading space of
-        # the first token that it decodes.
-        self._context = self._decoded = 0
-        self._before = list(before)
-        self._known = self._decode(self._before)
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.stop_text: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has occurred."""
-        return self.stop_text is not None
-
-    def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Add a token and return the text that is now final, perhaps empty.
-
-        Args:
-            token: id of the next token.
-            may_stop: search for stop strings; if False, the text so far is never searched.
-        """
-        self.token_ids.append(token)
-        self._take(self._new_text(whole_characters=True))
-        if not may_stop:
-            return self._give(len(self._pending))
-        last = self._up_to_stop()
-        if last is not None:
-            return last
-        return self._give(len(self._pending) - self._possible_stop())
-
-    def finish(self) -> str:
-        """Return the withheld text, including incomplete characters."""
-        if self.stopped:
-            return ""
-        self._take(self._new_text(whole_characters=False))
-        last = self._up_to_stop()
-        return self._give(len(self._pending)) if last is None else last
-
-    def _up_to_stop(self) -> str | None:
-        """Return the final text up to the first stop string; None if there is none."""
-        found = [
-            (place, place + len(stop) * self._keeps_stop, stop)
-            for stop in self._stop
-            if (place := self._pending.find(stop)) >= 0
-        ]
-        if not found:
-            return None
-        _, end, self.stop_text = min(found)
-        return self._give(end, drop_rest=True)
-
-    def _take(self, text: str) -> None:
-        self._pending += text
-        if not self.text:
-            self._pending = self._pending.lstrip(self._lead)
-
-    def _new_text(self, whole_characters: bool) -> str:
-        """Return the text of the tokens added since the last call; empty while it may be partial.
-
-        Args:
-            whole_characters: withhold text that ends with an incomplete character.
-        """
-        text = self._decode(self._before + self.token_ids[self._context :])
-        known = self._known
-        # tokenizers.DecodeStream is no option: it raises if invalid UTF-8 changes the decoding of
-        # the bytes before it, as with the byte fallback of Llama and Mistral.
-        if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
-            return ""
-        self._known = text
-        if len(self.token_ids) - self._context >= _CONTEXT:
-            self._context, self._before = self._decoded, []
-            self._known = self._decode(self.token_ids[self._context :])
-        self._decoded = len(self.token_ids)
-        return text[len(known) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return cast(str, text)  # A list only for batches.
-
-    def _possible_stop(self) -> int:
-        """Return the number of trailing characters that may begin a stop string."""
-        return max(
-            (
-                size
-                for stop in self._stop
-                for size in range(1, min(len(stop), len(self._pending) + 1))
-                if self._pending.endswith(stop[:size])
-            ),
-            default=0,
-        )
-
-    def _give(self, size: int, drop_rest: bool = False) -> str:
-        piece, self._pending = self._pending[:size], "" if drop_rest else self._pending[size:]
-        self.text += piece
-        return piece
-
-
-class Reasoning(str):
-    """A piece of a model's reasoning, among the pieces of its answer."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class ReasoningSpan:
-    """Reasoning at the beginning of an answer.
-
-    Attributes:
-        text: the reasoning, without surrounding line breaks.
-        opened: number of tokens at the end of the prompt that open the reasoning.
-        tokens: number of the answer's tokens before the text.
-    """
-
-    text: str
-    opened: int
-    tokens: int

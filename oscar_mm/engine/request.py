@@ -12,9 +12,11 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
-from oscar_mm.engine.answer import Answer, Delivery, OutputProcessor
+from oscar_mm.engine.answer import Answer, Delivery
 from oscar_mm.engine.decode_runner import RequestState
 from oscar_mm.engine.family import Family
+from oscar_mm.engine.output_parsers.output_parser import OutputContext
+from oscar_mm.engine.output_processor import OutputProcessor
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.engine.sampling import Sampling, token_sequences
@@ -99,9 +101,8 @@ class Request(RequestState):
         thinks = None if prompt.continues else family.think_tokens
         super().__init__(sampling, seen, position, family.end_tokens(), bad_words, thinks)
         self.engine, self.prompt, self.cache, self.sampling = engine, prompt, cache, sampling
-        self.written = OutputProcessor(
-            tokenizer, sampling, start, thinks, ids, tools, continues=prompt.continues
-        )
+        context = OutputContext(tokenizer, sampling, thinks, ids, tools, prompt.continues)
+        self.written = OutputProcessor(context, start)
         self.delivery = Delivery() if delivery is None else delivery
         self.has_past = cache.get_seq_length() > 0
         self.prompt_tokens = prompt.tokens

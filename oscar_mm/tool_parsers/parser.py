@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import ClassVar, cast
 
-from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta, Tools, joined_calls
+from oscar_mm.tool_parsers.calls import ToolCallDelta, Tools
 from oscar_mm.tool_parsers.definitions import ToolDefinition
 from oscar_mm.tool_parsers.reader import MAX_NAME, Broken, Reader, Reading
 
@@ -141,24 +141,12 @@ class ToolCallParser:
         self._space: list[str] = []
         """White space that becomes text unless a call follows."""
         self._after_call = False
-        self._text: list[str] = []
-        self._deltas: list[ToolCallDelta] = []
         self._reading = self._read()
 
     @property
     def complete(self) -> bool:
         """Whether the maximum number of calls is reached, which ends the answer."""
         return self._calls.full
-
-    @property
-    def text(self) -> str:
-        """Text so far."""
-        return "".join(self._text)
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """Calls so far; the arguments of the last one may be incomplete."""
-        return joined_calls(self._deltas)
 
     def feed(self, text: str) -> list[Piece]:
         """Add text; return the pieces that are now certain, none of them empty."""
@@ -176,8 +164,6 @@ class ToolCallParser:
         next(self._reading, None)
         pieces = list(merged(self._calls.pieces))
         self._calls.pieces.clear()
-        self._text += (piece for piece in pieces if isinstance(piece, str))
-        self._deltas += (piece for piece in pieces if isinstance(piece, ToolCallDelta))
         return pieces
 
     def _read(self) -> Reading[None]:
@@ -217,16 +203,6 @@ class ToolCallParser:
             self._space, self._after_call = [], False
         if end < len(text):
             self._space.append(text[end:])
-
-
-def parse(
-    text: str, tool_format: type[ToolFormat], tools: Tools, limit: int = MAX_CALLS
-) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the text and the calls of a complete answer; text after ``limit`` calls is dropped."""
-    parser = ToolCallParser(tool_format, tools, limit)
-    parser.feed(text)
-    parser.finish()
-    return parser.text, parser.calls
 
 
 def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from oscar_mm import OscarCache
-from oscar_mm.engine.answer import Answer, AnswerStream, OutputProcessor, Timings
+from oscar_mm.engine.answer import Answer, AnswerStream, Timings
+from oscar_mm.engine.output_parsers.output_parser import OutputContext
+from oscar_mm.engine.output_processor import OutputProcessor
 from oscar_mm.engine.sampling import Sampling
 from tests.tiny import qwen_tokenizer
 
@@ -74,7 +76,7 @@ def tokenizer():
 
 
 def written(tokenizer, text: str, sampling: Sampling, start: float):
-    writer, pieces = OutputProcessor(tokenizer, sampling, start), []
+    writer, pieces = OutputProcessor(OutputContext(tokenizer, sampling), start), []
     for token in tokenizer(text)["input_ids"]:
         if not writer.stopped:
             pieces += writer.push(token)

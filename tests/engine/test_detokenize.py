@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from oscar_mm.engine.answer import Detokenizer
+from oscar_mm.engine.detokenizer import Detokenizer
 from tests.tiny import qwen_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
@@ -44,7 +44,6 @@ def pieces(
         if text.stopped:
             break
     given_out.append(text.finish())
-    assert "".join(given_out) == text.text
     return given_out, text
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from oscar_mm import OscarVLPipeline
-from oscar_mm.engine.answer import OutputProcessor
+from oscar_mm.engine.output_processor import OutputProcessor
 from oscar_mm.engine.request import Request
 from oscar_mm.fast_decode import graph_runner
 from tests.engine.engine import (

@@ -4,13 +4,9 @@ import pytest
 import torch
 
 from oscar_mm import OscarCache
-from oscar_mm.engine.answer import (
-    Answer,
-    AnswerStream,
-    OutputProcessor,
-    Reasoning,
-    ReasoningSpan,
-)
+from oscar_mm.engine.answer import Answer, AnswerStream, Reasoning, ReasoningSpan
+from oscar_mm.engine.output_parsers.output_parser import OutputContext
+from oscar_mm.engine.output_processor import OutputProcessor
 from oscar_mm.engine.sampling import Sampling
 from oscar_mm.engine.think_tokens import ThinkTokens
 from tests.tiny import qwen_tokenizer
@@ -37,7 +33,8 @@ def ids(tokenizer, text: str) -> torch.Tensor:
 
 def written(tokenizer, said: str, prompt: str = OPENED, **how) -> tuple[OutputProcessor, list[str]]:
     thinks = ThinkTokens.of(tokenizer)
-    writer = OutputProcessor(tokenizer, Sampling(**how), 0.0, thinks, ids(tokenizer, prompt))
+    context = OutputContext(tokenizer, Sampling(**how), thinks, ids(tokenizer, prompt))
+    writer = OutputProcessor(context, 0.0)
     pieces = []
     for token in ids(tokenizer, said)[: how.get("max_new_tokens")].tolist():
         if not writer.stopped:

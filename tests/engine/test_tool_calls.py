@@ -10,8 +10,10 @@ import torch
 from tokenizers import AddedToken
 
 from oscar_mm import OscarCache
-from oscar_mm.engine.answer import Answer, AnswerStream, OutputProcessor, Reasoning
+from oscar_mm.engine.answer import Answer, AnswerStream, Reasoning
 from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.output_parsers.output_parser import OutputContext
+from oscar_mm.engine.output_processor import OutputProcessor
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.sampling import Sampling
 from oscar_mm.engine.think_tokens import ThinkTokens
@@ -57,7 +59,8 @@ def written(
         return torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long)
 
     thinks = ThinkTokens.of(tokenizer)
-    writer = OutputProcessor(tokenizer, Sampling(**how), 0.0, thinks, ids(prompt), tools)
+    context = OutputContext(tokenizer, Sampling(**how), thinks, ids(prompt), tools)
+    writer = OutputProcessor(context, 0.0)
     pieces: list[Piece] = []
     for token in ids(said)[: how.get("max_new_tokens")].tolist():
         if not writer.stopped:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 
 from oscar_mm.engine.grammar import Grammar
 from oscar_mm.errors import InputError
+from oscar_mm.tool_parsers.calls import ToolCallDelta, joined_calls
 from oscar_mm.tool_parsers.definitions import read_definitions
 from oscar_mm.tool_parsers.grammar import json_of
 from oscar_mm.tool_parsers.marks import mark_tokens
@@ -96,10 +97,12 @@ def test_what_a_grammar_allows_is_read_as_calls(tool_format: Any) -> None:
         text = said(offer.grammar({}), seed)
         parser = offer.parser()
         pieces = parser.feed(text) + parser.finish()
-        assert parser.calls and not any(isinstance(piece, str) for piece in pieces), text
-        for call in parser.calls:
+        assert not any(isinstance(piece, str) for piece in pieces), text
+        calls = joined_calls(pieces)
+        assert calls, text
+        for call in calls:
             assert is_allowed(call.name, json.loads(call.arguments)), text
-        seen |= {call.name for call in parser.calls}
+        seen |= {call.name for call in calls}
     assert seen == {"find", "stop"}
 
 
@@ -108,9 +111,8 @@ def test_one_call_of_a_named_tool(tool_format: Any) -> None:
     offer = ToolOffer(TOOLS, tool_format, named="stop")
     for seed in range(4):
         parser = offer.parser()
-        parser.feed(said(offer.grammar({}), seed))
-        parser.finish()
-        assert [(call.name, call.arguments) for call in parser.calls] == [("stop", "{}")]
+        calls = joined_calls(parser.feed(said(offer.grammar({}), seed)) + parser.finish())
+        assert [(call.name, call.arguments) for call in calls] == [("stop", "{}")]
 
 
 def test_an_answer_that_need_be_no_call_has_no_grammar() -> None:
@@ -128,7 +130,7 @@ def test_an_answer_is_calls_or_a_text_of_the_rule(tool_format: Any) -> None:
         parser = offer.parser()
         pieces = parser.feed(said(grammar, seed)) + parser.finish()
         text = "".join(piece for piece in pieces if isinstance(piece, str))
-        assert bool(text) is not bool(parser.calls)
+        assert bool(text) is not any(isinstance(piece, ToolCallDelta) for piece in pieces)
         assert not text or json.loads(text) == {"name": "Oslo"}
         kinds.add("text" if text else "calls")
     assert kinds == {"text", "calls"}

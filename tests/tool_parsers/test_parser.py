@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta, joined_calls
-from oscar_mm.tool_parsers.parser import MAX_CALLS, Piece, ToolCallParser, parse
+from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta, Tools, joined_calls
+from oscar_mm.tool_parsers.parser import MAX_CALLS, Piece, ToolCallParser, ToolFormat
 from oscar_mm.tool_parsers.registry import FORMATS
 
 TOOLS = {
@@ -119,6 +119,16 @@ def text_of(pieces: Sequence[Piece]) -> str:
 def calls_in(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
     deltas = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
     return [(call.name, call.arguments) for call in joined_calls(deltas)]
+
+
+def parse(
+    text: str, tool_format: type[ToolFormat], tools: Tools, limit: int = MAX_CALLS
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """The text and the calls of a whole answer."""
+    parser = ToolCallParser(tool_format, tools, limit)
+    pieces = parser.feed(text) + parser.finish()
+    deltas = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
+    return text_of(pieces), joined_calls(deltas)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -313,9 +323,8 @@ def test_a_broken_call_does_not_hide_the_next() -> None:
 def test_an_answer_ends_after_its_last_call() -> None:
     call = '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
     parser = ToolCallParser(FORMATS["hermes"], TOOLS, limit=1)
-    parser.feed(call)
+    assert calls_in(parser.feed(call)) == [("stop", "{}")]
     assert parser.complete and parser.feed("text" + call) == parser.finish() == []
-    assert len(parser.calls) == 1
     assert len(parse(call * 10_000, FORMATS["hermes"], TOOLS)[1]) == MAX_CALLS
 
 

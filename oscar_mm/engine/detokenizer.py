@@ -1,0 +1,136 @@
+"""Detokenizer: the text of tokens as they arrive, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 8
+"""Tokens decoded again with every new token; more while the newest tokens have no text yet."""
+
+
+class Detokenizer:
+    """Streaming detokenizer of one text.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        stop: stop strings.
+        lead: characters stripped from the beginning of the text.
+        before: ids of preceding tokens, whose text this one continues.
+        keeps_stop: include the stop string in the text.
+        min_tokens: number of tokens whose text is not searched for stop strings.
+
+    Attributes:
+        token_ids: all tokens so far.
+        stop_text: the stop string that occurred; None if none has so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...] = (),
+        lead: str = "",
+        before: Sequence[int] = (),
+        *,
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer, self._min_tokens = tokenizer, min_tokens
+        self._stop, self._lead, self._keeps_stop = stop, lead, keeps_stop
+        self._pending = ""
+        """Text that is decoded but not returned."""
+        # The text of tokens [0, _decoded) is final. Tokens from _context on, whose text is _known,
+        # are decoded again with every new token, because a tokenizer may strip the leading space of
+        # the first token that it decodes.
+        self._context = self._decoded = 0
+        self._before = list(before)
+        self._known = self._decode(self._before)
+        self.token_ids: list[int] = []
+        self.stop_text: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has occurred."""
+        return self.stop_text is not None
+
+    def push(self, token: int) -> str:
+        """Add a token and return the text that is now final, perhaps empty."""
+        self.token_ids.append(token)
+        self._take(self._new_text(whole_characters=True))
+        if not self._stop or len(self.token_ids) <= self._min_tokens:
+            return self._give(len(self._pending))
+        last = self._up_to_stop()
+        if last is not None:
+            return last
+        return self._give(len(self._pending) - self._possible_stop())
+
+    def finish(self) -> str:
+        """Return the withheld text, including incomplete characters."""
+        if self.stopped:
+            return ""
+        self._take(self._new_text(whole_characters=False))
+        last = self._up_to_stop()
+        return self._give(len(self._pending)) if last is None else last
+
+    def _up_to_stop(self) -> str | None:
+        """Return the final text up to the first stop string; None if there is none."""
+        found = [
+            (place, place + len(stop) * self._keeps_stop, stop)
+            for stop in self._stop
+            if (place := self._pending.find(stop)) >= 0
+        ]
+        if not found:
+            return None
+        _, end, self.stop_text = min(found)
+        return self._give(end, drop_rest=True)
+
+    def _take(self, text: str) -> None:
+        self._pending += text
+        if self._lead and self._pending:
+            self._pending = self._pending.lstrip(self._lead)
+            self._lead = "" if self._pending else self._lead
+
+    def _new_text(self, whole_characters: bool) -> str:
+        """Return the text of the tokens added since the last call; empty while it may be partial.
+
+        Args:
+            whole_characters: withhold text that ends with an incomplete character.
+        """
+        text = self._decode(self._before + self.token_ids[self._context :])
+        known = self._known
+        # tokenizers.DecodeStream is no option: it raises if invalid UTF-8 changes the decoding of
+        # the bytes before it, as with the byte fallback of Llama and Mistral.
+        if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
+            return ""
+        self._known = text
+        if len(self.token_ids) - self._context >= CONTEXT:
+            self._context, self._before = self._decoded, []
+            self._known = self._decode(self.token_ids[self._context :])
+        self._decoded = len(self.token_ids)
+        return text[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)  # A list only for batches.
+
+    def _possible_stop(self) -> int:
+        """Return the number of trailing characters that may begin a stop string."""
+        return max(
+            (
+                size
+                for stop in self._stop
+                if self._pending[-1:] in stop
+                for size in range(1, min(len(stop), len(self._pending) + 1))
+                if self._pending.endswith(stop[:size])
+            ),
+            default=0,
+        )
+
+    def _give(self, size: int, drop_rest: bool = False) -> str:
+        piece, self._pending = self._pending[:size], "" if drop_rest else self._pending[size:]
+        return piece

@@ -1,0 +1,1 @@
+"""Output parsers: steps that turn the tokens of an answer into its pieces, one file each."""

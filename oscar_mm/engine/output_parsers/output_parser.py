@@ -1,0 +1,103 @@
+"""OutputParser: base class of the steps that turn the tokens of an answer into its pieces."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+from oscar_mm.engine.think_tokens import ThinkTokens
+from oscar_mm.tool_parsers.marks import MarkDecoder, special_marks
+from oscar_mm.tool_parsers.offer import ToolOffer
+from oscar_mm.tool_parsers.parser import Piece
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from oscar_mm.engine.sampling import Sampling
+
+Part = int | Piece
+"""A token that is not decoded yet, or a piece of the answer."""
+
+
+@dataclass(frozen=True)
+class OutputContext:
+    """What parsers know about an answer.
+
+    Attributes:
+        tokenizer: tokenizer of the model.
+        sampling: sampling options.
+        thinks: tokens that enclose reasoning; None if the model has none.
+        prompt: (tokens,) ids of the prompt; None if they are unknown.
+        tools: offered tools.
+        continues: whether the text continues the last text of the prompt.
+        token_ids: tokens of the answer so far.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    thinks: ThinkTokens | None = None
+    prompt: torch.Tensor | None = None
+    tools: ToolOffer | None = None
+    continues: bool = False
+    token_ids: list[int] = field(default_factory=list)
+
+    @cached_property
+    def opened(self) -> int:
+        """Number of tokens at the end of the prompt that open the reasoning."""
+        if self.thinks is None or self.prompt is None:
+            return 0
+        return self.thinks.opened(self.prompt)
+
+    @cached_property
+    def decoder(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, which also decodes the special tokens that delimit tool calls."""
+        tools = self.tools
+        if tools is None or not (marks := special_marks(self.tokenizer, tools.tool_format)):
+            return self.tokenizer
+        return cast("PreTrainedTokenizerBase", MarkDecoder(self.tokenizer, marks))
+
+
+class OutputParser(ABC):
+    """A step of the chain that turns the tokens of an answer into its pieces.
+
+    Each parser gets what the one before it returns: token ids at first, and text once it is
+    decoded. A parser returns its own pieces in place of what it has read, and the rest as it is.
+
+    Attributes:
+        takes: type of the parts that the parser reads, ``int`` for token ids or ``str`` for text;
+            parts of another type, also of a subclass such as ``Reasoning``, bypass it.
+    """
+
+    takes: ClassVar[type] = str
+
+    @classmethod
+    @abstractmethod
+    def of(cls, context: OutputContext) -> Self | None:
+        """Return a parser for one answer; None if there will be nothing to read."""
+
+    @abstractmethod
+    def push(self, part: Any) -> Sequence[Part]:
+        """Read a token or a text, and return the parts that are now certain."""
+
+    def finish(self) -> Sequence[Part]:
+        """Return the parts that were held back, after the last token."""
+        return ()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the answer ends here; nothing is pushed afterwards."""
+        return False
+
+    def parse(self, parts: Iterable[Part]) -> list[Part]:
+        """Push the parts that this parser takes, and keep the others in their places."""
+        parsed: list[Part] = []
+        for part in parts:
+            if type(part) is self.takes:
+                parsed += self.push(part)
+            else:
+                parsed.append(part)
+        return parsed

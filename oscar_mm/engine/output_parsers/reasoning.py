@@ -1,0 +1,67 @@
+"""ReasoningParser: the reasoning at the beginning of an answer, between two tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from oscar_mm.engine.answer import Reasoning
+from oscar_mm.engine.detokenizer import Detokenizer
+from oscar_mm.engine.output_parsers.output_parser import OutputContext, OutputParser, Part
+from oscar_mm.engine.think_tokens import ThinkTokens
+
+
+class ReasoningParser(OutputParser):
+    """Parser of the reasoning that the prompt or the first token opens.
+
+    Every token up to the text becomes a piece of ``Reasoning``, perhaps an empty one. Line breaks
+    around the reasoning belong neither to it nor to the text.
+    """
+
+    takes = int
+
+    @classmethod
+    def of(cls, context: OutputContext) -> Self | None:
+        """Return a parser if the model has tokens for it."""
+        return None if context.thinks is None else cls(context, context.thinks)
+
+    def __init__(self, context: OutputContext, thinks: ThinkTokens) -> None:
+        self._thinks, self._decoder = thinks, context.decoder
+        self._next: Literal["opening", "reasoning", "breaks", "text"]
+        self._next = "reasoning" if context.opened else "opening"
+        self._reasoning = Detokenizer(context.decoder, lead="\n")
+        self._breaks = ""
+        """Line breaks that belong to the reasoning only if more of it follows."""
+
+    def push(self, part: int) -> Sequence[Part]:
+        """Return a piece of the reasoning, or a token of the text."""
+        if self._next == "text":
+            return (part,)
+        if self._next == "reasoning":
+            return (self._reason(part),)
+        if self._next == "opening" and part == self._thinks.opening:
+            self._next = "reasoning"
+            return (Reasoning(),)
+        if self._next == "breaks" and not str(self._decoder.decode([part])).strip("\n"):
+            return (Reasoning(),)
+        self._next = "text"
+        return (part,)
+
+    def finish(self) -> Sequence[Part]:
+        """Return the end of reasoning that was cut."""
+        return (self._end(),) if self._next == "reasoning" else ()
+
+    def _reason(self, token: int) -> Reasoning:
+        if token != self._thinks.closing:
+            return self._without_last_breaks(self._reasoning.push(token))
+        self._next = "breaks"
+        return self._end()
+
+    def _end(self) -> Reasoning:
+        return self._without_last_breaks(self._reasoning.finish())
+
+    def _without_last_breaks(self, text: str) -> Reasoning:
+        whole = self._breaks + text
+        piece = whole.rstrip("\n")
+        self._breaks = whole[len(piece) :]
+        return Reasoning(piece)

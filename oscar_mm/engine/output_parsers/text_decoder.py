@@ -1,0 +1,65 @@
+"""TextDecoder: decodes the tokens of the text, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self, cast
+
+from oscar_mm.engine.detokenizer import CONTEXT, Detokenizer
+from oscar_mm.engine.output_parsers.output_parser import OutputContext, OutputParser, Part
+
+
+class TextDecoder(OutputParser):
+    """Step between the parsers of tokens and those of text.
+
+    Attributes:
+        stop_text: the stop string that ended the answer; None if none has occurred.
+    """
+
+    takes = int
+
+    @classmethod
+    def of(cls, context: OutputContext) -> Self:
+        """Return a decoder; every answer may have text."""
+        return cls(context)
+
+    def __init__(self, context: OutputContext) -> None:
+        self._context = context
+        self._text: Detokenizer | None = None
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that ended the answer; None if none has occurred."""
+        return None if self._text is None else self._text.stop_text
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has occurred."""
+        return self._text is not None and self._text.stop_text is not None
+
+    def push(self, part: int) -> Sequence[Part]:
+        """Return the text that is now final, perhaps empty."""
+        if self._text is None:
+            self._text = self._begin()
+        return (self._text.push(part),)
+
+    def finish(self) -> Sequence[Part]:
+        """Return the text that was withheld."""
+        return () if self._text is None else (self._text.finish(),)
+
+    def _begin(self) -> Detokenizer:
+        """Create the detokenizer at the first token of the text.
+
+        Stop strings apply to the text only, but its minimum length counts all tokens.
+        """
+        context, sampling = self._context, self._context.sampling
+        earlier = len(context.token_ids) - 1
+        continued = context.prompt if context.continues else None
+        return Detokenizer(
+            context.decoder,
+            cast(tuple[str, ...], sampling.stop),  # Sampling makes a tuple of it.
+            lead="\n" if earlier else "",
+            before=() if continued is None else continued[-CONTEXT:].tolist(),
+            keeps_stop=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens - earlier,
+        )

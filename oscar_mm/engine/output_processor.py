@@ -1,0 +1,128 @@
+"""OutputProcessor: builds an ``Answer`` from tokens as they arrive."""
+
+from __future__ import annotations
+
+import time
+from operator import attrgetter
+from typing import cast
+
+from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.engine.answer import Answer, Reasoning, ReasoningSpan, Timings
+from oscar_mm.engine.output_parsers.output_parser import OutputContext, Part
+from oscar_mm.engine.output_parsers.registry import parsers_of
+from oscar_mm.engine.output_parsers.text_decoder import TextDecoder
+from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta, joined_calls
+from oscar_mm.tool_parsers.parser import Piece
+
+
+class OutputProcessor:
+    """Builds an ``Answer`` from tokens as they arrive, which pass through a chain of parsers.
+
+    Args:
+        context: what parsers know about the answer.
+        start: ``time.perf_counter()`` at the arrival of the request.
+
+    Attributes:
+        token_ids: the tokens so far.
+    """
+
+    def __init__(self, context: OutputContext, start: float) -> None:
+        self._context, self._start = context, start
+        self._parsers = parsers_of(context)
+        self._decoder = next(one for one in self._parsers if isinstance(one, TextDecoder))
+        self._texts: list[str] = []
+        self._deltas: list[ToolCallDelta] = []
+        self._reasoning: list[str] = []
+        self._reasoning_tokens = 0
+        self._first: float | None = None
+        self._last: float | None = None
+        self.token_ids = context.token_ids
+
+    @property
+    def text(self) -> str:
+        """The text returned so far."""
+        return "".join(self._texts)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls so far; the arguments of the last one may be incomplete."""
+        return joined_calls(self._deltas)
+
+    @property
+    def says(self) -> bool:
+        """Whether there is any text or tool call so far."""
+        return bool(self.text or self._deltas)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string or the last allowed tool call has occurred; push no more tokens."""
+        return any(map(attrgetter("stopped"), self._parsers))
+
+    @property
+    def reasoning_span(self) -> ReasoningSpan | None:
+        """The reasoning so far; None if the model has not begun to reason."""
+        opened, tokens = self._context.opened, self._reasoning_tokens
+        if not (opened or tokens):
+            return None
+        return ReasoningSpan("".join(self._reasoning), opened, tokens)
+
+    def push(self, token: int) -> list[Piece]:
+        """Add a token and return at least one piece, perhaps empty, of text that is now final.
+
+        Pieces of reasoning are ``Reasoning``.
+        """
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self.token_ids.append(token)
+        parts: list[Part] = [token]
+        for parser in self._parsers:
+            parts = parser.parse(parts)
+        return self._collect(parts) or [""]
+
+    def finish(self) -> list[Piece]:
+        """Return the end of the answer, which was withheld until now."""
+        parts: list[Part] = []
+        for parser in self._parsers:
+            parts = [*parser.parse(parts), *parser.finish()]
+        return self._collect(parts)
+
+    def _collect(self, parts: list[Part]) -> list[Piece]:
+        """Add pieces to the answer, and return them."""
+        pieces = cast("list[Piece]", parts)  # ``TextDecoder`` has left no token.
+        for piece in pieces:
+            if isinstance(piece, Reasoning):
+                self._reasoning.append(piece)
+                self._reasoning_tokens = len(self.token_ids)
+            elif isinstance(piece, str):
+                self._texts.append(piece)
+            else:
+                self._deltas.append(piece)
+        return pieces
+
+    def answer(self, memory: MemoryReport, prompt_tokens: int, cached_tokens: int = 0) -> Answer:
+        """Return the answer; call ``finish`` first."""
+        count, sampling = len(self.token_ids), self._context.sampling
+        first = self._first or time.perf_counter()
+        decode_s = (self._last or first) - first
+        ended = (
+            self.stopped or count < sampling.max_new_tokens or sampling.includes(self.token_ids[-1])
+        )
+        span = self.reasoning_span
+        calls = self.tool_calls
+        return Answer(
+            text=self.text,
+            token_ids=self.token_ids,
+            memory=memory,
+            timings=Timings(
+                prefill_s=first - self._start,
+                decode_s=decode_s,
+                tokens_per_s=(count - 1) / decode_s if decode_s else 0.0,
+            ),
+            finish_reason=("tool_calls" if calls else "stop") if ended else "length",
+            prompt_tokens=prompt_tokens,
+            tool_calls=calls,
+            reasoning=None if span is None else span.text,
+            reasoning_tokens=0 if span is None else span.tokens,
+            cached_tokens=cached_tokens,
+            stop_text=self._decoder.stop_text,
+        )
