@@ -332,8 +332,8 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_room_is_kept_for_an_answer_that_is_being_written(alone, free, qwen3_vl_folder) -> None:
-    asked = {"prompt": "What?", "max_new_tokens": 120}
-    whole = free.admission.growth_bytes(free.admission.growth(prepare(free, "What?"), 120))
+    asked = {"prompt": "What?", "max_new_tokens": 60}
+    whole = free.admission.growth_bytes(free.admission.growth(prepare(free, "What?"), 60))
     pipe = pipeline(qwen3_vl_folder, kv_budget=whole * 3 // 2)
 
     def others() -> list[Any]:
@@ -347,20 +347,20 @@ def test_room_is_kept_for_an_answer_that_is_being_written(alone, free, qwen3_vl_
     assert pipe.budget.used_bytes < whole // 2
     used: list[int] = []
     hook = pipe.model.lm_head.register_forward_hook(lambda *_: used.append(pipe.budget.used_bytes))
-    assert [len(answer.token_ids) for answer in others()] == [120]
+    assert [len(answer.token_ids) for answer in others()] == [60]
     hook.remove()
     assert whole // 2 < max(used) <= whole
     assert len(list(stream)) > 0
     assert stream.result.memory.kv_bytes > whole // 2
     del stream
     gc.collect()
-    assert [len(answer.token_ids) for answer in others()] == [120]
+    assert [len(answer.token_ids) for answer in others()] == [60]
     left = pipe.stream(None, **asked)
     next(left)
     left.close()
     del left
     gc.collect()
-    assert [len(answer.token_ids) for answer in others()] == [120]
+    assert [len(answer.token_ids) for answer in others()] == [60]
 
 
 def test_prefixes_go_first(qwen3_vl_folder, tmp_path) -> None:

@@ -36,7 +36,9 @@ EVERY = [
     for head_dim, rotate in product((64, 128), (True, False))
 ]
 COMPILED = [
-    one for one in EVERY if not one[0].startswith("stream") or one[1] in ((2, 4), (3, 2), (4, 3))
+    pytest.param(*one, marks=() if one[2] == 128 else pytest.mark.soak)
+    for one in EVERY
+    if not one[0].startswith("stream") or one[1] in ((2, 4), (3, 2), (4, 3))
 ]
 """Keys and values have code of their own, so each width of each is enough; a GPU compiles all."""
 CPU = torch.device("cpu")
