@@ -22,6 +22,8 @@ from tests.engine.engine_waits import engine_waits
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise, prepare
 
+pytestmark = pytest.mark.usefixtures("quick_collection")
+
 GB = 10**9
 LLAMA_LIKE = ModelShape(layers=32, kv_heads=8, head_dim=128, parameters=8 * GB)
 POCKET = ModelShape(layers=4, kv_heads=2, head_dim=64, parameters=0)

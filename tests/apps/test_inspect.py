@@ -11,6 +11,8 @@ from oscar_mm.cli import run
 from tests.prompts import clip, noise, tone
 from tests.recordings import write_movie, write_sound
 
+pytestmark = pytest.mark.usefixtures("quick_collection")
+
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> list[str]:

@@ -5,6 +5,8 @@ import pytest
 from benchmarks import several_gpus
 from benchmarks.record import Record
 
+pytestmark = pytest.mark.usefixtures("quick_collection")
+
 
 @pytest.mark.slow
 def test_a_rehearsal(tmp_path, capsys) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cache as remembered
 
 import pytest
 import torch
@@ -28,10 +29,20 @@ def same(cache: OscarCache, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert torch.equal(found, expected)
 
 
+@remembered
+def filled_once(policy: str) -> OscarCache:
+    return filled(POLICIES[policy], IDS)[0]
+
+
+def with_ids(policy: str) -> OscarCache:
+    """A cache that has read ``IDS``: a copy of one that all tests share."""
+    return copy.deepcopy(filled_once(policy))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("count", [0, 1, 20, 33, 150, 250, 489, 490])
 def test_crop(policy: str, count: int) -> None:
-    cache, _ = filled(POLICIES[policy], IDS)
+    cache = with_ids(policy)
     kept = 490 - count
     before = [x[:, :, :kept] for x in cache.unpacked(0)]
     cache.crop(-count)
@@ -75,7 +86,7 @@ OPERATIONS: dict[str, Callable] = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows(policy: str, name: str) -> None:
     """Rows equal those of transformers' own cache with the unpacked copy, and stay usable."""
-    cache, _ = filled(POLICIES[policy], IDS)
+    cache = with_ids(policy)
     plain, masks = DynamicCache(), DynamicCache()
     plain.update(*(x.clone() for x in cache.unpacked(0)), 0)
     masks.update(*[REAL[:, None, :, None].float()] * 2, 0)
@@ -134,7 +145,7 @@ def test_forks_that_are_cut_and_go_on() -> None:
 
 @pytest.mark.parametrize("policy", ["channel", "bf16"])
 def test_deepcopy(policy: str) -> None:
-    cache, _ = filled(POLICIES[policy], IDS)
+    cache = with_ids(policy)
     before = [x.clone() for x in cache.unpacked(0)]
     twin = copy.deepcopy(cache)
     attend_oscar(twin, chunk(1, 200, batch=3))
