@@ -7,7 +7,7 @@ compiles them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -23,7 +23,7 @@ from oscar_mm.fast_decode.experts import (
     PromptKernels,
     mixture_of_experts,
 )
-from oscar_mm.fast_decode.experts_torch import Experts
+from oscar_mm.fast_decode.experts_torch import Choice, Experts
 from oscar_mm.fast_decode.gate import GateKernel
 from oscar_mm.fast_decode.linear import LinearKernel, LinearRowsKernel, linear
 from oscar_mm.fast_decode.linear_torch import Norm
@@ -62,7 +62,8 @@ the cache of a GPU."""
 _ROWS = 8
 _WIDTH, _HIDDEN = 4096, 12288
 """Widths of the feed-forward layer that is checked."""
-_MIXTURE = mixture_module.Specialization(1, 32, 8, True, 2048, 768, _DTYPE)
+_CHOICE = Choice(32, 8, True, _DTYPE)
+_MIXTURE = mixture_module.Specialization(_CHOICE, 1, 2048, 768)
 _LINEAR_KERNELS = (
     (LinearKernel, linear_module.Specialization(1, True, _DTYPE)),
     (LinearRowsKernel, linear_module.RowsSpecialization.of(_ROWS, True, _DTYPE)),
@@ -70,8 +71,8 @@ _LINEAR_KERNELS = (
 )
 _MIXTURE_KERNELS = (
     (ExpertKernels, _MIXTURE),
-    (GroupedKernels, mixture_module.GroupedSpecialization(8, 32, 8, True, _DTYPE)),
-    (PromptKernels, mixture_module.PromptSpecialization(32, 8, True)),
+    (GroupedKernels, mixture_module.GroupedSpecialization(_CHOICE, 8)),
+    (PromptKernels, _CHOICE),
 )
 """Kernels of an operation and their specializations; only the first works without TMA."""
 _COPY_BYTES = 1 << 29
@@ -231,15 +232,15 @@ def _linear(device: torch.device) -> Workload:
 
 
 def _mixture(device: torch.device) -> Workload:
-    shape = _MIXTURE
-    x = torch.ones(1, shape.width, dtype=_DTYPE, device=device)
+    (count, chosen, normalized, _), _, width, between = _MIXTURE
+    x = torch.ones(1, width, dtype=_DTYPE, device=device)
     experts = Experts(
-        x.new_full((shape.experts, shape.width), 0.01),
-        x.new_full((shape.experts, 2 * shape.between, shape.width), 0.01),
-        x.new_full((shape.experts, shape.width, shape.between), 0.01),
-        *(shape.chosen, shape.normalized),
+        x.new_full((count, width), 0.01),
+        x.new_full((count, 2 * between, width), 0.01),
+        x.new_full((count, width, between), 0.01),
+        *(chosen, normalized),
     )
-    read = experts.gate_and_up[: shape.chosen].nbytes + experts.down[: shape.chosen].nbytes
+    read = experts.gate_and_up[:chosen].nbytes + experts.down[:chosen].nbytes
     return Workload(partial(mixture_of_experts, x, Norm(x[0], 1e-6), experts), read)
 
 
@@ -305,7 +306,7 @@ def check_loops(operation: str, dtype: torch.dtype) -> Verdict:
         made = Specialization.of((page_format,), 128, _POLICY.rotate, torch.bfloat16, 4)
         if isinstance(made, str):
             raise RuntimeError(made)
-        error = DecodeKernel.disagreement(replace(made, dtype=dtype), decode_on_cpu, _CPU)
+        error = DecodeKernel.disagreement(made._replace(dtype=dtype), decode_on_cpu, _CPU)
         return Verdict(error, DecodeKernel.checked.bound)
     if operation == "unpack":
         made = unpack_module.Specialization(page_format, _POLICY.rotate, dtype)

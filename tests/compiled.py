@@ -4,6 +4,7 @@ NVRTC takes about a second for each, and gives the same for the same texts. So a
 report under the hash of all that it depends on: kernels that have changed are compiled again.
 """
 
+import ctypes
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,27 @@ def architectures(names: Iterable[str] = ALL) -> list[object]:
     """Parameters of a test: the oldest architecture and Hopper always, the others with -m soak."""
     soak = pytest.mark.soak
     return [pytest.param(name, marks=() if name in _USUAL else soak) for name in names]
+
+
+def same_struct(structure: type[ctypes.Structure], name: str = "Params") -> str:
+    """Text that compiles only if a struct of csrc has the same fields at the same places.
+
+    Args:
+        structure: what the host fills; structures in it have the names that they have in csrc.
+        name: of the struct in csrc.
+    """
+    lines = [f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});\n"]
+    for field, kind, *_ in structure._fields_:
+        place = getattr(structure, field)
+        # NVRTC's offsetof; it has no header with the macro.
+        offset = f"__INTADDR__(&(({name}*)0)->{field})"
+        same = f"{offset} == {place.offset} && sizeof({name}::{field}) == {place.size}"
+        lines.append(f"static_assert({same});\n")
+        if issubclass(kind, ctypes.Array):
+            kind = kind._type_
+        if issubclass(kind, ctypes.Structure):
+            lines.append(same_struct(kind, kind.__name__))
+    return "".join(lines)
 
 
 def compile_once(

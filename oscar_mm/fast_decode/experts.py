@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import grouped_mm
 
 from oscar_mm.fast_decode.experts_torch import (
-    Choosing,
+    Choice,
     Experts,
     MixtureArguments,
     clear_choices,
@@ -57,6 +56,7 @@ from oscar_mm.kernels.launch import (
     shared_limit,
     uses_tma,
 )
+from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
@@ -71,16 +71,6 @@ three as long as with two (30B-A3B after 32K tokens, H100)."""
 _checker = ArgumentChecker("mixture")
 
 
-def _choice_macros(made: Choosing) -> dict[str, str | int]:
-    """Return the macros of the routing (csrc/experts/choice.cuh)."""
-    return {
-        "CHOSEN": made.chosen,
-        "EXPERTS": made.experts,
-        "NORMALIZE": int(made.normalized),
-        "ELEMENT": ELEMENTS[made.dtype],
-    }
-
-
 class Params(ctypes.Structure):
     """``Params`` of csrc/experts/experts.cu, field for field."""
 
@@ -91,19 +81,15 @@ class Params(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Specialization:
+class Specialization(NamedTuple):
     """Compile-time parameters of the two kernels for a few rows."""
 
+    choice: Choice
     rows: int
-    experts: int
-    chosen: int
-    normalized: bool
     width: int
     between: int
-    dtype: torch.dtype
 
-    def macros(self, down: bool, limit: int, tma: bool) -> dict[str, str | int]:
+    def macros(self, down: bool, limit: int, tma: bool) -> Macros:
         """Return the macros of csrc/experts/experts.cu.
 
         Args:
@@ -112,23 +98,15 @@ class Specialization:
             tma: whether to copy by TMA.
         """
         piece = min(PIECE, self.between if down else self.width)
-        return {
-            **_choice_macros(self),
-            "DOWN": int(down),
-            "ROWS": self.rows,
-            "WARPS": WARPS,
-            "DEPTH": depth_for(limit),
-            "EARLY": _EARLY,
-            "PIECE": piece,
-            "USE_TMA": int(tma),
-        }
+        pieces = {"WARPS": WARPS, "DEPTH": depth_for(limit), "EARLY": _EARLY, "PIECE": piece}
+        return macros_of(self.choice, ROWS=self.rows, DOWN=down, USE_TMA=tma, **pieces)
 
-    def shared_bytes(self, macros: dict[str, str | int]) -> int:
+    def shared_bytes(self, macros: Macros) -> int:
         """Return the shared memory of a thread block: pieces, then rows of x, then the norm's
         weight."""
         pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"])
         if macros["DOWN"]:
-            return 2 * (pieces + self.rows * self.chosen * self.between)
+            return 2 * (pieces + self.rows * self.choice.chosen * self.between)
         return 2 * (pieces + (self.rows + 1) * self.width)
 
 
@@ -144,25 +122,27 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
             shared = max(specialization.shared_bytes(macros), exclusive_shared_bytes(device))
             kernel = self._load("experts/experts.cu", macros)
             if shared > kernel.shared_limit:
+                chosen = specialization.choice.chosen
                 raise KernelError(
-                    f"{specialization.rows} rows of {specialization.chosen} experts take {shared} "
-                    f"bytes of shared memory; {device} has {kernel.shared_limit}"
+                    f"{specialization.rows} rows of {chosen} experts take {shared} bytes of "
+                    f"shared memory; {device} has {kernel.shared_limit}"
                 )
             self._kernels.append((kernel, shared))
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
         x, weight, epsilon, router, gate_and_up, down, *_ = arguments
-        made = self.specialization
+        choice, rows, wide, narrow = self.specialization
         logits = linear(x, [router], norm=Norm(weight, epsilon))
-        between = x.new_empty(made.rows, made.chosen, made.between)
+        between = x.new_empty(rows, choice.chosen, narrow)
         output = arguments.result()
         inward = Params(
             *addresses(x, weight, logits, gate_and_up, None, between),
-            *(made.between, made.width, epsilon),
+            *(narrow, wide, epsilon),
         )
         outward = Params(
-            *addresses(between, None, logits, down, x, output), made.width, made.between, 0.0
+            *addresses(between, None, logits, down, x, output),
+            *(wide, narrow, 0.0),
         )
         stream = current_stream(x.device)
         for (kernel, shared), params in zip(self._kernels, (inward, outward), strict=True):
@@ -178,9 +158,8 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
     ) -> float:
         """Return the largest relative error of a row with unambiguous routing, without the residual
         stream."""
-        made = specialization
-        arguments = clear_choices([0] * made.rows, made, made.width, made.between, device)
-        return error_of(kernel, arguments)
+        choice, rows, width, between = specialization
+        return error_of(kernel, clear_choices([0] * rows, choice, width, between, device))
 
 
 class GroupedParams(ctypes.Structure):
@@ -198,42 +177,33 @@ class CombineParams(ctypes.Structure):
     _fields_ = (*pointers("found", "shares", "places", "residual", "output"), *ints("width"))
 
 
-@dataclass(frozen=True)
-class GroupedSpecialization:
+class GroupedSpecialization(NamedTuple):
     """Compile-time parameters of the kernels for more rows."""
 
+    choice: Choice
     columns: int
     """Maximum rows of a group."""
-    experts: int
-    chosen: int
-    normalized: bool
-    dtype: torch.dtype
 
     @classmethod
-    def of(cls, rows: int, experts: Experts, dtype: torch.dtype) -> GroupedSpecialization:
+    def of(cls, choice: Choice, rows: int) -> GroupedSpecialization:
         """Return the specialization for this number of rows of x.
 
         Groups of 16 leave more shared memory for weights in flight, and are seldom too small while
         an expert has six rows on average.
         """
-        count = len(experts.router)
-        columns = 8 if rows <= 8 else 16 if rows * experts.chosen <= 6 * count else 32
-        return cls(columns, count, experts.chosen, experts.normalized, dtype)
-
-    def macros(self) -> dict[str, str | int]:
-        """Return the macros of route.cu and combine.cu."""
-        return _choice_macros(self) | {"COLUMNS": self.columns}
+        many = rows * choice.chosen > 6 * choice.experts
+        return cls(choice, 8 if rows <= 8 else 32 if many else 16)
 
     def products(self, gated: bool) -> RowsSpecialization:
         """Return the specialization of linear_rows.cu for the experts' first or second matrices."""
-        return RowsSpecialization(self.columns, gated, self.dtype, grouped=True)
+        return RowsSpecialization(self.columns, gated, self.choice.dtype, grouped=True)
 
 
 def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:
     """Return the tilings of the experts' first and second matrices for a thread block's maximum
     shared memory."""
     first = tiling_for(shared_bytes)
-    return first, replace(first, span=min(first.span, 384))
+    return first, first._replace(span=min(first.span, 384))
 
 
 def _combined(
@@ -258,7 +228,7 @@ class GroupedKernels(
 
     def __init__(self, specialization: GroupedSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
-        macros, self._blocks = specialization.macros(), multiprocessors(device)
+        macros, self._blocks = macros_of(specialization), multiprocessors(device)
         self._route = self._load("experts/route.cu", macros)
         self._combine = self._load("experts/combine.cu", macros)
         self._products: list[tuple[Kernel, int, Launch]] = []
@@ -320,7 +290,7 @@ class GroupedKernels(
         Some experts have more rows than a group.
         """
         kinds = [1, 2, 3, *[0] * (specialization.columns + 2)]
-        return error_of(kernel, clear_choices(kinds, specialization, 544, 64, device))
+        return error_of(kernel, clear_choices(kinds, specialization.choice, 544, 64, device))
 
 
 class PromptParams(ctypes.Structure):
@@ -332,32 +302,16 @@ class PromptParams(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class PromptSpecialization:
-    """Compile-time parameters of the kernels for the rows of a prompt."""
-
-    experts: int
-    chosen: int
-    normalized: bool
-    dtype: torch.dtype = torch.bfloat16
-    """The only dtype that torch's grouped products support."""
-
-    @property
-    def macros(self) -> dict[str, str | int]:
-        """Macros of prompt.cu and combine.cu."""
-        return _choice_macros(self)
-
-
-class PromptKernels(OperationKernel[PromptSpecialization], operation="prompt_mixture", bound=0.02):
+class PromptKernels(OperationKernel[Choice], operation="prompt_mixture", bound=0.02):
     """The kernels of a mixture for the rows of a prompt, around torch's grouped products.
 
     The module of transformers copies the experts' inputs and outputs three more times, in twice the
     time of the products (8,192 tokens, H200).
     """
 
-    def __init__(self, specialization: PromptSpecialization, device: torch.device) -> None:
+    def __init__(self, specialization: Choice, device: torch.device) -> None:
         super().__init__(specialization, device)
-        macros = specialization.macros
+        macros = macros_of(specialization)
         self._choose = self._load("experts/prompt.cu", macros, "choose")
         self._place = self._load("experts/prompt.cu", macros, "place")
         self._combine = self._load("experts/combine.cu", macros)
@@ -384,7 +338,7 @@ class PromptKernels(OperationKernel[PromptSpecialization], operation="prompt_mix
 
     @staticmethod
     def disagreement(
-        specialization: PromptSpecialization,
+        specialization: Choice,
         kernel: Callable[[Any], torch.Tensor],
         device: torch.device,
     ) -> float:
@@ -411,17 +365,17 @@ def expert_kernels(
         return None
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
+    choice = Choice(count, experts.chosen, experts.normalized, x.dtype)
     if rows > MAX_ROWS:
         if not uses_tma(x.device):
             return None
         if rows <= MAX_GROUPED:
-            return GroupedKernels.of(GroupedSpecialization.of(rows, experts, x.dtype), x.device)
+            return GroupedKernels.of(GroupedSpecialization.of(choice, rows), x.device)
+        # torch's grouped products support no other dtype.
         if x.dtype != torch.bfloat16 or rows > _MAX_PROMPT_ROWS:
             return None
-        made = PromptSpecialization(count, experts.chosen, experts.normalized)
-        return PromptKernels.of(made, x.device)
-    shape = (rows, count, experts.chosen, experts.normalized, width, both // 2, x.dtype)
-    return ExpertKernels.of(Specialization(*shape), x.device)
+        return PromptKernels.of(choice, x.device)
+    return ExpertKernels.of(Specialization(choice, rows, width, both // 2), x.device)
 
 
 def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear, silu
@@ -55,28 +55,13 @@ class MixtureArguments(NamedTuple):
         return torch.empty_like(self.x)
 
 
-class Choosing(Protocol):
-    """Routing parameters of a kernel specialization."""
+class Choice(NamedTuple):
+    """Compile-time parameters of the routing (csrc/experts/choice.cuh)."""
 
-    @property
-    def experts(self) -> int:
-        """Number of experts."""
-        ...
-
-    @property
-    def chosen(self) -> int:
-        """Number of experts per row."""
-        ...
-
-    @property
-    def normalized(self) -> bool:
-        """Whether the shares of a row's experts add up to 1."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of rows and weights."""
-        ...
+    experts: int
+    chosen: int
+    normalize: bool
+    dtype: torch.dtype
 
 
 def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
@@ -99,7 +84,7 @@ def _choices(
 
 def clear_choices(
     kinds: Sequence[int],
-    made: Choosing,
+    choice: Choice,
     width: int,
     between: int,
     device: torch.device,
@@ -109,11 +94,11 @@ def clear_choices(
 
     Args:
         kinds: kind of each row; rows of a kind are equal.
-        made: routing parameters and dtype.
+        choice: routing parameters and dtype.
         width: width of a row.
         between: width between an expert's matrices.
     """
-    dtype = made.dtype
+    count, dtype = choice.experts, choice.dtype
     generator = torch.Generator(device).manual_seed(0)
     # Directly in this dtype: a model is loaded, and float32 copies would take extra memory.
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
@@ -125,15 +110,15 @@ def clear_choices(
     directions /= directions.square().sum(1, keepdim=True)
     # The top logits have the smallest magnitude, so they are rounded least.
     steps = -torch.stack(
-        [torch.randperm(made.experts, generator=generator, device=device) for _ in range(different)]
+        [torch.randperm(count, generator=generator, device=device) for _ in range(different)]
     )
     return MixtureArguments(
         rows[torch.tensor(kinds, device=device)],
         *norm,
         (steps.T.float() / 2 @ directions).to(dtype),
-        random(made.experts, 2 * between, width).div_(width**0.5),
-        random(made.experts, width, between),
-        *(made.chosen, made.normalized),
+        random(count, 2 * between, width).div_(width**0.5),
+        random(count, width, between),
+        *(choice.chosen, choice.normalize),
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from oscar_mm.kernels.launch import (
     shared_limit,
     uses_tma,
 )
+from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel, relative_error
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
@@ -138,25 +138,16 @@ class Params(ctypes.Structure):
     _fields_ = (*pointers("x", "norm"), ("matrices", Matrices), ("epsilon", ctypes.c_float))
 
 
-@dataclass(frozen=True)
-class Specialization:
+class Specialization(NamedTuple):
     """Compile-time parameters of the kernel for a few rows."""
 
     rows: int
     gated: bool
     dtype: torch.dtype
 
-    def macros(self, depth: int, tma: bool) -> dict[str, str | int]:
+    def macros(self, depth: int, tma: bool) -> Macros:
         """Return the macros of csrc/linear/linear.cu."""
-        return {
-            "ROWS": self.rows,
-            "GATED": int(self.gated),
-            "ELEMENT": ELEMENTS[self.dtype],
-            "WARPS": WARPS,
-            "DEPTH": depth,
-            "PIECE": PIECE,
-            "USE_TMA": int(tma),
-        }
+        return macros_of(self, WARPS=WARPS, DEPTH=depth, PIECE=PIECE, USE_TMA=tma)
 
 
 def depth_for(shared_bytes: int) -> int:
@@ -234,8 +225,7 @@ class NormParams(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class RowsSpecialization:
+class RowsSpecialization(NamedTuple):
     """Compile-time parameters of ``linear_rows``, the kernel for many rows."""
 
     columns: int
@@ -265,8 +255,7 @@ class Launch(NamedTuple):
     shared_bytes: int
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """Sizes of a thread block and its stages; same names as in csrc/linear/linear_rows.cu."""
 
     consumers: int = 8
@@ -275,20 +264,9 @@ class Tiling:
     sweep: int = 64
     span: int = 512
 
-    def macros(self, specialization: RowsSpecialization) -> dict[str, str | int]:
+    def macros(self, specialization: RowsSpecialization) -> Macros:
         """Return the macros of csrc/linear/linear_rows.cu."""
-        return {
-            "COLUMNS": specialization.columns,
-            "GATED": int(specialization.gated),
-            "GROUPED": int(specialization.grouped),
-            "ELEMENT": ELEMENTS[specialization.dtype],
-            "CONSUMERS": self.consumers,
-            "PRODUCERS": self.producers,
-            "TILE": self.tile,
-            "SWEEP": self.sweep,
-            "SPAN": self.span,
-            "USE_TMA": 1,
-        }
+        return macros_of(specialization) | macros_of(self, USE_TMA=1)
 
     @property
     def threads(self) -> int:

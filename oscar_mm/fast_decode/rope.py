@@ -11,6 +11,7 @@ import torch
 
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.launch import ELEMENTS, addresses, current_stream, ints, pointers
+from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel, relative_error
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
@@ -62,9 +63,9 @@ class Specialization(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def macros(self) -> dict[str, str | int]:
+    def macros(self) -> Macros:
         """Macros of csrc/rope/rope.cu."""
-        return {"HEAD_DIM": self.head_dim, "ELEMENT": ELEMENTS[self.dtype], "WARPS": _WARPS}
+        return macros_of(self, WARPS=_WARPS)
 
 
 class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,8 +67,7 @@ class Params(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Specialization:
+class Specialization(NamedTuple):
     """Compile-time parameters of the kernel; equal ones share a kernel."""
 
     formats: tuple[PageFormat, ...]

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from oscar_mm.kernels.launch import (
-    ELEMENTS,
     addresses,
     check_pages,
     cpu_kernels_available,
     current_stream,
     ints,
-    page_macros,
     pointers,
 )
+from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel, relative_error
 from oscar_mm.ops.library import STATES, ArgumentChecker, define, format_of, numbers_of
 from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_pages
@@ -87,14 +86,10 @@ class Specialization(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def macros(self) -> dict[str, str | int]:
+    def macros(self) -> Macros:
         """Macros of csrc/unpack/unpack.cu."""
-        return page_macros(self.page_format) | {
-            "KEY_BITS": self.page_format.bits.keys,
-            "VALUE_BITS": self.page_format.bits.values,
-            "ELEMENT": ELEMENTS[self.dtype],
-            "ROTATE": int(self.rotate),
-        }
+        keys, values = self.page_format.bits
+        return macros_of(self, KEY_BITS=keys, VALUE_BITS=values)
 
 
 class UnpackKernel(OperationKernel[Specialization], operation="unpack", bound=0.01):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from math import isnan
 
 import pytest
@@ -23,22 +22,29 @@ from oscar_mm.fast_decode.experts import (
     Params,
     PromptKernels,
     PromptParams,
-    PromptSpecialization,
     Specialization,
     expert_kernels,
     grouped_tilings,
 )
-from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments, experts_by_torch
+from oscar_mm.fast_decode.experts_torch import (
+    Choice,
+    Experts,
+    MixtureArguments,
+    experts_by_torch,
+)
 from oscar_mm.fast_decode.linear import RowsParams, linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.compile import csrc_folder
-from tests.compiled import architectures, compile_once
+from oscar_mm.kernels.macros import macros_of
+from tests.compiled import architectures, compile_once, same_struct
 
-QWEN3_OMNI = Specialization(1, 128, 8, True, 2048, 768, torch.bfloat16)
+OMNI_CHOICE = Choice(128, 8, True, torch.bfloat16)
+LARGEST_CHOICE = Choice(512, 32, False, torch.float16)
+QWEN3_OMNI = Specialization(OMNI_CHOICE, 1, 2048, 768)
 OTHERS = (
-    Specialization(4, 128, 8, True, 2048, 768, torch.bfloat16),
-    Specialization(3, 60, 4, False, 1024, 1536, torch.float16),
-    Specialization(2, 4, 2, True, 256, 256, torch.bfloat16),
+    Specialization(OMNI_CHOICE, 4, 2048, 768),
+    Specialization(Choice(60, 4, False, torch.float16), 3, 1024, 1536),
+    Specialization(Choice(4, 2, True, torch.bfloat16), 2, 256, 256),
 )
 
 
@@ -60,9 +66,7 @@ def test_as_transformers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("arch", architectures(("sm_80", "sm_90a", "sm_100a", "sm_120")))
 def test_compiles(arch: str, down: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "experts/experts.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
-    )
+    text = (csrc_folder() / "experts/experts.cu").read_text() + same_struct(Params)
     for specialization in (QWEN3_OMNI, OTHERS[1]):
         limit = (227 if arch != "sm_120" else 99) << 10
         macros = specialization.macros(down, limit, arch != "sm_80")
@@ -88,9 +92,7 @@ def _spills(source: str, arch: str, text: str, macros: dict[str, str | int]) -> 
 def test_kernels_of_many_rows_compile(arch: str, columns: int) -> None:
     """And the host's picture of them is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    made = GroupedSpecialization(columns, 128, 8, True, torch.bfloat16)
-    size = "static_assert(sizeof(Params) == {});\n"
-    text = size.format(ctypes.sizeof(RowsParams))
+    made, text = GroupedSpecialization(OMNI_CHOICE, columns), same_struct(RowsParams)
     limit = (227 if arch != "sm_120" else 99) << 10
     for gated, tiling in zip((True, False), grouped_tilings(limit), strict=True):
         product = made.products(gated)
@@ -102,36 +104,30 @@ def test_kernels_of_many_rows_compile(arch: str, columns: int) -> None:
         ("route", GroupedParams, ROUTE_THREADS),
         ("combine", CombineParams, COMBINE_THREADS),
     ):
-        text = size.format(ctypes.sizeof(params)) + f"static_assert(THREADS == {threads});\n"
-        for other in (made, GroupedSpecialization(columns, 512, 32, False, torch.float16)):
-            assert _spills(f"experts/{name}.cu", arch, text, other.macros()) == (0, 0, 0)
+        text = same_struct(params) + f"static_assert(THREADS == {threads});\n"
+        for other in (made, GroupedSpecialization(LARGEST_CHOICE, columns)):
+            assert _spills(f"experts/{name}.cu", arch, text, macros_of(other)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("arch", architectures(("sm_90a", "sm_100a", "sm_120")))
-@pytest.mark.parametrize(
-    "made", [PromptSpecialization(128, 8, True), PromptSpecialization(512, 32, False)]
-)
-def test_kernels_of_prompts_compile(arch: str, made: PromptSpecialization) -> None:
+@pytest.mark.parametrize("choice", [OMNI_CHOICE, LARGEST_CHOICE])
+def test_kernels_of_prompts_compile(arch: str, choice: Choice) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(PromptParams)});\n"
-        f"static_assert(THREADS == {PROMPT_THREADS});\n"
-    )
-    assert _spills("experts/prompt.cu", arch, text, made.macros) == (0, 0, 0)
+    text = f"{same_struct(PromptParams)}static_assert(THREADS == {PROMPT_THREADS});\n"
+    assert _spills("experts/prompt.cu", arch, text, macros_of(choice)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 8), (9, 16), (96, 16), (97, 32), (512, 32)])
 def test_rows_of_a_group(rows: int, columns: int) -> None:
-    experts = Experts(*(torch.zeros(128, 1),) * 3, 8, True)
-    assert GroupedSpecialization.of(rows, experts, torch.bfloat16).columns == columns
+    assert GroupedSpecialization.of(OMNI_CHOICE, rows).columns == columns
 
 
 @pytest.mark.parametrize(
     ("kernels", "made", "row"),
     [
-        (ExpertKernels, Specialization(3, 6, 2, True, 256, 256, torch.float32), 1),
-        (GroupedKernels, GroupedSpecialization(8, 12, 2, True, torch.float32), 2),
-        (PromptKernels, PromptSpecialization(12, 2, True, torch.float32), 2),
+        (ExpertKernels, Specialization(Choice(6, 2, True, torch.float32), 3, 256, 256), 1),
+        (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8), 2),
+        (PromptKernels, Choice(12, 2, True, torch.float32), 2),
     ],
 )
 @pytest.mark.parametrize("value", [None, 0.0, torch.nan])
@@ -179,22 +175,19 @@ def test_rows_choose_for_themselves() -> None:
 def test_equal_logits_and_nan() -> None:
     """With equal logits the first experts are chosen; NaN stays in its row."""
     generator = torch.Generator("cuda").manual_seed(0)
-    made = Specialization(2, 60, 4, True, 256, 256, torch.bfloat16)
+    rows, count, chosen, width, between = 2, 60, 4, 256, 256
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
-    x, norm = random(made.rows, made.width), Norm(random(made.width), 1e-5)
-    gate_and_up = random(made.experts, 2 * made.between, made.width) / 16
-    down = random(made.experts, made.width, made.between)
-    router = torch.zeros(made.experts, made.width, device="cuda").bfloat16()
-    experts = Experts(router, gate_and_up, down, made.chosen, made.normalized)
+    x, norm = random(rows, width), Norm(random(width), 1e-5)
+    gate_and_up = random(count, 2 * between, width) / 16
+    down = random(count, width, between)
+    router = torch.zeros(count, width, device="cuda").bfloat16()
+    experts = Experts(router, gate_and_up, down, chosen, True)
     found = expert_kernels(x, experts)(MixtureArguments(x, *norm, *experts))
     # A mixture of these alone gives them the same shares.
-    first = Experts(
-        *(router[: made.chosen], gate_and_up[: made.chosen], down[: made.chosen]),
-        *(made.chosen, made.normalized),
-    )
+    first = Experts(router[:chosen], gate_and_up[:chosen], down[:chosen], chosen, True)
     expected = experts_by_torch(MixtureArguments(x, *norm, *first))
     assert (found - expected).norm() < 0.02 * (expected - x).norm()
     broken = x.clone()
@@ -262,7 +255,7 @@ def test_many_rows(rows: int, dtype: torch.dtype, skewed: bool) -> None:
 @pytest.mark.parametrize("columns", [8, 16, 32])
 @pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (512, 32), (4, 2)])
 def test_kernels_of_many_rows(columns: int, experts: int, chosen: int) -> None:
-    made = GroupedSpecialization(columns, experts, chosen, True, torch.bfloat16)
+    made = GroupedSpecialization(Choice(experts, chosen, True, torch.bfloat16), columns)
     verdict = GroupedKernels.checked.check(made, torch.device("cuda", 0))
     assert verdict.disagreement < 0.01
 
@@ -270,7 +263,7 @@ def test_kernels_of_many_rows(columns: int, experts: int, chosen: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (512, 32), (4, 2)])
 def test_kernels_of_prompts(experts: int, chosen: int) -> None:
-    made = PromptSpecialization(experts, chosen, True)
+    made = Choice(experts, chosen, True, torch.bfloat16)
     assert PromptKernels.checked.check(made, torch.device("cuda", 0)).disagreement < 0.01
 
 

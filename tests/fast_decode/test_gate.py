@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -11,7 +9,7 @@ from torch.nn.functional import silu
 from oscar_mm.fast_decode.gate import THREADS, GateKernel, Params, gate_
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import ELEMENTS
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -30,8 +28,7 @@ def test_gate(halves: bool) -> None:
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "linear/gate.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
-        f"static_assert(THREADS == {THREADS});\n"
+        f"{same_struct(Params)}static_assert(THREADS == {THREADS});\n"
     )
     report = compile_once("linear/gate.cu", text, arch, {"ELEMENT": ELEMENTS[dtype]})["gate"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 
 import pytest
@@ -14,7 +13,7 @@ from oscar_mm.fast_decode.graph_runner import capture_cuda_graph
 from oscar_mm.fast_decode.linear import LinearKernel, Params, Specialization, linear
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import csrc_folder
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 
 ARCHITECTURES = {"sm_80": 2, "sm_86": 2, "sm_89": 2, "sm_90a": 4, "sm_100a": 4, "sm_120": 2}
 """Architecture -> pieces on their way."""
@@ -89,9 +88,7 @@ def test_many_rows(rows: int, captured: bool) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiles(arch: str, gated: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "linear/linear.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
-    )
+    text = (csrc_folder() / "linear/linear.cu").read_text() + same_struct(Params)
     for rows, dtype in ((1, torch.bfloat16), (module.MAX_ROWS, torch.float16)):
         bulk = arch.startswith(("sm_9", "sm_1"))
         macros = Specialization(rows, gated, dtype).macros(ARCHITECTURES[arch], bulk)

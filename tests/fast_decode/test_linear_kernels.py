@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +20,7 @@ from oscar_mm.fast_decode.linear import (
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import multiprocessors, uses_tma
-from tests.compiled import compile_once
+from tests.compiled import compile_once, same_struct
 
 LIMITS = {"sm_90a": 227, "sm_100a": 227, "sm_120": 99}
 """Architecture -> KiB of shared memory that a thread block may have."""
@@ -87,7 +86,7 @@ def test_compiles(arch: str, gated: bool, columns: int) -> None:
     tiling = module.tiling_for(LIMITS[arch] << 10)
     step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
     text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(RowsParams)});\n"
+        f"{same_struct(RowsParams)}"
         f"static_assert(MAX_DEPTH == {module.MAX_DEPTH});\n"
         f"constexpr int ROWS = GATED ? ({step} + 7) / 8 * 16 : {step};\n"
         "constexpr int STAGE_ROWS = (ROWS + TILE - 1) / TILE * TILE + COLUMNS;\n"
@@ -103,7 +102,7 @@ def test_compiles(arch: str, gated: bool, columns: int) -> None:
 def test_norm_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "linear/rms_norm.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(NormParams)});\n"
+        f"{same_struct(NormParams)}"
         f"static_assert(THREADS == {module.NORM_THREADS});\n"
         f"static_assert(THREADS * EACH * 8 == {module.WIDEST_NORM});\n"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from math import isnan
 
 import pytest
@@ -23,7 +22,7 @@ from oscar_mm.fast_decode.rope import (
     rope_by_torch,
 )
 from oscar_mm.kernels.compile import csrc_folder
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -53,9 +52,7 @@ def test_as_transformers(dtype: torch.dtype, normed: bool) -> None:
 @pytest.mark.parametrize("arch", architectures())
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "rope/rope.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
-    )
+    text = (csrc_folder() / "rope/rope.cu").read_text() + same_struct(Params)
     for head_dim in HEAD_DIMS:
         macros = Specialization(head_dim, torch.bfloat16).macros
         report = compile_once("rope/rope.cu", text, arch, macros)["rope"]

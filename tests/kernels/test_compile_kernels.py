@@ -1,6 +1,5 @@
 """The kernels compile for every architecture, in the shape they run in there. No GPU is needed."""
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
@@ -13,7 +12,7 @@ from oscar_mm.kernels.compile import Report, csrc_folder
 from oscar_mm.ops.decode import Params, Specialization
 from oscar_mm.ops.decode_tables import SEGMENT_ITEMS
 from oscar_mm.pages.layout import PageFormat
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import channel_policy, stream_policy
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -84,7 +83,7 @@ def compiled(record_property: Callable[[str, object], None]) -> Callable[..., Re
         text = (csrc_folder() / "decode/decode.cu").read_text() + (
             f"static_assert(sizeof(Shared) <= {made.shared_bytes(*shape)} &&"
             f" sizeof(Shared) > {made.shared_bytes(*shape) - 128});\n"
-            f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
+            f"{same_struct(Params)}"
             f"static_assert(sizeof(Assignment) == 64 && SEGMENT_ITEMS == {SEGMENT_ITEMS});\n"
         )
         macros = made.macros(*shape, arch in TMA)

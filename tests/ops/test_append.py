@@ -1,14 +1,12 @@
 """append: new tokens into slots of 16 bit."""
 
-import ctypes
-
 import pytest
 import torch
 
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.ops import append as module
 from oscar_mm.ops.append import UNITS, Specialization, append
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -102,9 +100,7 @@ def test_bytes_that_a_thread_takes(
 @pytest.mark.parametrize("arch", architectures())
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "append/append.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(module.AppendParams)});\n"
-    )
+    text = (csrc_folder() / "append/append.cu").read_text() + same_struct(module.AppendParams)
     for unit in UNITS:
         macros = Specialization(dtype, unit).macros
         report = compile_once("append/append.cu", text, arch, macros)["append"]

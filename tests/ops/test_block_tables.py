@@ -1,7 +1,5 @@
 """block_tables: every new token is stored once, every past one attended to once."""
 
-import ctypes
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +17,7 @@ from oscar_mm.ops.block_tables import (
 from oscar_mm.ops.decode_tables import FEWEST_ITEMS, FIELDS, ROUND_ITEMS, SEGMENT_ITEMS, assign
 from oscar_mm.ops.rings import MAX_ROWS
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 
 CPU = torch.device("cpu")
 PASTS = st.lists(st.integers(0, 700), min_size=1, max_size=6)
@@ -120,7 +118,7 @@ def test_requests_that_all_decode(pasts: list[int], tokens: int) -> None:
 def test_the_kernel_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "block_tables/block_tables.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
+        f"{same_struct(Params)}"
         f"static_assert(MAX_ROWS == {MAX_ROWS} && FIELDS == {FIELDS});\n"
         f"static_assert(HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS} && TILE == {TILE});\n"
         f"static_assert(SEGMENT_ITEMS == {SEGMENT_ITEMS} && ROUND_ITEMS == {ROUND_ITEMS});\n"

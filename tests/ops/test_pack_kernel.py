@@ -1,6 +1,5 @@
 """The pack kernel against PyTorch operations. The compilation needs no GPU, the rest does."""
 
-import ctypes
 import logging
 from itertools import product
 from pathlib import Path
@@ -29,7 +28,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.quantize import Recipe
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import channel_policy
 
 POLICIES = {
@@ -66,8 +65,7 @@ def test_defaults_and_what_is_near_do_not_spill(policy: KVPolicy, head_dim: int)
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "pack/pack.cu").read_text() + (
-        f"static_assert(sizeof(Shared) == {shared_bytes(128)});\n"
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(PackParams)});\n"
+        f"static_assert(sizeof(Shared) == {shared_bytes(128)});\n{same_struct(PackParams)}"
     )
     policy = POLICIES["channel"]
     page_format = PageFormat.of(policy, Bits(2, 2), 8, 128)
@@ -81,9 +79,7 @@ def test_compiles(arch: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_norms_compile(head_dim: int, arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    text = (csrc_folder() / "pack/norms.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(NormsParams)});\n"
-    )
+    text = (csrc_folder() / "pack/norms.cu").read_text() + same_struct(NormsParams)
     policy = POLICIES["oscar"]
     recipe = Recipe.of(PageFormat.of(policy, Bits(2, 2), 8, head_dim), policy)
     made = Specialization(recipe, torch.float16).norms_macros

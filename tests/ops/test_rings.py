@@ -1,6 +1,5 @@
 """rings: what a step reads in 16-bit precision is what the request's own tokens left there."""
 
-import ctypes
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +26,7 @@ from oscar_mm.ops.rings import (
     rings_by_numpy,
 )
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, TILE
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 
 INT = torch.int32
 
@@ -249,7 +248,7 @@ def test_a_request_that_waits_a_step(keeps: bool, exact: int) -> None:
 def test_the_kernel_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "block_tables/rings.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
+        f"{same_struct(Params)}"
         f"static_assert(sizeof(Ring) == {4 * RING_FIELDS});\n"
         f"static_assert(MAX_ROWS == {module.MAX_ROWS} && THREADS == {module._THREADS});\n"
     )

@@ -1,6 +1,5 @@
 """The store kernel against PyTorch operations. The compilation needs no GPU, the rest does."""
 
-import ctypes
 from itertools import product
 
 import pytest
@@ -23,7 +22,7 @@ from oscar_mm.ops.store_torch import (
 )
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.quant.quantize import Recipe, unpack_stored
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import stream_policy
 
 POLICIES = {
@@ -52,8 +51,8 @@ def recipe_of(name: str, head_dim: int, kv_heads: int = 3) -> Recipe:
 def compiled(arch: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, Report]:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "store/store.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(StoreParams)});\n"
-        f"static_assert(sizeof(LayersParams) == {ctypes.sizeof(LayersParams)});\n"
+        f"{same_struct(StoreParams)}"
+        f"{same_struct(LayersParams, 'LayersParams')}"
         "static_assert(WARPS == 4);\n"
         f"static_assert(JOB_HEAD == {HEAD} && CENTER_TOKENS == {CENTER_TOKENS});\n"
         f"static_assert(STORED_CENTER == {STORED_CENTER.start});\n"

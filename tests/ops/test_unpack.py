@@ -1,6 +1,5 @@
 """unpack: pages by slot, in the model's coordinates. (What pages hold is in test_pack.py.)"""
 
-import ctypes
 from dataclasses import replace
 from itertools import product
 
@@ -16,7 +15,7 @@ from oscar_mm.ops.unpack import Specialization, UnpackKernel, UnpackParams, unpa
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.quantize import unpack_by_torch
-from tests.compiled import architectures, compile_once
+from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {
@@ -105,8 +104,7 @@ def test_loops_give_the_same_bits_with_any_number_of_threads(threads: int) -> No
 def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "unpack/unpack.cu").read_text() + (
-        f"static_assert(sizeof(Params) == {ctypes.sizeof(UnpackParams)});\n"
-        "static_assert(THREADS == 256);\n"
+        f"{same_struct(UnpackParams)}static_assert(THREADS == 256);\n"
     )
     page_format = PageFormat.of(policy, Bits(*bits), 8, head_dim)
     made = Specialization(page_format, policy.rotate, torch.bfloat16).macros
