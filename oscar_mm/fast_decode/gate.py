@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import silu
 
 from oscar_mm.kernels.launch import ELEMENTS, addresses, current_stream, ints, pointers
-from oscar_mm.kernels.self_check import OperationKernel, relative_error
+from oscar_mm.kernels.self_check import OperationKernel, random_normal, relative_error
 
 THREADS, _AT_ONCE = 256, 8
 
@@ -46,8 +46,7 @@ class GateKernel(OperationKernel[torch.dtype], operation="gate", bound=0.01):
         device: torch.device,
     ) -> float:
         """Return the largest relative error of a row, for halves of wider rows."""
-        generator = torch.Generator(device).manual_seed(0)
-        both = torch.randn(37, 2 * 264, generator=generator, device=device, dtype=specialization)
+        both = random_normal(specialization, device)(37, 2 * 264)
         expected = both.clone()
         kernel(*both.chunk(2, -1))
         _by_torch(*expected.chunk(2, -1))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from oscar_mm.kernels.launch import (
     uses_tma,
 )
 from oscar_mm.kernels.macros import Macros, macros_of
-from oscar_mm.kernels.self_check import OperationKernel, relative_error
+from oscar_mm.kernels.self_check import OperationKernel, random_normal, relative_error, worst
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 FEW_ROWS = 2
@@ -375,10 +374,7 @@ def worst_error(
         kernel: kernel for x and weights of ``dtype``.
         problems: rows, width, and outputs of each weight matrix.
     """
-    generator = torch.Generator(device).manual_seed(0)
-    # Directly in this dtype: a model is loaded, and float32 copies would take extra memory.
-    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    errors = []
+    random, errors = random_normal(dtype, device), []
     for rows, width, outputs in problems:
         x = random(rows, width)
         weights = [random(count, width).div_(width**0.5) for count in outputs]
@@ -387,8 +383,7 @@ def worst_error(
         for around in (((), None, None), (biases, Norm(random(width), 1e-5), residual)):
             arguments = LinearArguments.of(x, weights, *around, gated)
             errors.append(relative_error(kernel(arguments), linear_by_torch(arguments)))
-    # Not Python's max(), which would drop NaN.
-    return float(torch.tensor(errors).max())
+    return worst(errors)
 
 
 def _linear(arguments: LinearArguments) -> torch.Tensor:

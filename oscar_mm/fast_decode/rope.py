@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.launch import ELEMENTS, addresses, current_stream, ints, pointers
 from oscar_mm.kernels.macros import Macros, macros_of
-from oscar_mm.kernels.self_check import OperationKernel, relative_error
+from oscar_mm.kernels.self_check import OperationKernel, random_normal, relative_error, worst
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
 HEAD_DIMS = (64, 128, 192, 256)
@@ -94,9 +93,7 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
     ) -> float:
         """Return the largest relative error of a head, with and without norms."""
         head_dim, dtype = specialization
-        generator = torch.Generator(device).manual_seed(0)
-        random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-        errors = []
+        random, errors = random_normal(dtype, device), []
         for norms in ((None, None, 0.0), (random(head_dim), random(head_dim), 1e-6)):
             heads, angles = random(3, 9, head_dim), random(3, head_dim).float()
             cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -104,8 +101,7 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
             for run, target in ((kernel, found), (rope_by_torch, expected)):
                 run(RopeArguments(target[:, :7], 4, cosine, sine, *norms))
             errors.append(relative_error(found, expected))
-        # Not Python's max(), which would drop NaN.
-        return float(torch.tensor(errors).max())
+        return worst(errors)
 
 
 def rope_(

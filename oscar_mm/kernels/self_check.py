@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -212,13 +212,24 @@ class OperationKernel(ABC, Generic[S]):
         return kernel
 
 
+def random_normal(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return a function that returns normal numbers of a shape, the same ones in each process."""
+    generator = torch.Generator(device).manual_seed(0)
+    # Directly in this dtype: a model is loaded, and float32 copies would take extra memory.
+    return functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
+
+
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest |found - expected| / |expected| of a row, the last dimension; NaN if there
     is any."""
     found, expected = found.double(), expected.double()
-    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return worst((found - expected).norm(dim=-1) / expected.norm(dim=-1))
+
+
+def worst(errors: torch.Tensor | Sequence[float]) -> float:
+    """Return the largest error; NaN if there is any."""
     # Not Python's max(), which would drop NaN.
-    return float(errors.max())
+    return float(torch.as_tensor(errors).max())
 
 
 @functools.cache

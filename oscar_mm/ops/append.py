@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from oscar_mm.kernels.launch import (
     refuse_capture,
     warn_once,
 )
-from oscar_mm.kernels.self_check import OperationKernel
+from oscar_mm.kernels.self_check import OperationKernel, random_normal
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
 _MAX_THREADS = 64
@@ -112,8 +111,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
     ) -> float:
         """Return the share of elements and flags that differ, for rows of one unit and more."""
         dtype, unit = specialization
-        generator = torch.Generator(device).manual_seed(0)
-        random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+        random = random_normal(dtype, device)
         heads, head_dim = 3, 5 * unit
         keys, values = (random(2, 7, heads, head_dim).transpose(1, 2) for _ in range(2))
         writes = [[0, 6, 2], [1, 0, 0], [1, 5, -1], [1, 3, 1]]
