@@ -18,6 +18,7 @@ from tests.processes import Forked
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINKS = ("apps", "csrc", "pipelines")
+OURS = (*LINKS, "oscar_mm")
 
 
 def run_python(program: str, folder: Path = ROOT, seconds: float = 60) -> str:
@@ -76,20 +77,37 @@ def test_the_folders_beside_the_package_are_parts_of_it() -> None:
     assert oscar_mm.__path__ == [str(ROOT / "oscar_mm")]
 
 
-def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
-    """Built from a copy, as setuptools leaves files beside what it builds."""
-    ours = [*LINKS, "oscar_mm"]
-    for name in ours:
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of the project, as setuptools leaves files beside what it builds."""
+    for name in OURS:
         hidden = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=hidden)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
-    run_python(build, tmp_path)
-    [wheel] = tmp_path.glob("*.whl")
-    found = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("oscar_mm/")}
+    return tmp_path
+
+
+def built(folder: Path, how: str) -> zipfile.ZipFile:
+    """What a function of the build backend makes of a folder."""
+    run_python(f"from setuptools import build_meta; print(build_meta.{how}('.'))", folder)
+    [wheel] = folder.glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+def test_an_editable_install_is_a_plain_path(copied: Path) -> None:
+    """Type checkers follow no import hook: a script outside of the clone would lose all types."""
+    with built(copied, "build_editable") as wheel:
+        [path, *others] = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        assert not others and path.endswith(".pth")
+        assert wheel.read(path).decode().split() == [str(copied)]
+
+
+def test_the_wheel_holds_every_file(copied: Path) -> None:
+    with built(copied, "build_wheel") as wheel:
+        found = {name for name in wheel.namelist() if name.startswith("oscar_mm/")}
     there = set()
-    for name in ours:
+    for name in OURS:
         inner = "oscar_mm" if name == "oscar_mm" else f"oscar_mm/{name}"
         files = [path for path in (ROOT / name).rglob("*") if path.is_file()]
         files = [path.relative_to(ROOT / name) for path in files if "__pycache__" not in path.parts]
