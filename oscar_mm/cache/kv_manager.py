@@ -145,7 +145,7 @@ class KVCacheManager:
         self.number, self.changes = next(_NUMBERS), 0
         self._planned_step: _PlannedStep | None = None
         if owns_slots:
-            store.register(self)
+            store.register(self, self.sequences)
 
     def fork(self) -> KVCacheManager:
         """Return a KV cache manager with copies of the sequences that share their slots."""

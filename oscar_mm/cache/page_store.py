@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -194,15 +194,6 @@ class StoreReport:
         return self.used_bytes + self.free_bytes + self.rounding_bytes
 
 
-class SlotOwner(Protocol):
-    """Owner of slots of a store."""
-
-    @property
-    def sequences(self) -> list[SequenceTable]:
-        """Its rows; always the same list, which the store releases when the owner is collected."""
-        ...
-
-
 class PageStore:
     """Slots and pools that the caches of one model share::
 
@@ -242,24 +233,31 @@ class PageStore:
         self._pools: list[Pool] = []
         self._reserved: tuple[int, ...] = ()
         """Number of pools and of slots at the last ``reserve``."""
-        self._owners: weakref.WeakSet[SlotOwner] = weakref.WeakSet()
+        self._owners: weakref.WeakKeyDictionary[object, list[SequenceTable]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._joining = threading.Lock()  # held briefly, so that a new cache waits for no pass
         self._dropped: deque[list[SequenceTable]] = deque()
 
-    def register(self, owner: SlotOwner) -> None:
-        """Add an owner, whose slots are released when it is garbage-collected.
+    def register(self, owner: object, sequences: list[SequenceTable]) -> None:
+        """Add an owner of sequences, whose slots are released when it is garbage-collected.
 
         A finalizer can run at any point in any thread, so it only queues the sequences; ``collect``
         releases the slots.
+
+        Args:
+            owner: owner of the sequences.
+            sequences: its rows, always the same list; must not refer to the owner.
         """
         with self._joining:
-            self._owners.add(owner)
-        weakref.finalize(owner, self._dropped.append, owner.sequences).atexit = False
+            self._owners[owner] = sequences
+        weakref.finalize(owner, self._dropped.append, sequences).atexit = False
 
-    def _registered(self) -> list[SlotOwner]:
-        """Return the current owners; other threads may register more while the caller iterates."""
+    def _registered(self) -> list[tuple[object, list[SequenceTable]]]:
+        """Return the current owners and their sequences; other threads may register more while the
+        caller iterates."""
         with self._joining:
-            return list(self._owners)
+            return list(self._owners.items())
 
     def layer(
         self,
@@ -346,8 +344,9 @@ class PageStore:
             for pools in self.layers.values():
                 pools.by_bits[bits].keep(kept)
             new_ids = {old: new for new, old in enumerate(kept)}
-            for sequence in (row for owner in owners for row in owner.sequences):
-                sequence.renumber(bits, new_ids)
+            for _, sequences in owners:
+                for sequence in sequences:
+                    sequence.renumber(bits, new_ids)
 
     def trim_surplus(self, soon: int = 0) -> None:
         """``trim`` if it is worth moving the slots in use and takes a small share of all time.
@@ -404,7 +403,7 @@ class PageStore:
         """Return the bytes of the slots in use by modality; a shared slot counts once."""
         self.collect()
         owners = self._registered()
-        rows = (row for owner in owners for row in owner.sequences)
+        rows = (row for _, sequences in owners for row in sequences)
         held = SlotSet.of(stream for row in rows for stream in row.streams.values())
         found = {modality.label: 0 for modality in Modality}
         for bits in self.allocators:
