@@ -55,7 +55,7 @@ class RequestState:
         self.next_logprob: TokenLogprob | None = None
         self.ended = False
         self.error: BaseException | None = None
-        self._first, self._most = position, sampling.max_new_tokens
+        self._first, self._max_tokens = position, sampling.max_new_tokens
 
     @property
     def position(self) -> int:
@@ -65,7 +65,7 @@ class RequestState:
     @property
     def last_comes(self) -> bool:
         """Whether the next token reaches ``max_new_tokens``."""
-        return len(self.tokens) + 1 >= self._most
+        return len(self.tokens) + 1 >= self._max_tokens
 
     def take(self, token: int) -> None:
         """Append the token sampled next; ``BROKEN`` ends the row with an error."""
@@ -123,21 +123,21 @@ class DecodeRunner:
         self._chosen: SampledTokens | None = None
 
     @property
-    def records(self) -> bool:
+    def captures(self) -> bool:
         """Whether steps are captured as CUDA graphs."""
-        return (next(iter(self._by_size.values()), None) or self._steps(1)).records
+        return (next(iter(self._by_size.values()), None) or self._steps(1)).captures
 
     def captured_sizes(self, rows: int) -> list[int]:
         """Return the captured batch sizes up to that of ``rows`` requests, largest first.
 
         Empty if steps run eagerly.
         """
-        most = self.size_for(rows) if self.records else 0
-        return [size for size in reversed(_CAPTURED) if size <= most]
+        largest = self.size_for(rows) if self.captures else 0
+        return [size for size in reversed(_CAPTURED) if size <= largest]
 
     def size_for(self, rows: int) -> int:
         """Return the batch size for so many requests, rounded up to a captured size."""
-        if not self.records:
+        if not self.captures:
             return rows
         fitting = [size for size in _CAPTURED if size >= rows]
         return fitting[0] if fitting else -(-rows // _CAPTURED[-1]) * _CAPTURED[-1]

@@ -35,13 +35,13 @@ from oscar_mm.fast_decode.rope import rope_
 from oscar_mm.modules import devices, modules_of, run_as_written
 from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
 
-Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
+Capture = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
 """Function that turns work on fixed tensors of a device into a replay of it; it may do so without
 running the work."""
 KNOWN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}
 """Decoder layer classes of transformers with this arithmetic: those of language models, to which
 ``Family.fast_layers`` are added."""
-_DIVIDED_BY = {
+_SHARDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
 }
@@ -60,7 +60,7 @@ def supports(model: Any) -> bool:
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
         and run_as_written((model, head, *modules_of(decoder)))
         and all(len(devices(layer)) == 1 and _has_known_parts(layer) for layer in layers)
-        and all(map(_is_divided_as_known, layers))
+        and all(map(_is_sharded_as_known, layers))
     )
 
 
@@ -89,12 +89,12 @@ def _has_known_parts(layer: Any) -> bool:
     return type(gate) is type(ACT2FN["silu"]) and all(hasattr(x, "variance_epsilon") for x in norms)
 
 
-def _is_divided_as_known(layer: Any) -> bool:
+def _is_sharded_as_known(layer: Any) -> bool:
     """Return whether the layer is whole, or divided by heads and by the MLP's inner width."""
     divided = {module for module in modules_of(layer) if is_sharded(module)}
     for block in (layer.self_attn, layer.mlp):
-        products = {one: name for name, one in block.named_children() if name in _DIVIDED_BY}
-        as_known = {one for one, name in products.items() if is_sharded(one, _DIVIDED_BY[name])}
+        products = {one: name for name, one in block.named_children() if name in _SHARDED_BY}
+        as_known = {one for one, name in products.items() if is_sharded(one, _SHARDED_BY[name])}
         if as_known and as_known != products.keys():
             return False
         divided -= as_known
@@ -317,18 +317,18 @@ class FastDecoder:
             states = self._computed(part, part.brought(states), cache)
         return states[0].to(ids.device)
 
-    def recorded(
-        self, record: Record, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
+    def captured(
+        self, capture: Capture, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> Callable[[], torch.Tensor]:
         """Capture the computation part by part and return its replay; call the decoder once before.
 
         Args:
-            record: function that captures a part.
+            capture: function that captures a part.
             ids, positions: inputs at fixed addresses.
         """
         given = ids, positions
         replays = [
-            record(partial(self._computed, part, tuple(part.kept) or given, cache), part.device)
+            capture(partial(self._computed, part, tuple(part.kept) or given, cache), part.device)
             for part in self._parts
         ]
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
-from oscar_mm.fast_decode.decoder import FastDecoder, Record, has_full_attention, supports
+from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.modules import devices
@@ -161,7 +161,7 @@ class GraphRunner:
         rows: number of rows of the batch.
         axes: leading axes of its position ids: 1 or 3 or 4 for M-RoPE, () for plain RoPE.
         device: device of the model's inputs.
-        record: capture function; None for eager steps only. By default CUDA graphs if supported,
+        capture: capture function; None for eager steps only. By default CUDA graphs if supported,
             unless ``SWITCH`` is "off".
     """
 
@@ -172,7 +172,7 @@ class GraphRunner:
         rows: int,
         axes: tuple[int, ...],
         device: torch.device,
-        record: Record | Literal["auto"] | None = "auto",
+        capture: Capture | Literal["auto"] | None = "auto",
     ) -> None:
         self.model, self.cache, self.axes = model, cache, axes
         self._ranks = TPGroup.of(model)
@@ -182,7 +182,7 @@ class GraphRunner:
         self._positions = torch.zeros(rows, dtype=torch.long, device=device)
         self._positions = self._positions.view(*[1] * len(axes), -1, 1)
         self._steps = GraphInputs(cache, rows)
-        self._record = self._recorder() if record == "auto" else record
+        self._capture = self._supported_capture() if capture == "auto" else capture
         self._early: InflightStep | None = None
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
@@ -191,9 +191,9 @@ class GraphRunner:
         """Consecutive failed captures, and steps until the next try."""
 
     @property
-    def records(self) -> bool:
+    def captures(self) -> bool:
         """Whether steps are captured, so that the number of rows should seldom change."""
-        return self._record is not None
+        return self._capture is not None
 
     @property
     def is_ahead(self) -> bool:
@@ -215,7 +215,7 @@ class GraphRunner:
             ended: (batch,) bool on the CPU: rows that continue as padding, which is not stored.
         """
         early, self._early = self._early, None
-        if self._record is None:
+        if self._capture is None:
             self._ids.copy_(tokens[:, None])
             self.cache.expect(torch.where(ended, PADDING, int(Modality.TEXT))[:, None])
             logits = self._repeatable()
@@ -243,14 +243,14 @@ class GraphRunner:
             logits = self._replay()
         self._early = InflightStep(tokens, step, logits)
 
-    def _recorder(self) -> Record | None:
+    def _supported_capture(self) -> Capture | None:
         """Return the capture function of CUDA graphs if they are known to work."""
         if self._layers is not None:
-            return recorder(self._layers.devices)
+            return graph_capture(self._layers.devices)
         # Communication between devices or ranks within a graph is untested for plain modules.
         places = devices(self.model)
         alone = self._ranks.count == 1 and places == {self._ids.device}
-        return recorder(places) if alone and has_full_attention(self.model) else None
+        return graph_capture(places) if alone and has_full_attention(self.model) else None
 
     def _on_fixed_tables(
         self, tokens: torch.Tensor, ended: torch.Tensor, early: InflightStep | None
@@ -263,7 +263,7 @@ class GraphRunner:
         self._ids.copy_(tokens[:, None])
         if not self._steps.fix(step):
             return self._repeatable()
-        return self._by_record(step)
+        return self._replayed(step)
 
     def _repeatable(self) -> torch.Tensor:
         """Run the step on tensors at fixed addresses."""
@@ -282,7 +282,7 @@ class GraphRunner:
     def _expanded_positions(self) -> torch.Tensor:
         return self._positions.expand(*self.axes, -1, 1)
 
-    def _by_record(self, step: StepPlan) -> torch.Tensor:
+    def _replayed(self, step: StepPlan) -> torch.Tensor:
         if not self._steps.is_ready:
             # The first step is eager: it requests tables, and compiles kernels.
             return self._repeatable()
@@ -291,23 +291,23 @@ class GraphRunner:
             if self._eager_left:
                 self._eager_left -= 1
             else:
-                self._capture(step)
+                self._capture_step(step)
         if self._replay is None:
             return self._repeatable()
         logits = self._replay()
         self.cache.replayed(step)
         return logits
 
-    def _capture(self, step: StepPlan) -> None:
+    def _capture_step(self, step: StepPlan) -> None:
         """Capture the step; on failure, steps are eager until another try succeeds."""
-        record, version, cause = self._record, self._steps.version, None
+        capture, version, cause = self._capture, self._steps.version, None
         try:
             with self._steps.dry_run(step):
-                if record is not None and self._layers is not None:
+                if capture is not None and self._layers is not None:
                     given = self._ids, self._expanded_positions(), self.cache
-                    self._replay = self._layers.recorded(record, *given)
-                elif record is not None:
-                    self._replay = record(self._repeatable, self._ids.device)
+                    self._replay = self._layers.captured(capture, *given)
+                elif capture is not None:
+                    self._replay = capture(self._repeatable, self._ids.device)
         except Exception as error:
             # Ending a broken capture raises an error that hides the cause.
             cause = error.__context__ or error
@@ -325,7 +325,7 @@ class GraphRunner:
             *(self._failures, _TRIES, cause or "another rank has no graph"),
         )
         if self._failures == _TRIES:
-            self._record = None
+            self._capture = None
 
 
 def _codes(ended: torch.Tensor) -> np.ndarray:
@@ -398,7 +398,7 @@ def _end_broken_capture(device: int, pool: Any) -> None:
         torch._C._cuda_endAllocateToPool(device, pool)
 
 
-def recorder(devices: set[torch.device], *, small: bool = False) -> Record | None:
+def graph_capture(devices: set[torch.device], *, small: bool = False) -> Capture | None:
     """Return the capture function of CUDA graphs, if supported, for steps whose attention uses our
     kernels.
 

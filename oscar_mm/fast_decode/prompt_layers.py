@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oscar_mm.cache.cache import OscarCache, cache_of
-from oscar_mm.fast_decode.decoder import FastLayer, Record, supports
-from oscar_mm.fast_decode.graph_runner import recorder
+from oscar_mm.fast_decode.decoder import Capture, FastLayer, supports
+from oscar_mm.fast_decode.graph_runner import graph_capture
 from oscar_mm.modules import devices
 from oscar_mm.tensor_parallel import TPGroup
 
@@ -83,11 +83,11 @@ class PrefillGraphs:
 
     Args:
         layers: layers of the same shape.
-        record: capture function.
+        capture: capture function.
     """
 
-    def __init__(self, layers: Sequence[FastLayer], record: Record) -> None:
-        self._layers, self._record, self._fails = layers, record, False
+    def __init__(self, layers: Sequence[FastLayer], capture: Capture) -> None:
+        self._layers, self._capture, self._fails = layers, capture, False
         self._ran = defaultdict[int, set[tuple[str, int]]](set)
         """Parts of layers that have run, by length."""
         self._replays = dict[int, dict[tuple[str, int], Callable[[], Any]]]()
@@ -147,7 +147,7 @@ class PrefillGraphs:
         replays = self._replays.get(length, {})
         if key in self._ran[length] and key not in replays and not self._fails:
             try:
-                replays[key] = self._record(work, self._states.hidden.device)
+                replays[key] = self._capture(work, self._states.hidden.device)
             except Exception as error:
                 # Ending a broken capture raises an error that hides the cause.
                 self._give_up(error.__context__ or error)
@@ -178,18 +178,18 @@ class PromptLayers:
     Args:
         model: transformers model that ``takes`` accepts.
         max_total_tokens: maximum tokens that an MLP or a mixture processes at a time.
-        record: capture function; by default CUDA graphs if supported.
+        capture: capture function; by default CUDA graphs if supported.
     """
 
     def __init__(
-        self, model: Any, max_total_tokens: int, record: Record | Literal["auto"] | None = "auto"
+        self, model: Any, max_total_tokens: int, capture: Capture | Literal["auto"] | None = "auto"
     ) -> None:
         self._layers = [(layer, FastLayer.of(layer)) for layer in model.get_decoder().layers]
         self._max_tokens = max_total_tokens
         fast = [fast for _, fast in self._layers]
-        if record == "auto":
-            record = recorder(devices(model.get_decoder().layers), small=True)
-        self._recorded = None if record is None else PrefillGraphs(fast, record)
+        if capture == "auto":
+            capture = graph_capture(devices(model.get_decoder().layers), small=True)
+        self._graphs = None if capture is None else PrefillGraphs(fast, capture)
 
     @staticmethod
     def takes(model: Any) -> bool:
@@ -219,7 +219,7 @@ class PromptLayers:
     def _forward(
         self, index: int, layer: Any, fast: FastLayer, cache: OscarCache
     ) -> Callable[..., torch.Tensor]:
-        recorded = self._recorded
+        graphs = self._graphs
 
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             others = cache_of(kwargs) is not cache
@@ -227,11 +227,11 @@ class PromptLayers:
                 return type(layer).forward(layer, hidden_states, *args, **kwargs)
             batch, tokens, _ = hidden_states.shape
             mask, angles = kwargs.get("attention_mask"), kwargs["position_embeddings"]
-            if recorded is not None and mask is None:
+            if graphs is not None and mask is None:
                 if index == 0:
-                    recorded.begin(hidden_states, *angles)
-                if recorded.takes_pass:
-                    return recorded(index, hidden_states, cache)
+                    graphs.begin(hidden_states, *angles)
+                if graphs.takes_pass:
+                    return graphs(index, hidden_states, cache)
             cosine, sine = (x.expand(batch, tokens, -1).flatten(0, 1) for x in angles)
             rows = fast.attended(hidden_states.flatten(0, 1), batch, cosine, sine, cache, mask)
             if len(rows) <= self._max_tokens:

@@ -221,7 +221,7 @@ def test_a_cache_with_balancing_of_its_own(folders, monkeypatch, old: int) -> No
 def test_a_change_of_the_model_between_answers(qwen3_vl_folder, monkeypatch) -> None:
     repeat = Repeat()
     monkeypatch.setattr(
-        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, record=repeat)
+        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, capture=repeat)
     )
     pipe = loaded(qwen3_vl_folder)
     before = together(pipe, [made(pipe, prompt) for prompt in SHORT])
@@ -252,7 +252,7 @@ def test_recorded_steps_of_answers_that_come_and_go(
     eager = loaded(qwen3_vl_folder, policy)
     repeat = Repeat()
     monkeypatch.setattr(
-        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, record=repeat)
+        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, capture=repeat)
     )
     pipe = loaded(qwen3_vl_folder, policy)
     draw = random.Random(policy)
@@ -332,7 +332,7 @@ def test_nan_of_a_token_that_was_chosen_is_its_answers(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, record: Repeat | None
 ) -> None:
     """Also if an in-flight step has already read the token."""
-    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=record))
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=record))
     pipe = loaded(qwen3_vl_folder, "standard")
     expected = alone(pipe, SHORT, max_new_tokens=40)
     others = {token for tokens in expected[1:] for token in tokens}
@@ -364,7 +364,7 @@ def test_what_was_captured_is_released(qwen3_vl_folder, monkeypatch) -> None:
     def steps(*arguments: Any) -> GraphRunner:
         repeat = Repeat()
         repeats.append(weakref.ref(repeat))
-        return GraphRunner(*arguments, record=repeat)
+        return GraphRunner(*arguments, capture=repeat)
 
     monkeypatch.setattr(decode_runner, "GraphRunner", steps)
     pipe = loaded(qwen3_vl_folder)

@@ -153,7 +153,7 @@ def test_a_step_that_was_launched_early_is_not_lost_when_others_join(
 
     monkeypatch.setattr(InflightStep, "__new__", note_launched)
     monkeypatch.setattr(InflightStep, "is_step", note_taken)
-    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=Repeat()))
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=Repeat()))
     answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
     for answer in answers:
         pipe.engine.submit(answer)
@@ -170,7 +170,7 @@ def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_who_joins(
 ) -> None:
     pipe = loaded(qwen3_vl_folder, "standard")
     expected = alone(pipe, max_new_tokens=40)
-    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=Repeat()))
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=Repeat()))
     answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
     for answer in answers[:2]:
         pipe.engine.submit(answer)

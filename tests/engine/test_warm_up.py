@@ -21,7 +21,7 @@ def repeat(monkeypatch) -> Repeat:
     """Capture steps with pools whose addresses do not change, as on a GPU."""
     monkeypatch.setattr(PageStore, "version", 0)
     repeat = Repeat()
-    steps = partial(graph_runner.GraphRunner, record=repeat)
+    steps = partial(graph_runner.GraphRunner, capture=repeat)
     monkeypatch.setattr(decode_runner, "GraphRunner", steps)
     return repeat
 

@@ -32,7 +32,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache says how its steps are recorded, for its forks too."""
 
     def recorded_as_asked(model: nn.Module, cache: OscarCache, *rest: Any) -> GraphRunner:
-        return GraphRunner(model, cache, *rest, record=getattr(cache.store, "record", None))
+        return GraphRunner(model, cache, *rest, capture=getattr(cache.store, "record", None))
 
     monkeypatch.setattr(decode_runner, "GraphRunner", recorded_as_asked)
 

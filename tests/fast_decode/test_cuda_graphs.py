@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from oscar_mm.fast_decode.graph_runner import capture_cuda_graph, recorder
+from oscar_mm.fast_decode.graph_runner import capture_cuda_graph, graph_capture
 
 CUDA = torch.device("cuda", 0)
 
@@ -21,7 +21,7 @@ def product(size: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
 
 
 def test_no_graphs_on_a_cpu() -> None:
-    assert recorder({torch.device("cpu")}) is None
+    assert graph_capture({torch.device("cpu")}) is None
 
 
 @pytest.mark.gpu

@@ -48,7 +48,7 @@ def answer(
 ):
     """Token lists of each row, and the cache."""
     monkeypatch.setattr(
-        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, record=record)
+        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, capture=record)
     )
     cache = OscarCache(policy, model=oscar.model) if cache is None else cache
     sampling = Sampling(max_new_tokens=tokens)
@@ -268,7 +268,7 @@ def test_fixed_tables_of_slots_have_two_lines_for_each_row() -> None:
 def test_a_capture_is_dropped_exactly_when_the_version_changes(oscar, monkeypatch, policy) -> None:
     repeat, found = Repeat(), []
     monkeypatch.setattr(
-        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, record=repeat)
+        decode_runner, "GraphRunner", partial(graph_runner.GraphRunner, capture=repeat)
     )
     cache, sampling = OscarCache(POLICIES[policy], model=oscar.model), Sampling(max_new_tokens=90)
     prompt = oscar.prompt(BATCH[:1])

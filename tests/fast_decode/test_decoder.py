@@ -102,7 +102,7 @@ def test_layers_on_two_devices_are_those_on_one(model) -> None:
         expected = whole(ids, positions, caches[0])
         assert torch.equal(parted(ids, positions, caches[1]), expected)
         if recorded is None:
-            recorded = parted.recorded(record, ids, positions, caches[2])
+            recorded = parted.captured(record, ids, positions, caches[2])
         assert torch.equal(recorded(), expected)
         ids += 3
         positions += 1

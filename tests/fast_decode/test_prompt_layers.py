@@ -127,7 +127,7 @@ def test_recorded_passes(pipe) -> None:
         for mine, theirs in zip(held(caches[1]), held(caches[0]), strict=True):
             assert_same(mine, theirs, 1e-2)
         # A pass zeroes what it pads with, and reads nothing else of it.
-        for x in layers._recorded._whole:
+        for x in layers._graphs._whole:
             x.fill_(torch.nan)
         used[next(length for length in (8, 16, 24, 32, 64, 96) if length >= prompt.tokens)] += 1
     assert record.made == 2 * count * sum(uses > 1 for uses in used.values())
@@ -193,7 +193,7 @@ def test_a_pass_that_cannot_be_recorded_is_read_all_the_same(pipe, caplog) -> No
     for _ in range(5):
         assert_same(read_by(layers, pipe, prompt), expected)
     assert len([x for x in caplog.records if "no graphs here" in x.message]) == 1
-    assert layers._recorded._whole is None, "what nobody uses any more is given back"
+    assert layers._graphs._whole is None, "what nobody uses any more is given back"
 
 
 def test_nothing_is_recorded_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,4 +297,4 @@ def test_on_a_gpu(name: str) -> None:
                 cache.close()
             errors[fast].append(float((found.float().cpu() - exact).norm() / exact.norm()))
     assert median(errors[True]) < 1.5 * median(errors[False]) and max(errors[True]) < 0.1
-    assert reader._layers._recorded._replays, "all but the first prompt were replayed"
+    assert reader._layers._graphs._replays, "all but the first prompt were replayed"

@@ -41,7 +41,7 @@ def test_a_graph_answers_like_eager_steps(name, policy, monkeypatch, caplog) -> 
     answers = {}
     for how in ("eager", "graph"):
         recorder = record if how == "graph" else None
-        monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=recorder))
+        monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=recorder))
         pipe = pipe.with_policy(policy)
         with caplog.at_level(logging.WARNING, "oscar_mm"):
             answers[how] = [
@@ -67,7 +67,7 @@ def test_growth_in_place_spares_captures_and_changes_no_answer(policy, monkeypat
         captures[way] += 1
         return capture_cuda_graph(function, device)
 
-    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=record))
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=record))
     for way in ("in place", "moving"):
         if way == "moving":
             monkeypatch.setattr(AddressRange, "reserve", lambda device: None)
@@ -131,7 +131,7 @@ def test_answers_leave_no_memory_behind(monkeypatch) -> None:
         captures.append(function)
         return capture_cuda_graph(function, device)
 
-    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, record=record))
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=record))
     for _ in range(4):
         pipe(images=CARDS[:14], prompt="Write all codes.", max_new_tokens=40)
         gc.collect()

@@ -150,7 +150,7 @@ def asked_on_records(pipe: OscarVLPipeline, cards: int, broken_rank: int | None)
 
         return again
 
-    with patch.object(decode_runner, "GraphRunner", partial(GraphRunner, record=record)):
+    with patch.object(decode_runner, "GraphRunner", partial(GraphRunner, capture=record)):
         turns = asked(pipe.with_policy(pipe.policy), cards)["turns"]
         return {"turns": turns, "replays": len(calls)}
 
