@@ -70,7 +70,7 @@ def test_type_checkers_see_the_same_names() -> None:
         ), f"{name} is not imported from {home} under TYPE_CHECKING"
 
 
-def test_the_folders_beside_the_package_are_parts_of_it() -> None:
+def test_the_folders_next_to_the_package_are_parts_of_it() -> None:
     for name in LINKS:
         assert (ROOT / "oscar_mm" / name).readlink() == Path("..", name)
         assert importlib.util.find_spec(f"oscar_mm.{name}").submodule_search_locations
@@ -158,5 +158,5 @@ def test_versions_with_known_holes_are_not_installed(
     assert any(not one.specifier.contains(with_holes) for one in found)
 
 
-def test_serve_brings_what_its_default_model_hears_with() -> None:
+def test_serve_brings_the_audio_packages_of_its_default_model() -> None:
     assert {"soundfile", "soxr"} <= {one.name for one in requirements("serve")}

@@ -64,7 +64,7 @@ def is_held(planned: float, report: MemoryReport, pipe: Pipeline) -> bool:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_foreseen_is_what_is_held(
+def test_the_forecast_is_what_is_stored(
     vl: OscarVLPipeline, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Reports are of the moment before free slots go back.

@@ -236,7 +236,7 @@ def test_a_chat_that_answers_stays(qwen3_vl_folder, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
-def test_forgetting_what_a_fork_holds_too_needs_no_room(qwen3_vl_folder, policy: str) -> None:
+def test_forgetting_what_a_fork_stores_too_needs_no_memory(qwen3_vl_folder, policy: str) -> None:
     """Not a byte is to spare, and nothing can be spilled."""
     pipe = pipeline(qwen3_vl_folder, policy=policy, kv_budget="1GB", spill=False)
     chat = pipe.chat()
@@ -333,7 +333,7 @@ def test_a_chat_that_begins_to_answer_stays(free, qwen3_vl_folder, tmp_path, mon
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_room_is_kept_for_an_answer_that_is_being_written(alone, free, qwen3_vl_folder) -> None:
+def test_memory_is_kept_for_an_answer_that_is_being_written(alone, free, qwen3_vl_folder) -> None:
     asked = {"prompt": "What?", "max_new_tokens": 60}
     whole = free.admission.growth_bytes(free.admission.growth(prepare(free, "What?"), 60))
     pipe = pipeline(qwen3_vl_folder, kv_budget=whole * 3 // 2)
@@ -374,7 +374,7 @@ def test_prefixes_go_first(qwen3_vl_folder, tmp_path) -> None:
     assert pipe.store.memory().used_bytes <= LIMIT and not files(tmp_path)
 
 
-def test_beginnings_that_a_batch_reads_ahead_have_room(qwen3_vl_folder) -> None:
+def test_beginnings_that_a_batch_reads_ahead_have_memory(qwen3_vl_folder) -> None:
     pipe = pipeline(qwen3_vl_folder, kv_budget=LIMIT, prefix_cache="1GB")
     plain = pipeline(qwen3_vl_folder)
     used = []

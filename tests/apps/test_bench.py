@@ -55,7 +55,7 @@ def test_a_table_and_its_rows(questions: Path, tmp_path: Path, capsys) -> None:
     assert f"{1000 * packed['kl']:.3g}" in captured.out
 
 
-def test_recordings_and_pictures_of_a_model_that_hears(tmp_path: Path, capsys) -> None:
+def test_recordings_and_pictures_of_a_model_with_audio(tmp_path: Path, capsys) -> None:
     clips = sorted(str(path) for path in (CARDS.parent / "clips").glob("*.wav"))
     cards = [str(CARDS / f"{number:02}.png") for number in range(1, 13)]
     row = {"audio": clips, "images": cards, "question": "What is the code in picture 3?"}
@@ -80,7 +80,7 @@ def test_one_bad_question_does_not_stop_the_others(questions: Path, capsys) -> N
     assert "no prompt fills" not in captured.out
 
 
-def test_a_prompt_without_a_full_page_is_told(tmp_path: Path, capsys) -> None:
+def test_a_prompt_without_a_full_page_is_reported(tmp_path: Path, capsys) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps({"images": str(CARDS / "01.png"), "question": "What is the code?"}))
     assert run(asked(path, "--methods", "QuaRot", "--max-new-tokens", "4")) == 0

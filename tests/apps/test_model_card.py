@@ -57,5 +57,5 @@ def test_other_questions_get_a_hint_with_one_that_it_knows(name: str, question: 
     assert model.hint(re.search("for example: (.*)", hint)[1]) == ""
 
 
-def test_a_model_that_hears_nothing_was_not_taught_to() -> None:
+def test_a_model_without_audio_was_not_trained_on_it() -> None:
     assert card(str(bundled("pocket-vl"))).hint("What was said in clip 1?")

@@ -77,7 +77,7 @@ def test_what_is_saved_comes_first() -> None:
     assert short.startswith("1.00 KB stored, against 990 B in 16-bit") and "x smaller" not in short
 
 
-def test_what_takes_more_than_16_bit_is_told_why() -> None:
+def test_what_takes_more_than_16_bit_is_explained() -> None:
     cache = OscarCache("standard")
     states = torch.randn(1, 2, 20, 64)
     cache.expect(torch.zeros(1, 20, dtype=torch.long))

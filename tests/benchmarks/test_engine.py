@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 COMPACT = engine.WAYS["compact-graph"]
 
 
-def test_a_rehearsal(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tiny", "--models", "qwen3-vl-8b,llava-1.6-vicuna-7b", "--batches", "1,3"]
     assert engine.main([*arguments, "--out", str(tmp_path)]) == 0
     [path] = tmp_path.iterdir()
@@ -73,7 +73,7 @@ def without_room(refuses: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("oscar_mm.admission.admission.Admission.reserve", reserve)
 
 
-def test_a_prompt_without_room_is_not_read(
+def test_a_prompt_without_memory_is_not_read(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without_room(lambda tokens: tokens >= 400, monkeypatch)

@@ -8,7 +8,7 @@ from benchmarks import decode_step, grammar
 from benchmarks.record import Record
 
 
-def test_a_rehearsal(
+def test_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_step, "STEPS", 3)

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 @pytest.mark.slow
-def test_a_rehearsal(tmp_path, capsys) -> None:
+def test_a_dry_run(tmp_path, capsys) -> None:
     assert several_gpus.main(["--tiny", "--out", str(tmp_path)]) == 0
     [path] = tmp_path.glob("several_gpus-*.json")
     rows = {row["way"]: row for row in Record.load(path).rows}

@@ -133,7 +133,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_in_line_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concatenated_prompts_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row equals itself alone, up to rounding; free slots are NaN."""
     made = build_decoder("qwen3").to("cuda", torch.bfloat16)
     made.set_attn_implementation("oscar")
@@ -157,7 +157,9 @@ def test_prompts_in_line_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: bool) -> None:
+def test_concatenated_prompts_and_steps_continue_as_alone(
+    model, policy: str, launches: bool
+) -> None:
     store = PageStore(policy)
     caches = caches_of(model, store)
     alone = [cache.fork() for cache in caches]
@@ -196,7 +198,7 @@ def test_prompts_in_line_and_steps_go_on_as_alone(model, policy: str, launches: 
     assert store.memory().used_bytes == 0
 
 
-def test_what_a_layer_could_not_store_is_told_once(model) -> None:
+def test_what_a_layer_could_not_store_is_reported_once(model) -> None:
     """On a GPU a layer sets a flag, which is read later."""
     store = PageStore("standard")
     [cache] = caches_of(model, store, (50,))

@@ -99,7 +99,9 @@ def test_the_first_page_has_the_tokens_that_waited() -> None:
 @pytest.mark.parametrize("window", [0, 32])
 @pytest.mark.parametrize("before", [20, 40])
 @pytest.mark.parametrize("copied", ["forked", "loaded", "cropped"])
-def test_copies_go_on_alike(states, tmp_path: Path, copied: str, before: int, window: int) -> None:
+def test_copies_continue_the_same(
+    states, tmp_path: Path, copied: str, before: int, window: int
+) -> None:
     """Copies are made before a page is full, or while tokens wait for the next page."""
     cache, first = OscarCache(small_window(window)), 100 + window
     pieces = [[x[:, :, a : a + 1] for x in states] for a in range(first, first + 80)]

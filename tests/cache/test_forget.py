@@ -91,7 +91,7 @@ def test_forget_refuses() -> None:
         OscarCache().forget(0, 0)
 
 
-def test_layers_forget_alike() -> None:
+def test_layers_forget_the_same() -> None:
     cache = OscarCache("channel")
     for layer in range(3):
         attend_oscar(cache, chunk(0, 810), ids=IDS, layer=layer)

@@ -201,7 +201,7 @@ def test_tokens_of_an_image_see_each_other(build: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_mask_hides_tokens_that_are_held(name: str) -> None:
+def test_a_mask_hides_stored_tokens(name: str) -> None:
     """Zeros over the past apply to that pass only, in a chunk, a step and a padded batch."""
     model = build_decoder(name, sliding_window=60) if name == "mistral" else build_decoder(name)
     ids = prompt(170, batch=2)

@@ -14,7 +14,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import PLAIN
 from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers
-from tests.cache.test_ledger import STREAM_PAGES, TWO, chunks
+from tests.cache.test_kv_manager import STREAM_PAGES, TWO, chunks
 
 POLICY = KVPolicy(bits=2, window=32, sinks=4, **STREAM)
 LEAST = min_page_tokens(POLICY, TWO)
@@ -147,7 +147,7 @@ def test_a_crop_among_tokens_that_wait() -> None:
     assert numbers.kv_manager.sequences[0].streams[0].stops == (PAGE_TOKENS, LEAST - 5 + 40 - 32)
 
 
-def test_tokens_that_were_forgotten_leave_room_to_those_that_wait() -> None:
+def test_tokens_that_were_forgotten_leave_places_to_those_that_wait() -> None:
     """Waiting tokens take the free places when the next one leaves the window."""
     found = []
     for together in (False, True):

@@ -325,7 +325,7 @@ def test_a_cache_shrinks_after_an_answer_and_goes_on(policy: str) -> None:
     assert plain.memory().by_kind["unused"] > 0 and plain.store.trims == 0
 
 
-def test_beside_others_a_cache_gives_back_what_it_had_to_spare_alone() -> None:
+def test_with_others_a_cache_gives_back_what_it_had_to_spare_alone() -> None:
     store = PageStore("standard")
     cache, other = (OscarCache("standard", store=store) for _ in range(2))
     for seed, tokens in enumerate((40, 1, 1)):

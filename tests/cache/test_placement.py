@@ -51,7 +51,9 @@ def taken(kv_manager: KVCacheManager, new: np.ndarray, answer: int) -> list[dict
     padding=st.integers(0, 3),
     change=st.tuples(st.sampled_from(["", "crop", "forget"]), st.floats(0, 1), st.floats(0, 1)),
 )
-def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, padding, change) -> None:
+def test_the_kv_manager_takes_what_was_forecast(
+    policy, first, second, answer, padding, change
+) -> None:
     store = PageStore(policy)
     kv_manager = KVCacheManager(store)
     prompt = np.concatenate([np.full(padding, -1, np.int8), modalities(first)])
@@ -81,7 +83,7 @@ def test_the_ledger_takes_what_was_foreseen(policy, first, second, answer, paddi
     assert {bits: int(later.held[bits][-1]) for bits in later.held} == slots(twin)
 
 
-def test_tokens_that_wait_beside_room() -> None:
+def test_tokens_that_wait_next_to_free_places() -> None:
     """Waiting tokens take the places of forgotten ones when the next token of their stream leaves
     the window, and not before."""
     kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=32, sinks=4, **STREAM)))

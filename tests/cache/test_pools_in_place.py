@@ -208,7 +208,7 @@ def test_stores_that_are_gone_leave_nothing_behind() -> None:
 
 
 @pytest.mark.gpu(alone=True)
-def test_a_pool_that_finds_no_room_stays_as_it_is() -> None:
+def test_a_pool_that_finds_no_memory_stays_as_it_is() -> None:
     pool = Pool((1 << 20,), torch.uint8, torch.device("cuda", 0))
     pool.reserve(10)
     pool.storage.fill_(9)

@@ -43,6 +43,6 @@ def test_parts_of_all_streams_are_those_of_each(
         assert torch.equal(torch.cat(side, dim=1), stored[0][:, order])
 
 
-def test_nothing_is_held_of_no_tokens() -> None:
+def test_nothing_is_stored_of_no_tokens() -> None:
     held = TokenPlaces.of([], torch.device("cpu"))
     assert not held.pages and held.slots.shape == (0,) and held.slots.dtype == torch.int64

@@ -237,7 +237,7 @@ def test_repetition_penalty_counts_the_whole_chat(qwen) -> None:
     assert not set(said) & set(later)
 
 
-def test_no_room_in_the_context(qwen3_vl_folder) -> None:
+def test_no_tokens_left_in_the_context(qwen3_vl_folder) -> None:
     pipe = OscarVLPipeline(qwen3_vl_folder, device="cpu", max_context=160)
     chat = pipe.chat()
     with pytest.raises(InputError, match=r"over the context.* lower max_new_tokens to"):

@@ -149,7 +149,7 @@ def test_packed_pages_hold_no_reasoning(qwen3_vl_thinking_folder: Path) -> None:
         assert sum(chat.memory.tokens.values()) == sizes[0]
 
 
-def test_who_leaves_amid_the_text_and_amid_the_reasoning(pipe) -> None:
+def test_a_caller_leaves_amid_the_text_and_amid_the_reasoning(pipe) -> None:
     chat = pipe.chat()
     with saying(pipe, ids_of(pipe, THOUGHT + SAID[0])):
         stream = chat.stream("What?")
@@ -199,7 +199,7 @@ def test_a_given_turn_has_no_reasoning(pipe) -> None:
     assert alike(ask(chat, SAID[1], "Why?"), expected)
 
 
-def test_room_for_an_answer(pipe, qwen3_vl_folder) -> None:
+def test_memory_for_an_answer(pipe, qwen3_vl_folder) -> None:
     assert pipe.sampling({}, ()).max_new_tokens == 256 + 8192 == pipe.longest_answer()
     assert pipe.sampling({"max_new_tokens": 5}, ()).max_new_tokens == 5
     plain = OscarVLPipeline(qwen3_vl_folder, device="cpu")

@@ -114,7 +114,7 @@ def test_short_texts_are_read_together(qwen) -> None:  # noqa: F811
         chat.tell_all([])
 
 
-def test_a_chat_stays_while_turns_are_told(qwen) -> None:  # noqa: F811
+def test_a_chat_stays_while_turns_are_added(qwen) -> None:  # noqa: F811
     """A request that needs memory meanwhile does not spill the chat, which would free nothing."""
     found = []
     with qwen.chat() as chat:
@@ -136,7 +136,7 @@ def test_a_chat_stays_while_turns_are_told(qwen) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_turns_that_are_told_are_turns(omni, first: int) -> None:  # noqa: F811
+def test_turns_that_are_added_are_turns(omni, first: int) -> None:  # noqa: F811
     """They are forgotten and taken back as those that were asked, however many were told before."""
     told = [
         past("What is it?", "A sound.", audio=tone(1.2)),

@@ -96,7 +96,7 @@ def test_an_answer(tokenizer) -> None:
     assert timings.tokens_per_s == pytest.approx((len(answer.token_ids) - 1) / timings.decode_s)
 
 
-def test_no_stop_text_before_the_least_length(tokenizer) -> None:
+def test_no_stop_text_before_the_min_length(tokenizer) -> None:
     text, start = "a sign, a sign, a sign.", time.perf_counter()
     first, second = (len(tokenizer(text[:end])["input_ids"]) for end in (6, 14))
     for least, expected in ((0, "a"), (first - 1, "a"), (first, "a sign, a"), (second, text[:17])):

@@ -151,7 +151,7 @@ def test_some_of_those_that_are_read_together(qwen3_vl_folder: Path, policy: str
         assert empty(pipe)
 
 
-def test_who_leaves_beside_a_bad_prompt(qwen3_vl_folder: Path) -> None:
+def test_a_caller_leaves_with_a_bad_prompt_in_the_batch(qwen3_vl_folder: Path) -> None:
     """When prompts run one by one after an error, each request is checked for cancellation."""
     pipe = loaded(qwen3_vl_folder, "channel")
     expected, layers = alone(pipe), pipe.model.get_decoder().layers
@@ -172,7 +172,7 @@ def test_who_leaves_beside_a_bad_prompt(qwen3_vl_folder: Path) -> None:
     assert empty(pipe)
 
 
-def test_running_answers_go_on_beside_who_leaves(qwen3_vl_folder: Path) -> None:
+def test_running_answers_continue_when_others_leave(qwen3_vl_folder: Path) -> None:
     pipe = loaded(qwen3_vl_folder, "channel")
     expected = alone(pipe, SHORT[:2], max_new_tokens=60)
     [read] = alone(pipe, [LONG])
@@ -297,7 +297,7 @@ def test_an_answer_that_a_hook_of_others_cancels(qwen3_vl_folder: Path) -> None:
     assert empty(pipe)
 
 
-def test_a_turn_that_is_told_and_cancelled(qwen3_vl_folder: Path) -> None:
+def test_a_turn_that_is_added_and_cancelled(qwen3_vl_folder: Path) -> None:
     pipe = loaded(qwen3_vl_folder, "channel")
     chat, layers = pipe.chat(), pipe.model.get_decoder().layers
     with (

@@ -156,7 +156,7 @@ def test_seed_decides(oscar) -> None:
     assert run(oscar, request, **sampled)[0] == unseeded
 
 
-def test_broken_weights_are_told(qwen3_vl_folder) -> None:
+def test_broken_weights_are_reported(qwen3_vl_folder) -> None:
     broken = Reference(qwen3_vl_folder, attention={"text_config": "oscar"})
     with torch.no_grad():
         broken.model.lm_head.weight[5] = float("nan")

@@ -28,7 +28,7 @@ from tests.engine.engine import (
 )
 from tests.engine.engine_waits import engine_waits
 from tests.engine.pipelines import pipelines
-from tests.fast_decode.test_decode_steps import Repeat
+from tests.fast_decode.test_graph_runner import Repeat
 from tests.pipelines.conftest import NEVER
 from tests.prompts import noise
 
@@ -100,7 +100,7 @@ def test_nan_of_a_prompt_is_that_prompts(qwen3_vl_folder, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["bf16", "standard"])
-def test_a_chat_that_begins_beside_a_bad_prompt(qwen3_vl_folder, policy: str) -> None:
+def test_a_chat_that_begins_with_a_bad_prompt_in_the_batch(qwen3_vl_folder, policy: str) -> None:
     """Covers the first prompts of a pipeline, and a later turn of the good chat."""
     pipe = loaded(qwen3_vl_folder, policy)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_beginnings_of_bad_prompts_are_not_kept(qwen3_vl_folder, policy: str) ->
         assert answers[2].complete().token_ids == again
 
 
-def test_a_later_turn_that_is_read_beside_a_bad_prompt(qwen3_vl_folder) -> None:
+def test_a_later_turn_that_is_read_with_a_bad_prompt(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "channel")
 
     def second(chat: Any) -> Any:
@@ -246,7 +246,7 @@ def test_a_change_of_the_model_between_answers(qwen3_vl_folder, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
-def test_recorded_steps_of_answers_that_come_and_go(
+def test_captured_steps_of_answers_that_come_and_go(
     qwen3_vl_folder, monkeypatch, policy: str
 ) -> None:
     eager = loaded(qwen3_vl_folder, policy)
@@ -312,7 +312,7 @@ def test_a_deterministic_answer_is_bit_for_bit_the_same(qwen3_vl_folder, monkeyp
     assert len(pairs) == TOKENS - 1 and all(torch.equal(*pair) for pair in pairs)
 
 
-def test_seeds_beside_the_same_answers(plain) -> None:
+def test_seeds_in_a_batch_with_the_same_answers(plain) -> None:
     def answered() -> list[list[int]]:
         options = [{"temperature": 1.0, "seed": seed} for seed in range(3)] + [{}]
         return together(plain, [made(plain, x, **y) for x, y in zip(SHORT, options, strict=True)])

@@ -28,7 +28,7 @@ from tests.engine.engine import (
     together,
 )
 from tests.engine.engine_waits import engine_waits
-from tests.fast_decode.test_decode_steps import Repeat
+from tests.fast_decode.test_graph_runner import Repeat
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -165,7 +165,7 @@ def test_a_step_that_was_launched_early_is_not_lost_when_others_join(
     assert len(launched) > 20 and len(launched) - len(taken) <= 1
 
 
-def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_who_joins(
+def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_a_new_request(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = loaded(qwen3_vl_folder, "standard")

@@ -86,7 +86,7 @@ def chosen(rows: Sequence[SamplingState], logits: torch.Tensor, reseated: int) -
 
 
 @pytest.mark.parametrize("reseated", [0, 7])
-def test_every_row_beside_all_others_as_transformers(reseated: int) -> None:
+def test_every_row_of_a_batch_as_transformers(reseated: int) -> None:
     rows = [row for options in OPTIONS.values() for row in samplers(options)]
     logits = torch.stack([step_logits(row) for row in range(len(rows))])
     found = chosen(rows, logits, reseated)

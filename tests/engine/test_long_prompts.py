@@ -92,7 +92,7 @@ def test_long_prompts_take_turns(qwen3_vl_folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("policy", ["bf16", "compact"])
 @pytest.mark.parametrize("leaves", [0, 1])
-def test_who_leaves_between_chunks(qwen3_vl_folder: Path, policy: str, leaves: int) -> None:
+def test_a_caller_leaves_between_chunks(qwen3_vl_folder: Path, policy: str, leaves: int) -> None:
     """The memory is free before the next pass."""
     pipe = loaded(qwen3_vl_folder, policy, prefill_chunk=CHUNK, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
@@ -135,7 +135,7 @@ def test_a_prompt_that_fails_in_the_middle(qwen3_vl_folder: Path, where: int) ->
     assert empty(pipe)
 
 
-def test_who_has_no_room_beside_a_long_prompt_waits_for_it(qwen3_vl_folder: Path) -> None:
+def test_a_request_without_memory_waits_for_a_long_prompt(qwen3_vl_folder: Path) -> None:
     """Nothing decodes meanwhile, and smaller requests may overtake."""
     pipe = loaded(qwen3_vl_folder, prefill_chunk=CHUNK, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
@@ -171,9 +171,7 @@ def test_a_prompt_of_one_chunk_is_read_exactly(qwen3_vl_folder: Path) -> None:
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_told_turns_leave_others_their_turns(
-    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_added_turns_let_others_run(qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long answer is added as history while others ask questions; the chat equals one to which it
     was added at once."""
     pipe = loaded(qwen3_vl_folder, prefill_chunk=CHUNK)
@@ -195,7 +193,7 @@ def test_told_turns_leave_others_their_turns(
     assert empty(pipe)
 
 
-def test_who_leaves_while_turns_are_told(qwen3_vl_folder: Path) -> None:
+def test_a_caller_leaves_while_turns_are_added(qwen3_vl_folder: Path) -> None:
     """Turns read before the cancellation are kept; pages of the others are free."""
     pipe = loaded(qwen3_vl_folder, "compact", prefill_chunk=CHUNK)
     with pipe.chat() as chat:
@@ -209,7 +207,7 @@ def test_who_leaves_while_turns_are_told(qwen3_vl_folder: Path) -> None:
     assert empty(pipe)
 
 
-def test_a_thread_that_tells_and_one_that_asks(qwen3_vl_folder: Path) -> None:
+def test_a_thread_that_adds_turns_and_one_that_asks(qwen3_vl_folder: Path) -> None:
     """Either of two independent threads may run the steps."""
     pipe = loaded(qwen3_vl_folder, prefill_chunk=CHUNK)
     expected = alone(pipe, SHORT)

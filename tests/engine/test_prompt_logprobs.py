@@ -60,7 +60,7 @@ def test_in_chunks_and_without_the_prefix_cache(qwen3_vl_folder, reference) -> N
     assert later.cached_tokens > 0 and later.token_ids == answer.token_ids
 
 
-def test_beside_others(plain, reference) -> None:
+def test_with_others(plain, reference) -> None:
     """Short prompts share a pass, except a prompt whose log-probabilities are requested."""
     request = REQUESTS["text"]
     rows = [{"prompt": request.prompt, "max_new_tokens": 3, "temperature": 0} for _ in range(3)]

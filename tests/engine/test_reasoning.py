@@ -85,7 +85,7 @@ def test_a_stop_text_ends_the_text_only(tokenizer) -> None:
         assert whole.finish_reason == "stop"
 
 
-def test_the_least_length_counts_the_reasoning(tokenizer) -> None:
+def test_the_min_length_counts_the_reasoning(tokenizer) -> None:
     said = "A sign.\n</think>\n\nThe sign. The sign"
     before = len(ids(tokenizer, "A sign.\n</think>\n\nThe sign"))
     for least, text in ((before - 1, "The "), (before, "The sign. The ")):

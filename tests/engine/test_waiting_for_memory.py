@@ -86,7 +86,7 @@ def test_what_overtakes_is_read_as_it_would_be_alone(qwen3_vl_folder, monkeypatc
     assert varlen == [] and order.index(exact) < order.index(large)
 
 
-def test_an_answer_that_is_left_while_it_gets_its_room(qwen3_vl_folder, monkeypatch) -> None:
+def test_an_answer_that_is_left_while_it_gets_its_memory(qwen3_vl_folder, monkeypatch) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
     answer, after = made(pipe, SHORT[0]), made(pipe, SHORT[1])
@@ -173,7 +173,7 @@ def test_requests_of_two_policies_wait_for_each_other(qwen3_vl_folder) -> None:
             assert [job.result(120)[0] for job in jobs] == expected
 
 
-def test_a_chat_on_disk_waits_for_room(qwen3_vl_folder) -> None:
+def test_a_chat_on_disk_waits_for_memory(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24)
     assert pipe.budget is not None
     expected, found = pipe.chat(), pipe.chat()
@@ -197,7 +197,9 @@ def test_a_chat_on_disk_waits_for_room(qwen3_vl_folder) -> None:
 
 
 @pytest.mark.parametrize("waits", ["tell", "load_chat"])
-def test_turns_and_chats_that_are_read_wait_for_room(qwen3_vl_folder, tmp_path, waits: str) -> None:
+def test_turns_and_chats_that_are_read_wait_for_memory(
+    qwen3_vl_folder, tmp_path, waits: str
+) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None
     told = {"prompt": SHORT[0] * 5, "answer": "A fox."}

@@ -10,7 +10,7 @@ from oscar_mm.engine import decode_runner
 from oscar_mm.engine.warm_up import warm_up
 from oscar_mm.fast_decode import graph_runner
 from tests.engine.engine import SHORT, alone, empty, loaded, made, together
-from tests.fast_decode.test_decode_steps import Repeat
+from tests.fast_decode.test_graph_runner import Repeat
 
 ROWS = 14
 """Number of rows in a batch of 16."""
@@ -49,7 +49,7 @@ def test_nothing_runs_where_steps_are_eager(qwen3_vl_folder) -> None:
     assert not steps
 
 
-def test_a_small_budget_warms_up_what_it_has_room_for(qwen3_vl_folder, repeat) -> None:
+def test_a_small_budget_warms_up_what_it_has_memory_for(qwen3_vl_folder, repeat) -> None:
     pipe = loaded(qwen3_vl_folder, kv_budget="1MB")
     warm_up(pipe.engine, ROWS)
     assert repeat.captures and empty(pipe)

@@ -62,7 +62,7 @@ def has_fonts() -> bool:
 
 
 @pytest.mark.skipif(not has_fonts(), reason="fonts-dejavu or fonts-liberation2 is not installed")
-def test_cards_are_drawn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards_are_drawn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("make_cards.py", tmp_path, monkeypatch)
     for card in CARDS:
         drawn, shipped = (
@@ -73,7 +73,7 @@ def test_cards_are_drawn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
-def test_clips_are_spoken_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clips_are_spoken_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("soundfile", reason="needs oscar-mm[audio]")
     run("make_clips.py", tmp_path, monkeypatch)
     for clip in CLIPS:

@@ -100,7 +100,7 @@ def rebuild(pocket: Pocket, sample, plan: Plan, row: int) -> tuple[str, torch.Te
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batches_are_what_the_processor_makes_and_the_model_sees_the_same(name, pockets):
+def test_batches_are_what_the_processor_makes_and_the_model_gets_the_same(name, pockets):
     pocket = pockets[name]
     studio = Studio(pocket, *atlases(name))
     torch.manual_seed(3)

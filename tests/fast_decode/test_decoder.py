@@ -119,7 +119,7 @@ def test_what_accelerate_puts_around_modules_is_known_where_weights_stay(model) 
     assert not supports(comes_and_goes)
 
 
-def test_layers_that_are_divided_otherwise_are_left_to_their_modules(model) -> None:
+def test_layers_that_are_sharded_otherwise_are_left_to_their_modules(model) -> None:
     attention = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
 
     def known(divided: dict[str, int]) -> bool:
@@ -193,7 +193,7 @@ def test_layers_of_others_are_left_to_their_modules(model, kind: type[nn.Module]
 
 
 @torch.inference_mode()
-def test_who_has_looked_at_hidden_states_changes_nothing() -> None:
+def test_code_that_read_hidden_states_changes_nothing() -> None:
     """transformers leaves hooks behind, which do nothing until somebody asks again."""
     model, ids = OscarVLPipeline("pocket-vl", device="cpu").model, torch.tensor([[30, 31, 32]])
     asked = {"output_hidden_states": True, "output_attentions": False}

@@ -47,7 +47,7 @@ def test_under_torch_compile(name: str) -> None:
     assert torch.equal(compiled(*arguments_of(name)), expected)
 
 
-def test_schemas_tell_what_is_written() -> None:
+def test_schemas_say_what_is_written() -> None:
     written = {
         name: [one.name for one in operation._schema.arguments if one.is_write]
         for name, operation in OPERATIONS.items()

@@ -78,7 +78,7 @@ def read_by(
         return read_prompt(pipe.model, prompt, cache)
 
 
-def test_short_prompts_in_line(pipe) -> None:
+def test_short_concatenated_prompts(pipe) -> None:
     prompts = [pipe.read_request(first_turn(text)) for text in ("7 W", "What is the code?", "4")]
     found = []
     for fast in (False, True):
@@ -112,7 +112,7 @@ class Recorder:
         return replay
 
 
-def test_recorded_passes(pipe) -> None:
+def test_captured_passes(pipe) -> None:
     """Prompts of several lengths that are padded to one; what padding holds changes nothing."""
     record = Recorder()
     layers = PromptLayers(pipe.model, 1 << 13, record)
@@ -141,7 +141,7 @@ def test_a_prompt_gives_the_same_bits_each_time(pipe) -> None:
     assert all(torch.equal(x, found[0]) for x in found)
 
 
-def test_recorded_passes_with_pictures_and_a_past(pipe) -> None:
+def test_captured_passes_with_pictures_and_a_past(pipe) -> None:
     """Features that are added between layers, and turns on a kept cache."""
     layers = PromptLayers(pipe.model, 1 << 13, Recorder())
     prompt, more = prompt_of(pipe), pipe.read_request(first_turn("And picture 1?"))
@@ -166,9 +166,7 @@ def test_graphs_of_the_lengths_that_were_used_last_are_kept(monkeypatch) -> None
     assert made == [0, 1, 1, 2, 2, 2, 3, 3, 4], "1 had to go for 2, and 0 had not"
 
 
-def test_without_memory_for_recorded_passes_prompts_are_read_all_the_same(
-    pipe, caplog, monkeypatch
-) -> None:
+def test_without_memory_for_captured_passes_prompts_run_eagerly(pipe, caplog, monkeypatch) -> None:
     def empty(*_):
         raise torch.OutOfMemoryError("nothing is left")
 
@@ -183,7 +181,7 @@ def test_without_memory_for_recorded_passes_prompts_are_read_all_the_same(
     assert len([x for x in caplog.records if "nothing is left" in x.message]) == 1
 
 
-def test_a_pass_that_cannot_be_recorded_is_read_all_the_same(pipe, caplog) -> None:
+def test_a_pass_that_cannot_be_captured_runs_eagerly(pipe, caplog) -> None:
     def record(function, device):
         raise RuntimeError("no graphs here")
 
@@ -196,7 +194,7 @@ def test_a_pass_that_cannot_be_recorded_is_read_all_the_same(pipe, caplog) -> No
     assert layers._graphs._whole is None, "what nobody uses any more is given back"
 
 
-def test_nothing_is_recorded_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_captured_that_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first pass that ends early has not compiled what it did not come to."""
     pipe, ran = OscarVLPipeline("pocket-vl", device="cpu", dtype="float32"), Counter[str]()
 

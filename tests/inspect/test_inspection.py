@@ -109,7 +109,7 @@ def test_all_modalities(omni) -> None:
     assert figures["layers"][0]["norm_ratio"] == inspection.layers[0].norms.ratio
 
 
-def test_broken_weights_are_told(qwen) -> None:
+def test_broken_weights_are_reported(qwen) -> None:
     projection = qwen.model.get_decoder().layers[1].self_attn.v_proj.weight
     before = projection.detach().clone()
     try:

@@ -39,7 +39,7 @@ def test_modalities_of_unequal_length_alone_do_not() -> None:
     assert "text" in between and "(6." in between and "costs nothing" in between
 
 
-def test_harm_is_told_too() -> None:
+def test_harm_is_reported_too() -> None:
     found = inspection()
     worse = []
     for layer in found.layers:
@@ -57,7 +57,7 @@ def test_harm_is_told_too() -> None:
     )
 
 
-def test_outlier_channels_and_samples_are_told() -> None:
+def test_outlier_channels_and_samples_are_reported() -> None:
     found = inspection(outliers=8.0)
     said = findings(replace(found, quantized=512))
     assert any("The largest key channel is " in one for one in said)

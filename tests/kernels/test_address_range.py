@@ -57,7 +57,7 @@ def test_no_range_without_a_gpu_or_with_kernels_switched_off(monkeypatch) -> Non
     assert bytes_in_ranges(torch.device("cpu")) == (0, 0)
 
 
-def test_a_driver_that_cannot_is_told_of_once(monkeypatch, caplog) -> None:
+def test_a_driver_that_cannot_is_reported_once(monkeypatch, caplog) -> None:
     def refuse(index: int) -> None:
         raise RuntimeError(f"GPU {index} has no such thing")
 

@@ -145,7 +145,7 @@ def test_without_a_folder_it_is_compared_by_every_process(
     assert [process.compared for process in processes] == [1, 1]
 
 
-def test_a_kernel_that_cannot_be_made_is_tried_and_told_once(
+def test_a_kernel_that_cannot_be_made_is_tried_and_reported_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = Process()

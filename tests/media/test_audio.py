@@ -198,7 +198,7 @@ def test_sound_of_a_video(tmp_path: Path) -> None:
         load_audio(silent)
 
 
-def test_silence_and_clipping_are_told() -> None:
+def test_silence_and_clipping_are_reported() -> None:
     samples, rate = tone(1)
     with pytest.warns(UserWarning, match=r"^call: is silent from beginning to end$"):
         assert not load_audio((samples * 0, rate), label="call").samples.any()
@@ -214,7 +214,7 @@ CANCELLED = r"is silent, because its channels cancel each other out; pass only o
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "mp3", "m4a", "opus"])
-def test_channels_in_antiphase_are_told(tmp_path: Path, suffix: str) -> None:
+def test_channels_in_antiphase_are_reported(tmp_path: Path, suffix: str) -> None:
     """What a microphone gives whose cable is turned around."""
     samples, rate = tone(1)
     path = write_sound(tmp_path / f"a.{suffix}", (np.stack([samples, -samples]), rate))
@@ -460,7 +460,7 @@ def test_other_files_without_their_last_twentieth(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("riff", [0, 2**32 - 1, 9_000])
-def test_a_wav_that_tells_only_the_size_of_its_sound(tmp_path: Path, riff: int) -> None:
+def test_a_wav_that_states_only_the_size_of_its_sound(tmp_path: Path, riff: int) -> None:
     path = tmp_path / "a.wav"
     soundfile.write(path, tone(3)[0], 16_000, subtype="PCM_16")
     data = bytearray(path.read_bytes())
@@ -592,7 +592,7 @@ def test_data_uri(tmp_path: Path) -> None:
     assert np.array_equal(load_audio(uri).samples, load_audio(path).samples)
 
 
-def test_missing_packages_are_told(monkeypatch) -> None:
+def test_missing_packages_are_reported(monkeypatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "soxr", None)

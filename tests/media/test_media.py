@@ -173,7 +173,7 @@ def test_media_that_nobody_wants_any_more(kind: str) -> None:
         reader.read(media_parts(**{kind: media[kind]}), cancelled=lambda: True)
 
 
-def test_sizes_are_looked_at_before_and_where_headers_do_not_tell_after(
+def test_sizes_are_checked_before_decoding_and_after_it_without_headers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []

@@ -97,7 +97,7 @@ def test_more_than_there_is_waits_until_it_is_alone() -> None:
     requests.end("b")
 
 
-def test_who_leaves_gives_its_place_to_the_next() -> None:
+def test_a_cancelled_request_gives_its_place_to_the_next() -> None:
     requests, left = Requests(100), threading.Event()
 
     def check_wanted() -> None:

@@ -101,7 +101,7 @@ def test_a_process_that_decodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         load_image(data)
 
 
-def test_who_leaves_ends_the_process() -> None:
+def test_cancelling_ends_the_process() -> None:
     data = encoded(Image.new("RGB", (3500, 3500)), "JPEG2000")
     asked = [0]
 

@@ -67,7 +67,7 @@ def test_turns_of_a_chat(pipe: Pipeline) -> None:
         check(chat.memory)
 
 
-def test_an_answer_beside_others_takes_nothing_from_them(pipe: Pipeline) -> None:
+def test_an_answer_in_a_batch_takes_nothing_from_others(pipe: Pipeline) -> None:
     """Its slots go back as far as nobody else may be at theirs."""
     with pipe.chat() as chat, pipe.chat() as other:
         expected = chat.ask(text_of(40), max_new_tokens=9).token_ids

@@ -146,7 +146,7 @@ def test_what_may_have_been_meant(name: str, meant: str) -> None:
     assert str(refused.value).endswith(meant)
 
 
-def test_a_command_tells_it_without_torch() -> None:
+def test_a_command_reports_it_without_torch() -> None:
     program = (
         "import sys; from oscar_mm.cli import run\n"
         "code = run(['ask', 'examples/media/receipt.jpg', '-p', 'What?', '-m', 'owner/no-model'])\n"

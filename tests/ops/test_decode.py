@@ -85,7 +85,7 @@ def test_equals_plain_attention(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [(3, 2), (4, 4)])
-def test_loops_take_16_bit(bits: tuple[int, int], dtype: torch.dtype) -> None:
+def test_cpu_kernels_take_16_bit(bits: tuple[int, int], dtype: torch.dtype) -> None:
     page_format = PageFormat.of(POLICIES["stream"], Bits(*bits), 2, 128)
     states, *tables = random_past([page_format], True, dtype, CPU, 1)
     arguments = DecodeArguments(*states, *tables, 0.1, numbers_of(page_format), True)
@@ -108,7 +108,7 @@ def test_a_float32_model_has_tokens_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, -1], ids=["usual", "all bits set"])
-def test_loops_do_not_lose_nan(bits: int) -> None:
+def test_cpu_kernels_do_not_lose_nan(bits: int) -> None:
     page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, 64)
     states, *tables = random_past([page_format], True, torch.float32, CPU, 1)
     states[0].view(torch.int32)[0, 0, 0, 3] = bits
@@ -117,7 +117,7 @@ def test_loops_do_not_lose_nan(bits: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 5])
-def test_loops_give_the_same_bits_with_any_number_of_threads(
+def test_cpu_kernels_give_the_same_bits_with_any_number_of_threads(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, 64)

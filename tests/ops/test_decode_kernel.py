@@ -263,7 +263,7 @@ def test_deterministic_on_any_stream_and_in_a_graph(policy: KVPolicy) -> None:
         assert torch.equal(captured, first)
 
 
-def test_beside_other_launches() -> None:
+def test_with_other_launches() -> None:
     """In a graph in which each launch writes what the next one reads: as if each waited."""
     device, dtype, rounds = torch.device("cuda:0"), torch.bfloat16, 40
     made = page_format((3, 2), 128, stream_policy())
@@ -305,7 +305,7 @@ def test_beside_other_launches() -> None:
 
 
 @pytest.mark.parametrize("writes", [[[0, 0, -1]], [[0, 0, 3]]])
-def test_who_waits_for_append_waits_for_decode(writes: list[list[int]]) -> None:
+def test_waiting_for_append_is_waiting_for_decode(writes: list[list[int]]) -> None:
     """Also where no token is written."""
     device, dtype = torch.device("cuda:0"), torch.bfloat16
     shape = {"kv_heads": 8, "group": 4, "head_dim": 128}

@@ -79,7 +79,7 @@ def test_line_is_shared_out(
         assert spread.max() - spread.min() <= 1
 
 
-def test_where_most_thread_blocks_have_work_each_has_a_round() -> None:
+def test_if_nearly_all_thread_blocks_have_work_each_has_a_round() -> None:
     """A head's 260 items are not divided by eight, which would give every thread block some."""
     tables = [assign(((3, pages),), 4, 4, 132) for pages in (65, 188, 256, 392, 400)]
     assert [(table[:, 1] > 0).sum() // 4 for table in tables] == [9, 24, 22, 33, 32]

@@ -170,7 +170,7 @@ def test_values_that_do_not_fit(name: str, argument: str, value: object, message
         OPERATIONS[name](*arguments)
 
 
-def test_schemas_tell_what_is_written() -> None:
+def test_schemas_say_what_is_written() -> None:
     written = {
         name: [one.name for one in operation._schema.arguments if one.is_write]
         for name, operation in OPERATIONS.items()

@@ -105,7 +105,7 @@ def test_unbiased_values_have_the_same_codes(bits: int) -> None:
 
 @pytest.mark.parametrize("token_scaling", ["per_head", "shared", None])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_what_tells_keys_apart_does_not_shrink(bits: int, token_scaling: str | None) -> None:
+def test_what_distinguishes_keys_does_not_shrink(bits: int, token_scaling: str | None) -> None:
     """Most of these keys is the mean of all, which zero points hold without a loss."""
     keys, values, page, policy, basis = pages_of("channel", bits=bits)
     keys = keys + 3 * torch.randn(1, keys.shape[1], 1, keys.shape[3])

@@ -72,7 +72,9 @@ def test_none_and_sigma_of_all_heads() -> None:
 
 
 @pytest.mark.parametrize(("name", "bits", "head_dim", "rotate"), EVERY)
-def test_loops_equal_torch(name: str, bits: tuple[int, int], head_dim: int, rotate: bool) -> None:
+def test_cpu_kernels_equal_torch(
+    name: str, bits: tuple[int, int], head_dim: int, rotate: bool
+) -> None:
     page_format = PageFormat.of(POLICIES[name], Bits(*bits), 3, head_dim)
     assert reads(page_format) == name.startswith("stream")
     pages, basis = random_pages(4, page_format, CPU), random_basis(page_format, rotate, CPU)
@@ -87,7 +89,7 @@ def test_loops_equal_torch(name: str, bits: tuple[int, int], head_dim: int, rota
 
 
 @pytest.mark.parametrize("threads", [2, 5])
-def test_loops_give_the_same_bits_with_any_number_of_threads(threads: int) -> None:
+def test_cpu_kernels_give_the_same_bits_with_any_number_of_threads(threads: int) -> None:
     page_format, before = PageFormat.of(POLICIES["stream"], Bits(3, 2), 3, 64), []
     pages, slots = random_pages(4, page_format, CPU), torch.arange(4, dtype=torch.int32)
     usual = torch.get_num_threads()

@@ -96,7 +96,7 @@ def logits(pipe: Pipeline, prompt: Prompt) -> torch.Tensor:
     return output.logits[:, -1]
 
 
-def test_logits_of_prompts_in_line(case) -> None:
+def test_logits_of_concatenated_prompts(case) -> None:
     pipe, requests = case
     prompts = [prepared(pipe, request) for request in requests]
     single = torch.cat([logits(pipe, prompt) for prompt in prompts])

@@ -67,7 +67,7 @@ def test_both_say_what_one_says(name, models, ranks, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_are_recorded_by_all_ranks_or_by_none(ranks) -> None:
+def test_steps_are_captured_by_all_ranks_or_by_none(ranks) -> None:
     for found in ranks:
         pocket = found["pocket-vl"]
         for kind in ("recorded", "half recorded"):
@@ -112,7 +112,7 @@ def test_one_process_has_the_whole_model(monkeypatch) -> None:
     assert placement.target is not None and placement.tp_plan is None
 
 
-def test_heads_that_cannot_be_divided(monkeypatch) -> None:
+def test_heads_that_cannot_be_sharded(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match=re.escape("2 KV heads") + ".*4 processes: start 1 or 2$"):
         pipeline("pocket-vl", "pocket-vl", tp_plan="auto")

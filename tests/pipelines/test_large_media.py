@@ -64,7 +64,7 @@ def test_llava_gets_the_same_tiles(released_llava: LlavaNext, width: int, height
 
 
 @pytest.mark.parametrize("family", ["qwen", "llava"])
-def test_tokens_are_those_told_ahead(family: str, request: pytest.FixtureRequest) -> None:
+def test_tokens_are_those_announced(family: str, request: pytest.FixtureRequest) -> None:
     """A photo and the same picture as an array have the same size and nearly the same pixels."""
     exact = request.getfixturevalue(family)
     photo = Image.fromarray(noise(40, 60)).resize((2700, 1800), Image.Resampling.BICUBIC)

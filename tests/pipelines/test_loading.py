@@ -205,7 +205,7 @@ def test_arguments(qwen3_vl_folder, argument: str, value: Any, words: list[str])
     refused(qwen3_vl_folder, *words, **{argument: value})
 
 
-def test_missing_packages_are_told(qwen3_vl_folder, monkeypatch) -> None:
+def test_missing_packages_are_reported(qwen3_vl_folder, monkeypatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise ImportError("a package is missing: pip install it\nand so on")
 
@@ -325,7 +325,7 @@ def test_the_talker_stays_whole(qwen3_omni_talker_folder) -> None:
     assert "k_proj" in divided(plan)
 
 
-def test_an_output_layer_that_cannot_be_divided(qwen3_vl_folder) -> None:
+def test_an_output_layer_that_cannot_be_sharded(qwen3_vl_folder) -> None:
     # 500 tokens.
     assert "lm_head" in divided(plan_of(Qwen3VL, qwen3_vl_folder, 2))
     assert "lm_head" not in divided(plan_of(Qwen3VL, qwen3_vl_folder, 3))

@@ -151,9 +151,7 @@ def test_no_text_has_fewer_tokens(family: str, request: pytest.FixtureRequest) -
         assert len(text) <= family.longest_token * family.tokenize(text).shape[1]
 
 
-def test_texts_are_counted_beside_each_other(
-    qwen: OscarVLPipeline, omni: OscarOmniPipeline
-) -> None:
+def test_texts_are_counted_in_parallel(qwen: OscarVLPipeline, omni: OscarOmniPipeline) -> None:
     texts = [f"What is {number}? " * (50 + number) for number in range(24)]
     for family in (qwen.family, omni.family):
         alone = [family.tokenize(text).tolist() for text in texts]

@@ -205,7 +205,7 @@ def omni_movie(tmp_path_factory) -> Path:
     return write_movie(path, clip(24, 3), tone(3))
 
 
-def test_omni_hears_the_part_that_it_sees(omni, omni_movie) -> None:
+def test_omni_gets_the_sound_of_the_part_that_it_is_shown(omni, omni_movie) -> None:
     part = {"type": "video", "video": str(omni_movie), "video_start": 1, "video_end": 2.0}
     [given] = media_of(messages_from(conversation(part), sound=True))
     [video] = omni.media_reader.read([given]).videos
@@ -221,7 +221,7 @@ def test_omni_hears_the_part_that_it_sees(omni, omni_movie) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen", "omni"])
-def test_a_medium_keeps_its_tokens_beside_others(kind: str, request, movies) -> None:
+def test_a_medium_keeps_its_tokens_next_to_others(kind: str, request, movies) -> None:
     """Sized and unsized media of one request are what each is by itself."""
     pipe: Pipeline = request.getfixturevalue(kind)
     picture, path = Image.fromarray(noise(200, 300)), str(movies["8 fps"])

@@ -188,7 +188,7 @@ def test_sources(qwen, tmp_path) -> None:
         assert np.array_equal(np.asarray(image), np.asarray(PICTURE)), name
 
 
-def test_parts_without_a_source_take_what_is_given_beside() -> None:
+def test_parts_without_a_source_take_the_other_argument() -> None:
     image, audio = {"type": "image"}, {"type": "audio"}
     parts = parts_from([image, "and", audio, image], ["a.png", "b.png"], audio="c.wav")
     assert [part if isinstance(part, str) else part.source for part in parts] == [

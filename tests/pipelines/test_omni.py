@@ -136,7 +136,7 @@ def test_speech_ends_with_the_answer(speaking, monkeypatch) -> None:
     assert silent.finish_reason == "stop"
 
 
-def test_speech_is_sampled_as_told(speaking, monkeypatch) -> None:
+def test_speech_is_sampled_as_configured(speaking, monkeypatch) -> None:
     monkeypatch.setattr(speaking.model.generation_config, "repetition_penalty", 5.0)
     greedy = speaking(prompt="What is it?", audio=tone(1), max_new_tokens=8).token_ids
     spoken = speaking(prompt="What is it?", audio=tone(1), max_new_tokens=8, speak=True, seed=0)

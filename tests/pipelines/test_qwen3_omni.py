@@ -129,7 +129,7 @@ def test_a_video_with_its_sound(omni, plain, movie) -> None:
     assert bool((times[1:] >= times[:-1]).all())
 
 
-def test_sound_stands_beside_the_pictures_of_its_time(omni, plain, tmp_path) -> None:
+def test_sound_stands_next_to_the_pictures_of_its_time(omni, plain, tmp_path) -> None:
     """Two seconds of pictures on a clock on which the sound begins after one second."""
     path = write_movie(tmp_path / "late.mkv", clip(32, 9), tone(3.0), late=1.0)
     media = omni.read_media(videos=[path], sound=True)
@@ -146,7 +146,7 @@ def test_sound_stands_beside_the_pictures_of_its_time(omni, plain, tmp_path) -> 
     assert (pairs - pairs[0]).tolist() == pytest.approx([0, 13, 26, 39])
 
 
-def test_silent_videos_beside_heard_ones(omni, movie, tmp_path) -> None:
+def test_silent_videos_next_to_ones_with_sound(omni, movie, tmp_path) -> None:
     silent = write_movie(tmp_path / "silent.mp4", clip(16, 3), None)
     media = omni.read_media(videos=[silent, movie, clip(4)], audio=[tone(1)], sound=True)
     assert [video.sound is not None for video in media.videos] == [False, True, False]
@@ -210,7 +210,7 @@ def test_a_short_recording_alone_is_that_of_plain_transformers(omni, plain) -> N
 
 
 @pytest.mark.parametrize("short_one", [0, 1])
-def test_a_short_recording_is_the_same_beside_a_long_one(omni, plain, short_one: int) -> None:
+def test_a_short_recording_is_the_same_next_to_a_long_one(omni, plain, short_one: int) -> None:
     """What the tower makes of it is what plain transformers makes of it alone."""
     recordings = [LONG, LONG, tone(0.62)]
     recordings.insert(short_one, SHORT)
@@ -300,7 +300,7 @@ def test_audio_tokens_are_announced(omni) -> None:
     assert least == [span.tokens for span in spans] == [4, 5, 51]
 
 
-def test_a_checkpoint_that_opens_its_reasoning_itself_has_room_for_it(omni, speaking) -> None:
+def test_a_checkpoint_that_opens_its_reasoning_itself_has_tokens_for_it(omni, speaking) -> None:
     for pipe, longest in ((omni, 256 + 8192), (speaking, 256)):
         processor = copy.deepcopy(pipe.processor)
         assert (

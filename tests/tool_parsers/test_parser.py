@@ -193,7 +193,7 @@ FRAGMENTS = [
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=150, deadline=None)
 @given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=25), sizes=cuts, one=st.booleans())
-def test_any_text_is_read_alike_in_pieces(
+def test_any_text_is_read_the_same_in_pieces(
     name: str, fragments: list[str], sizes: list[int], one: bool
 ) -> None:
     text, limit = "".join(fragments), 1 if one else MAX_CALLS

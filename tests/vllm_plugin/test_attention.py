@@ -143,7 +143,7 @@ def test_known_beginnings(place: dict) -> None:
     assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
 
 
-def test_pieces_of_a_prompt_are_stored_alike() -> None:
+def test_pieces_of_a_prompt_are_stored_the_same() -> None:
     """In pieces that end where pages end: the same bytes. Cut elsewhere: the same values, and keys
     about as exact."""
     whole, pieces, odd = (Layer() for _ in range(3))

@@ -277,7 +277,7 @@ def test_rings_have_memory_once_weights_are_loaded(
     assert parent.load().attention.rings is rings
 
 
-def test_no_ring_is_read_beside_the_layers_of_drafts() -> None:
+def test_no_ring_is_read_during_the_layers_of_drafts() -> None:
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)
     )

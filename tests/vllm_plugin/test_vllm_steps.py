@@ -161,7 +161,7 @@ def test_a_run_that_measures_memory(engine: Engine) -> None:
     assert found is output and (output == 0).all()
 
 
-def test_more_than_tables_have_room_for(engine: Engine) -> None:
+def test_more_than_tables_have_places_for(engine: Engine) -> None:
     requests = [engine.request(1) for _ in range(9)]
     with pytest.raises(ValueError, match="9 requests of 9 tokens"):
         engine.builder.build(0, engine.common([(request, 1) for request in requests]))

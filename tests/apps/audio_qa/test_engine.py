@@ -199,7 +199,7 @@ def test_more_rows_about_a_recording_than_run_at_once(worker: Worker, recordings
     assert worker._pipe.store.memory().used_bytes == 0
 
 
-def test_choices_without_room_for_two(worker, recordings, monkeypatch) -> None:
+def test_choices_without_memory_for_two(worker, recordings, monkeypatch) -> None:
     rows = [row for row in choice_rows(recordings) if row.choices]
     expected = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)
 

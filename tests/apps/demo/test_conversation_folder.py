@@ -170,7 +170,7 @@ def test_a_question_waits_while_its_conversation_is_written(serve, uploads, disk
     assert not disk.writers and not session.is_unsaved and not other.is_unsaved
 
 
-def test_a_change_waits_for_a_write_and_one_that_takes_long_is_told(
+def test_a_change_waits_for_a_write_and_a_long_one_is_reported(
     serve, uploads, disk, monkeypatch
 ) -> None:
     sessions = serve()
@@ -238,7 +238,7 @@ def test_a_write_that_fails_leaves_the_old_files(
     assert len(after_crash(session).turns) == 2
 
 
-def test_a_conversation_without_room_is_written_with_the_next(
+def test_a_conversation_without_disk_space_is_written_with_the_next(
     serve, uploads, after_crash, monkeypatch
 ) -> None:
     sessions = serve()

@@ -36,7 +36,7 @@ def test_questions_are_about_what_was_shown(example) -> None:
         assert all(1 <= number <= shown for number in numbers), message.text
 
 
-def test_the_contents_are_told_of_every_file() -> None:
+def test_the_contents_are_stated_for_every_file() -> None:
     contents = json.loads((FOLDER / "contents.json").read_text())
     files = {file for one in EXAMPLES for message in one.messages for file in message.files}
     for file in files:

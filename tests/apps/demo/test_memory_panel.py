@@ -103,7 +103,7 @@ def test_no_conversation_takes_more_than_16_bit_without_a_reason(session, upload
     assert "stored in 16-bit precision, as set" in memory_view(session)
 
 
-def test_the_curve_tells_what_was_shown_and_forgotten_and_its_values(session, uploads) -> None:
+def test_the_curve_says_what_was_shown_and_forgotten_and_its_values(session, uploads) -> None:
     asked(session, "What?", uploads / "0.png", uploads / "1.png", uploads / "tone.wav")
     asked(session, "And?")
     session.forget(1)
@@ -164,7 +164,7 @@ def test_both_answers_to_every_question_are_compared(session, uploads) -> None:
     assert comparison_view(session).count("<article") == 20
 
 
-def test_how_many_fit_is_told_by_the_formula() -> None:
+def test_how_many_fit_follows_the_formula() -> None:
     policy, shape = KVPolicy.preset("compact"), MODELS["Qwen3-VL-8B"]
     mix = {"text": 100, "image": 700}
     html = capacity(mix, policy, "H100", "Qwen3-VL-8B", shape, "32K tokens")
@@ -179,7 +179,7 @@ def test_how_many_fit_is_told_by_the_formula() -> None:
     assert f"weights of {large}, 66.80 GB, leave no memory on one RTX 4090" in html
 
 
-def test_formats_are_told_by_bits_and_ratio() -> None:
+def test_formats_are_named_by_bits_and_ratio() -> None:
     labels = {name: format_label(name, MODELS["Qwen3-VL-8B"]) for name in KVPolicy.preset_names()}
     assert labels["bf16"] == "bf16: 16 bits" and labels["standard"].startswith(
         "standard: 3/2 bits, "

@@ -207,7 +207,7 @@ def test_uploads_say_how_long_they_are(client) -> None:
     assert client.post("gradio_api/upload", content=pieces(), headers=kind).status_code == 411
 
 
-def test_the_page_does_not_tell_where_files_are(served, client) -> None:
+def test_the_page_does_not_show_where_files_are(served, client) -> None:
     folder = Path(os.environ["GRADIO_TEMP_DIR"])
     for path in ("", "config", "theme.css", "gradio_api/info"):
         answer = client.get(path)
@@ -225,7 +225,7 @@ def test_one_length(client) -> None:
     assert answer.status_code == 400 and answer.headers["connection"] == "close"
 
 
-def test_who_comes_back_goes_on_and_who_does_not_leaves_nothing(
+def test_a_visitor_who_returns_continues_and_another_leaves_nothing(
     served, client, uploads, monkeypatch
 ) -> None:
     sessions, budget = served.sessions, served.sessions.pipe.budget
@@ -269,7 +269,7 @@ BEATS = b"GET /gradio_api/heartbeat/s1 HTTP/1.1\r\nHost: localhost\r\n\r\n"
 """What a page that is open has asked for."""
 
 
-def test_who_does_not_say_what_he_wants(pipe) -> None:
+def test_a_request_that_does_not_say_what_it_wants(pipe) -> None:
     """Connections without a whole head are closed; a page that is open stays open."""
     with serve_page(pipe, COMPACT, bind("127.0.0.1", 0), head_s=0.5) as page:
         address = page.address.rstrip("/")

@@ -44,7 +44,7 @@ def test_answers_are_those_of_the_library(sessions, session, uploads) -> None:
     assert [one.kind for one in session.exchanges[0].previews] == ["picture", "video", "clip"]
 
 
-def test_a_page_is_told_at_most_so_often(session, uploads, monkeypatch) -> None:
+def test_a_page_is_updated_at_most_so_often(session, uploads, monkeypatch) -> None:
     monkeypatch.setattr(chat_module, "UPDATES_PER_S", 0.001)
     # The question, its media, the first word, the whole answer, its end.
     assert asked(session, "What?", uploads / "0.png", tokens=40) <= 5
@@ -96,7 +96,9 @@ def test_a_thinking_model(qwen3_vl_thinking_folder, uploads, tmp_path, monkeypat
         ("What?", ["0.png"] * 25, "25 files are more than the 24"),
     ],
 )
-def test_what_is_wrong_is_told_and_the_chat_goes_on(session, uploads, text, files, why) -> None:
+def test_what_is_wrong_is_reported_and_the_chat_continues(
+    session, uploads, text, files, why
+) -> None:
     asked(session, "What is it?", uploads / "1.png")
     held = session.conversation.curve.last
     asked(session, text, *(uploads / name for name in files))
@@ -123,7 +125,7 @@ def test_a_failure_of_the_server_does_not_end_the_chat(session, monkeypatch, cap
     assert session.exchanges[-1].counts
 
 
-def test_an_answer_without_a_word_is_told(session) -> None:
+def test_an_answer_without_a_word_is_reported(session) -> None:
     pipe, ends = session.sessions.pipe, session.sessions.pipe.model.generation_config
     usual = ends.eos_token_id
     try:
@@ -203,7 +205,7 @@ def test_only_one_answer_at_a_time_and_others_end_it(session, uploads) -> None:
     assert session.exchanges == [] and session.conversation.curve.last.used_bytes == 0
 
 
-def test_who_leaves_in_the_middle_keeps_what_was_written(session, monkeypatch) -> None:
+def test_a_visitor_who_leaves_in_the_middle_keeps_what_was_written(session, monkeypatch) -> None:
     monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     running = session.ask("What?", [], max_new_tokens=500)
     for _ in range(5):
@@ -390,7 +392,7 @@ def test_inspection(session, uploads) -> None:
     assert found.tokens["image"] == images and found.tokens["audio"] > 0
 
 
-def test_who_left_long_ago_holds_nothing(sessions, session, uploads, monkeypatch) -> None:
+def test_a_visitor_who_left_long_ago_keeps_nothing(sessions, session, uploads, monkeypatch) -> None:
     gc.collect()
     used = sessions.pipe.budget.used_bytes
     asked(session, "What?", uploads / "0.png")
@@ -405,7 +407,9 @@ def test_who_left_long_ago_holds_nothing(sessions, session, uploads, monkeypatch
     sessions.leave("a")
 
 
-def test_who_leaves_while_it_is_answered_holds_nothing(sessions, session, monkeypatch) -> None:
+def test_a_visitor_who_leaves_during_an_answer_keeps_nothing(
+    sessions, session, monkeypatch
+) -> None:
     used = sessions.pipe.budget.used_bytes
     monkeypatch.setattr(chat_module, "UPDATES_PER_S", 1e9)
     monkeypatch.setattr(sessions_module, "MAX_UNVISITED_S", -1.0)

@@ -94,7 +94,7 @@ def test_the_page_may_be_full(sessions, monkeypatch) -> None:
     assert sessions.session("b") is not first
 
 
-def test_who_never_asked_gives_way(sessions) -> None:
+def test_a_visitor_who_never_asked_gives_way(sessions) -> None:
     """Invented sessions keep nobody out, and push out nobody who has a conversation."""
     mine = sessions.session("mine")
     asked(mine, "What?")
@@ -110,7 +110,7 @@ def test_who_never_asked_gives_way(sessions) -> None:
     assert len(sessions._sessions) == sessions_module.MAX_SESSIONS
 
 
-def test_who_waits_for_the_first_answer_stays(sessions, monkeypatch) -> None:
+def test_a_visitor_who_waits_for_the_first_answer_stays(sessions, monkeypatch) -> None:
     monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
     first = sessions.session("a")
     options = {"max_new_tokens": 6, "temperature": 0.0}

@@ -93,7 +93,7 @@ def test_files_are_linked_and_sounds_can_be_played() -> None:
     assert sound["aria-label"] == "Play c.wav"
 
 
-def test_it_tells_how_to_begin_until_there_is_a_question() -> None:
+def test_it_says_how_to_begin_until_there_is_a_question() -> None:
     refusal = Exchange("", error="there is nothing to undo")
     refused = history([refusal])
     assert 'class="welcome"' in history([]) and 'class="welcome"' in refused

@@ -23,7 +23,7 @@ def test_files_by_kind_in_their_order(uploads: Path) -> None:
     }
 
 
-def test_kinds_are_told_by_content(uploads: Path, tmp_path: Path) -> None:
+def test_kinds_are_recognized_by_content(uploads: Path, tmp_path: Path) -> None:
     voice = write_sound(tmp_path / "voice.webm", tone(0.5))
     for kind in ("avif", "tif"):
         Image.open(uploads / "0.png").save(tmp_path / f"a.{kind}")

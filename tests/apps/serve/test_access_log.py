@@ -91,7 +91,7 @@ def test_web_pages_and_failures(omni, lines, monkeypatch) -> None:
     assert found[1] == f'{CHAT} 500 0s "the server failed to answer this"'
 
 
-def test_who_leaves(omni, lines) -> None:
+def test_a_client_leaves(omni, lines) -> None:
     with served(omni, running=1, max_new_tokens=4000) as address:
         with asking(address, stream=True, max_tokens=4000) as first:
             first.getresponse().readline()

@@ -123,7 +123,7 @@ def test_requests_that_need_more_places_than_are_left(omni) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_ends_all_of_them(omni, stream: bool) -> None:
+def test_a_disconnect_ends_all_of_them(omni, stream: bool) -> None:
     before = omni.store.memory().used_bytes
     with served(omni, running=4, waiting=1, max_new_tokens=4000, conversations=1) as address:
         with asking(address, n=3, max_tokens=4000, stream=stream) as first:

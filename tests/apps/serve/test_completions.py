@@ -292,7 +292,7 @@ def test_media_and_long_prompts_are_refused(pipe, where, asked) -> None:
     eventually(lambda: metrics(where, None)["oscar_mm_running"] == 0)
 
 
-def test_that_raw_prompts_tell_no_reasoning(qwen3_vl_thinking_folder) -> None:
+def test_that_raw_prompts_have_no_reasoning(qwen3_vl_thinking_folder) -> None:
     pipe = OscarVLPipeline(qwen3_vl_thinking_folder, policy="compact", device="cpu")
     pipe.model.generation_config.eos_token_id = NEVER
     with served(pipe) as address, client_of(address) as client:

@@ -40,13 +40,13 @@ def hasty(omni) -> Iterator[str]:
         (POST + b"Content-Length: 1000\r\n\r\n", b" " * 500),
     ],
 )
-def test_who_does_not_say_what_he_wants(hasty, sent: bytes, trickle: bytes) -> None:
+def test_a_request_that_does_not_say_what_it_wants(hasty, sent: bytes, trickle: bytes) -> None:
     with connected(hasty) as connection:
         connection.sendall(sent)
         assert 0.2 < seconds_until_closed(connection, trickle) < 3
 
 
-def test_who_asks_in_time_may_ask_again(hasty) -> None:
+def test_a_client_that_asks_in_time_may_ask_again(hasty) -> None:
     """Each head has its own time, and an answer takes as long as it takes."""
     connection = http.client.HTTPConnection(hasty.removeprefix("http://"), timeout=20)
     start, ports = time.monotonic(), set()
@@ -102,7 +102,7 @@ def test_one_length(omni, key: str | None) -> None:
         assert connection.recv(100) == b"", "nothing comes of the second request"
 
 
-def test_nothing_is_served_beside_the_protocol(address) -> None:
+def test_nothing_is_served_outside_the_protocol(address) -> None:
     for path in ("/openapi.json", "/redoc", "/"):
         with pytest.raises(urllib.error.HTTPError) as missing:
             urllib.request.urlopen(address + path)

@@ -378,7 +378,7 @@ def test_limits_and_key(omni, address, client) -> None:
             assert int(refused.value.response.headers["retry-after"]) > 0
 
 
-def test_who_leaves_frees_the_place(omni) -> None:
+def test_a_disconnect_frees_the_place(omni) -> None:
     before = omni.store.memory().used_bytes
     with served(omni, running=1, waiting=1, conversations=2) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)

@@ -91,7 +91,7 @@ def test_the_same_request_of_several_clients(omni, conversations) -> None:
     assert omni.store.memory().used_bytes == before
 
 
-def test_who_leaves_the_queue_leaves_his_place(omni) -> None:
+def test_a_client_that_leaves_the_queue_frees_its_place(omni) -> None:
     with served(omni, running=1, waiting=1, max_new_tokens=2000) as address:
         with one_running(address):
             for _ in range(3):
@@ -102,7 +102,7 @@ def test_who_leaves_the_queue_leaves_his_place(omni) -> None:
         assert ask(client_of(address), user("Why?")).choices
 
 
-def test_who_leaves_before_the_first_piece_leaves_his_place(omni, monkeypatch) -> None:
+def test_a_client_that_leaves_before_the_first_piece_frees_its_place(omni, monkeypatch) -> None:
     """Also in the queue of the engine, while another answer goes on."""
     monkeypatch.setattr(omni.engine.scheduler, "max_rows", 1)
     with served(omni, max_new_tokens=4000) as address:
@@ -119,7 +119,7 @@ def test_who_leaves_before_the_first_piece_leaves_his_place(omni, monkeypatch) -
 
 
 @pytest.mark.parametrize("reads", ["question", "earlier turn"])
-def test_who_leaves_while_the_prompt_is_read_ends_that(omni, monkeypatch, reads: str) -> None:
+def test_a_disconnect_during_prefill_ends_it(omni, monkeypatch, reads: str) -> None:
     messages = [user("What is on the sign? " * 30)]
     if reads == "earlier turn":
         messages += [{"role": "assistant", "content": "A dog."}, user("Why?")]
@@ -380,7 +380,7 @@ def memory_held(pipe: Any, shown: dict[str, Any], monkeypatch: Any) -> Iterator[
         yield running
 
 
-def test_who_has_no_room_just_now_waits(tight, shown, monkeypatch) -> None:
+def test_a_request_without_memory_waits(tight, shown, monkeypatch) -> None:
     with memory_held(tight, shown, monkeypatch) as running, served(tight) as address:
         timer = threading.Timer(0.5, running.close)
         timer.start()
@@ -395,7 +395,7 @@ def test_who_has_no_room_just_now_waits(tight, shown, monkeypatch) -> None:
             assert never.value.code == "context_length_exceeded"
 
 
-def test_who_has_no_room_for_long_is_told(tight, shown, monkeypatch) -> None:
+def test_a_request_long_without_memory_is_refused(tight, shown, monkeypatch) -> None:
     held = memory_held(tight, shown, monkeypatch)
     with held as running, served(tight, room_s=0.2) as address:
         for stream in (False, True):

@@ -155,7 +155,7 @@ def test_bounds_and_unknown_models(open_address) -> None:
     assert form(open_address, path="/v1/chat/completions")[0] == 415
 
 
-def test_a_model_that_hears_nothing(tool_address) -> None:
+def test_a_model_without_audio(tool_address) -> None:
     for path in (TRANSCRIPTIONS, TRANSLATIONS):
         status, answer = form(tool_address, path=path)
         error = json.loads(answer)["error"]

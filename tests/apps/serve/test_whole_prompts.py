@@ -150,7 +150,7 @@ def test_messages_that_end_with_an_answer(where) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_ends_the_answer(pipe, where, stream: bool) -> None:
+def test_a_disconnect_ends_the_answer(pipe, where, stream: bool) -> None:
     body = {"messages": [user("Why?"), SAID], "max_tokens": 4000, "stream": stream, **CONTINUED}
     with asking(where, **body):
         eventually(lambda: metrics(where, None)["oscar_mm_decoding"] == 1)

@@ -1,7 +1,7 @@
 """Steps that are launched before their tokens have come leave no trace where they are not taken.
 
 Whatever the caller does between two tokens: tokens, cache and the next turn are those of eager
-steps. The same function again stands for a graph, as in ``test_decode_steps``.
+steps. The same function again stands for a graph, as in ``test_graph_runner``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from oscar_mm.engine.decode_runner import decode
 from oscar_mm.engine.sampling import SampledTokens, Sampling
 from oscar_mm.fast_decode.graph_runner import GraphRunner, InflightStep
 from oscar_mm.policy import PLAIN
-from tests.fast_decode.test_decode_steps import BATCH, Repeat
+from tests.fast_decode.test_graph_runner import BATCH, Repeat
 from tests.prompts import REQUESTS, Reference, Request
 
 POLICY = KVPolicy.preset("channel", bits={"text": 2, "image": 4}, window=8, sinks=2)

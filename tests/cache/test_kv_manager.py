@@ -250,7 +250,7 @@ def test_forget_frees_pages_at_once_and_splits_one() -> None:
     numbers.check()
 
 
-def test_room_of_a_page_is_filled_again_after_a_crop() -> None:
+def test_free_places_of_a_page_are_filled_again_after_a_crop() -> None:
     numbers = Numbers(KVPolicy(window=0, sinks=0, **STREAM))
     numbers.advance(np.zeros((1, 200), dtype=int))
     streams = numbers.kv_manager.sequences[0].streams
@@ -333,7 +333,7 @@ def test_impossible_requests() -> None:
 @pytest.mark.parametrize("window", [0, 1, 32, 100])
 @pytest.mark.parametrize("bits", [2, {"text": 16, "image": 2}])
 @pytest.mark.parametrize("by_token", [False, True])
-def test_a_step_is_as_it_was_foretold(bits, window: int, by_token: bool) -> None:
+def test_a_step_is_as_it_was_planned(bits, window: int, by_token: bool) -> None:
     """A step equals its plan, and that of a KV cache manager that plans nothing ahead, with forks,
     modalities and padding; some rows end after planning. Steps that are not planned ahead need
     memory or a copy."""
@@ -375,7 +375,7 @@ def begun(window: int = 32) -> KVCacheManager:
 
 
 @pytest.mark.parametrize("change", ["nothing", "others", "row ends", "other rows"])
-def test_a_step_comes_as_foretold(change: str) -> None:
+def test_a_step_comes_as_planned(change: str) -> None:
     kv_manager, tokens = begun(), np.zeros((2, 1), np.int8)
     told = kv_manager.planned(tokens)
     assert told is not None
@@ -394,7 +394,7 @@ def test_a_step_comes_as_foretold(change: str) -> None:
 @pytest.mark.parametrize(
     "change", ["another token", "crop", "forget", "fork", "a fork of a row", "trim", "row's own"]
 )
-def test_a_step_that_comes_otherwise_than_foretold(change: str) -> None:
+def test_a_step_that_comes_otherwise_than_planned(change: str) -> None:
     kv_manager, tokens = begun(), np.zeros((2, 1), np.int8)
     twin = kv_manager.fork()  # Shares all pages but those that are written to.
     kv_manager.advance(tokens)
@@ -447,7 +447,7 @@ def test_a_row_that_others_change_to_the_same_length(change: str, window: int) -
 
 
 @pytest.mark.parametrize("between", ["nothing", "released", "planned", "given"])
-def test_a_page_that_was_foretold(between: str) -> None:
+def test_a_page_that_was_planned(between: str) -> None:
     """A planned page is taken whatever was released since, unless it was planned for or given to
     another row."""
     policy = KVPolicy(bits=2, window=32, sinks=3, **STREAM)

@@ -55,7 +55,7 @@ def test_every_row_by_its_sampling(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("row", range(ROWS))
-def test_nan_is_told_of_its_row(row: int) -> None:
+def test_nan_is_reported_for_its_row(row: int) -> None:
     """Until NaN is reported, tokens are valid inputs of a step."""
     given = logits(1)
     given[row, 77] = float("nan")

@@ -132,7 +132,7 @@ def test_the_version_says_whether_pools_stay(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["bf16", "channel", "stream"])
-def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
+def test_a_dry_run_leaves_the_cache_as_it_was(policy: str) -> None:
     cache = of_two_layers(policy)
     with_room(cache)
     replay, before = GraphInputs(cache, 1), cache.step
@@ -160,7 +160,7 @@ def test_a_rehearsal_leaves_the_cache_as_it_was(policy: str) -> None:
         assert torch.equal(cache.unpacked(layer)[0], expected.unpacked(layer)[0])
 
 
-def test_an_interrupted_rehearsal_leaves_the_step_to_do() -> None:
+def test_an_interrupted_dry_run_leaves_the_step_to_do() -> None:
     cache = of_two_layers()
     with_room(cache)
     replay = GraphInputs(cache, 1)
@@ -176,7 +176,7 @@ def test_an_interrupted_rehearsal_leaves_the_step_to_do() -> None:
     cache.check_complete()
 
 
-def test_what_no_graph_does_is_not_foretold() -> None:
+def test_what_no_graph_does_is_not_planned() -> None:
     """A pool that grows, a page that others have, a step without tokens, a page as a whole; before
     a step that is replayed the page is copied."""
     cache = of_two_layers()
