@@ -14,13 +14,13 @@ class ConnectionBounds:
     """Limits on the connections of a server, for use in its event loop.
 
     Attributes:
-        most: maximum number of connections; a further one closes the connection that has waited
+        maximum: maximum number of connections; a further one closes the connection that has waited
             longest for its client.
         head_s: maximum seconds until the head of a request is complete, counted from the start of
             the connection or the end of the previous response.
     """
 
-    most: int
+    maximum: int
     head_s: float
     _waiting: dict[Connection, None] = field(default_factory=dict, init=False, repr=False)
     """Connections that wait for a complete request, longest wait first."""
@@ -33,7 +33,7 @@ class ConnectionBounds:
         """Record that a connection no longer waits for its client."""
         self._waiting.pop(connection, None)
 
-    def make_room(self) -> None:
+    def close_oldest(self) -> None:
         """Close the connection that has waited longest for its client."""
         if self._waiting:
             longest = next(iter(self._waiting))
@@ -58,8 +58,8 @@ class Connection(H11Protocol):
         """Start to wait for the first request."""
         super().connection_made(transport)
         self._follow()
-        if len(self.connections) > self._bounds.most:
-            self._bounds.make_room()
+        if len(self.connections) > self._bounds.maximum:
+            self._bounds.close_oldest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""

@@ -33,7 +33,7 @@ ERROR_BOUND = {2: 0.66, 3: 0.3, 4: 0.14, 16: 0.003}
 # bits per key).
 OVERHEAD_BOUND = 1.2
 BY_TORCH = "PyTorch operations over packed pages"
-BY_LOOPS = "CPU kernels (numba) over packed pages"
+BY_CPU_KERNELS = "CPU kernels (numba) over packed pages"
 BY_KERNEL = "CUDA kernels over packed pages"
 NO_KERNELS = (
     "no CUDA kernels run here; on an NVIDIA GPU with compute capability 8.0 or newer, the kernels "
@@ -64,7 +64,7 @@ def doctor(
     checks = [_video_check()]
     for device in devices:
         checks += [_roundtrip_check(name, device["name"]) for name in KVPolicy.preset_names()]
-        if device["attention"] == BY_LOOPS:
+        if device["attention"] == BY_CPU_KERNELS:
             checks += _loop_checks()
         if device["attention"] == BY_KERNEL:
             checks += _kernel_checks(device["name"])
@@ -120,7 +120,7 @@ def _devices() -> list[dict[str, Any]]:
             "model": platform.processor() or platform.machine(),
             "total_bytes": memory.total,
             "free_bytes": memory.available,
-            "attention": BY_TORCH if kernels_disabled() or numba_failure() else BY_LOOPS,
+            "attention": BY_TORCH if kernels_disabled() or numba_failure() else BY_CPU_KERNELS,
         }
     ]
     for index in range(torch.cuda.device_count()):

@@ -99,10 +99,12 @@ def _load(
         if text_content is None:
             raise InputError(f"{model} is a language model: give it a text with --text FILE")
         language = load_text_model(model, device=device, dtype=dtype)
-        most = min(tokens, language.context)
-        read = language.prompt(text_content, most)
-        if read.tokens == most:
-            print(f"oscar-mm: the first {most:,} tokens of the text are read", file=sys.stderr)
+        max_tokens = min(tokens, language.context)
+        read = language.prompt(text_content, max_tokens)
+        if read.tokens == max_tokens:
+            print(
+                f"oscar-mm: the first {max_tokens:,} tokens of the text are read", file=sys.stderr
+            )
         return language.model, read
     if text_content is not None:
         raise InputError(options.TEXT_NEEDS_LANGUAGE_MODEL.format(model))

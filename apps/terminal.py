@@ -44,10 +44,10 @@ def print_hint(pipe: Pipeline, question: str) -> None:
 
 def headline(kv_bytes: int, bf16_bytes: int) -> str:
     """Describe the bytes of a cache in one line, starting with what it saves."""
-    held, plain = format_bytes(kv_bytes), format_bytes(bf16_bytes)
+    stored, plain = format_bytes(kv_bytes), format_bytes(bf16_bytes)
     if bf16_bytes < _GAIN * kv_bytes:
-        return f"{held} stored, against {plain} in 16-bit: only longer conversations save memory"
-    return f"{bf16_bytes / kv_bytes:.1f}x smaller than 16-bit: {held} instead of {plain}"
+        return f"{stored} stored, against {plain} in 16-bit: only longer conversations save memory"
+    return f"{bf16_bytes / kv_bytes:.1f}x smaller than 16-bit: {stored} instead of {plain}"
 
 
 def memory_text(report: MemoryReport) -> str:

@@ -146,9 +146,9 @@ class Pipeline:
         self._fingerprint = ModelFingerprint(self.model)
         self.media_reader.fit, self.media_reader.sizes = self.family.largest_image, self.family
         longest = self.model.config.get_text_config().max_position_embeddings
-        most = min(max_context or longest, longest)
+        context = min(max_context or longest, longest)
         chunk = usual_chunk(self.family.device) if prefill_chunk == "auto" else chunk
-        self.admission = Admission(self.family, self.store, most, chunk, budget)
+        self.admission = Admission(self.family, self.store, context, chunk, budget)
         self.media_reader.max_seconds = self.admission.max_seconds
         thread = self.admission.thread
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes, thread)
@@ -231,7 +231,7 @@ class Pipeline:
 
         def place() -> OscarCache:
             if budget is not None:
-                budget.make_room(saved.bytes)
+                budget.free_memory(saved.bytes)
             return saved.placed(self.store, self.family.layer_devices)
 
         conversation = replace(chat.conversation, kv=self.engine.call_with_memory(place))

@@ -53,10 +53,10 @@ class Session:
     text_tokens: int = 512
 
     def __post_init__(self) -> None:
-        for name, most in (("images", 10**5), ("text_tokens", 10**9)):
+        for name, maximum in (("images", 10**5), ("text_tokens", 10**9)):
             value = getattr(self, name)
-            if type(value) is not int or not 0 <= value <= most:
-                raise InputError(f"{name}={value!r}: must be a whole number from 0 to {most:,}")
+            if type(value) is not int or not 0 <= value <= maximum:
+                raise InputError(f"{name}={value!r}: must be a whole number from 0 to {maximum:,}")
         for name in ("audio_s", "video_s"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -141,18 +141,18 @@ class SharedMedia:
         prompt, past = self._after_media(question, max(map(len, choices)))
         return Question(prompt, past, choices)
 
-    def _after_media(self, question: str, most: int) -> tuple[Prompt, OscarCache]:
-        """Return the prompt of a question, checked with an answer of ``most`` tokens, and the cache
-        that it continues."""
+    def _after_media(self, question: str, max_new_tokens: int) -> tuple[Prompt, OscarCache]:
+        """Return the prompt of a question, checked with an answer of this many tokens, and the
+        cache that it continues."""
         self.pipe.admission.check_text("prompt", question)
         self.read()
         if self._prompt is None:
             prompt = self.pipe.prepare(self._asked(question), Media())
-            self.pipe.admission.check_prompt(prompt, most)
+            self.pipe.admission.check_prompt(prompt, max_new_tokens)
             return prompt, self._cache
         prompt = text_after(self._prompt, self._rest(question))
         past = Past(self._cache, self._cache.get_seq_length())
-        self.pipe.admission.check_prompt(prompt, most, past)
+        self.pipe.admission.check_prompt(prompt, max_new_tokens, past)
         return prompt, self._cache
 
     def _continuations(self, question: str, answers: Sequence[str]) -> list[list[int]]:

@@ -50,17 +50,17 @@ class TextModel:
         """Maximum tokens of the model's context."""
         return context_of(self.model.config)
 
-    def prompt(self, text: str, most: int) -> Prompt:
-        """Return the first ``most`` tokens of a text as a prompt.
+    def prompt(self, text: str, max_tokens: int) -> Prompt:
+        """Return the first ``max_tokens`` tokens of a text as a prompt.
 
         Raises:
             InputError: if the text has no tokens.
         """
         # Avoid tokenizing a long file to its end.
-        ids = self._ids(text[: _CHARACTERS * most])
-        if ids.shape[1] < most:
+        ids = self._ids(text[: _CHARACTERS * max_tokens])
+        if ids.shape[1] < max_tokens:
             ids = self._ids(text)
-        ids = ids[:, :most]
+        ids = ids[:, :max_tokens]
         if not ids.shape[1]:
             raise InputError("the text has no tokens")
         ids, count = ids.to(self.model.device), ids.shape[1]
@@ -168,9 +168,9 @@ def context_of(config: Any) -> int:
     Raises:
         InputError: if the configuration does not specify it.
     """
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not most:
+    max_tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not max_tokens:
         raise InputError(
             f"model type {config.model_type!r}: its configuration has no context length"
         )
-    return int(most)
+    return int(max_tokens)

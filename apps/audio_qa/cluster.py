@@ -229,11 +229,11 @@ def _share_cluster(
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name}={value!r}: must be a whole number, at least 1")
     gpus = int(cluster.get("GPU", 0)) if plan.uses_gpu else 0
-    most = gpus or int(cluster.get("CPU", 0) // cpus)
-    wanted = most if workers is None else workers
-    if not 1 <= wanted <= most:
+    max_workers = gpus or int(cluster.get("CPU", 0) // cpus)
+    wanted = max_workers if workers is None else workers
+    if not 1 <= wanted <= max_workers:
         has = f"{gpus} GPUs" if gpus else f"{cluster.get('CPU', 0):.0f} CPUs"
-        raise InputError(f"--workers {wanted}: the cluster has {has}, enough for {most}")
+        raise InputError(f"--workers {wanted}: the cluster has {has}, enough for {max_workers}")
     return wanted, {"num_gpus": 1} if gpus else {"num_cpus": cpus}
 
 

@@ -259,11 +259,11 @@ class Engine:
     def _choose(self, questions: list[Question]) -> list[Choice]:
         """Answer questions with choices as one batch, with memory reserved for them."""
         admission = self.pipe.admission
-        rooms: list[object] = []
+        reservations: list[object] = []
         for one in questions:
-            most = 1 + sum(map(len, one.choices))
-            growth = admission.growth(one.prompt, most, one.cache)
-            rooms.append(admission.reserve(growth, one.prompt, one.cache))
+            max_tokens = 1 + sum(map(len, one.choices))
+            growth = admission.growth(one.prompt, max_tokens, one.cache)
+            reservations.append(admission.reserve(growth, one.prompt, one.cache))
         return choose(self.pipe, questions)
 
     def _close_unless_used(self, reading: SharedMedia) -> None:

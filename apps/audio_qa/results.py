@@ -201,9 +201,9 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     console.print(table)
     work, rates = summary["work"], summary["throughput"]
     peaks = {"KV": work["kv_peak_bytes"], "process": work["process_peak_bytes"]}
-    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in peaks.items() if size)
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in peaks.items() if size)
     # A run with no rows left to answer has no peak.
-    memory = f"; peak memory: {most}" if most else ""
+    memory = f"; peak memory: {listed}" if listed else ""
     print(
         f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
         f"{rates['audio_hours_per_hour'] or 0:.1f} hours of audio per hour{memory}"

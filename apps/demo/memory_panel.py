@@ -334,9 +334,9 @@ def capacity(
     mix = stored if sum(stored.values()) else _EXAMPLE_MIX
     tokens = scale_mix(mix, LENGTHS[length] or sum(stored.values()) or 1024)
     plain = KVPolicy.preset("bf16")
-    room = GPUS[gpu] * 1e9
+    gpu_bytes = GPUS[gpu] * 1e9
     packed, unpacked = (
-        shape.conversations(room, cache_format, tokens) for cache_format in (policy, plain)
+        shape.conversations(gpu_bytes, cache_format, tokens) for cache_format in (policy, plain)
     )
     if not unpacked and not packed:
         weights = format_bytes(shape.weight_bytes)

@@ -230,9 +230,9 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
     with gr.Row():
         default, pipe = handlers.default_temperature, handlers.sessions.pipe
         parts["temperature"] = gr.Slider(0, 2, value=default, step=0.1, label="Temperature")
-        most, longest = pipe.longest_answer(MAX_NEW_TOKENS), pipe.longest_answer()
+        maximum, longest = pipe.longest_answer(MAX_NEW_TOKENS), pipe.longest_answer()
         label = "Maximum tokens of an answer"
-        parts["longest"] = gr.Slider(1, most, value=longest, step=1, label=label)
+        parts["longest"] = gr.Slider(1, maximum, value=longest, step=1, label=label)
     gr.Markdown("For a new conversation")
     parts["system"] = gr.Textbox(label="System prompt", lines=2, max_length=MAX_CHARACTERS)
     settings = handlers.sessions.settings

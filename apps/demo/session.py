@@ -168,9 +168,9 @@ class Session:
         exchange.hint = self.sessions.card.hint(exchange.question)
 
     def _check_length(self, tokens: Any) -> None:
-        most = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)
-        if isinstance(tokens, int) and tokens > most:
-            raise InputError(f"an answer of {tokens:,} tokens exceeds the {most:,} allowed here")
+        longest = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)
+        if isinstance(tokens, int) and tokens > longest:
+            raise InputError(f"an answer of {tokens:,} tokens exceeds the {longest:,} allowed here")
 
     def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
         return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)

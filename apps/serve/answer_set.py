@@ -67,19 +67,19 @@ class AnswerSet:
         ]
         self.answers = [answer for group in self._groups for answer in group]
 
-    async def begin(self, room_s: float) -> None:
+    async def begin(self, memory_wait_s: float) -> None:
         """Begin all answers.
 
         Args:
-            room_s: maximum seconds that each answer waits for memory.
+            memory_wait_s: maximum seconds that each answer waits for memory.
 
         Raises:
             Refusal: if there is no answer; the message says why.
         """
 
         async def begin_group(first: RunningAnswer, *others: RunningAnswer) -> None:
-            await first.begin(room_s)
-            await asyncio.gather(*(answer.begin(room_s) for answer in others))
+            await first.begin(memory_wait_s)
+            await asyncio.gather(*(answer.begin(memory_wait_s) for answer in others))
 
         await asyncio.gather(*(begin_group(*group) for group in self._groups))
 

@@ -132,14 +132,14 @@ def serve(
     size = parse_bytes("--max-request", max_request)
     budget = None if kv_budget is None else parse_bytes("--kv-budget", kv_budget)
     prefixes = prefix_bytes(prefix_cache, budget)
-    for name, value, least in (
+    for name, value, minimum in (
         ("max-new-tokens", max_new_tokens, 1),
         ("running", running, 1),
         ("waiting", waiting, 0),
         ("conversations", conversations, 1),
     ):
-        if value is not None and value < least:
-            raise InputError(f"--{name} {value}: must be at least {least}")
+        if value is not None and value < minimum:
+            raise InputError(f"--{name} {value}: must be at least {minimum}")
     if not 0 < port < 65536:
         raise InputError(f"--port {port}: must be from 1 to 65535")
     if not 0 <= grace <= 3600:

@@ -77,12 +77,12 @@ class CompletionBody(SampledBody):
         """Number of answers that are generated for each prompt."""
         return max(self.n or 1, self.best_of or 1)
 
-    def prompts(self, pipe: Pipeline, most: int) -> list[Prompt]:
+    def prompts(self, pipe: Pipeline, max_answers: int) -> list[Prompt]:
         """Tokenize and check the prompts.
 
         Args:
             pipe: provides the tokenizer and the limits.
-            most: maximum number of answers to all prompts together.
+            max_answers: maximum number of answers to all prompts together.
 
         Raises:
             RequestTooLarge: if a prompt is longer than the context.
@@ -97,10 +97,11 @@ class CompletionBody(SampledBody):
                 "and not empty",
                 "prompt",
             )
-        if len(given) * self.count > most:
+        if len(given) * self.count > max_answers:
             asked = f"{len(given):,} prompts with {self.count} answers each"
             raise FieldError(
-                f"{asked} are more than the {most} answers that this server runs at once", "prompt"
+                f"{asked} are more than the {max_answers} answers that this server runs at once",
+                "prompt",
             )
         prompts, tokens = [], 0
         for one in given:

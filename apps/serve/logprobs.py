@@ -18,7 +18,7 @@ _SPACE = "\u2581"
 """Space in SentencePiece's pieces; decoding omits it at the beginning."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """Pattern of SentencePiece's pieces for single bytes."""
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """Value for minus infinity, which JSON does not have, as in vLLM."""
 
 
@@ -71,7 +71,7 @@ def _by_id(tokenizer: PreTrainedTokenizerBase, one: TokenLogprob, top: int) -> d
         ranked.insert(0, (one.token_id, one.logprob, one.rank or 0))
     return {
         str(token): {
-            "logprob": max(logprob, _LEAST),
+            "logprob": max(logprob, _MIN_LOGPROB),
             "rank": rank,
             "decoded_token": _bytes(tokenizer, token).decode(errors="replace"),
         }
@@ -115,7 +115,7 @@ class LegacyLogprobs:
             return offset, text, None, None
         likely = [(token, found.logprob), *found.top[: self._top]]
         names = [_bytes(self._tokenizer, one).decode(errors="replace") for one, _ in likely]
-        values = [max(logprob, _LEAST) for _, logprob in likely]
+        values = [max(logprob, _MIN_LOGPROB) for _, logprob in likely]
         # Several tokens may have the same text: keep the likeliest.
         by_name = dict(reversed([*zip(names, values, strict=True)]))
         return offset, text, values[0], by_name
@@ -124,7 +124,7 @@ class LegacyLogprobs:
 def _entry(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> dict[str, Any]:
     data = _bytes(tokenizer, token)
     text = data.decode(errors="replace")
-    return {"token": text, "logprob": max(logprob, _LEAST), "bytes": [*data]}
+    return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": [*data]}
 
 
 def _bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:

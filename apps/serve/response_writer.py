@@ -99,13 +99,13 @@ class ResponseWriter:
             yield from self._begin_item(kind, piece)
         if text := piece.arguments if isinstance(piece, ToolCallDelta) else str(piece):
             self._text.append(text)
-            more = {"logprobs": self._tell_logprobs()} if kind == "message" else {}
+            more = {"logprobs": self._new_logprobs()} if kind == "message" else {}
             yield self._event(_DELTAS[kind], **self._place(kind), delta=text, **more)
 
     def end(self, _: int, choice: Choice) -> Iterator[str]:
         """Events after the last piece."""
         self._untold += choice.logprobs or ()
-        self._tell_logprobs()
+        self._new_logprobs()
         yield from self._close_item()
         response = self._completed(choice.completed)
         yield self._event(f"response.{response['status']}", response=response)
@@ -123,7 +123,7 @@ class ResponseWriter:
         """None: the stream ends with the answer."""
         return iter(())
 
-    def _tell_logprobs(self) -> list[dict[str, Any]]:
+    def _new_logprobs(self) -> list[dict[str, Any]]:
         """Add the log-probabilities received so far to the message, and return their entries."""
         if not self._untold:
             return []

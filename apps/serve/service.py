@@ -99,7 +99,7 @@ class ServerLimits:
         idle: most connections beside those of running and queued requests.
         head_s: seconds in which the head of a request must come.
         body_s: seconds in which the body of a request must come.
-        room_s: seconds that a request waits for memory that other answers use.
+        memory_wait_s: seconds that a request waits for memory that other answers use.
         grace_s: seconds in which answers must end when the server stops.
         media_hosts: hosts from which media may be fetched if the pipeline allows remote media; None
             for all.
@@ -114,7 +114,7 @@ class ServerLimits:
     idle: int = 128
     head_s: float = 10.0
     body_s: float = 60.0
-    room_s: float = 30.0
+    memory_wait_s: float = 30.0
     grace_s: float = 10.0
     media_hosts: AllowedHosts | None = None
 
@@ -257,7 +257,7 @@ class Service:
 
     async def _convert(self, http: HttpRequest, read: Callable[[bytes], Response]) -> Response:
         """Answer a request that does not run the model."""
-        with self._room_for_body() as add:
+        with self._memory_for_body() as add:
             data = await self._body(http, add)
             with as_refusals():
                 return await run_sync(read, data, limiter=self._converters)
@@ -349,7 +349,7 @@ class Service:
     ) -> Response:
         """Read a request, wait for a place, then answer at once or piece by piece."""
         arrival = perf_counter()
-        with self._room_for_body() as add:
+        with self._memory_for_body() as add:
             requests, written = await self._requests(await self._body(http, add), read)
             gone = asyncio.ensure_future(_disconnect(http))
             try:
@@ -359,7 +359,7 @@ class Service:
                 raise
         answers = AnswerSet(self.places, self.conversations, requests, gone, arrival)
         try:
-            await answers.begin(self.limits.room_s)
+            await answers.begin(self.limits.memory_wait_s)
             if requests[0].stream:
                 # A streaming response itself notices that its client has left.
                 answers.outlive_client()
@@ -388,7 +388,7 @@ class Service:
         await asyncio.wait(closing, timeout=_CLOSING_S)
 
     @contextmanager
-    def _room_for_body(self) -> Iterator[Callable[[int], None]]:
+    def _memory_for_body(self) -> Iterator[Callable[[int], None]]:
         """Count the bytes of a body while its request waits.
 
         Yields:
@@ -490,8 +490,8 @@ class Service:
     def _usual_answer(self) -> int:
         """Longest answer for clients that give no length: memory is reserved for all of it."""
         pipe = self.conversations.pipe
-        least = pipe.longest_answer(_MIN_TEXT)
-        return max(least, pipe.admission.fair_answer(self.limits.running))
+        minimum = pipe.longest_answer(_MIN_TEXT)
+        return max(minimum, pipe.admission.fair_answer(self.limits.running))
 
 
 async def _disconnect(http: HttpRequest) -> None:

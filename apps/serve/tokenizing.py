@@ -50,9 +50,9 @@ class DetokenizeBody(BaseModel):
         Raises:
             FieldError: if a token id is unknown, or there are more tokens than the context has.
         """
-        tokenizer, most = pipe.processor.tokenizer, pipe.max_context
-        if len(self.tokens) > most:
-            count = f"{len(self.tokens):,} tokens are more than the context of {most:,}"
+        tokenizer, context = pipe.processor.tokenizer, pipe.max_context
+        if len(self.tokens) > context:
+            count = f"{len(self.tokens):,} tokens are more than the context of {context:,}"
             raise FieldError(count, "tokens")
         if unknown := [token for token in self.tokens if not 0 <= token < len(tokenizer)]:
             raise FieldError(f"{str(unknown[0])[:20]} is not a token id of this model", "tokens")

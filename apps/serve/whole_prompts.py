@@ -58,8 +58,8 @@ class WholePrompt:
         prompt = self._prompt()
         if sampling.prompt_logprobs is not None:
             _check_prompt_logprobs(prompt.tokens, sampling.prompt_logprobs)
-        most = pipe.admission.longest_answer(prompt, sampling.max_new_tokens)
-        sampling = replace(sampling, max_new_tokens=most)
+        max_new_tokens = pipe.admission.longest_answer(prompt, sampling.max_new_tokens)
+        sampling = replace(sampling, max_new_tokens=max_new_tokens)
         self.answering = running_request = pipe.new_request(prompt, sampling, start, tools)
         if self._cancelled:
             running_request.cancel()

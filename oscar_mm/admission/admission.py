@@ -177,8 +177,8 @@ class Admission:
             RequestTooLarge: see ``check_text_length``.
         """
         longest = self.family.longest_token
-        if count > (most := self.max_context * longest):
-            raise self._too_long(name, count, most, -(-count // longest))
+        if count > (limit := self.max_context * longest):
+            raise self._too_long(name, count, limit, -(-count // longest))
 
     def check_outline(
         self,
@@ -243,28 +243,28 @@ class Admission:
         self._check_context(size)
         self._check(size, prompt.modalities[0].numpy(), past)
 
-    def longest_answer(self, prompt: Prompt, most: int, past: Past | None = None) -> int:
+    def longest_answer(self, prompt: Prompt, max_new_tokens: int, past: Past | None = None) -> int:
         """Return the maximum answer length that context, budget and memory allow.
 
         Args:
             prompt: prompt of a single row.
-            most: requested answer length in tokens.
+            max_new_tokens: requested answer length in tokens.
             past: what the prompt continues.
 
         Returns:
-            From 1 to ``most`` tokens.
+            From 1 to ``max_new_tokens`` tokens.
 
         Raises:
             MemoryBusy, RequestTooLarge: if not even one token fits, see ``check_prompt``.
         """
         try:
-            self.check_prompt(prompt, most, past)
+            self.check_prompt(prompt, max_new_tokens, past)
         except RequestTooLarge as error:
-            if most == 1:
+            if max_new_tokens == 1:
                 raise
-            fits = error.fits - (error.asked - most)
+            fits = error.fits - (error.asked - max_new_tokens)
             return self.longest_answer(prompt, max(1, fits), past)
-        return most
+        return max_new_tokens
 
     @cached_property
     def _longest_growth(self) -> SlotForecast:
@@ -323,15 +323,15 @@ class Admission:
         Raises:
             MemoryBusy: if there is not enough memory at present; nothing has changed.
         """
-        for device, needed, room in self._short_devices(growth, prompt.modalities.numel()):
+        for device, needed, available in self._short_devices(growth, prompt.modalities.numel()):
             raise MemoryBusy(
-                f"this needs about {format_bytes(needed)}, but only {format_bytes(room)} are free "
-                f"on {device}: close() chats, or send smaller requests"
+                f"this needs about {format_bytes(needed)}, but only {format_bytes(available)} are "
+                f"free on {device}: close() chats, or send smaller requests"
             )
         if self.budget is None:
             return None
         added = self._bytes_over_time(growth)
-        self.budget.make_room(int(added.max()))
+        self.budget.free_memory(int(added.max()))
         return self.budget.reserve(cache, prompt.tokens, added)
 
     def shortage(self, needed: int, what: str) -> str | None:
@@ -433,19 +433,19 @@ class Admission:
                     f"kv_budget ({format_bytes(needed)} of {format_bytes(limit)})",
                     "raise kv_budget",
                 )
-        for device, needed, room in self._short_devices(whole, len(new)):
+        for device, needed, available in self._short_devices(whole, len(new)):
             in_device = partial(self._device_bytes, device)
-            fits = self._fitting(size, new, whole, cache, in_device, room)
+            fits = self._fitting(size, new, whole, cache, in_device, available)
             activations = format_bytes(self._activation_bytes(len(new)))
             refusal = size.refusal(
                 fits,
-                f"the free memory of {device} ({format_bytes(needed)} of {format_bytes(room)}, "
-                f"{activations} of it during prefill)",
+                f"the free memory of {device} ({format_bytes(needed)} of "
+                f"{format_bytes(available)}, {activations} of it during prefill)",
                 "close() chats" if self.prefill_chunk else "set prefill_chunk, close() chats",
             )
             raise (
                 MemoryBusy(str(refusal))
-                if needed <= room + self._others_bytes(device, cache)
+                if needed <= available + self._others_bytes(device, cache)
                 else refusal
             )
 
@@ -457,9 +457,9 @@ class Admission:
             if (free := free_bytes(device)) is None:
                 continue
             # All ranks must make the same decision.
-            room = self.store.ranks.all_min(free, device) + self._free_bytes(device)
-            if (needed := self._device_bytes(device, growth, tokens)) > room:
-                yield device, needed, room
+            available = self.store.ranks.all_min(free, device) + self._free_bytes(device)
+            if (needed := self._device_bytes(device, growth, tokens)) > available:
+                yield device, needed, available
 
     def _device_bytes(self, device: torch.device, growth: SlotForecast, tokens: int) -> int:
         stored = pool_bytes(growth.added, self._slot_bytes_by_device()[device])
@@ -472,7 +472,7 @@ class Admission:
         whole: SlotForecast,
         cache: OscarCache | None,
         cost: Callable[[SlotForecast, int], float],
-        room: float,
+        available: float,
     ) -> int:
         """Return how many tokens of the request fit, including its past, by binary search."""
         fits, over = 0, len(new) + size.answer
@@ -482,7 +482,7 @@ class Admission:
                 growth = self._growth(new[:middle], 0, cache)
             else:
                 growth = whole.until(middle - len(new) - 1)
-            if cost(growth, min(middle, len(new))) <= room:
+            if cost(growth, min(middle, len(new))) <= available:
                 fits = middle
             else:
                 over = middle

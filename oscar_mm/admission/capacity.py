@@ -121,8 +121,8 @@ class ModelShape:
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
         """Return how many such conversations fit next to the weights; 0 if the weights do not."""
-        room = gpu_bytes * (1 - RESERVED) - self.weight_bytes
-        return max(0, int(room // max(1, self.kv_bytes(policy, tokens))))
+        available = gpu_bytes * (1 - RESERVED) - self.weight_bytes
+        return max(0, int(available // max(1, self.kv_bytes(policy, tokens))))
 
 
 def layers_of_states(config: Any) -> list[str]:
@@ -236,10 +236,10 @@ class KVBudget:
     @property
     def taken_bytes(self) -> int:
         """Bytes in use in all stores, and those that running requests may still take."""
-        return self.used_bytes + sum(room.outstanding for room in self._reservations)
+        return self.used_bytes + sum(reservation.outstanding for reservation in self._reservations)
 
     def reserve(self, cache: OscarCache, prompt: int, added: np.ndarray) -> Reservation:
-        """Reserve the bytes that ``make_room`` has freed for a request.
+        """Reserve the bytes that ``free_memory`` has freed for a request.
 
         Args:
             cache: cache that the request continues, before the prompt.
@@ -263,7 +263,7 @@ class KVBudget:
             raise InputError("kv_budget: nothing can be written to disk, because spill is False")
         return self.folder / f"chat-{uuid4().hex}.safetensors"
 
-    def make_room(self, needed: int, chat: Spillable | None = None) -> None:
+    def free_memory(self, needed: int, chat: Spillable | None = None) -> None:
         """Drop prefixes and spill chats until ``needed`` more bytes are free.
 
         Args:

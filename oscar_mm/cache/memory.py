@@ -92,17 +92,17 @@ class MemoryReport:
             return "KV cache: empty"
         per_token = 2 * self.values / max(1, sum(self.tokens.values()))
         rows = [("KV cache", "tokens", "stored", "16-bit", "ratio")]
-        for name, held in self.by_modality.items():
+        for name, stored in self.by_modality.items():
             tokens = self.tokens.get(name, 0)
-            if held and name != _SHARED:
+            if stored and name != _SHARED:
                 plain = per_token * tokens
                 rows.append(
                     (
                         name,
                         f"{tokens:,}",
-                        format_bytes(held),
+                        format_bytes(stored),
                         format_bytes(plain),
-                        f"{plain / held:.2f}x",
+                        f"{plain / stored:.2f}x",
                     )
                 )
         if self.by_modality.get(_SHARED):
@@ -183,16 +183,16 @@ def measure(
     tokens = {modality.label: 0 for modality in Modality}
     for stream in kv_manager.streams():
         tokens[stream.modality.label] += stream.tokens
-    held = SlotSet.of(kv_manager.streams())
-    shared = held.shared(kv_manager.allocators)
-    spare, alone = kv_manager.spare, kv_manager.holds_all(held)
+    stored = SlotSet.of(kv_manager.streams())
+    shared = stored.shared(kv_manager.allocators)
+    spare, alone = kv_manager.spare, kv_manager.holds_all(stored)
     by_device: Counter[str] = Counter()
     values = shared_bytes = 0
     for layer in packed:
         values += 2 * layer.kv_heads * layer.head_dim * sum(tokens.values())
         pools = kv_manager.store.layers[layer.index]
         before = sum(by_kind.values())
-        _add_pools(pools, held, spare, by_kind, by_modality, alone=alone)
+        _add_pools(pools, stored, spare, by_kind, by_modality, alone=alone)
         shared_bytes += sum(shared[bits] * pool.slot_bytes for bits, pool in pools.by_bits.items())
         own = layer.overflow.nbytes + (0 if layer.sigma is None else layer.sigma.nbytes)
         by_kind["tables"] += own
@@ -238,19 +238,19 @@ def _add_pools(
         alone: whether to include the free slots.
     """
     for bits, pool in pools.by_bits.items():
-        held = 0
+        stored = 0
         for label, count in slots.by_modality(bits).items():
-            there = min(count, pool.capacity - held)
-            held += there
+            there = min(count, pool.capacity - stored)
+            stored += there
             by_modality[label] += there * pool.slot_bytes
             if bits == PLAIN:
                 by_kind["tails"] += there * pool.slot_bytes
                 continue
             for kind, size in pools.formats[bits].bytes_by_kind.items():
                 by_kind[kind] += there * size
-        waiting = min(spare, pool.capacity - held) if bits == PLAIN else 0
+        waiting = min(spare, pool.capacity - stored) if bits == PLAIN else 0
         unused = waiting * pool.slot_bytes
         if alone:
-            unused += pool.free_bytes(held + waiting)
+            unused += pool.free_bytes(stored + waiting)
         by_kind["unused"] += unused
         by_modality[_SHARED] += unused

@@ -62,8 +62,8 @@ class SavedTables:
         rows, length = kinds["codes"].shape
         if rows > _MAX_ROWS or length > _MAX_TOKENS or (rows and not length):
             raise ValueError(f"it has {rows} rows of {length} tokens")
-        most = {"streams": 2 * SINK * rows, "entries": rows * length, "recent": rows * length}
-        for name, count in most.items():
+        limits = {"streams": 2 * SINK * rows, "entries": rows * length, "recent": rows * length}
+        for name, count in limits.items():
             if kinds[name].shape[0] > count:
                 raise ValueError(
                     f"it has {kinds[name].shape[0]} {name} for {rows} rows of {length} tokens"
@@ -119,11 +119,11 @@ class SavedTables:
             raise ValueError("a stream has tokens of a page twice")
         used = np.concatenate([[0], np.cumsum(stop - start, dtype=np.int64)])
         last = np.cumsum(entries)
-        held = np.zeros((rows, 256), dtype=np.int64)
-        held[row, code] = used[last] - used[last - entries] + recent
+        stored = np.zeros((rows, 256), dtype=np.int64)
+        stored[row, code] = used[last] - used[last - entries] + recent
         for index, codes in enumerate(self.codes):
-            held[index, NOWHERE] = (codes == NOWHERE).sum()
-            if (np.bincount(codes, minlength=256) != held[index]).any():
+            stored[index, NOWHERE] = (codes == NOWHERE).sum()
+            if (np.bincount(codes, minlength=256) != stored[index]).any():
                 raise ValueError(f"row {index} and its streams have different tokens")
 
     def _checked_counts(self) -> dict[Bits, int]:
@@ -168,8 +168,8 @@ def renumbered(kv_manager: KVCacheManager) -> tuple[SavedTables, dict[Bits, list
     """Return the tables of a KV cache manager with slots numbered from 0, and the slot of each
     number."""
     rows = kv_manager.sequences if kv_manager.length else []
-    held = SlotSet.of(stream for row in rows for stream in row.streams.values())
-    slots = {bits: held.slots(bits) for bits in kv_manager.allocators}
+    stored = SlotSet.of(stream for row in rows for stream in row.streams.values())
+    slots = {bits: stored.slots(bits) for bits in kv_manager.allocators}
     numbers = {bits: {slot: n for n, slot in enumerate(ids)} for bits, ids in slots.items()}
 
     def number(bits: Bits, ids: Iterable[int]) -> list[int]:

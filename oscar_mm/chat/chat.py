@@ -437,14 +437,14 @@ class Chat:
     def _next_turn(
         self,
         prepare: Callable[[Conversation], Prompt],
-        most: int,
+        max_new_tokens: int,
         begin: Callable[[Conversation, Prompt], Result],
     ) -> Result:
         """Return what ``begin`` returns for the conversation and its next prompt.
 
         Args:
             prepare: makes the prompt in the calling thread, so that other requests run meanwhile.
-            most: number of output tokens with which the prompt must fit.
+            max_new_tokens: number of output tokens with which the prompt must fit.
             begin: runs in the engine thread; never returns None.
         """
         pipe = self.pipe
@@ -453,7 +453,7 @@ class Chat:
             now = self._load()
             if now.turns is not then.turns:
                 return None  # A stream that was left became a turn meanwhile.
-            pipe.admission.check_prompt(prompt, most, past_of(now))
+            pipe.admission.check_prompt(prompt, max_new_tokens, past_of(now))
             return begin(now, prompt)
 
         with self._calls:
@@ -502,12 +502,12 @@ class Chat:
             with self._calls:
                 pipe.engine.call(self._end_stream)
         sampling = pipe.sampling(pipe.family.with_calls(options, tools), _ARGUMENTS)
-        most = 1 if cut_to_fit else sampling.max_new_tokens
+        max_new_tokens = 1 if cut_to_fit else sampling.max_new_tokens
         decoding = ExitStack()
 
         def prepare(then: Conversation) -> Prompt:
             turn = with_system(None if then.turns else self.system, messages)
-            prompt = next_prompt(pipe, then, turn, shown, most, tools)
+            prompt = next_prompt(pipe, then, turn, shown, max_new_tokens, tools)
             decoding.close()
             return replace(prompt, salt=self.cache_salt)
 
@@ -518,15 +518,17 @@ class Chat:
             return prompt, replace(sampling, max_new_tokens=longest)
 
         with decoding:
-            shown = decoding.enter_context(self._shown(messages, most))
-            prompt, sampling = self._next_turn(prepare, most, fitted)
+            shown = decoding.enter_context(self._shown(messages, max_new_tokens))
+            prompt, sampling = self._next_turn(prepare, max_new_tokens, fitted)
             asked = with_spans(messages, prompt.media)
             delivery = Delivery()
             pieces = self._answer(asked, prompt, sampling, start, tools, keep_part, delivery)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"), delivery)
 
-    def _shown(self, messages: Sequence[Message], most: int) -> AbstractContextManager[Media]:
+    def _shown(
+        self, messages: Sequence[Message], max_new_tokens: int
+    ) -> AbstractContextManager[Media]:
         """Decode the media of a turn, if they fit by their sizes; count their memory in the block.
 
         Media are decoded in the calling thread: other requests run, and this chat may be spilled.
@@ -536,7 +538,7 @@ class Chat:
         def fits(sizes: Media) -> None:
             def check(now: Conversation) -> None:
                 turn = with_system(None if now.turns else self.system, messages)
-                self.pipe.admission.check_outline(turn, sizes, most, past_of(now))
+                self.pipe.admission.check_outline(turn, sizes, max_new_tokens, past_of(now))
 
             self._alone(check)
 

@@ -293,7 +293,7 @@ class SpillableConversation:
             budget.use(self)
         if (file := self._file) is not None:
             if budget is not None:
-                budget.make_room(file.bytes, self)
+                budget.free_memory(file.bytes, self)
             self.conversation = replace(conversation, kv=file.load(self.engine))
             file.remove()
             self._file = None

@@ -104,10 +104,10 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
             # Such a medium may take any number of positions.
             return advance >= int((kinds == Modality.TEXT).sum())
         fixed, runs = fixed + count * steps[0], [*runs, (steps, count)]
-    most = fixed + sum(count * (steps[-1] - steps[0]) for steps, count in runs)
-    if not fixed <= advance <= most or advance != int(advance):
+    highest = fixed + sum(count * (steps[-1] - steps[0]) for steps, count in runs)
+    if not fixed <= advance <= highest or advance != int(advance):
         return False
-    if sum(count for steps, count in runs if len(steps) > 1) > _SUMS or most - fixed > _SUM_BITS:
+    if sum(count for steps, count in runs if len(steps) > 1) > _SUMS or highest - fixed > _SUM_BITS:
         return True
     sums = 1  # Bit i: the runs so far may take i positions more than the minimum.
     for steps, count in runs:

@@ -64,10 +64,10 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in _MAX_ROWS or not isinstance(self.text, str):
             raise InputError(f"{self.name}: must be made by a class method of Grammar")
-        most = _MAX_CALLS if self.kind == "calls" else MAX_CHARACTERS
-        if len(self.text) > most:
+        limit = _MAX_CALLS if self.kind == "calls" else MAX_CHARACTERS
+        if len(self.text) > limit:
             raise InputError(
-                f"{self.name}: has {len(self.text):,} characters, more than the {most:,} "
+                f"{self.name}: has {len(self.text):,} characters, more than the {limit:,} "
                 "allowed: shorten it"
             )
 

@@ -55,7 +55,7 @@ def logit_edits(samplers: Sequence[SamplingState], device: torch.device) -> list
         (LogitBias, biased),
         (RepetitionPenalty, repeating),
         (CountPenalty, counted),
-        (LeastLength, lasting),
+        (MinLength, lasting),
         (BadWords, banned),
         (GrammarMask, guided),
         (ReasoningEnd, bounded),
@@ -147,7 +147,7 @@ class CountPenalty:
             self._counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
 
 
-class LeastLength:
+class MinLength:
     """Ban on end tokens before ``min_tokens``."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
@@ -159,11 +159,11 @@ class LeastLength:
         places, tokens, left = zip(*bans, strict=True) if bans else ((), (), ())
         self._places, self._tokens = _ids(places, device), _ids(tokens, device)
         self._left = _ids(left, device)
-        self._most, self._steps = max(left, default=0), 0
+        self._max_steps, self._steps = max(left, default=0), 0
 
     def apply_(self, scores: torch.Tensor) -> None:
         """Ban the end tokens of answers below their minimum length."""
-        if self._steps < self._most:
+        if self._steps < self._max_steps:
             _ban(scores, self._places, self._tokens, self._left > self._steps)
 
     def note(self, tokens: torch.Tensor) -> None:
@@ -250,9 +250,9 @@ def _ban(
     Ids beyond the vocabulary, which tokenizers and checkpoints may list, are ignored.
     """
     vocabulary = scores.shape[1]
-    most = torch.where(banned & (tokens < vocabulary), -math.inf, math.inf)
+    bounds = torch.where(banned & (tokens < vocabulary), -math.inf, math.inf)
     flat = rows * vocabulary + tokens.clamp(max=vocabulary - 1)
-    scores.view(-1).scatter_reduce_(0, flat, most, "amin")
+    scores.view(-1).scatter_reduce_(0, flat, bounds, "amin")
 
 
 def _ids(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

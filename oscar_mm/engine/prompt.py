@@ -131,13 +131,13 @@ def text_after(prompt: Prompt, ids: torch.Tensor) -> Prompt:
     )
 
 
-def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
+def segments(prompt: Prompt, max_tokens: int) -> Iterator[Prompt]:
     """Yield consecutive parts of a prompt, without splitting media.
 
     Args:
         prompt: prompt made by a family; it stays whole if it has several rows, or media that are
             not listed in ``media``.
-        most: maximum tokens per part; a longer medium is a part by itself.
+        max_tokens: maximum tokens per part; a longer medium is a part by itself.
     """
     shows = bool((prompt.modalities > Modality.TEXT).any())
     if len(prompt.modalities) > 1 or "attention_mask" in prompt.inputs or shows > len(prompt.media):
@@ -145,7 +145,7 @@ def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
         return
     start = 0
     while start < prompt.tokens:
-        stop = min(start + most, prompt.tokens)
+        stop = min(start + max_tokens, prompt.tokens)
         for span in prompt.media:
             if span.start < stop < span.stop:
                 stop = span.start if span.start > start else span.stop
@@ -153,8 +153,8 @@ def segments(prompt: Prompt, most: int) -> Iterator[Prompt]:
         start = stop
 
 
-def by_frames(prompt: Prompt, most: int) -> Prompt:
-    """Split each video of more than ``most`` tokens into several shorter ones.
+def by_frames(prompt: Prompt, max_tokens: int) -> Prompt:
+    """Split each video of more than ``max_tokens`` tokens into several shorter ones.
 
     The tower gives the same features, see ``InputLayout.video_grids``. Videos with sound stay
     whole, and so do videos of a prompt without ``media``.
@@ -174,7 +174,7 @@ def by_frames(prompt: Prompt, most: int) -> Prompt:
         kinds = prompt.modalities[0, span.start : span.stop]
         places = (kinds == Modality.VIDEO).nonzero()[:, 0] + span.start
         heard = bool((kinds == Modality.AUDIO).any())
-        step = frames if heard else max(1, most * frames // len(kinds))
+        step = frames if heard else max(1, max_tokens * frames // len(kinds))
         for first in range(0, frames, step):
             last = min(first + step, frames)
             sizes.append((last - first, down, across))

@@ -439,8 +439,8 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _whole(value: Any, all_min: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= all_min
+def _whole(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _is_top(value: Any) -> bool:
@@ -451,9 +451,9 @@ def _is_id(value: Any) -> bool:
     return _whole(value, 0) and value < 1 << 31
 
 
-def _within(value: Any, all_min: float, most: float = math.inf) -> bool:
+def _within(value: Any, minimum: float, maximum: float = math.inf) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and all_min <= value <= min(most, sys.float_info.max)
+    return is_number and minimum <= value <= min(maximum, sys.float_info.max)
 
 
 BROKEN = -1
@@ -528,14 +528,14 @@ class Sampler:
         highest, tokens = logits.max(-1)
         if self._chooser is not None:
             tokens[self._rows] = self._chooser.choose(logits[self._rows])
-        told = tokens.masked_fill(highest.isnan(), BROKEN)
-        self._ranks.broadcast(told)
+        shared = tokens.masked_fill(highest.isnan(), BROKEN)
+        self._ranks.broadcast(shared)
         if self._ranks.count > 1:
-            tokens = told.clamp(min=0)
+            tokens = shared.clamp(min=0)
         logprobs = StepLogprobs(self._asked, logits, tokens) if self._asked else None
-        sent = told.to("cpu", non_blocking=True)
+        sent = shared.to("cpu", non_blocking=True)
         arrived = None
-        if told.is_cuda:
+        if shared.is_cuda:
             arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(told.device))
+            arrived.record(torch.cuda.current_stream(shared.device))
         return SampledTokens(tokens, sent, arrived, logprobs)

@@ -53,7 +53,7 @@ class AddressRange:
         try:
             return cls(_gpu(torch.cuda.current_device() if device.index is None else device.index))
         except (ImportError, RuntimeError) as error:
-            _tell_once(f"pools on {device} are copied when they grow: {error}")
+            _warn_once(f"pools on {device} are copied when they grow: {error}")
             return None
 
     def resize(self, size: int) -> None:
@@ -150,9 +150,9 @@ class _Gpu:
             owner.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
             owner.location.id = index
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         with self._in_context():
-            self.piece = self._checked(driver.cuMemGetAllocationGranularity(self._memory, least))
+            self.piece = self._checked(driver.cuMemGetAllocationGranularity(self._memory, minimum))
         total = torch.cuda.get_device_properties(index).total_memory
         self.total = -(-total // self.piece) * self.piece
 
@@ -228,7 +228,7 @@ class _Gpu:
 
 
 _gpu = lru_cache(maxsize=None)(_Gpu)
-_tell_once = lru_cache(maxsize=None)(logging.getLogger(__name__).warning)
+_warn_once = lru_cache(maxsize=None)(logging.getLogger(__name__).warning)
 _ranges = weakref.WeakSet[AddressRange]()
 _dropped = deque[tuple[_Gpu, int, int, set[torch.cuda.Stream]]]()
 

@@ -111,7 +111,7 @@ OUT_OF_ORDER = (
 _MAX_CONFIGS = 256
 """Maximum launch configurations in the cache; making one takes as long as a launch."""
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
+_warned: set[str] = set()
 _kernels: dict[tuple[object, ...], Kernel] = {}
 _loading = threading.Lock()
 
@@ -119,8 +119,8 @@ _loading = threading.Lock()
 def warn_once(what: str, reason: str) -> None:
     """Log why an operation does not use its kernel, once for each reason."""
     message = f"{what}: falling back to PyTorch operations (slow): {reason}"
-    if message not in _told:
-        _told.add(message)
+    if message not in _warned:
+        _warned.add(message)
         _log.warning(message)
 
 

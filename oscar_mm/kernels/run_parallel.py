@@ -64,8 +64,8 @@ class _Call:
         self.function, self.arguments = function, arguments
         self.error: BaseException | None = None
         self._owner: dict[None, int] = {}
-        self._ended, self._told = False, threading.Lock()
-        self._told.acquire()
+        self._ended, self._signal = False, threading.Lock()
+        self._signal.acquire()
 
     def is_mine(self) -> bool:
         """Return whether this thread makes the call: the first one that asks."""
@@ -79,12 +79,12 @@ class _Call:
         except BaseException as error:
             self.error = error
         self._ended = True
-        self._told.release()
+        self._signal.release()
 
     def settle(self) -> None:
         """Wait until the call has ended, or prevent it from starting."""
         while not (self.is_mine() or self._ended):
-            self._told.acquire(timeout=_PATIENCE_S)
+            self._signal.acquire(timeout=_PATIENCE_S)
 
 
 def _settle(calls: Sequence[_Call]) -> None:

@@ -44,7 +44,7 @@ def decoded_elsewhere(
     Raises:
         ValueError: if the picture cannot be decoded within the limits.
     """
-    most = _OWN_BYTES + _PIXEL_BYTES * image.width * image.height
+    max_bytes = _OWN_BYTES + _PIXEL_BYTES * image.width * image.height
     # The package may be importable only through the paths of this process.
     paths = os.pathsep.join(filter(None, sys.path))
     # A file and not a pipe: in Python 3.11 communicate() stops writing to stdin after a timeout.
@@ -52,7 +52,7 @@ def decoded_elsewhere(
         file.write(data)
         file.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, *map(str, (*size, most))],
+            [sys.executable, "-P", "-m", __name__, *map(str, (*size, max_bytes))],
             stdin=file,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -64,7 +64,7 @@ def decoded_elsewhere(
         process.kill()
         process.wait()
     if process.returncode < 0:
-        raise ValueError(f"it takes more than {_MAX_SECONDS} s or {most:,} bytes")
+        raise ValueError(f"it takes more than {_MAX_SECONDS} s or {max_bytes:,} bytes")
     if process.returncode:
         raise ValueError(said.decode(errors="replace").strip().rpartition("\n")[2])
     return Image.frombytes("RGB", size, pixels)
@@ -82,14 +82,14 @@ def _output(
                 check_wanted()
 
 
-def main(width: int, height: int, most: int) -> None:
+def main(width: int, height: int, max_bytes: int) -> None:
     """Decode the picture on stdin to a given size and write it to stdout as RGB."""
     try:
         import resource
     except ImportError:  # not on Windows
         pass
     else:
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (_MAX_SECONDS, _MAX_SECONDS))
     from PIL import AvifImagePlugin
 

@@ -142,9 +142,11 @@ def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
     """
     if not image_processor.do_resize:
         return width, height
-    least, most = pixel_bounds(image_processor)
+    min_pixels, max_pixels = pixel_bounds(image_processor)
     factor = image_processor.patch_size * image_processor.merge_size
-    height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
+    height, width = smart_resize(
+        height, width, factor, min_pixels=min_pixels, max_pixels=max_pixels
+    )
     return width, height
 
 

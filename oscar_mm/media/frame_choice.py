@@ -91,7 +91,7 @@ def _kept(
     count: int, rate: float, usual_fps: float, options: MediaOptions, limits: MediaLimits
 ) -> int:
     """Return how many of ``count`` frames to keep, an even number; a single frame is kept twice."""
-    most = min(limits.max_video_frames, count)
+    max_frames = min(limits.max_video_frames, count)
     if options.num_frames is not None:
         kept = round(options.num_frames / _PAIR) * _PAIR
     else:
@@ -99,4 +99,4 @@ def _kept(
         largest = min(limits.max_video_frames, options.max_frames or count)
         wanted = count / rate * (usual_fps if options.fps is None else options.fps)
         kept = int(min(max(wanted, fewest), _PAIR * (largest // _PAIR)))
-    return max(_PAIR, _PAIR * (min(kept, most) // _PAIR))
+    return max(_PAIR, _PAIR * (min(kept, max_frames) // _PAIR))

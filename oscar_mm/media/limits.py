@@ -114,9 +114,9 @@ class MediaLimits:
     def _check_pixels(self, name: str, width: int, height: int, label: str) -> None:
         if width < 1 or height < 1:
             raise InputError(f"{label}: is empty ({width}x{height} pixels)")
-        if width * height > (most := getattr(self, name)):
+        if width * height > (limit := getattr(self, name)):
             raise InputError(
-                f"{label}: {width}x{height} pixels are more than the limit of {most:,}; scale it "
+                f"{label}: {width}x{height} pixels are more than the limit of {limit:,}; scale it "
                 f"down or raise MediaLimits.{name}"
             )
 

@@ -286,8 +286,8 @@ class MediaReader:
         outline = self.outline(parts) if fits else self._outline(parts)
         if fits and outline:
             fits(outline)
-        most = self.limits.max_decoding_bytes
-        with decoding_memory.taken(outline.decoding_bytes, most, count.check_wanted):
+        limit = self.limits.max_decoding_bytes
+        with decoding_memory.taken(outline.decoding_bytes, limit, count.check_wanted):
             media = self._decoded(parts, count, outline.limits)
             if fits and len(media) > len(outline):
                 fits(media)
@@ -394,8 +394,8 @@ class MediaReader:
             ],
             "audio": [audio_outline(part.samples, limits=limits) for part in recordings],
         }
-        told = [size is not None for sizes in kinds.values() for size in sizes]
-        known_parts = [*compress((*pictures, *clips, *recordings), told)]
+        have_sizes = [size is not None for sizes in kinds.values() for size in sizes]
+        known_parts = [*compress((*pictures, *clips, *recordings), have_sizes)]
         names = {
             "labels": [part.label for part in known_parts],
             "sized": [self._is_sized(part) for part in known_parts],
@@ -416,16 +416,16 @@ class MediaReader:
 
     def _clip_bytes(self, part: MediaPart, outline: Video | None) -> int:
         """Return the bytes that a video takes; without an outline, the limits' maximum."""
-        most = self.limits.max_video_pixels
-        kept = most if outline is None else math.prod(outline.frames.shape[:3])
+        limit = self.limits.max_video_pixels
+        kept = limit if outline is None else math.prod(outline.frames.shape[:3])
         taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(part.source) or 0)
         sound = None if outline is None else outline.sound
         return taken if sound is None else taken + self._sound_bytes(sound)
 
     def _sound_bytes(self, outline: Audio | None) -> int:
-        most = min(self.limits.max_audio_seconds, self.max_seconds)
-        seconds = most if outline is None else outline.seconds
-        return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, most))
+        limit = min(self.limits.max_audio_seconds, self.max_seconds)
+        seconds = limit if outline is None else outline.seconds
+        return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, limit))
 
     def _fetched(self, parts: Sequence[MediaPart]) -> list[MediaPart]:
         """Download the parts that are addresses, and replace each address by its bytes.

@@ -34,31 +34,31 @@ class DecodingMemory:
         self._since_trim = 0
 
     @contextmanager
-    def taken(self, count: int, most: int, check_wanted: Callable[[], None]) -> Iterator[None]:
+    def taken(self, count: int, limit: int, check_wanted: Callable[[], None]) -> Iterator[None]:
         """Reserve ``count`` bytes within the block, after waiting until they are available.
 
-        A request that needs more than ``most`` by itself waits until no other has any bytes.
+        A request that needs more than ``limit`` by itself waits until no other has any bytes.
 
         Args:
             count: bytes of the request; with 0 it does not wait.
-            most: maximum bytes of all requests together.
+            limit: maximum bytes of all requests together.
             check_wanted: function that raises if the request was cancelled, which ends the wait.
         """
         if not count:
             yield
             return
-        self._wait(count, most, check_wanted)
+        self._wait(count, limit, check_wanted)
         try:
             yield
         finally:
             self._give_back(count)
 
-    def _wait(self, count: int, most: int, check_wanted: Callable[[], None]) -> None:
+    def _wait(self, count: int, limit: int, check_wanted: Callable[[], None]) -> None:
         mine = object()
         with self._changed:
             self._waiting.append(mine)
             try:
-                while self._waiting[0] is not mine or (self.used and self.used + count > most):
+                while self._waiting[0] is not mine or (self.used and self.used + count > limit):
                     check_wanted()
                     self._changed.wait(_POLL_S)
                 self.used += count

@@ -27,7 +27,7 @@ OF_MODALITY = {
 }
 """Names of the options for each modality."""
 _NUMBERS = "fps", "video_start", "video_end"
-_MOST = 1 << 63
+_MAX_NUMBER = 1 << 63
 """Numbers must be below this; a larger whole number might not convert to a float."""
 ALIASES = {"nframes": "num_frames"}
 """Alternative names of options in message parts."""
@@ -101,9 +101,9 @@ class MediaOptions:
             ("min_frames", "max_frames"),
             ("video_start", "video_end"),
         ):
-            least, most = getattr(self, low), getattr(self, high)
-            if least is not None and most is not None and least > most:
-                raise InputError(f"{low}={least:g} is more than {high}={most:g}")
+            minimum, maximum = getattr(self, low), getattr(self, high)
+            if minimum is not None and maximum is not None and minimum > maximum:
+                raise InputError(f"{low}={minimum:g} is more than {high}={maximum:g}")
 
     @property
     def given(self) -> dict[str, Any]:
@@ -175,10 +175,10 @@ class MediaOptions:
             ("min_frames", self.min_frames, "max_video_frames"),
             ("max_frames", self.max_frames, "max_video_frames"),
         ):
-            most = getattr(limits, limit)
-            if value is not None and value > most:
+            maximum = getattr(limits, limit)
+            if value is not None and value > maximum:
                 raise InputError(
-                    f"{name}={value:,} is more than the limit of {most:,}; give less or raise "
+                    f"{name}={value:,} is more than the limit of {maximum:,}; give less or raise "
                     f"MediaLimits.{limit}"
                 )
 
@@ -228,11 +228,15 @@ def _check(name: str, value: Any) -> None:
         return
     is_number = name in _NUMBERS
     kinds = (int, float) if is_number else (int,)
-    least = 2 if name == "num_frames" else 0 if name.startswith("video_") else 1
-    if isinstance(value, bool) or not isinstance(value, kinds) or not -_MOST < value < _MOST:
+    minimum = 2 if name == "num_frames" else 0 if name.startswith("video_") else 1
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, kinds)
+        or not -_MAX_NUMBER < value < _MAX_NUMBER
+    ):
         noun = "a number" if is_number else "a whole number"
         raise InputError(f"{name}={shown(value)}: must be {noun} below 2^63")
-    if value < least and name != "fps":
-        raise InputError(f"{name}={shown(value)}: must be at least {least}")
+    if value < minimum and name != "fps":
+        raise InputError(f"{name}={shown(value)}: must be at least {minimum}")
     if name == "fps" and value <= 0:
         raise InputError(f"fps={shown(value)}: must be a number of frames per second above 0")

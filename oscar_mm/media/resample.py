@@ -211,10 +211,10 @@ class Mono:
         seconds = self.seconds
         if not self._count:
             raise InputError(f"{self._label}: has no samples; record or export it again")
-        least = MIN_SHARE * promised
+        min_seconds = MIN_SHARE * promised
         if not estimated:
-            least = max(least, (1 - _SLACK_SHARE) * promised - _SLACK_S)
-        if seconds < least:
+            min_seconds = max(min_seconds, (1 - _SLACK_SHARE) * promised - _SLACK_S)
+        if seconds < min_seconds:
             raise InputError(
                 f"{self._label}: ends after {seconds:.1f} of {promised:.1f} s; the file is cut "
                 "off, copy or download it again"

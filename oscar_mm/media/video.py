@@ -262,16 +262,16 @@ class _FramePlan:
         """Return the width and height at which frames of a file are kept, before rotation."""
         if self.sizes is None or not self.options.scales_frames:
             return _kept_size(width, height, frames, self.limits)
-        most = self.limits.max_video_pixels // frames
-        least, given = self.options.min_pixels, self.options.max_pixels
+        limit = self.limits.max_video_pixels // frames
+        minimum, given = self.options.min_pixels, self.options.max_pixels
         options = replace(
             self.options,
-            min_pixels=None if least is None else min(least, most),
-            max_pixels=most if given is None else min(given, most),
+            min_pixels=None if minimum is None else min(minimum, limit),
+            max_pixels=limit if given is None else min(given, limit),
         )
         upright = (height, width) if turned else (width, height)
         size = self.sizes.frame_size(*upright, frames, options)
-        if options.resized is not None and size[0] * size[1] > most:
+        if options.resized is not None and size[0] * size[1] > limit:
             raise InputError(
                 f"{self.label}: {frames} frames of {size[0]}x{size[1]} have more pixels than the "
                 f"limit of {self.limits.max_video_pixels:,}; give a lower resized_width and "
@@ -441,9 +441,9 @@ def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[int, 
         seconds: length of the clip, above 0.
         fps: frames per second to keep, if the limits allow it.
     """
-    most = limits.max_video_frames
-    rate = min(max(fps, 2 / seconds), most / seconds)
-    return max(2, min(most, math.ceil((seconds - ROUNDING_S) * rate))), rate
+    limit = limits.max_video_frames
+    rate = min(max(fps, 2 / seconds), limit / seconds)
+    return max(2, min(limit, math.ceil((seconds - ROUNDING_S) * rate))), rate
 
 
 def _kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:

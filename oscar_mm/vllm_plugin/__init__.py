@@ -45,10 +45,10 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
             format, or its window or sinks are too large.
     """
     found = KVPolicy.of(policy)
-    for name, most in (("window", MAX_WINDOW), ("sinks", MAX_SINKS)):
-        if (tokens := getattr(found, name)) > most:
+    for name, maximum in (("window", MAX_WINDOW), ("sinks", MAX_SINKS)):
+        if (tokens := getattr(found, name)) > maximum:
             raise InputError(
-                f"policy {policy} has {name}={tokens}: with vLLM {name} must be at most {most}"
+                f"policy {policy} has {name}={tokens}: with vLLM {name} must be at most {maximum}"
             )
     if not found.by_token:
         problem = f"key_axis={found.key_axis!r}"

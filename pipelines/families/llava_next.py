@@ -86,9 +86,9 @@ class LlavaNext(Family):
         """
         tiles = self.processor.image_processor.image_grid_pinpoints
         best_height, best_width = select_best_resolution((height, width), tiles)
-        least = math.ceil(2 * min(best_width, width * best_height / height))
+        min_width = math.ceil(2 * min(best_width, width * best_height / height))
         tokens = self._image_tokens(width, height)
-        for smaller in range(least, min(width, least + _NEARBY)):
+        for smaller in range(min_width, min(width, min_width + _NEARBY)):
             size = smaller, round(smaller * height / width)
             if self._image_tokens(*size) == tokens:
                 return size

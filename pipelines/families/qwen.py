@@ -108,16 +108,16 @@ def image_size(
     if options.resized is not None:
         bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
         return _resized(options.resized, factor, *bounds)
-    least, most = pixel_bounds(image_processor)
-    largest = max(most, _MAX_TOKENS * factor**2)
+    min_pixels, max_pixels = pixel_bounds(image_processor)
+    largest = max(max_pixels, _MAX_TOKENS * factor**2)
     if options.max_pixels is not None:
-        most = min(options.max_pixels, largest)
+        max_pixels = min(options.max_pixels, largest)
     elif options.detail == "low":
-        most = min(most, LOW_PIXELS)
+        max_pixels = min(max_pixels, LOW_PIXELS)
     if options.min_pixels is not None:
-        least = min(options.min_pixels, largest)
-        most = max(most, least)
-    return _resized((width, height), factor, min(least, most), most)
+        min_pixels = min(options.min_pixels, largest)
+        max_pixels = max(max_pixels, min_pixels)
+    return _resized((width, height), factor, min(min_pixels, max_pixels), max_pixels)
 
 
 def frame_size(
@@ -129,21 +129,25 @@ def frame_size(
         bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
         return _resized(options.resized, factor, *bounds)
     low, high = (tokens * factor**2 for tokens in _FRAME_TOKENS)
-    least = low if options.min_pixels is None else options.min_pixels
+    min_pixels = low if options.min_pixels is None else options.min_pixels
     total = _VIDEO_TOKENS * factor**2 if options.total_pixels is None else options.total_pixels
     share = total / frames * video_processor.temporal_patch_size
-    most = min(max(min(high, share), int(least * 1.05)), _MAX_TOKENS * factor**2)
+    max_pixels = min(max(min(high, share), int(min_pixels * 1.05)), _MAX_TOKENS * factor**2)
     if options.max_pixels is not None:
-        most = min(most, options.max_pixels)
-    return _resized((width, height), factor, min(least, most), most)
+        max_pixels = min(max_pixels, options.max_pixels)
+    return _resized((width, height), factor, min(min_pixels, max_pixels), max_pixels)
 
 
-def _resized(size: tuple[int, int], factor: int, least: Any, most: Any) -> tuple[int, int]:
+def _resized(
+    size: tuple[int, int], factor: int, min_pixels: Any, max_pixels: Any
+) -> tuple[int, int]:
     """Return a width and height in whole patches whose product is within the pixel limits."""
     from qwen_vl_utils.vision_process import smart_resize  # Slow to import.
 
     width, height = size
-    height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
+    height, width = smart_resize(
+        height, width, factor, min_pixels=min_pixels, max_pixels=max_pixels
+    )
     return max(factor, width), max(
         factor, height
     )  # smart_resize rounds the short side of long strips to 0.

@@ -73,7 +73,7 @@ class Process:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OSCAR_MM_CACHE", str(tmp_path / "kept"))
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(kernel_module, "_told", set())
+    monkeypatch.setattr(kernel_module, "_warned", set())
     return tmp_path / "kept"
 
 

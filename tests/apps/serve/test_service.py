@@ -397,7 +397,7 @@ def test_a_request_without_memory_waits(tight, shown, monkeypatch) -> None:
 
 def test_a_request_long_without_memory_is_refused(tight, shown, monkeypatch) -> None:
     held = memory_held(tight, shown, monkeypatch)
-    with held as running, served(tight, room_s=0.2) as address:
+    with held as running, served(tight, memory_wait_s=0.2) as address:
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as refused:
                 ask(client_of(address), shown, stream=stream)
