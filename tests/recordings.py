@@ -8,6 +8,8 @@ from typing import Any
 import av
 import numpy as np
 
+from oscar_mm.media import Audio
+
 CODECS = {
     "wav": "pcm_s16le",
     "flac": "flac",
@@ -150,3 +152,9 @@ class _Sound:
         for part in [*resampler.resample(frame), *resampler.resample(None)]:
             self.container.mux(self.stream.encode(part))
         self.container.mux(self.stream.encode(None))
+
+
+def pitch(audio: Audio) -> float:
+    """The strongest frequency, in Hz."""
+    spectrum = np.abs(np.fft.rfft(audio.samples))
+    return float(spectrum.argmax() / audio.seconds)
