@@ -5,8 +5,8 @@ from pathlib import Path
 from oscar_mm.pipelines import families as families  # Registers them.
 from oscar_mm.pipelines.loading import reader
 from oscar_mm.pipelines.omni import OscarOmniPipeline
-from oscar_mm.pipelines.pipeline import OscarVLPipeline
 from oscar_mm.pipelines.registry import register_family
+from oscar_mm.pipelines.vision import OscarVLPipeline
 
 __all__ = ["OscarOmniPipeline", "OscarVLPipeline", "pipeline_for", "register_family"]
 

@@ -1,7 +1,4 @@
-"""OscarVLPipeline: answers questions about images and videos with a packed KV cache.
-
-Its base class Pipeline, which OscarOmniPipeline shares, loads a checkpoint and answers.
-"""
+"""Pipeline: base of the pipelines, which loads a checkpoint and answers checked requests."""
 
 from __future__ import annotations
 
@@ -35,11 +32,9 @@ from oscar_mm.engine.sampling import Sampling
 from oscar_mm.engine.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
-from oscar_mm.media.image import ImageSource
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.media.options import MediaOptions
 from oscar_mm.media.part import media_parts
-from oscar_mm.media.video import VideoSource
 from oscar_mm.ops.score_errors import warn_of_hard_layers
 from oscar_mm.pipelines.batch import BatchResult, batch_results
 from oscar_mm.pipelines.loading import Placement, load
@@ -49,7 +44,6 @@ from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
-_ARGUMENTS = ("images", "prompt", "videos", "system", "messages")
 _REASONING = 8192
 """Additional default tokens for the reasoning of thinking models."""
 
@@ -568,76 +562,3 @@ def _pieces(running_request: Request) -> Generator[Piece | Answer, None, None]:
     # Frees the pages of a cancelled request even if the caller keeps the stream.
     del running_request
     yield answer
-
-
-class OscarVLPipeline(Pipeline):
-    """Pipeline of LLaVA-v1.6, Qwen2.5-VL and Qwen3-VL for images and videos, with a packed KV
-    cache.
-
-    ::
-
-        pipe = OscarVLPipeline("Qwen/Qwen3-VL-8B-Instruct")
-        answer = pipe(["receipt.jpg"], "What does the receipt total?")
-        print(answer.text)
-        print(answer.memory)
-
-    The family is chosen by the checkpoint's model type. Arguments are the same as in ``Pipeline``.
-    """
-
-    name = "OscarVLPipeline"
-
-    def __call__(
-        self,
-        images: ImageSource | Sequence[ImageSource] | None = None,
-        prompt: str = "",
-        *,
-        videos: VideoSource | Sequence[VideoSource] | None = None,
-        system: str | None = None,
-        messages: Sequence[Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Answer:
-        """Answer one question.
-
-        Args:
-            images: one image or a list of images: path, PIL image, (H, W[, 1, 3 or 4]) array,
-                bytes, or with ``allow_remote`` an http(s) address. None or [] for no image.
-            prompt: the question.
-            videos: one video or a list of videos: paths, bytes, addresses or frames. LLaVA does not
-                support videos.
-            system: system prompt.
-            messages: a whole conversation in place of a prompt, with texts and media in order; see
-                ``oscar_mm.engine.message_lists.messages_from``.
-            options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
-                for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
-
-        Raises:
-            InputError: if media, text or numbers are invalid; ``RequestTooLarge`` if the request is
-                too long for ``max_context``, ``kv_budget`` or the GPU.
-        """
-        shown: dict[str, Any] = {"videos": videos, "system": system, "messages": messages}
-        return self.stream(images, prompt, **shown, **options).complete()
-
-    def stream(
-        self,
-        images: ImageSource | Sequence[ImageSource] | None = None,
-        prompt: str = "",
-        *,
-        videos: VideoSource | Sequence[VideoSource] | None = None,
-        system: str | None = None,
-        messages: Sequence[Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> AnswerStream:
-        """Answer one question and stream the answer.
-
-        Returns an iterator of text pieces, whose ``result`` is the answer at the end; its
-        ``with_reasoning`` includes a thinking model's reasoning. The request is checked and its
-        media are decoded at once; the model runs as pieces are consumed. Arguments and errors are
-        the same as in a call.
-        """
-        start = time.perf_counter()
-        chosen, template, of_media = self.read_options(options, _ARGUMENTS)
-        media = images, videos, None
-        how: dict[str, Any] = {"options": of_media, "open_end": template.takes_any_end}
-        asked = conversation_from(prompt, media, messages, system, **how)
-        question = self.read_request(asked, chosen.max_new_tokens, template=template)
-        return self.answer(question, chosen, start)

@@ -1,0 +1,89 @@
+"""OscarVLPipeline: answers questions about images and videos with a packed KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from oscar_mm.engine.answer import Answer, AnswerStream
+from oscar_mm.engine.message_lists import conversation_from
+from oscar_mm.engine.request_options import RequestOptions
+from oscar_mm.media.image import ImageSource
+from oscar_mm.media.video import VideoSource
+from oscar_mm.pipelines.pipeline import Pipeline
+
+_ARGUMENTS = ("images", "prompt", "videos", "system", "messages")
+
+
+class OscarVLPipeline(Pipeline):
+    """Pipeline of LLaVA-v1.6, Qwen2.5-VL and Qwen3-VL for images and videos, with a packed KV
+    cache.
+
+    ::
+
+        pipe = OscarVLPipeline("Qwen/Qwen3-VL-8B-Instruct")
+        answer = pipe(["receipt.jpg"], "What does the receipt total?")
+        print(answer.text)
+        print(answer.memory)
+
+    The family is chosen by the checkpoint's model type. Arguments are the same as in ``Pipeline``.
+    """
+
+    name = "OscarVLPipeline"
+
+    def __call__(
+        self,
+        images: ImageSource | Sequence[ImageSource] | None = None,
+        prompt: str = "",
+        *,
+        videos: VideoSource | Sequence[VideoSource] | None = None,
+        system: str | None = None,
+        messages: Sequence[Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Answer:
+        """Answer one question.
+
+        Args:
+            images: one image or a list of images: path, PIL image, (H, W[, 1, 3 or 4]) array,
+                bytes, or with ``allow_remote`` an http(s) address. None or [] for no image.
+            prompt: the question.
+            videos: one video or a list of videos: paths, bytes, addresses or frames. LLaVA does not
+                support videos.
+            system: system prompt.
+            messages: a whole conversation in place of a prompt, with texts and media in order; see
+                ``oscar_mm.engine.message_lists.messages_from``.
+            options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
+                for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
+
+        Raises:
+            InputError: if media, text or numbers are invalid; ``RequestTooLarge`` if the request is
+                too long for ``max_context``, ``kv_budget`` or the GPU.
+        """
+        shown: dict[str, Any] = {"videos": videos, "system": system, "messages": messages}
+        return self.stream(images, prompt, **shown, **options).complete()
+
+    def stream(
+        self,
+        images: ImageSource | Sequence[ImageSource] | None = None,
+        prompt: str = "",
+        *,
+        videos: VideoSource | Sequence[VideoSource] | None = None,
+        system: str | None = None,
+        messages: Sequence[Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AnswerStream:
+        """Answer one question and stream the answer.
+
+        Returns an iterator of text pieces, whose ``result`` is the answer at the end; its
+        ``with_reasoning`` includes a thinking model's reasoning. The request is checked and its
+        media are decoded at once; the model runs as pieces are consumed. Arguments and errors are
+        the same as in a call.
+        """
+        start = time.perf_counter()
+        chosen, template, of_media = self.read_options(options, _ARGUMENTS)
+        media = images, videos, None
+        how: dict[str, Any] = {"options": of_media, "open_end": template.takes_any_end}
+        asked = conversation_from(prompt, media, messages, system, **how)
+        question = self.read_request(asked, chosen.max_new_tokens, template=template)
+        return self.answer(question, chosen, start)
