@@ -57,7 +57,7 @@ def in_use(report: MemoryReport) -> int:
     return report.kv_bytes - report.by_kind["tables"] - report.by_kind["unused"]
 
 
-def is_held(planned: float, report: MemoryReport, pipe: Pipeline) -> bool:
+def is_stored(planned: float, report: MemoryReport, pipe: Pipeline) -> bool:
     """Whether that much is in use, but for what an answer has to spare for its next tokens."""
     spare, rest = divmod(int(planned) - in_use(report), pipe.admission._slot_bytes()[PLAIN])
     return 0 <= spare <= 32 and not rest
@@ -73,9 +73,9 @@ def test_the_forecast_is_what_is_stored(
     prompt = prepare(pipe, "What is it?", pipe.read_media(PICTURES))
     for answer in (1, 40):
         growth, sizes = pipe.admission.growth(prompt, answer), pipe.admission._slot_bytes()
-        held, pools = bytes_over_time(growth.held, sizes), pool_bytes(growth.held, sizes)
+        stored, pools = bytes_over_time(growth.held, sizes), pool_bytes(growth.held, sizes)
         report = pipe(PICTURES, "What is it?", max_new_tokens=answer).memory
-        assert len(held) == answer and is_held(held[-1], report, pipe)
+        assert len(stored) == answer and is_stored(stored[-1], report, pipe)
         # Tables are not foreseen, and pools may grow by less.
         assert 0.97 * pools < report.kv_bytes < 1.01 * pools
     # A chat: what it holds, and most that a turn adds to that while it goes on.
@@ -89,7 +89,7 @@ def test_the_forecast_is_what_is_stored(
                 most = max(most, pipe.store.memory().used_bytes)
             growth = seen.pop()
             planned = bytes_over_time(growth.held, pipe.admission._slot_bytes())
-            assert is_held(planned[-1], chat.memory, pipe)
+            assert is_stored(planned[-1], chat.memory, pipe)
             page = min(pipe.admission._slot_bytes().values())
             assert most - page <= before + pipe.admission.growth_bytes(growth) <= 1.05 * most + 1
 
@@ -103,9 +103,9 @@ def test_foreseen_of_bundled_models(name: str) -> None:
     prompt = prepare(pipe, "What does picture 2 say?", pipe.read_media(**shown))
     answer = pipe(prompt="What does picture 2 say?", **shown, max_new_tokens=20)
     growth, sizes = pipe.admission.growth(prompt, 20), pipe.admission._slot_bytes()
-    held = bytes_over_time(growth.held, sizes)
+    stored = bytes_over_time(growth.held, sizes)
     ended = len(answer.token_ids) - (answer.finish_reason == "length")
-    assert is_held(held[ended], answer.memory, pipe)
+    assert is_stored(stored[ended], answer.memory, pipe)
     assert answer.memory.kv_bytes < 1.01 * pool_bytes(growth.held, sizes)
 
 
@@ -118,7 +118,7 @@ def test_each_request_of_a_batch_is_foreseen(vl: OscarVLPipeline) -> None:
     sizes = pipe.admission._slot_bytes()
     for (growth, prompt), result in zip(seen, results, strict=True):
         assert prompt.tokens == result.answer.prompt_tokens
-        assert is_held(bytes_over_time(growth.held, sizes)[-1], result.answer.memory, pipe)
+        assert is_stored(bytes_over_time(growth.held, sizes)[-1], result.answer.memory, pipe)
 
 
 def test_headers_decide_before_pixels_are_decoded(
@@ -201,13 +201,13 @@ def test_nothing_is_lost(vl: OscarVLPipeline, tmp_path: Path) -> None:
     one.ask("What?", images=PICTURES[:2], max_new_tokens=4)
     limits = {"kv_budget": 3 * one.memory.kv_bytes, "max_context": 2000}
     pipe = like(vl, policy="bf16", spill=tmp_path, **limits)
-    held, asking = pipe.chat(), pipe.chat()
-    for chat in (held, asking):
+    stored, asking = pipe.chat(), pipe.chat()
+    for chat in (stored, asking):
         chat.ask("What?", images=PICTURES[:2], max_new_tokens=4)
 
     def state() -> tuple:
-        chats = [(x.segments, x.memory.to_dict(), x.turns) for x in (held, asking)]
-        tokens = [x._spillable.conversation.token_ids.tolist() for x in (held, asking)]
+        chats = [(x.segments, x.memory.to_dict(), x.turns) for x in (stored, asking)]
+        tokens = [x._spillable.conversation.token_ids.tolist() for x in (stored, asking)]
         return chats, tokens, pipe.store.memory(), list(tmp_path.iterdir())
 
     before = state()
@@ -228,8 +228,8 @@ def test_nothing_is_lost(vl: OscarVLPipeline, tmp_path: Path) -> None:
         assert state() == before
     # Others go to disk only for what then fits.
     asking.ask("And this?", images=PICTURES[:3], max_new_tokens=4)
-    assert held.memory.kv_bytes == 0 and len(list(tmp_path.iterdir())) == 1
-    assert held.ask("Why?", max_new_tokens=4).token_ids
+    assert stored.memory.kv_bytes == 0 and len(list(tmp_path.iterdir())) == 1
+    assert stored.ask("Why?", max_new_tokens=4).token_ids
 
 
 def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,9 @@ def test_a_short_conversation_takes_no_more_than_in_16_bit(shape: ModelShape) ->
 def test_how_many_fit() -> None:
     tokens, compact = {"text": 1000, "image": 31_000}, KVPolicy.preset("channel")
     one = LLAMA_LIKE.kv_bytes(compact, tokens)
-    room = 80 * GB * (1 - RESERVED) - 16 * GB
+    available = 80 * GB * (1 - RESERVED) - 16 * GB
     count = LLAMA_LIKE.conversations(80 * GB, compact, tokens)
-    assert count * one <= room < (count + 1) * one
+    assert count * one <= available < (count + 1) * one
     plain = LLAMA_LIKE.conversations(80 * GB, KVPolicy.preset("bf16"), tokens)
     assert 6 < count / plain < 7
     assert LLAMA_LIKE.conversations(16 * GB, compact, tokens) == 0

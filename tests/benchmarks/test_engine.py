@@ -63,7 +63,7 @@ def _slots(store: PageStore) -> list:
     return list(store.allocators.items())
 
 
-def without_room(refuses: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def without_memory(refuses: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have an admission refuse prompts of some lengths."""
 
     def reserve(self: object, growth: object, prompt: object, *rest: object) -> None:
@@ -76,7 +76,7 @@ def without_room(refuses: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
 def test_a_prompt_without_memory_is_not_read(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without_room(lambda tokens: tokens >= 400, monkeypatch)
+    without_memory(lambda tokens: tokens >= 400, monkeypatch)
     row = engine.measure_engine(decoder, COMPACT, 400, 1e9, 2)
     assert row["reading"] == {"error": "there is no room for the prompt"}
     assert row["tokens_per_s"] > 0 and "error" not in row
@@ -87,7 +87,7 @@ def test_a_prompt_without_memory_is_not_read(
 def test_an_answer_that_fails_is_in_the_row(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_room(lambda tokens: True, monkeypatch)
+    without_memory(lambda tokens: True, monkeypatch)
     row = engine.measure_engine(decoder, COMPACT, 400, 1e9, 2)
     assert row["error"] == "MemoryBusy: there is none" and row["out_of_memory"] is False
 

@@ -51,7 +51,7 @@ def by_the_template(pipe: OscarVLPipeline, turns: list[tuple[list, str, str | No
         return pipe.model(**inputs, use_cache=False).logits[0, -1]
 
 
-def alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).abs().max() < 1e-4 * expected.abs().max())
 
 
@@ -87,7 +87,7 @@ def test_turns_are_a_fresh_prefill_of_the_template(pipe) -> None:
     shown = [IMAGES[:1], [], IMAGES[1:]]
     for images, said, prompt in zip(shown, SAID, ("What is it?", "Where?", "Who?"), strict=True):
         found = ask(chat, THOUGHT + said, prompt, images=images or None)
-        assert alike(found, by_the_template(pipe, [*turns, (images, prompt, None)]))
+        assert agree(found, by_the_template(pipe, [*turns, (images, prompt, None)]))
         turns.append((images, prompt, THOUGHT + said))
         last = chat.turns[-1]
         assert (last.answer, last.reasoning) == (said, REASONING)
@@ -95,7 +95,7 @@ def test_turns_are_a_fresh_prefill_of_the_template(pipe) -> None:
         held = sum(chat.memory.tokens.values())
         assert held == last.stop == sum(one.tokens for one in chat.segments)
     chat.undo()
-    assert alike(
+    assert agree(
         ask(chat, SAID[0], "Why?"), by_the_template(pipe, [*turns[:2], ([], "Why?", None)])
     )
 
@@ -108,7 +108,7 @@ def test_a_model_that_opens_its_reasoning_itself(pipe) -> None:
     ask(chat, f"<think>\n{THOUGHT}{SAID[0]}", "What?", images=IMAGES[:1])
     assert (chat.turns[0].answer, chat.turns[0].reasoning) == (SAID[0], REASONING)
     expected = by_the_template(opening, [(IMAGES[:1], "What?", SAID[0]), ([], "Why?", None)])
-    assert alike(ask(chat, SAID[1], "Why?"), expected)
+    assert agree(ask(chat, SAID[1], "Why?"), expected)
     assert chat.turns[1].reasoning is None
 
 
@@ -118,7 +118,7 @@ def test_without_reasoning_a_turn_stays_as_it_is(pipe) -> None:
     ask(chat, f"\n</think>\n\n{SAID[0]}", "What?")
     assert chat.turns[0].reasoning == ""
     expected = by_the_template(pipe, [([], "What?", SAID[0]), ([], "Why?", None)])
-    assert alike(ask(chat, SAID[1], "Why?"), expected)
+    assert agree(ask(chat, SAID[1], "Why?"), expected)
 
 
 def test_an_answer_that_was_cut(pipe) -> None:
@@ -130,7 +130,7 @@ def test_an_answer_that_was_cut(pipe) -> None:
         last = chat.turns[-1]
         assert (last.answer, last.finish_reason) == (text, "length")
         expected = by_the_template(pipe, [([], "What?", text), ([], "Why?", None)])
-        assert alike(ask(chat, SAID[1], "Why?"), expected)
+        assert agree(ask(chat, SAID[1], "Why?"), expected)
         chat.undo()
         chat.undo()
 
@@ -165,8 +165,8 @@ def test_a_caller_leaves_amid_the_text_and_amid_the_reasoning(pipe) -> None:
     assert sum(chat.memory.tokens.values()) == turn.stop
     other = chat.fork()
     expected = by_the_template(pipe, [([], "What?", said), ([], "Why?", None)])
-    assert alike(ask(other, SAID[1], "Why?"), expected)
-    assert alike(ask(chat, SAID[1], "Why?"), expected)
+    assert agree(ask(other, SAID[1], "Why?"), expected)
+    assert agree(ask(chat, SAID[1], "Why?"), expected)
 
 
 def test_reasoning_that_went_to_disk_is_out_too(pipe, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_reasoning_that_went_to_disk_is_out_too(pipe, tmp_path: Path) -> None:
     with engine_waits(bounded):
         chat._spillable.spill(tmp_path / "spilled")
     expected = by_the_template(pipe, [([], "What?", said), ([], "Why?", None)])
-    assert alike(ask(chat, SAID[1], "Why?"), expected)
+    assert agree(ask(chat, SAID[1], "Why?"), expected)
 
 
 def test_a_saved_chat_goes_on(pipe, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_given_turn_has_no_reasoning(pipe) -> None:
     chat = pipe.chat()
     chat.tell("What?", SAID[0], images=IMAGES[:1])
     expected = by_the_template(pipe, [(IMAGES[:1], "What?", SAID[0]), ([], "Why?", None)])
-    assert alike(ask(chat, SAID[1], "Why?"), expected)
+    assert agree(ask(chat, SAID[1], "Why?"), expected)
 
 
 def test_memory_for_an_answer(pipe, qwen3_vl_folder) -> None:

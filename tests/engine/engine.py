@@ -108,7 +108,7 @@ def needed(pipe: Pipeline, answer: Request) -> int:
     return pipe.admission.growth_bytes(growth)
 
 
-class SimulatedMoment:
+class SimulatedTimer:
     """Point in time of a simulated device, on which each layer of a prompt and each step takes a
     fixed time, and for which the host never waits."""
 
@@ -116,12 +116,12 @@ class SimulatedMoment:
     comes_later = True
 
     def __init__(self, _: torch.device) -> None:
-        self.seconds = SimulatedMoment.clock
+        self.seconds = SimulatedTimer.clock
 
     def wait(self) -> None:
         """Do nothing; the time is simulated."""
 
-    def since(self, earlier: "SimulatedMoment") -> float:
+    def since(self, earlier: "SimulatedTimer") -> float:
         return self.seconds - earlier.seconds
 
 

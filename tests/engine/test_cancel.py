@@ -24,7 +24,7 @@ from tests.engine.engine import (
     BAD,
     SHORT,
     TOKENS,
-    SimulatedMoment,
+    SimulatedTimer,
     alone,
     counted,
     embedding,
@@ -365,11 +365,11 @@ def test_the_host_waits_for_layers_of_long_prompts(
         layers.append(deepcopy(layers[0]))
         layers[-1].self_attn.layer_idx = index
 
-    class Later(SimulatedMoment):
+    class Later(SimulatedTimer):
         def wait(self) -> None:
             waited[0] += 1
 
-        def since(self, earlier: SimulatedMoment) -> float:
+        def since(self, earlier: SimulatedTimer) -> float:
             return 0.006
 
     answer = made(pipe, LONG, max_new_tokens=1)

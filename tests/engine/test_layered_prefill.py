@@ -18,7 +18,7 @@ from oscar_mm.fast_decode.graph_runner import GraphRunner, InflightStep
 from tests.engine.engine import (
     BAD,
     SHORT,
-    SimulatedMoment,
+    SimulatedTimer,
     alone,
     embedding,
     empty,
@@ -220,7 +220,7 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
     right = GraphRunner.__call__
 
     def work(kind: str, seconds: float) -> None:
-        SimulatedMoment.clock += seconds
+        SimulatedTimer.clock += seconds
         spent[kind] += seconds
 
     def step(*arguments: Any) -> torch.Tensor:
@@ -239,7 +239,7 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
         return paused(cache)
 
     monkeypatch.setattr(OscarCache, "paused", turns)
-    monkeypatch.setattr(running_batches, "DeviceTimer", SimulatedMoment)
+    monkeypatch.setattr(running_batches, "DeviceTimer", SimulatedTimer)
     monkeypatch.setattr(GraphRunner, "__call__", step)
     running = [made(pipe, prompt, max_new_tokens=3000) for prompt in SHORT]
     for answer in running:
@@ -269,13 +269,13 @@ def test_an_answer_after_a_pause_has_not_waited_since_the_last_one(
     pipe, right = loaded(qwen3_vl_folder, prefill_chunk=16), GraphRunner.__call__
 
     def step(*arguments: Any) -> torch.Tensor:
-        SimulatedMoment.clock += 0.01
+        SimulatedTimer.clock += 0.01
         return right(*arguments)
 
-    monkeypatch.setattr(running_batches, "DeviceTimer", SimulatedMoment)
+    monkeypatch.setattr(running_batches, "DeviceTimer", SimulatedTimer)
     monkeypatch.setattr(GraphRunner, "__call__", step)
     together(pipe, [made(pipe, SHORT[0])])
-    SimulatedMoment.clock += 100.0
+    SimulatedTimer.clock += 100.0
     first, second = made(pipe, SHORT[0], max_new_tokens=200), made(pipe, SHORT[1] * 200)
     for answer in (first, second):
         pipe.engine.submit(answer)
@@ -342,7 +342,7 @@ def test_between_two_prompts_answers_make_a_step(
         device_timer.StepTimer, "seconds", lambda _: 1e9
     )  # No steps between layers.
     if works_alone:
-        monkeypatch.setattr(running_batches, "DeviceTimer", SimulatedMoment)
+        monkeypatch.setattr(running_batches, "DeviceTimer", SimulatedTimer)
     running = [made(pipe, SHORT[0], max_new_tokens=100) for _ in range(8)]
     for answer in running:
         pipe.engine.submit(answer)

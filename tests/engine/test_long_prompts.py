@@ -98,18 +98,18 @@ def test_a_caller_leaves_between_chunks(qwen3_vl_folder: Path, policy: str, leav
     assert pipe.budget is not None
     prompts = [LONGER, LONG, SHORT[0]]
     expected = alone(pipe, prompts)
-    answers, rooms = [made(pipe, prompt) for prompt in prompts], []
+    answers, reservations = [made(pipe, prompt) for prompt in prompts], []
     with at_passes(
         pipe,
         {
             4: answers[leaves].cancel,
-            6: lambda: rooms.append(answers[leaves].reservation),
+            6: lambda: reservations.append(answers[leaves].reservation),
         },
     ):
         for answer in answers:
             pipe.engine.submit(answer)
         run(pipe, answers)
-    assert rooms == [None] and answers[leaves].cancelled
+    assert reservations == [None] and answers[leaves].cancelled
     expected[leaves] = []
     assert [answer.complete().token_ids for answer in answers] == expected
     assert empty(pipe)

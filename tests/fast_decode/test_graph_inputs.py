@@ -36,7 +36,7 @@ def add(cache: OscarCache, tokens: int = 1) -> None:
         attend_oscar(cache, chunk(layer, tokens), layer=layer)
 
 
-def with_room(cache: OscarCache, slots: int = 2000) -> None:
+def with_free_slots(cache: OscarCache, slots: int = 2000) -> None:
     allocator = cache.store.allocators[PLAIN]
     allocator.release(allocator.allocate(slots))
     add(cache)
@@ -49,7 +49,7 @@ def places(cache: OscarCache) -> list[int]:
 
 def test_a_step_that_no_layer_carries_out_is_noticed() -> None:
     cache = of_two_layers()
-    with_room(cache)
+    with_free_slots(cache)
     step = cache.begin(TEXT)
     with pytest.raises(RuntimeError, match="did not reach layer 0"):
         cache.begin(TEXT)
@@ -109,7 +109,7 @@ def test_an_empty_copy_begins_with_any_layers(tmp_path) -> None:
 def test_the_version_says_whether_pools_stay(policy: str) -> None:
     """It stays while tokens come and go in room that is there, and changes with their places."""
     cache = of_two_layers(policy)
-    with_room(cache)
+    with_free_slots(cache)
     version, before = cache.version, places(cache)
     for _ in range(5):
         add(cache)
@@ -134,7 +134,7 @@ def test_the_version_says_whether_pools_stay(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["bf16", "channel", "stream"])
 def test_a_dry_run_leaves_the_cache_as_it_was(policy: str) -> None:
     cache = of_two_layers(policy)
-    with_room(cache)
+    with_free_slots(cache)
     replay, before = GraphInputs(cache, 1), cache.step
     held = [cache.unpacked(layer) for layer in range(2)]
     step = replay.plan_ahead(TEXT)
@@ -154,7 +154,7 @@ def test_a_dry_run_leaves_the_cache_as_it_was(policy: str) -> None:
     cache.replayed(taken)
     assert cache.fork().get_seq_length() == 332
     expected = of_two_layers(policy)
-    with_room(expected)
+    with_free_slots(expected)
     add(expected)
     for layer in range(2):
         assert torch.equal(cache.unpacked(layer)[0], expected.unpacked(layer)[0])
@@ -162,7 +162,7 @@ def test_a_dry_run_leaves_the_cache_as_it_was(policy: str) -> None:
 
 def test_an_interrupted_dry_run_leaves_the_step_to_do() -> None:
     cache = of_two_layers()
-    with_room(cache)
+    with_free_slots(cache)
     replay = GraphInputs(cache, 1)
     step = cache.begin(TEXT)
     assert replay.fix(step)
@@ -182,7 +182,7 @@ def test_what_no_graph_does_is_not_planned() -> None:
     cache = of_two_layers()
     replay = GraphInputs(cache, 1)
     assert replay.plan_ahead(np.full((1, 1), PADDING, np.int8)) is None
-    with_room(cache)
+    with_free_slots(cache)
     assert replay.plan_ahead(TEXT) is not None
     twin = cache.fork()
     assert replay.plan_ahead(TEXT) is None
@@ -194,7 +194,7 @@ def test_what_no_graph_does_is_not_planned() -> None:
         assert torch.equal(pages[source], pages[target])
     twin.close()
     cache = of_two_layers("channel")
-    with_room(cache, 400)
+    with_free_slots(cache, 400)
     replay, packed = GraphInputs(cache, 1), 0
     for _ in range(140):
         early, step = replay.plan_ahead(TEXT), cache.begin(TEXT)
@@ -207,7 +207,7 @@ def test_what_no_graph_does_is_not_planned() -> None:
 
 def test_a_capture_holds_for_a_version() -> None:
     cache = of_two_layers()
-    with_room(cache)
+    with_free_slots(cache)
     replay = GraphInputs(cache, 1)
     version = replay.version
     assert not replay.is_ready

@@ -31,10 +31,10 @@ Tokens = list[list[int | None]]
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache says how its steps are recorded, for its forks too."""
 
-    def recorded_as_asked(model: nn.Module, cache: OscarCache, *rest: Any) -> GraphRunner:
+    def captured_if_set(model: nn.Module, cache: OscarCache, *rest: Any) -> GraphRunner:
         return GraphRunner(model, cache, *rest, capture=getattr(cache.store, "record", None))
 
-    monkeypatch.setattr(decode_runner, "GraphRunner", recorded_as_asked)
+    monkeypatch.setattr(decode_runner, "GraphRunner", captured_if_set)
 
 
 @pytest.fixture
@@ -78,14 +78,14 @@ def compare(
     ahead.store.record = record or Repeat()
     expected, found = map(play, caches)
     assert found == expected
-    assert_alike(ahead, eager)
+    assert_same(ahead, eager)
     turn = [REQUESTS["text"]] * len(ahead.kv_manager.sequences)
     expected, found = (list(answer(oscar, cache, turn, 8)) for cache in caches)
     assert found == expected
-    assert_alike(ahead, eager)
+    assert_same(ahead, eager)
 
 
-def assert_alike(cache: OscarCache, expected: OscarCache) -> None:
+def assert_same(cache: OscarCache, expected: OscarCache) -> None:
     assert cache.kv_manager.sequences == expected.kv_manager.sequences
     assert cache.memory() == expected.memory()
     assert cache.store.memory() == expected.store.memory()

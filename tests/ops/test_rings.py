@@ -89,7 +89,7 @@ class Engine:
                 self.free.insert(0 if self.random.random() < 0.7 else len(self.free), block)
         request.blocks, request.read = [], 0
 
-    def room(self, request: Request, new: int) -> None:
+    def reserve(self, request: Request, new: int) -> None:
         """Give it blocks. Others may share them as soon as it is known what they will have."""
         while len(request.blocks) * 128 < request.read + new:
             block = self.free.pop(0)
@@ -181,7 +181,7 @@ def test_requests_that_come_go_and_share(seed: int, window: int, spare: int) -> 
             need = -(-(request.read + min(new, left)) // 128) - len(request.blocks)
             if left <= 0 or need > len(engine.free):
                 continue
-            engine.room(request, min(new, left))
+            engine.reserve(request, min(new, left))
             (batch if new == spare <= left else reads).append((request, min(new, left)))
         if batch + reads and random.random() < 0.03:
             engine.step(batch + reads, len(batch), stored=False)
@@ -203,16 +203,16 @@ def test_a_block_that_begins_leads_to_no_ring() -> None:
     """One row fills a block in the very step in which another begins with it."""
     engine = Engine(0, RingShape(4, 32, 1), rings=4, blocks=8)
     ended, filling = engine.request(200), engine.request(200)
-    engine.room(ended, 128)
+    engine.reserve(ended, 128)
     engine.step([(ended, 128)], 0)
     [block] = ended.blocks
     engine.end(ended)
     engine.free = [block, *(other for other in engine.free if other != block)]
-    engine.room(filling, 128)
+    engine.reserve(filling, 128)
     sharing = Request([*filling.tokens[:128], 10**6])
     engine.begin(sharing)
     assert sharing.blocks == filling.blocks == [block] and sharing.read == 128
-    engine.room(sharing, 1)
+    engine.reserve(sharing, 1)
     engine.step([(sharing, 1), (filling, 128)], 1)
 
 
@@ -220,7 +220,7 @@ def test_the_ring_that_waited_longest_is_taken() -> None:
     engine = Engine(0, RingShape(4, 32, 1), rings=2, blocks=20)
     first, second, third = (engine.request(300) for _ in range(3))
     for request in (first, second, third):
-        engine.room(request, 300)
+        engine.reserve(request, 300)
     engine.step([(first, 100), (second, 100)], 0)
     engine.step([(second, 1)], 1)
     engine.step([(third, 100)], 0)
@@ -236,7 +236,7 @@ def test_a_request_that_waits_a_step(keeps: bool, exact: int) -> None:
     engine = Engine(0, RingShape(4, 32, 1), rings=4, blocks=20, keeps=keeps)
     waiting, other = engine.request(300), engine.request(300)
     for request in (waiting, other):
-        engine.room(request, 300)
+        engine.reserve(request, 300)
     engine.step([(waiting, 100), (other, 100)], 0)
     engine.step([(other, 1)], 1)
     engine.exact = 0

@@ -203,17 +203,17 @@ def test_choices_without_memory_for_two(worker, recordings, monkeypatch) -> None
     rows = [row for row in choice_rows(recordings) if row.choices]
     expected = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)
 
-    class Room:
+    class Reservation:
         pass
 
-    rooms: list[weakref.ref[Room]] = []
+    reservations: list[weakref.ref[Reservation]] = []
 
-    def reserve(*_: Any) -> Room:
-        if any(room() is not None for room in rooms):
+    def reserve(*_: Any) -> Reservation:
+        if any(reservation() is not None for reservation in reservations):
             raise MemoryBusy("there is room for one")
-        room = Room()
-        rooms.append(weakref.ref(room))
-        return room
+        reservation = Reservation()
+        reservations.append(weakref.ref(reservation))
+        return reservation
 
     monkeypatch.setattr(type(worker._pipe.admission), "reserve", reserve)
     found = answered(Engine(worker._pipe, worker._engine.settings, 4), rows)

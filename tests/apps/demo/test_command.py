@@ -94,7 +94,9 @@ def test_the_model_has_answered_before_the_first_visitor(qwen3_omni_folder, monk
     assert run(["demo", *options]) == 0 and steps
 
 
-def serve_until_told(folder: Path, port: int, slow: Path, reading: Path, *options: str) -> None:
+def serve_until_signalled(
+    folder: Path, port: int, slow: Path, reading: Path, *options: str
+) -> None:
     """The demo; once a file is there, a step of the model takes minutes, as another file tells."""
     load = server.pipeline_for
 
@@ -129,7 +131,7 @@ def test_sigterm_leaves_nothing(qwen3_omni_folder, uploads, tmp_path) -> None:
     left.mkdir()
     arguments = qwen3_omni_folder, port, slow, reading, "--kv-budget", "68kB"
     with (
-        Forked(serve_until_told, *arguments, environment={"TMPDIR": str(left)}) as demo,
+        Forked(serve_until_signalled, *arguments, environment={"TMPDIR": str(left)}) as demo,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
     ):
         until(lambda: client.get("/").status_code == 200)

@@ -126,7 +126,7 @@ def test_a_disconnect_during_prefill_ends_it(omni, monkeypatch, reads: str) -> N
     begun, cancelled, passes = threading.Event(), threading.Event(), [0, 0]
     cancel, used = Chat.cancel, omni.store.memory().used_bytes
 
-    def cancel_and_tell(chat: Chat) -> None:
+    def cancel_and_signal(chat: Chat) -> None:
         cancel(chat)
         cancelled.set()
 
@@ -138,7 +138,7 @@ def test_a_disconnect_during_prefill_ends_it(omni, monkeypatch, reads: str) -> N
     def second_layer(*_: Any) -> None:
         passes[1] += 1
 
-    monkeypatch.setattr(Chat, "cancel", cancel_and_tell)
+    monkeypatch.setattr(Chat, "cancel", cancel_and_signal)
     layers = omni.model.get_decoder().layers
     with served(omni, running=1) as address:
         hooks = [
@@ -364,7 +364,7 @@ def shown() -> dict[str, Any]:
 
 
 @contextmanager
-def memory_held(pipe: Any, shown: dict[str, Any], monkeypatch: Any) -> Iterator[Any]:
+def memory_taken(pipe: Any, shown: dict[str, Any], monkeypatch: Any) -> Iterator[Any]:
     """The budget has room for one and a half of such requests, and somebody's answer holds one.
 
     Yields:
@@ -381,7 +381,7 @@ def memory_held(pipe: Any, shown: dict[str, Any], monkeypatch: Any) -> Iterator[
 
 
 def test_a_request_without_memory_waits(tight, shown, monkeypatch) -> None:
-    with memory_held(tight, shown, monkeypatch) as running, served(tight) as address:
+    with memory_taken(tight, shown, monkeypatch) as running, served(tight) as address:
         timer = threading.Timer(0.5, running.close)
         timer.start()
         start = time.monotonic()
@@ -396,8 +396,8 @@ def test_a_request_without_memory_waits(tight, shown, monkeypatch) -> None:
 
 
 def test_a_request_long_without_memory_is_refused(tight, shown, monkeypatch) -> None:
-    held = memory_held(tight, shown, monkeypatch)
-    with held as running, served(tight, memory_wait_s=0.2) as address:
+    taken = memory_taken(tight, shown, monkeypatch)
+    with taken as running, served(tight, memory_wait_s=0.2) as address:
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as refused:
                 ask(client_of(address), shown, stream=stream)
@@ -409,7 +409,7 @@ def test_a_request_long_without_memory_is_refused(tight, shown, monkeypatch) -> 
 
 
 def test_kept_chats_give_way_where_they_cannot_go_to_disk(tight, shown, monkeypatch) -> None:
-    with memory_held(tight, shown, monkeypatch):
+    with memory_taken(tight, shown, monkeypatch):
         monkeypatch.setattr(tight.budget, "folder", None)
     with served(tight) as address:
         others = [{**shown, "content": [shown["content"][0], text(word)]} for word in "abc"]
