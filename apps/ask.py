@@ -67,7 +67,7 @@ def ask(
         load_image(picture, label=name, fit=eighth)
     answer_options = sampling.checked()
     is_default = model is None
-    model = options.model_or_bundled(model, hears=bool(sounds) or audio_in_video)
+    model = options.model_or_bundled(model, supports_audio=bool(sounds) or audio_in_video)
     terminal.quiet_transformers()
     from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
     from oscar_mm.pipelines.registry import readers

@@ -152,7 +152,7 @@ def accuracy(
         raise InputError(f"--out {out}: must be a file in a folder that exists")
     if questions is not None:
         rows = _rows(questions)[:limit]
-        model = options.model_or_bundled(model, hears=any(row.audio for row in rows))
+        model = options.model_or_bundled(model, supports_audio=any(row.audio for row in rows))
         selected_methods = _select_methods(methods or [])
         about = _compare_questions(
             questions, rows, model, selected_methods, max_new_tokens, device, dtype

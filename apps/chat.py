@@ -76,7 +76,7 @@ def chat(
             raise InputError("--system is for a new chat: a saved one has its own")
     answer_options = sampling.checked()
     is_default = model is None
-    model = options.model_or_bundled(model, hears=audio_in_video)
+    model = options.model_or_bundled(model, supports_audio=audio_in_video)
     terminal.quiet_transformers()
     from oscar_mm.pipelines import pipeline_for  # brings transformers' models, slow to import
 

@@ -62,7 +62,7 @@ def inspect(
         require_matplotlib()
     if text is not None and model is None:
         raise InputError(options.TEXT_NEEDS_MODEL)
-    model = options.model_or_bundled(model, hears=bool(given["audio"]))
+    model = options.model_or_bundled(model, supports_audio=bool(given["audio"]))
     terminal.quiet_transformers()
     question = _PROMPT if prompt is None else prompt
     network, prepared = _load(model, given, question, text_content, tokens, device, dtype)

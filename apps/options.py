@@ -207,12 +207,12 @@ def by_kind(media: list[str]) -> dict[str, list[str]]:
     return kinds
 
 
-def model_or_bundled(model: str | None, *, hears: bool = False) -> str:
+def model_or_bundled(model: str | None, *, supports_audio: bool = False) -> str:
     """Return ``model``, or choose a bundled model and name it on stderr.
 
     Args:
         model: model given by the user, or None.
-        hears: whether the model must support audio.
+        supports_audio: whether the model must support audio.
 
     Raises:
         InputError: if the model is not available; raised before torch is imported.
@@ -220,7 +220,7 @@ def model_or_bundled(model: str | None, *, hears: bool = False) -> str:
     if model is not None:
         check_source(model)
         return model
-    name = "pocket-omni" if hears else "pocket-vl"
+    name = "pocket-omni" if supports_audio else "pocket-vl"
     print(f"oscar-mm: no --model given, so this is {description(name)}", file=sys.stderr)
     return name
 

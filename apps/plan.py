@@ -60,7 +60,7 @@ def plan(
     sizes = {"image_size": _pixels("--image-size", image_size)}
     sizes["video_size"] = _pixels("--video-size", video_size)
     if model is None or released_model(model) is None:
-        model = options.model_or_bundled(model, hears=audio_minutes > 0)
+        model = options.model_or_bundled(model, supports_audio=audio_minutes > 0)
     terminal.quiet_transformers()
     from oscar_mm.pipelines.plan import Session
     from oscar_mm.pipelines.plan import plan as plan_session

@@ -83,8 +83,8 @@ def _new_request(pipe: Pipeline, arguments: Any) -> Request:
         raise InputError(f"a request must be a dict, not {type(arguments).__name__}")
     if "prompt" not in arguments and "messages" not in arguments:
         raise InputError("a request needs a prompt")
-    hears = Modality.AUDIO in pipe.family.reads
-    media = ["images", "videos", *(["audio", "use_audio_in_video"] if hears else [])]
+    supports_audio = Modality.AUDIO in pipe.family.reads
+    media = ["images", "videos", *(["audio", "use_audio_in_video"] if supports_audio else [])]
     names = [*media, "prompt", "system", "messages"]
     options = {name: value for name, value in arguments.items() if name not in names}
     sampling, template, of_media = pipe.read_options(options, names)

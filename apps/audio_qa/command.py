@@ -52,8 +52,8 @@ def audio_qa_command(
     if max_audio_seconds is not None:
         settings = replace(settings, limits=MediaLimits(max_audio_seconds=max_audio_seconds))
     if settings.server is None:
-        hears = settings.use_audio_in_video or any(row.audio for row in rows)
-        model = options.model_or_bundled(settings.model, hears=hears)
+        supports_audio = settings.use_audio_in_video or any(row.audio for row in rows)
+        model = options.model_or_bundled(settings.model, supports_audio=supports_audio)
         settings = replace(settings, model=model)
     else:
         settings = replace(settings, api_key=api_key(api_key_file))

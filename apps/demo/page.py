@@ -107,7 +107,7 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
     script = partial(_HTML, js_on_load=SCROLL_SCRIPT)
     with gr.Column(elem_id="transcript"):
         history, live = script(initial["history"], elem_id="history"), script("", elem_id="live")
-        examples = _example_buttons(hears=Modality.AUDIO in reads)
+        examples = _example_buttons(supports_audio=Modality.AUDIO in reads)
     message = gr.MultimodalTextbox(
         label="Message",
         show_label=False,
@@ -154,14 +154,14 @@ def _limits_of(sessions: Sessions) -> str:
     return f'<p class="how">{escape(limits)}</p>'
 
 
-def _example_buttons(*, hears: bool) -> list[tuple[gr.Button, Example]]:
+def _example_buttons(*, supports_audio: bool) -> list[tuple[gr.Button, Example]]:
     """Add the buttons of the examples, which style.css shows while the conversation is empty."""
     buttons = []
     with gr.Column(elem_id="examples"):
         for examples in (QUESTIONS, EXAMPLES):
             with gr.Row():
                 for example in examples:
-                    if example.exists and (hears or not example.needs_sound):
+                    if example.exists and (supports_audio or not example.needs_sound):
                         label = ": ".join(filter(None, (example.title, example.summary)))
                         name = None if example.picture is None else _icon_name(example)
                         button = gr.Button(label, elem_id=name, size="sm", min_width=140)

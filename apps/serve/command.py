@@ -170,7 +170,7 @@ def serve(
             f"serve needs the package {error.name}: pip install '.[serve]' in a clone"
         ) from None
     sockets = bind(host, port)
-    model = options.model_or_bundled(model, hears=True)
+    model = options.model_or_bundled(model, supports_audio=True)
     terminal.quiet_transformers()
     from oscar_mm.apps.serve.server import Server, create_app  # brings torch
     from oscar_mm.apps.serve.service import ServerLimits
@@ -267,7 +267,7 @@ def _serve_with_vllm(
             f"{passed[0]!r} is unexpected: --model names the model, and only vLLM's own options "
             "follow --"
         )
-    model = options.model_or_bundled(model, hears=True)
+    model = options.model_or_bundled(model, supports_audio=True)
     arguments = vllm_arguments(model, policy, host, port, given, passed, has_key=key is not None)
     check_installed()
     _warn_of_no_key(host, key)

@@ -360,17 +360,17 @@ class SamplerGroup:
 
     def __init__(self, samplers: Sequence[SamplingState], device: torch.device) -> None:
         self._edits = logit_edits(samplers, device)
-        alike: dict[tuple[float, ...], list[int]] = {}
+        by_rules: dict[tuple[float, ...], list[int]] = {}
         for row, sampler in enumerate(samplers):
             samples = sampler.sampling.temperature > 0
-            alike.setdefault(sampler.sampling.rules if samples else (), []).append(row)
+            by_rules.setdefault(sampler.sampling.rules if samples else (), []).append(row)
         self._draws = [
             (
                 # None selects all rows without a copy.
-                None if len(alike) == 1 else torch.tensor(rows, device=device),
+                None if len(by_rules) == 1 else torch.tensor(rows, device=device),
                 RandomDraw([samplers[x] for x in rows], device) if rules else _likeliest,
             )
-            for rules, rows in alike.items()
+            for rules, rows in by_rules.items()
         ]
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
