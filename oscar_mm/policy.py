@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from oscar_mm.errors import InputError, suggestion
 from oscar_mm.modality import Modality
 
+PAGE_TOKENS = 128
+"""Tokens of a page; csrc/common/page_tokens.cuh is the twin."""
+
 
 class Bits(NamedTuple):
     """Bits per stored value of keys and of values."""

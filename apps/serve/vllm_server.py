@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 
 from oscar_mm.errors import InputError
 from oscar_mm.models import source_of
+from oscar_mm.policy import PAGE_TOKENS
 from oscar_mm.vllm_plugin import additional_config, servable
 
-_BLOCK_TOKENS = 128
-"""Tokens of a page; the module that defines it imports torch."""
 _MODULE = "vllm.entrypoints.openai.api_server"
 _KEY_VARIABLE = "VLLM_API_KEY"
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
@@ -76,7 +75,7 @@ def vllm_arguments(
     if source != model and "served_model_name" not in options:
         arguments += ["--served-model-name", model]
     arguments += ["--host", host, "--port", str(port)]
-    arguments += ["--attention-backend", "CUSTOM", "--block-size", str(_BLOCK_TOKENS)]
+    arguments += ["--attention-backend", "CUSTOM", "--block-size", str(PAGE_TOKENS)]
     arguments += ["--additional-config", json.dumps(additional_config(policy))]
     domains = options.get("allowed_media_domains") or []
     if below := [name for name in domains if name.startswith("*.")]:

@@ -1,10 +1,10 @@
 // Properties of a batch's rows that the kernels of block tables use.
 #pragma once
 
+#include "common/page_tokens.cuh"
 #include "common/types.cuh"
 
 constexpr int MAX_ROWS = 4096;
-constexpr int PAGE_TOKENS = 128;
 
 __device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; }
 

@@ -8,9 +8,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/page_tokens.cuh"
 #include "common/types.cuh"
 
-constexpr int PAGE_TOKENS = 128;
 constexpr int TILE = 16;  // tokens, or channels, of a matrix fragment
 constexpr int TILES = PAGE_TOKENS / TILE;
 constexpr int CHANNEL_TILES = HEAD_DIM / TILE;

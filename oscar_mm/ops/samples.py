@@ -191,11 +191,11 @@ def random_past(
     recent[slots] = torch.randn(len(slots), 2, heads, head_dim, generator=generator)
     recents = torch.zeros(2, len(slots), dtype=torch.int32)
     recents[0] = slots
-    pages, entries = [], []
+    pages, entries, last = [], [], PAGE_TOKENS
     for number, page_format in enumerate(formats):
         pool = random_pages(6, page_format, torch.device("cpu"))
         pool[2] = 255
-        ranges = ((5, 0, 128), (0, 30, 90), (1, 0, 1), (4, 127, 128), (3, 0, 128))
+        ranges = ((5, 0, last), (0, 30, 90), (1, 0, 1), (4, last - 1, last), (3, 0, last))
         flag = number * SECOND
         entries += [(slot, start * START + stop + flag) for slot, start, stop in ranges]
         if page_format.by_token:  # a place that no token has taken was never written

@@ -31,8 +31,9 @@ from dataclasses import dataclass
 
 import torch
 
+from oscar_mm.policy import PAGE_TOKENS
+
 KERNEL_HEAD_DIMS = (64, 128)
-_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,18 @@ def fragment_orders(
     channels = (head_dim // 32, 2, 2, 4, 2)
     # run, tile % 4, half, group
     by_token = (2, 4, 2, 8), (0, 3, 1, 2)
-    norms = Order((_TOKENS,), *by_token)
+    norms = Order((PAGE_TOKENS,), *by_token)
     if key_group is None:
-        key_scales = Order((_TOKENS, 1), *by_token)
+        key_scales = Order((PAGE_TOKENS, 1), *by_token)
     else:
-        groups = _TOKENS // key_group
+        groups = PAGE_TOKENS // key_group
         key_scales = Order((groups, head_dim), (groups, *channels), (0, 1, 4, 2, 3, 5))
     value_groups = head_dim // value_group
     # run, step % 2, half, quad, odd, group
     value_scales = Order(
-        (_TOKENS, value_groups), (_TOKENS // 32, 2, 2, 4, 2, value_groups), (5, 0, 3, 1, 2, 4)
+        (PAGE_TOKENS, value_groups),
+        (PAGE_TOKENS // 32, 2, 2, 4, 2, value_groups),
+        (5, 0, 3, 1, 2, 4),
     )
     return {
         "center": Order((head_dim,), channels, (0, 3, 1, 2, 4)),
@@ -146,8 +149,8 @@ def _key_codes(bits: int, head_dim: int) -> Order:
     near = min(4, words)  # adjacent words of a lane
     # tile, half, group, far, near, pair, parity, chalf, quad, odd
     return Order(
-        (_TOKENS, head_dim),
-        (_TOKENS // 16, 2, 8, words // near, near, pairs, parities, 2, 4, 2),
+        (PAGE_TOKENS, head_dim),
+        (PAGE_TOKENS // 16, 2, 8, words // near, near, pairs, parities, 2, 4, 2),
         (0, 3, 2, 8, 4, 9, 1, 6, 7, 5),
     )
 
@@ -159,10 +162,10 @@ def _value_codes(bits: int, head_dim: int) -> Order:
     # If a word has one step, two adjacent words have the steps of a pair.
     after = 2 // parities
     # tile, thalf, quad, odd, far, near, pair, group / 2, step % 2, half, group % 2
-    split = (_TOKENS // 16, 2, 4, 2, words // near, near // after, pairs, 4, 2, 2, 2)
+    split = (PAGE_TOKENS // 16, 2, 4, 2, words // near, near // after, pairs, 4, 2, 2, 2)
     in_bytes = (0, 4, 7, 10, 2, 5, 3, 1, 8, 9, 6)
     in_words = (0, 4, 7, 10, 2, 5, 8, 3, 1, 9, 6)
-    return Order((_TOKENS, head_dim), split, in_bytes if parities == 2 else in_words)
+    return Order((PAGE_TOKENS, head_dim), split, in_bytes if parities == 2 else in_words)
 
 
 def _as_is(*shape: int) -> Order:

@@ -47,7 +47,7 @@ import torch
 
 from oscar_mm.errors import InputError
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS, Order, fragment_orders, plain_orders
-from oscar_mm.policy import Bits, KVPolicy
+from oscar_mm.policy import PAGE_TOKENS, Bits, KVPolicy
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -68,7 +68,6 @@ def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-PAGE_TOKENS = 128
 ALIGNMENT = 16
 _CLEARED_BYTES = 1 << 26
 """Bytes of pages that are cleared at a time."""

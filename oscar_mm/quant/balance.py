@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.policy import PAGE_TOKENS
 
 _LIMIT = 256.0
 """Maximum sigma and inverse of the minimum: a channel without queries or without keys must not be

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from oscar_mm.pages.layout import PageFormat
-from oscar_mm.policy import KVPolicy
+from oscar_mm.policy import PAGE_TOKENS, KVPolicy
 from oscar_mm.quant.basis import Basis, hadamard
 from oscar_mm.quant.fit import (
     KEY_RUN,
@@ -153,7 +153,7 @@ def _in_codes(
 
 def parts_of(pages: int, page_format: PageFormat) -> Iterator[slice]:
     """Yield slices of pages that bound the size of temporaries."""
-    step = max(1, _CHUNK_ELEMENTS // (page_format.kv_heads * 128 * page_format.head_dim))
+    step = max(1, _CHUNK_ELEMENTS // (page_format.kv_heads * PAGE_TOKENS * page_format.head_dim))
     return (slice(start, start + step) for start in range(0, pages, step))
 
 

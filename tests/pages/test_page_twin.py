@@ -90,3 +90,11 @@ def test_a_difference_is_found() -> None:
         KernelError, match=r"static assertion failed.*PageFormat\(bits=Bits\(keys=4"
     ):
         compile_text("page_twin.cu", source(FORMATS[1:2], more=16), "sm_80", {})
+
+
+def test_the_size_of_a_page_is_stated_once() -> None:
+    texts = {path: path.read_text() for path in csrc_folder().rglob("*.cu*")}
+    said = {path.name: re.findall(r"\bPAGE_TOKENS = (\d+)", text) for path, text in texts.items()}
+    assert {name: sizes for name, sizes in said.items() if sizes} == {
+        "page_tokens.cuh": [str(PAGE_TOKENS)]
+    }
