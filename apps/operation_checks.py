@@ -39,7 +39,7 @@ from oscar_mm.ops.append import AppendKernel, append
 from oscar_mm.ops.decode import DecodeKernel, Specialization, decode
 from oscar_mm.ops.decode_numba import decode_on_cpu
 from oscar_mm.ops.decode_tables import assign
-from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.library import numbers_of, recipe_numbers
 from oscar_mm.ops.pack import PackKernel, pack_jobs
 from oscar_mm.ops.pages_numba import unpack_on_cpu
 from oscar_mm.ops.samples import random_pages
@@ -174,10 +174,9 @@ def _pack(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> W
     keys, values = (_states(device, 1, _HEADS, tokens) for _ in range(2))
     source = torch.arange(tokens, dtype=torch.int32, device=device).view(-1, PAGE_TOKENS)
     places = (source, torch.zeros_like(slots), slots, pool, torch.zeros_like(slots[:1]))
-    policy = _WHOLE_PAGE_POLICY
-    options = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
+    numbers = recipe_numbers(Recipe.of(page_format, _WHOLE_PAGE_POLICY))
     sides = (keys, values, _recent(device))
-    call = partial(pack_jobs, *sides, *places, None, numbers_of(page_format), *options)
+    call = partial(pack_jobs, *sides, *places, None, numbers)
     return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 
@@ -186,10 +185,10 @@ def _store(pool: torch.Tensor, page_format: PageFormat) -> Workload:
     keys, values = (_states(device, len(pool), _HEADS, PAGE_TOKENS) for _ in range(2))
     jobs, begins = whole_page_tables(len(pool), device)
     bad = torch.zeros(1, dtype=torch.int32, device=device)
-    options = (_POLICY.rotate, _POLICY.fit, _POLICY.norm, _POLICY.value_scale)
+    numbers = recipe_numbers(Recipe.of(page_format, _POLICY))
     tables = (jobs, begins[: len(pool) * page_format.center])
     sides = (keys, values, _recent(device))
-    call = partial(store, *sides, *tables, pool, bad, None, numbers_of(page_format), *options)
+    call = partial(store, *sides, *tables, pool, bad, None, numbers)
     return Workload(call, keys.nbytes + values.nbytes + pool.nbytes)
 
 

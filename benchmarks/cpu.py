@@ -17,7 +17,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.ops.decode_numba import decode_on_cpu
 from oscar_mm.ops.decode_tables import FIELDS, DecodeArguments
 from oscar_mm.ops.decode_torch import decode_by_torch
-from oscar_mm.ops.library import numbers_of, recipe_arguments
+from oscar_mm.ops.library import numbers_of, recipe_numbers
 from oscar_mm.ops.pages_numba import unpack_on_cpu
 from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.store import whole_page_tables
@@ -159,7 +159,7 @@ def measure_store(rows: int, tokens: int) -> dict[str, Any]:
         torch.zeros(pages, page_format.page_bytes, dtype=torch.uint8),
         torch.zeros(1, dtype=torch.int32),
         None,
-        *recipe_arguments(Recipe.of(page_format, policy)),
+        recipe_numbers(Recipe.of(page_format, policy)),
     )
     loops, by_torch = fastest([lambda: store_on_cpu(arguments), lambda: store_by_torch(arguments)])
     what = f"standard, 2 heads of 64, {rows} x {tokens:,}"

@@ -16,11 +16,12 @@ from benchmarks.profiling import Timer, copy_bandwidth
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm import KVPolicy
 from oscar_mm.ops.append import append
-from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.library import numbers_of, recipe_numbers
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.store import store, whole_page_tables
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.quant.quantize import Recipe
 
 TOKENS, KV_HEADS, HEAD_DIM = 131_072, 8, 128
 BATCHES = (1, 8, 32)
@@ -60,16 +61,15 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
     sigma = torch.ones(1, HEAD_DIM, device="cuda") if policy.balance else None
     moved = keys.nbytes + values.nbytes + pages.nbytes
 
-    how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
-    where = (pages, bad, sigma, numbers_of(page_format))
+    where = (pages, bad, sigma, recipe_numbers(Recipe.of(page_format, policy)))
     by_page = [x[0].unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1) for x in (keys, values)]
     jobs, begins = whole_page_tables(len(pages), pages.device)
 
     def pack() -> torch.Tensor:
         if page_format.by_token:
-            store(*by_page, recent, jobs, begins, *where, *how)
+            store(*by_page, recent, jobs, begins, *where)
         else:
-            pack_jobs(keys, values, recent, source, rows, slots, *where, *how)
+            pack_jobs(keys, values, recent, source, rows, slots, *where)
         return pages
 
     def unpack() -> torch.Tensor:

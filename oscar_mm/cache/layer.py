@@ -20,13 +20,14 @@ from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
-from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.library import numbers_of, recipe_numbers
 from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits, KVPolicy
 from oscar_mm.quant.basis import Basis
+from oscar_mm.quant.quantize import Recipe
 
 _GPU_PAGES = 256
 """Pages that a GPU unpacks at a time: 32,768 tokens, 134 MB with 8 heads of 128 channels in 16-bit
@@ -170,7 +171,11 @@ class OscarLayer(CacheLayerMixin):
         pools = self.cache.store.layer(self.index, kv_heads, head_dim, dtype, device)
         self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
         self.recent, self.pages = pools.recent, pools.pages
-        self.formats = pools.formats
+        self.formats, policy = pools.formats, self.cache.policy
+        self.recipes = {
+            bits: recipe_numbers(Recipe.of(page_format, policy))
+            for bits, page_format in self.formats.items()
+        }
         # Overflow flag, set on the device and polled only where a sync is free.
         with torch.inference_mode(False):
             self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
@@ -223,13 +228,12 @@ class OscarLayer(CacheLayerMixin):
         Keys and values are (batch, KV heads, tokens, head_dim) each; they are not read if the step
         packs no new token.
         """
-        policy, by_token = self.cache.policy, self.cache.policy.by_token
+        by_token = self.cache.policy.by_token
         tables = step.slots_on(self.device) if by_token else step.whole_pages_on(self.device)
         for bits, of_bits in tables.items():
             (store if by_token else pack_jobs)(
                 *(keys, values, self.recent.storage, *of_bits, self.pages[bits].storage),
-                *(self.overflow, self.sigma, numbers_of(self.formats[bits])),
-                *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
+                *(self.overflow, self.sigma, self.recipes[bits]),
             )
 
     def check_stored(self) -> None:
@@ -346,13 +350,11 @@ def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
     for layer in layers:
         kinds[layer.device, layer.dtype, layer.kv_heads, layer.head_dim].append(layer)
     for (device, *_), alike in kinds.items():
-        policy = alike[0].cache.policy
         for bits, tables in step.slots_on(device).items():
             store_layers(
                 *([layer.recent.storage for layer in alike], *tables),
                 *([layer.pages[bits].storage for layer in alike], [one.overflow for one in alike]),
-                *([layer.sigma for layer in alike], numbers_of(alike[0].formats[bits])),
-                *(policy.rotate, policy.fit, policy.norm, policy.value_scale),
+                *([layer.sigma for layer in alike], alike[0].recipes[bits]),
             )
         for layer in alike:
             layer.cache.check_overflow(layer, 1)

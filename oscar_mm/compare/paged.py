@@ -17,7 +17,7 @@ from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.step_plan import PackJob, store_jobs
 from oscar_mm.compare.teacher_forcing import LayerStates, Pair
 from oscar_mm.modality import Modality
-from oscar_mm.ops.library import recipe_arguments
+from oscar_mm.ops.library import recipe_numbers
 from oscar_mm.ops.pack import NOT_STORABLE, pack
 from oscar_mm.ops.rings import RingShape
 from oscar_mm.ops.store import store
@@ -175,7 +175,7 @@ class Paged:
         bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
         store(
             *(keys, values, keys.new_empty(0, 2, *keys.shape[1::2]), jobs, begins, pages, bad),
-            *(basis.sigma, *recipe_arguments(Recipe.of(page_format, self.policy))),
+            *(basis.sigma, recipe_numbers(Recipe.of(page_format, self.policy))),
         )
         if bool(bad):
             raise FloatingPointError(NOT_STORABLE)

@@ -1,4 +1,4 @@
-"""The namespace ``torch.ops.oscar_mm``, page formats as arguments, and errors for bad arguments.
+"""The namespace ``torch.ops.oscar_mm``, formats and recipes as arguments, and argument errors.
 
 The arguments of an operation are a NamedTuple, which documents them and defines the schema. An
 operation has one implementation for all devices (a kernel if there is one, plain PyTorch otherwise)
@@ -17,7 +17,7 @@ import torch
 from torch.library import Library, register_fake
 
 from oscar_mm.pages.layout import PageFormat
-from oscar_mm.policy import FITS, TOKEN_SCALINGS, VALUE_SCALES, Bits
+from oscar_mm.policy import FITS, NORMS, TOKEN_SCALINGS, VALUE_SCALES, Bits
 from oscar_mm.quant.quantize import Recipe
 
 _LIBRARY = Library("oscar_mm", "DEF")
@@ -184,16 +184,10 @@ class ArgumentChecker:
             if heads not in (1, kv_heads):
                 self.refuse("sigma", f"of {heads} heads", f"of {kv_heads} or 1")
 
-    def check_recipe(self, recipe: Recipe, norms: Sequence[str]) -> None:
-        """Raise an error unless a recipe is valid and its norm is one of ``norms``."""
-        choices = (
-            ("fit", recipe.fit, FITS),
-            ("norm", recipe.norm, norms),
-            ("value_scale", recipe.value_scale, VALUE_SCALES),
-        )
-        for name, value, allowed in choices:
-            if value not in allowed:
-                self.refuse(name, repr(value), f"one of {allowed}")
+    def check_norm(self, recipe: Recipe, norms: Sequence[str]) -> None:
+        """Raise an error unless the norm of a recipe is one of ``norms``."""
+        if recipe.norm not in norms:
+            self.refuse("norm", repr(recipe.norm), f"one of {norms}")
 
     def refuse(self, name: str, found: object, wanted: object) -> None:
         """Raise a ValueError for an argument that is not a tensor, or for a combination of
@@ -265,17 +259,51 @@ def _format(numbers: tuple[int, ...]) -> PageFormat:
     return page_format
 
 
-def recipe_of(format: Sequence[int], rotate: bool, fit: str, norm: str, scale: str) -> Recipe:
-    """Return the recipe of pages from an operation's arguments."""
-    return _recipe(tuple(format), rotate, fit, norm, scale)
+@lru_cache(maxsize=64)
+def _recipe_numbers(recipe: Recipe) -> tuple[int, ...]:
+    return (
+        *_numbers(recipe.page_format),
+        int(recipe.rotate),
+        FITS.index(recipe.fit),
+        NORMS.index(recipe.norm),
+        VALUE_SCALES.index(recipe.value_scale),
+    )
+
+
+def recipe_numbers(recipe: Recipe) -> list[int]:
+    """Encode a recipe as an argument: its page format's numbers and ``_FITTING_NUMBERS`` integers.
+
+    1 for rotation or 0, index of fit in ``FITS``, of norm in ``NORMS`` and of value_scale in
+    ``VALUE_SCALES``.
+    """
+    return list(_recipe_numbers(recipe))
+
+
+_FITTING_NUMBERS = 4
+
+
+def recipe_of(numbers: Sequence[int]) -> Recipe:
+    """Decode a recipe, the inverse of ``recipe_numbers``.
+
+    Raises:
+        ValueError: if the numbers do not encode a recipe.
+    """
+    return _recipe(tuple(numbers))
 
 
 @lru_cache(maxsize=64)
-def _recipe(numbers: tuple[int, ...], rotate: bool, fit: str, norm: str, scale: str) -> Recipe:
-    return Recipe(_format(numbers), rotate, fit, norm, scale)
-
-
-def recipe_arguments(recipe: Recipe) -> tuple[list[int], bool, str, str, str]:
-    """Return the arguments of a recipe, the inverse of ``recipe_of``."""
-    how = (recipe.rotate, recipe.fit, recipe.norm, recipe.value_scale)
-    return (numbers_of(recipe.page_format), *how)
+def _recipe(numbers: tuple[int, ...]) -> Recipe:
+    page_format = _format(numbers[:FORMAT_NUMBERS])
+    try:
+        rotate, fit, norm, value_scale = numbers[FORMAT_NUMBERS:]
+        how = FITS[fit], NORMS[norm], VALUE_SCALES[value_scale]
+        recipe = Recipe(page_format, bool(rotate), *how)
+        is_right = _recipe_numbers(recipe) == numbers
+    except (IndexError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            f"recipe {list(numbers)}: must be {FORMAT_NUMBERS + _FITTING_NUMBERS} numbers as "
+            "oscar_mm.ops.library.recipe_numbers gives them"
+        )
+    return recipe

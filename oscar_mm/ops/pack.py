@@ -32,7 +32,7 @@ from oscar_mm.ops.library import (
     ArgumentChecker,
     Written,
     define,
-    recipe_arguments,
+    recipe_numbers,
     recipe_of,
     sigma_of,
 )
@@ -75,8 +75,7 @@ class PackArguments(NamedTuple):
         sigma: (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
             numbers (the kernel rounds others); or (batch, KV heads or 1, head_dim) for per-row
             balancing; None for none.
-        format: format of the pages (``oscar_mm.ops.library.numbers_of``).
-        rotate, fit, norm, value_scale: see ``KVPolicy``.
+        recipe_numbers: recipe of the pages (``oscar_mm.ops.library.recipe_numbers``).
     """
 
     keys: torch.Tensor
@@ -88,16 +87,12 @@ class PackArguments(NamedTuple):
     pages: Written
     not_finite: Written
     sigma: torch.Tensor | None
-    format: list[int]
-    rotate: bool
-    fit: str
-    norm: str
-    value_scale: str
+    recipe_numbers: list[int]
 
     @property
     def recipe(self) -> Recipe:
         """Recipe of the pages."""
-        return recipe_of(*self[-5:])
+        return recipe_of(self.recipe_numbers)
 
 
 class PackParams(ctypes.Structure):
@@ -193,14 +188,14 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         jobs = random_jobs(page_format, dtype, device)
-        how = recipe_arguments(replace(recipe, page_format=page_format))
+        numbers = recipe_numbers(replace(recipe, page_format=page_format))
         shape = (2, JOB_SLOTS, page_format.page_bytes)
         results = torch.zeros((2, *shape), dtype=torch.uint8, device=device)
         not_finite = torch.zeros(1, dtype=torch.int32, device=device)
         for of_run, run in zip(results, (kernel, pack_by_torch), strict=True):
             for pages, rows in zip(of_run, ((), (len(jobs[0]),)), strict=True):
                 sigma = random_basis(page_format, recipe.rotate, device, rows).sigma
-                run(PackArguments(*jobs, pages, not_finite, sigma, *how))
+                run(PackArguments(*jobs, pages, not_finite, sigma, numbers))
         if bool(not_finite):
             return float("nan")
         return float((results[0] != results[1]).float().mean())
@@ -237,7 +232,6 @@ def _check(arguments: PackArguments) -> None:
     _checker.check_sigma(arguments.sigma, heads, head_dim, device, len(keys))
     if page_format.by_token:
         _checker.refuse("format", f"of key_axis {page_format.key_axis!r}", "of key_axis 'channel'")
-    _checker.check_recipe(recipe, NORMS)
 
 
 def _pack(arguments: PackArguments) -> None:
@@ -300,6 +294,6 @@ def _whole_pages(
     pack_jobs(
         *(keys, values, keys.new_empty(0, 2, heads, head_dim)),
         *(order[:PAGE_TOKENS].repeat(count, 1), rows, rows, pages, not_finite, sigma),
-        *recipe_arguments(recipe),
+        recipe_numbers(recipe),
     )
     return pages, not_finite

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oscar_mm.ops.library import recipe_arguments
+from oscar_mm.ops.library import recipe_numbers
 from oscar_mm.ops.store import whole_page_tables
 from oscar_mm.ops.store_torch import StoreArguments, store_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
@@ -123,8 +123,8 @@ def _restored(keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> Tensor | 
         bad = torch.zeros(1, dtype=torch.int32)
         jobs, begins = whole_page_tables(1, keys.device)
         tables = (keys.new_empty(0, 2, heads, head_dim), jobs, begins[: page_format.center])
-        how = recipe_arguments(recipe)
-        store_by_torch(StoreArguments(keys, keys, *tables, pages, bad, sigma, *how))
+        numbers = recipe_numbers(recipe)
+        store_by_torch(StoreArguments(keys, keys, *tables, pages, bad, sigma, numbers))
         fits = not bool(bad)
     else:
         pages, finite = quantize(keys, keys, recipe, sigma)

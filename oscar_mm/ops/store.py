@@ -25,7 +25,7 @@ from oscar_mm.kernels.launch import (
     strides,
 )
 from oscar_mm.kernels.self_check import OperationKernel
-from oscar_mm.ops.library import STATES, ArgumentChecker, define, recipe_arguments
+from oscar_mm.ops.library import STATES, ArgumentChecker, define, recipe_numbers
 from oscar_mm.ops.samples import (
     CHECKED_HEADS,
     random_basis,
@@ -172,7 +172,7 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
             for rows in ((), (len(states[0]),))
         )
         layers = random_layer_stores(page_format, dtype, device)
-        how = recipe_arguments(replace(recipe, page_format=page_format))
+        numbers = recipe_numbers(replace(recipe, page_format=page_format))
 
         def results(
             store: Callable[[Any], None], store_layers: Callable[[Any], None]
@@ -180,8 +180,9 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
             pages = [before.clone() for _ in range(4)]
             flags = [torch.zeros(1, dtype=torch.int32, device=device) for _ in pages]
             for index, sigma in enumerate((shared, of_rows)):
-                store(StoreArguments(*states, pages[index], flags[index], sigma, *how))
-            store_layers(StoreLayersArguments(*layers, pages[2:], flags[2:], [of_rows, None], *how))
+                store(StoreArguments(*states, pages[index], flags[index], sigma, numbers))
+            sigmas = [of_rows, None]
+            store_layers(StoreLayersArguments(*layers, pages[2:], flags[2:], sigmas, numbers))
             return torch.stack(pages), bool(torch.cat(flags).any())
 
         found, is_not_finite = results(kernel, kernel.of_layers)
@@ -233,7 +234,7 @@ def _check_tables(
         checker.refuse("format", "of key_axis 'channel'", "of key_axis 'token'")
     if len(begins) and not recipe.page_format.center:
         checker.refuse("begins", f"of {len(begins)} pages", "empty, as pages have no center")
-    checker.check_recipe(recipe, _NORMS)
+    checker.check_norm(recipe, _NORMS)
 
 
 def _check_layer(
@@ -308,7 +309,7 @@ def whole_pages(
     store(
         *(keys, values, keys.new_empty(0, 2, page_format.kv_heads, page_format.head_dim)),
         *(jobs, begins[: count * page_format.center], pages, not_finite, sigma),
-        *recipe_arguments(recipe),
+        recipe_numbers(recipe),
     )
     return pages, not_finite
 

@@ -52,8 +52,7 @@ class StoreArguments(NamedTuple):
             float16 (65504), otherwise unchanged.
         sigma: (KV heads or 1, head_dim) float32: balancing; or (batch, KV heads or 1, head_dim) for
             per-row balancing; None for none.
-        format: format of the pages (``oscar_mm.ops.library.numbers_of``).
-        rotate, fit, norm, value_scale: see ``KVPolicy``.
+        recipe_numbers: recipe of the pages (``oscar_mm.ops.library.recipe_numbers``).
     """
 
     keys: torch.Tensor
@@ -64,16 +63,12 @@ class StoreArguments(NamedTuple):
     pages: Written
     not_finite: Written
     sigma: torch.Tensor | None
-    format: list[int]
-    rotate: bool
-    fit: str
-    norm: str
-    value_scale: str
+    recipe_numbers: list[int]
 
     @property
     def recipe(self) -> Recipe:
         """Recipe of the pages."""
-        return recipe_of(*self[-5:])
+        return recipe_of(self.recipe_numbers)
 
 
 class StoreLayersArguments(NamedTuple):
@@ -83,7 +78,7 @@ class StoreLayersArguments(NamedTuple):
         recent, pages, not_finite, sigma: see ``StoreArguments``, one per layer.
         jobs, begins: see ``StoreArguments``; all sources refer to ``recent``, and each page that
             begins has a job.
-        format, rotate, fit, norm, value_scale: see ``StoreArguments``.
+        recipe_numbers: see ``StoreArguments``.
     """
 
     recent: list[torch.Tensor]
@@ -92,16 +87,12 @@ class StoreLayersArguments(NamedTuple):
     pages: WrittenList
     not_finite: WrittenList
     sigma: list[torch.Tensor | None]
-    format: list[int]
-    rotate: bool
-    fit: str
-    norm: str
-    value_scale: str
+    recipe_numbers: list[int]
 
     @property
     def recipe(self) -> Recipe:
         """Recipe of the pages."""
-        return recipe_of(*self[-5:])
+        return recipe_of(self.recipe_numbers)
 
     @property
     def layers(
@@ -140,7 +131,7 @@ def store_layers_one_by_one(
     for recent, pages, not_finite, sigma in arguments.layers:
         none = recent.new_empty(1, page_format.kv_heads, 0, page_format.head_dim)
         layer = (none, none, recent, *tables, pages, not_finite, sigma)
-        store(StoreArguments(*layer, *arguments[-5:]))
+        store(StoreArguments(*layer, arguments.recipe_numbers))
 
 
 def _begin(arguments: StoreArguments, begins: torch.Tensor) -> None:

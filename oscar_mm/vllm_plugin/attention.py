@@ -16,7 +16,7 @@ from oscar_mm.ops.append import Specialization as AppendSpecialization
 from oscar_mm.ops.block_tables import BlockTablesKernel
 from oscar_mm.ops.decode import DecodeKernel, decode, decode_kernel
 from oscar_mm.ops.decode_tables import DecodeArguments
-from oscar_mm.ops.library import numbers_of, recipe_arguments
+from oscar_mm.ops.library import numbers_of, recipe_numbers
 from oscar_mm.ops.rings import RingsKernel
 from oscar_mm.ops.store import Specialization as StoreSpecialization
 from oscar_mm.ops.store import StoreKernel, store, store_layers
@@ -67,6 +67,7 @@ class PagedAttention:
         self._recipe, self._scale, self._flash = recipe, scale, flash
         self._page_format = recipe.page_format
         self._formats = numbers_of(self._page_format)
+        self._recipe_numbers = recipe_numbers(recipe)
         self.group = heads // self._page_format.kv_heads
         self.sigma: torch.Tensor | None = None
         self.rings = torch.empty(0, 2, self._page_format.kv_heads, self._page_format.head_dim)
@@ -166,14 +167,13 @@ class PagedAttention:
         store(
             *(key.transpose(0, 1)[None], value.transpose(0, 1)[None], key.new_empty(0, *own)),
             *(step.tables.jobs, self._begins(step), pages, self._not_finite, self.sigma),
-            *recipe_arguments(self._recipe),
+            self._recipe_numbers,
         )
 
     def _store_layers(self, layers: list[StoredLayer], step: Step) -> None:
         recent, pages, not_finite, sigma = (list(x) for x in zip(*layers, strict=True))
         tables = step.tables.jobs, self._begins(step)
-        arguments = recipe_arguments(self._recipe)
-        store_layers(recent, *tables, pages, not_finite, sigma, *arguments)
+        store_layers(recent, *tables, pages, not_finite, sigma, self._recipe_numbers)
 
     def _begins(self, step: Step) -> torch.Tensor:
         return step.tables.begins if self._page_format.center else step.tables.begins[:0]

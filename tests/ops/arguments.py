@@ -11,7 +11,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.kernels.launch import multiprocessors
 from oscar_mm.ops.append import append
 from oscar_mm.ops.decode import decode
-from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.library import numbers_of, recipe_numbers
 from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.samples import (
     JOB_SLOTS,
@@ -26,6 +26,7 @@ from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
+from oscar_mm.quant.quantize import Recipe
 
 OPERATIONS = {
     "append": append,
@@ -84,8 +85,8 @@ def pack_arguments(device: str, dtype: torch.dtype) -> tuple:
         *random_jobs(made, dtype, torch.device(device)),
         zeros(JOB_SLOTS, made.page_bytes, dtype=torch.uint8, device=device),
         zeros(1, dtype=torch.int32, device=device),
-        *(random_basis(made, True, torch.device(device)).sigma, numbers_of(made)),
-        *(True, POLICY.fit, POLICY.norm, POLICY.value_scale),
+        random_basis(made, True, torch.device(device)).sigma,
+        recipe_numbers(Recipe.of(made, POLICY)),
     )
 
 
@@ -96,8 +97,8 @@ def store_arguments(device: str, dtype: torch.dtype) -> tuple:
         *random_stores(made, dtype, torch.device(device)),
         zeros(5, made.page_bytes, dtype=torch.uint8, device=device),
         zeros(1, dtype=torch.int32, device=device),
-        *(random_basis(made, True, torch.device(device)).sigma, numbers_of(made)),
-        *(True, policy.fit, policy.norm, policy.value_scale),
+        random_basis(made, True, torch.device(device)).sigma,
+        recipe_numbers(Recipe.of(made, policy)),
     )
 
 
@@ -109,8 +110,8 @@ def store_layers_arguments(device: str, dtype: torch.dtype) -> tuple:
         *states,
         [zeros(5, made.page_bytes, dtype=torch.uint8, device=device) for _ in states[0]],
         [zeros(1, dtype=torch.int32, device=device) for _ in states[0]],
-        *([random_basis(made, True, place).sigma, None], numbers_of(made)),
-        *(True, policy.fit, policy.norm, policy.value_scale),
+        [random_basis(made, True, place).sigma, None],
+        recipe_numbers(Recipe.of(made, policy)),
     )
 
 

@@ -1,13 +1,20 @@
-"""Page formats as numbers."""
+"""Page formats and recipes as numbers."""
 
 from itertools import product
 
 import pytest
 
 from oscar_mm import KVPolicy
-from oscar_mm.ops.library import FORMAT_NUMBERS, format_of, numbers_of
+from oscar_mm.ops.library import (
+    FORMAT_NUMBERS,
+    format_of,
+    numbers_of,
+    recipe_numbers,
+    recipe_of,
+)
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
+from oscar_mm.quant.quantize import Recipe
 
 
 @pytest.mark.parametrize(
@@ -49,3 +56,25 @@ def test_what_the_numbers_are() -> None:
 def test_other_numbers(numbers: list[int]) -> None:
     with pytest.raises(ValueError, match="must be 9 numbers as"):
         format_of(numbers)
+
+
+@pytest.mark.parametrize("preset", ["standard", "channel", "oscar", "kivi", "quarot"])
+def test_recipes_there_and_back(preset: str) -> None:
+    policy = KVPolicy.preset(preset)
+    recipe = Recipe.of(PageFormat.of(policy, policy.bits.text, 5, 64), policy)
+    assert recipe_of(recipe_numbers(recipe)) == recipe
+
+
+def test_what_the_numbers_of_a_recipe_are() -> None:
+    page_format = PageFormat.of(KVPolicy.preset("channel"), Bits(2, 2), 8, 128)
+    recipe = Recipe(page_format, True, "lsq", "refit", "plain")
+    assert recipe_numbers(recipe) == [*numbers_of(page_format), 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[], [1, 1, 1], [1, 1, 1, 0, 0], [2, 1, 1, 0], [1, 2, 1, 0], [1, 1, -1, 0], [1, 1, 1, 2]],
+)
+def test_other_numbers_of_a_recipe(numbers: list[int]) -> None:
+    with pytest.raises(ValueError, match="must be 13 numbers as"):
+        recipe_of([2, 2, 8, 128, 0, 128, 128, 1, 0, *numbers])

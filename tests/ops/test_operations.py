@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+from oscar_mm.ops.library import numbers_of
 from tests.ops.arguments import (
     ARGUMENTS,
     BALANCED_BY_ROW,
     OPERATIONS,
     balanced_by_row,
+    page_format,
     results,
+    stream_policy,
     written,
 )
 
@@ -16,6 +19,9 @@ BOTH = [
     pytest.param("cpu", torch.float32, id="cpu"),
     pytest.param("cuda:0", torch.bfloat16, id="cuda", marks=pytest.mark.gpu),
 ]
+
+CHANNEL = numbers_of(page_format())
+STREAM = numbers_of(page_format((3, 2), policy=stream_policy()))
 
 
 @pytest.mark.parametrize(("device", "dtype"), BOTH)
@@ -125,16 +131,21 @@ def test_tensors_that_do_not_fit(name: str, device: str, dtype: torch.dtype) -> 
         ("unpack", "sigma", torch.ones(3, 64), "sigma is of 3 heads, must be of 2 or 1"),
         ("unpack", "sigma", torch.ones(2, 2, 64), r"must be of shape \(KV heads or 1, 64\)"),
         ("unpack", "pages", torch.zeros(4, 7, dtype=torch.uint8), r"pages is of shape \(4, 7\)"),
-        ("pack", "fit", "best", "fit is 'best', must be one of"),
-        ("pack", "norm", "best", "norm is 'best', must be one of"),
-        ("pack", "value_scale", "best", "value_scale is 'best', must be one of"),
+        ("pack", "recipe_numbers", [2, 2], r"page format \[2, 2\]: must be 9 numbers"),
+        ("pack", "recipe_numbers", [*CHANNEL, 1, 2, 0, 0], r"recipe \[2, .*\]: must be 13 numbers"),
         ("pack", "rows", torch.zeros(4, dtype=torch.int32), r"rows is of shape \(4,\).*\(5\)"),
         ("append", "writes", torch.zeros(4, 4, dtype=torch.int32), r"must be of shape \(n, 3\)"),
         ("pack", "sigma", torch.ones(3, 2, 64), r"must be of shape \(2, KV heads or 1, 64\)"),
         ("store", "sigma", torch.ones(3, 2, 64), r"must be of shape \(2, KV heads or 1, 64\)"),
-        ("store", "fit", "best", "fit is 'best', must be one of"),
+        ("store", "recipe_numbers", [*STREAM, 1, 1, 1, 0], "norm is 'refit', must be one of"),
+        (
+            "store",
+            "recipe_numbers",
+            [*CHANNEL, 1, 0, 0, 0],
+            "format is of key_axis 'channel', must",
+        ),
         ("store", "jobs", torch.zeros(4, 16, dtype=torch.int32), r"must be of shape \(jobs, 20\)"),
-        ("store_layers", "fit", "best", "fit is 'best', must be one of"),
+        ("store_layers", "recipe_numbers", [*STREAM, 1, 1, 3, 0], "must be 13 numbers"),
         ("store_layers", "pages", [], "pages is of 0 layers, must be of 2, as recent"),
         ("store_layers", "sigma", [torch.ones(4, 3, 64), None], "sigma is of 3 heads, must be of"),
         ("store_layers", "sigma", [None] * 3, "sigma is of 3 layers, must be of 2, as recent"),

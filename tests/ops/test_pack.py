@@ -7,7 +7,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.ops import store_torch
-from oscar_mm.ops.library import numbers_of, sigma_of
+from oscar_mm.ops.library import recipe_numbers, sigma_of
 from oscar_mm.ops.pack import pack, pack_jobs
 from oscar_mm.ops.samples import JOB_SLOTS, random_basis, random_jobs
 from oscar_mm.ops.unpack import unpack
@@ -15,7 +15,7 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant import quantize
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import unpack_stored
+from oscar_mm.quant.quantize import Recipe, unpack_stored
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {
@@ -174,8 +174,8 @@ def run_jobs(jobs: tuple, page: PageFormat, policy: KVPolicy, basis: Basis) -> t
     """Pages, 255 where nothing is written, and the flag."""
     pages = torch.full((JOB_SLOTS, page.page_bytes), 255, dtype=torch.uint8)
     bad = torch.zeros(1, dtype=torch.int32)
-    recipe = (numbers_of(page), policy.rotate, policy.fit, policy.norm, policy.value_scale)
-    pack_jobs(*jobs, pages, bad, basis.sigma, *recipe)
+    recipe = recipe_numbers(Recipe.of(page, policy))
+    pack_jobs(*jobs, pages, bad, basis.sigma, recipe)
     return pages, bad
 
 

@@ -11,7 +11,7 @@ from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import SWITCH
 from oscar_mm.kernels.self_check import CheckedKernels
-from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.library import recipe_numbers
 from oscar_mm.ops.pack import (
     NormsParams,
     PackArguments,
@@ -239,13 +239,13 @@ def test_jobs_equal_torch(
     page_format = PageFormat.of(policy, policy.bits.text, 5, 128)
     jobs = random_jobs(page_format, dtype, place)
     basis = random_basis(page_format, True, place, rows)
-    how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
+    numbers = recipe_numbers(Recipe.of(page_format, policy))
     both = []
     for switch in ("auto", "off"):
         monkeypatch.setenv(SWITCH, switch)
         pages = torch.full((JOB_SLOTS, page_format.page_bytes), 255, dtype=torch.uint8).to(place)
         bad = torch.zeros(1, dtype=torch.int32, device=place)
-        pack_jobs(*jobs, pages, bad, basis.sigma, numbers_of(page_format), *how)
+        pack_jobs(*jobs, pages, bad, basis.sigma, numbers)
         assert not bool(bad)
         both.append(pages)
     untouched = sorted(set(range(JOB_SLOTS)) - set(jobs[5].tolist()))

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.ops.library import numbers_of, sigma_of
+from oscar_mm.ops.library import recipe_numbers, sigma_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
 from oscar_mm.ops.store import store
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import _in_codes, unpack_stored
+from oscar_mm.quant.quantize import Recipe, _in_codes, unpack_stored
 from tests.ops.arguments import stream_policy
 
 CPU = torch.device("cpu")
@@ -31,8 +31,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages, and the flag."""
     pages, bad = random_pages(5, page, CPU), torch.zeros(1, dtype=torch.int32)
-    how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
-    store(*states, pages, bad, basis.sigma, numbers_of(page), *how)
+    store(*states, pages, bad, basis.sigma, recipe_numbers(Recipe.of(page, policy)))
     return pages, bad
 
 

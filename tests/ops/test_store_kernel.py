@@ -7,7 +7,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.kernels.compile import Report, csrc_folder
-from oscar_mm.ops.library import recipe_arguments
+from oscar_mm.ops.library import recipe_numbers
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
 from oscar_mm.ops.store import LayersParams, Specialization, StoreKernel, StoreParams
 from oscar_mm.ops.store_torch import (
@@ -89,7 +89,7 @@ def both(
     found, expected = before.clone(), before.clone()
     bad = torch.zeros(1, dtype=torch.int32, device=before.device)
     for run, pages in ((kernel, found), (store_by_torch, expected)):
-        run(StoreArguments(*states, pages, bad, sigma, *recipe_arguments(recipe)))
+        run(StoreArguments(*states, pages, bad, sigma, recipe_numbers(recipe)))
     assert not bool(bad)
     return found, expected
 
@@ -194,7 +194,7 @@ def test_layers_at_once_equal_one_by_one(name: str, head_dim: int) -> None:
     found, expected = ([before.clone() for _ in recent] for _ in range(2))
     bad = [torch.zeros(1, dtype=torch.int32, device=place) for _ in recent]
     layers = (recent, jobs, begins, found, bad, sigma)
-    of_layers = StoreLayersArguments(*layers, *recipe_arguments(recipe))
+    of_layers = StoreLayersArguments(*layers, recipe_numbers(recipe))
     kernel.of_layers(of_layers)
     none = first.new_empty(1, 3, 0, head_dim)
     for index, (stored, pages) in enumerate(zip(recent, expected, strict=True)):
@@ -202,7 +202,7 @@ def test_layers_at_once_equal_one_by_one(name: str, head_dim: int) -> None:
         more = begins[: index % 2 * page_format.center]
         more = torch.cat([begins, torch.full_like(more, -1)])
         states = (none, none, stored, jobs, more, pages, bad[0], sigma[index])
-        kernel(StoreArguments(*states, *recipe_arguments(recipe)))
+        kernel(StoreArguments(*states, recipe_numbers(recipe)))
     assert torch.equal(torch.stack(found), torch.stack(expected))
     assert (found[-1] != before).any() and not any(map(bool, bad))
     recent[98][38] = torch.nan
@@ -230,7 +230,7 @@ def test_flag(where: str, wrong: float) -> None:
         pages = random_pages(5, recipe.page_format, place)
         bad = torch.zeros(1, dtype=torch.int32, device=place)
         states = (keys, values, recent, jobs, begins, pages, bad, None)
-        kernel(StoreArguments(*states, *recipe_arguments(recipe)))
+        kernel(StoreArguments(*states, recipe_numbers(recipe)))
         assert int(bad) == flag
     assert torch.equal(pages, random_pages(5, recipe.page_format, place))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oscar_mm import KVPolicy
-from oscar_mm.ops.library import recipe_arguments
+from oscar_mm.ops.library import recipe_numbers
 from oscar_mm.ops.samples import random_pages
 from oscar_mm.ops.store import store
 from oscar_mm.ops.store_numba import rotates
@@ -44,7 +44,7 @@ def random_arguments(
         *(jobs, begins[: 2 * page_format.center], random_pages(5, page_format, CPU)),
         torch.zeros(1, dtype=torch.int32),
         torch.rand(*rows, 2, head_dim, generator=generator) + 0.5,
-        *recipe_arguments(Recipe.of(page_format, policy)),
+        recipe_numbers(Recipe.of(page_format, policy)),
     )
 
 
