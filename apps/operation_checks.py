@@ -48,8 +48,8 @@ from oscar_mm.ops.store_numba import store_on_cpu
 from oscar_mm.ops.store_torch import StoreArguments, store_layers_one_by_one
 from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import DEFAULT, KVPolicy
-from oscar_mm.quant.quantize import Recipe
 
 KERNELS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)

@@ -30,8 +30,8 @@ from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality
 from oscar_mm.moe_switch import IMPLEMENTATION as EXPERTS
 from oscar_mm.ops import append, decode, pack, unpack
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.pipelines.pipeline import Pipeline
-from oscar_mm.quant.quantize import Recipe
 from tests.tiny import TEXT
 
 POLICY = "compact"

@@ -25,7 +25,7 @@ from oscar_mm.ops.store_numba import store_on_cpu
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, store_by_torch
 from oscar_mm.ops.unpack import UnpackArguments, slots_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.quant.quantize import Recipe
+from oscar_mm.pages.quantize import Recipe
 
 _CPU = torch.device("cpu")
 _ROUNDS = 9

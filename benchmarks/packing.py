@@ -21,7 +21,7 @@ from oscar_mm.ops.pack import pack_jobs
 from oscar_mm.ops.store import store, whole_page_tables
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
-from oscar_mm.quant.quantize import Recipe
+from oscar_mm.pages.quantize import Recipe
 
 TOKENS, KV_HEADS, HEAD_DIM = 131_072, 8, 128
 BATCHES = (1, 8, 32)
@@ -66,7 +66,7 @@ def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.
     jobs, begins = whole_page_tables(len(pages), pages.device)
 
     def pack() -> torch.Tensor:
-        if page_format.by_token:
+        if page_format.codec.appends_tokens:
             store(*by_page, recent, jobs, begins, *where)
         else:
             pack_jobs(keys, values, recent, source, rows, slots, *where)

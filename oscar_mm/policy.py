@@ -51,7 +51,6 @@ VALUE_SCALES = ("plain", "unbiased")
 TOKEN_SCALINGS = (None, "per_head", "shared")
 """Allowed values of the policy fields; their indices are the values of the kernels' macros."""
 _ALLOWED: dict[str, tuple] = {
-    "key_axis": ("channel", "token"),
     "key_group": (32, 64, 128),
     "value_group": (32, 64, 128),
     "fit": FITS,
@@ -62,6 +61,24 @@ _ALLOWED: dict[str, tuple] = {
     "token_scaling": TOKEN_SCALINGS,
     "center": (True, False),
 }
+
+
+class Limit(NamedTuple):
+    """What a page format allows in a field of the policy, and why."""
+
+    field: str
+    allowed: tuple
+    why: str
+
+
+KEY_AXES: dict[str, tuple[Limit, ...]] = {
+    "channel": (Limit("center", (False,), "a channel's zero point is its center"),),
+    "token": (
+        Limit("token_scaling", (None,), "each token has its own scale anyway"),
+        Limit("norm", ("plain", "unbiased"), "keys have a scale, but no norm"),
+    ),
+}
+"""Values of ``key_axis`` and their limits; ``oscar_mm.pages.codecs.registry`` adds others."""
 _WORDS = {"none": None, "true": True, "false": False}
 """Values of fields that are written as words."""
 _ALLOWED_BITS = (2, 3, 4)
@@ -95,7 +112,8 @@ class KVPolicy:
         key_axis: "token" quantizes each token over a group of channels (QuaRot): a token that has
             left the window takes a slot of a page, and a page begins with as many tokens as take
             its bytes in 16-bit precision. "channel" quantizes each key channel over a group of
-            tokens (KIVI, OScaR): whole pages of 128 tokens at a time.
+            tokens (KIVI, OScaR): whole pages of 128 tokens at a time. Other formats may be
+            registered (``oscar_mm.pages.codecs.registry``).
         key_group: tokens of a key group, or channels with ``key_axis="token"``: 32, 64 or 128.
         value_group: channels of a value group: 32, 64 or 128. If head_dim is not divisible by the
             group, the largest divisor of head_dim below it is used.
@@ -142,7 +160,7 @@ class KVPolicy:
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        for field, allowed in _ALLOWED.items():
+        for field, allowed in ({"key_axis": tuple(KEY_AXES)} | _ALLOWED).items():
             value = getattr(self, field)
             if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
                 options = ", ".join(repr(a) for a in allowed)
@@ -152,11 +170,8 @@ class KVPolicy:
                 f"KVPolicy value_scale='unbiased' with fit={self.fit!r}: must be 'plain', because "
                 "only a least-squares fit ('lsq') shrinks values"
             )
-        if self.by_token:
-            self._check("token_scaling", (None,), "each token has its own scale anyway")
-            self._check("norm", ("plain", "unbiased"), "keys have a scale, but no norm")
-        else:
-            self._check("center", (False,), "a channel's zero point is its center")
+        for limit in KEY_AXES[self.key_axis]:
+            self._check(*limit)
         for field in ("window", "sinks"):
             value = getattr(self, field)
             if type(value) is not int or not 0 <= value <= _MAX_RECENT:
@@ -176,19 +191,6 @@ class KVPolicy:
     def bits_for(self, modality: Modality) -> Bits:
         """Return the bits per stored value of a modality; ``PLAIN`` if it is not packed."""
         return self.bits[int(modality)]
-
-    @property
-    def by_token(self) -> bool:
-        """Whether tokens are packed one by one (stream pages), not a page at a time."""
-        return self.key_axis == "token"
-
-    @property
-    def centers_keys(self) -> bool:
-        """Whether a page stores the common part of its keys separately, without error.
-
-        Stream pages have a center for it, other pages the zero points of their channels.
-        """
-        return self.center or not self.by_token
 
     @property
     def packed_bits(self) -> tuple[Bits, ...]:

@@ -1,4 +1,5 @@
-// Byte layout of a page: the twin of oscar_mm/pages/layout.py, which explains it.
+// Byte layout of a page: the twin of oscar_mm/pages/layout.py and pages/codecs/groups.py, which
+// explain it.
 //
 // Compiled with: HEAD_DIM (64 or 128), KEY_GROUP, VALUE_GROUP, SCALING (0 none, 1 per head, 2
 // shared), STREAM (0: keys have scales per channel, for KEY_GROUP tokens; 1: per token), CENTER (1:

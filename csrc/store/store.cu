@@ -15,7 +15,7 @@
 // decode step, each job looks for its page among those that begin and computes the center itself:
 // this saves a launch, although two jobs of a page both do it and write the same bytes.
 //
-// (oscar_mm/ops/store.py defines jobs; oscar_mm/quant/quantize.py does all of this in PyTorch.)
+// (oscar_mm/ops/store.py defines jobs; pages/codecs/stream.py does all of this in PyTorch.)
 //
 // Compiled with, in addition to page.cuh's macros (of stream pages): KEY_BITS, VALUE_BITS, ELEMENT
 // (__half, __nv_bfloat16), ROTATE, FIT (0 min-max, 1 least squares), KEY_START, VALUE_START and

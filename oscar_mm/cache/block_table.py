@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import SECOND, START, Entries
 from oscar_mm.ops.store_torch import STORED_CENTER
-from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 
@@ -298,14 +299,18 @@ class ModalityTable:
         return list(before), list(columns[0])
 
 
+_CHANNELS = 64
+
+
+@lru_cache(maxsize=64)
 def min_page_tokens(policy: KVPolicy, bits: Bits) -> int:
-    """Return the number of tokens that begin a stream page.
+    """Return the number of tokens that begin a page; all of a page that is written as a whole.
 
     With so many, the page takes no more bytes than the tokens take in 16-bit precision if heads
     have 64 channels, and fewer with larger heads.
     """
-    scales = PAGE_TOKENS // min(policy.key_group, 64) + PAGE_TOKENS // min(policy.value_group, 64)
-    return 4 * (bits.keys + bits.values) + scales + policy.center
+    page = PageFormat.of(policy, bits, 1, _CHANNELS)
+    return page.codec.min_tokens(page.page_bytes, 2 * 2 * _CHANNELS)
 
 
 SINK = len(Modality)

@@ -23,6 +23,7 @@ from oscar_mm.cache.paged_attention import KeyLength, LayerCall
 from oscar_mm.cache.snapshot import Snapshot
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
 from oscar_mm.tensor_parallel import TPGroup
@@ -65,7 +66,9 @@ def balancing_of(model: torch.nn.Module, policy: KVPolicy) -> dict[int, torch.Te
         InputError: if the policy does not fit a model that is divided among ranks.
     """
     TPGroup.of(model).check(policy)
-    return sigmas_of_model(model, centered=policy.centers_keys) if policy.balances else {}
+    if not policy.balances:
+        return {}
+    return sigmas_of_model(model, centered=codec_of(policy).centers_keys(policy))
 
 
 class OscarCache(Cache):

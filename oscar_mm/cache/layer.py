@@ -24,10 +24,11 @@ from oscar_mm.ops.library import numbers_of, recipe_numbers
 from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import Bits, KVPolicy
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe
 
 _GPU_PAGES = 256
 """Pages that a GPU unpacks at a time: 32,768 tokens, 134 MB with 8 heads of 128 channels in 16-bit
@@ -176,6 +177,7 @@ class OscarLayer(CacheLayerMixin):
             bits: recipe_numbers(Recipe.of(page_format, policy))
             for bits, page_format in self.formats.items()
         }
+        self._appends_tokens = codec_of(policy).appends_tokens
         # Overflow flag, set on the device and polled only where a sync is free.
         with torch.inference_mode(False):
             self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
@@ -228,10 +230,12 @@ class OscarLayer(CacheLayerMixin):
         Keys and values are (batch, KV heads, tokens, head_dim) each; they are not read if the step
         packs no new token.
         """
-        by_token = self.cache.policy.by_token
-        tables = step.slots_on(self.device) if by_token else step.whole_pages_on(self.device)
+        if self._appends_tokens:
+            tables, write = step.slots_on(self.device), store
+        else:
+            tables, write = step.whole_pages_on(self.device), pack_jobs
         for bits, of_bits in tables.items():
-            (store if by_token else pack_jobs)(
+            write(
                 *(keys, values, self.recent.storage, *of_bits, self.pages[bits].storage),
                 *(self.overflow, self.sigma, self.recipes[bits]),
             )

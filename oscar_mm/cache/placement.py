@@ -25,6 +25,7 @@ from oscar_mm.cache.block_table import (
 from oscar_mm.cache.step_plan import PackJob, StepPlan
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.ops.store_torch import CENTER_TOKENS
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
@@ -38,24 +39,22 @@ _SMALL_WINDOW = 4
 def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Count:
     """Return how many of a stream's tokens outside the window are packed.
 
-    A stream page first takes as many tokens as it has free places. The rest fills whole pages, and
-    the remainder begins a page if the page takes no more bytes than its tokens take in 16-bit
-    precision. The result does not depend on whether tokens arrive one by one or together.
+    The last page first takes as many tokens as it has room for. The rest fills whole pages, and the
+    remainder begins a page if there are enough tokens (``min_page_tokens``). The result does not
+    depend on whether tokens arrive one by one or together.
 
     Args:
         waiting: number of the stream's tokens in 16-bit precision outside the window; arrays are
             computed elementwise.
-        room: free places in the stream's last page.
+        room: free places in the stream's last page; 0 if pages are written as a whole.
     """
     if bits == PLAIN:
         return waiting * 0
-    if not policy.by_token:
-        return waiting // PAGE_TOKENS * PAGE_TOKENS
     last = (waiting - room) * (waiting > room) % PAGE_TOKENS
     return waiting - last * (last < min_page_tokens(policy, bits))
 
 
-def max_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, room: int) -> int:
+def max_spare(in_16_bit: int, room: int) -> int:
     """Return the maximum number of spare 16-bit slots of a sequence after a decode step.
 
     It is one if each token leaves its slot to the next. Otherwise several are allocated at once:
@@ -63,11 +62,11 @@ def max_spare(policy: KVPolicy, bits: Bits, in_16_bit: int, room: int) -> int:
     stays small relative to the sequence's tokens in 16-bit precision.
 
     Args:
-        bits: page format of the new token's stream.
         in_16_bit: number of the sequence's tokens in 16-bit precision.
-        room: free places in the stream's last page.
+        room: free places in the last page of the new token's stream; 0 if pages are written as a
+            whole.
     """
-    if room and bits.packed and policy.by_token:
+    if room:
         return 1
     return min(max(1, in_16_bit // 4), _MAX_SPARE)
 
@@ -94,6 +93,7 @@ class TokenPlacer:
 
     def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool | DryRunSlots]) -> None:
         self._policy, self._allocators, self._recent = policy, allocators, allocators[PLAIN]
+        self._appends_tokens = codec_of(policy).appends_tokens
         self._step = StepPlan()
         # Rows, indices of new tokens, slots.
         self._writes = list[int](), list[int](), list[int]()
@@ -166,7 +166,7 @@ class TokenPlacer:
                 self._own_stream(sequence, leaving)
                 emptied, _ = self._pack(row, sequence, leaving, [], in_window)
         before = sequence.in_16_bit + len(emptied)
-        most = max_spare(self._policy, stream.bits, before, stream.room)
+        most = max_spare(before, self._room(stream))
         if new:
             if not spare:
                 spare += self._recent.allocate(most)
@@ -218,6 +218,10 @@ class TokenPlacer:
         sequence.streams[code] = own = stream.copy()
         return own
 
+    def _room(self, stream: ModalityTable) -> int:
+        """Return the free places of a stream's last page to which tokens can be appended."""
+        return stream.room if self._appends_tokens else 0
+
     def _write(self, row: int, stream: ModalityTable, new: Indices, slots: list[int]) -> None:
         """Write new tokens to 16-bit slots."""
         for column, entries in zip(self._writes, ([row] * len(new), new, slots), strict=True):
@@ -234,7 +238,7 @@ class TokenPlacer:
         """
         stream, policy = sequence.streams[code], self._policy
         waiting = max(0, len(stream.slots) + len(new) - in_window)
-        room = stream.room if policy.by_token else 0
+        room = self._room(stream)
         count = packed_count(policy, stream.bits, waiting, room)
         if not count:
             return [], new
@@ -361,6 +365,7 @@ def slot_forecast(
         past: sequence that the prompt continues.
     """
     past = SequenceTable() if past is None else past
+    appends_tokens = codec_of(policy).appends_tokens
     codes = new[new != PADDING].astype(np.uint8)
     sinks = max(0, policy.sinks - past.stored)
     packs = np.array([policy.bits_for(modality).packed for modality in Modality])
@@ -389,7 +394,7 @@ def slot_forecast(
             if code == Modality.TEXT:
                 in_window = in_window + np.minimum(said[code], np.minimum(time, policy.window))
             waiting = np.maximum(total - in_window, 0)
-            room = stream.room if policy.by_token else 0
+            room = stream.room if appends_tokens else 0
             leaves = before.count(code) + grown > in_window
             packed = packed_count(policy, bits, waiting, room) * leaves
             begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
@@ -408,7 +413,7 @@ def slot_forecast(
     # Spare slots. A prompt of one token is placed like a token of the answer.
     first = 0 if len(new) == len(codes) == 1 else 1
     said_codes[:1] = codes[:1] if first == 0 else said_codes[:1]
-    for code in rooms if policy.by_token else ():
+    for code in rooms:
         most[(said_codes == code) & (rooms[code] > 0)] = 1
     # Without a window the new token itself is packed.
     is_packed = (new_packed > 0) & (policy.window == 0)

@@ -91,8 +91,8 @@ def cache_content(
 ) -> Content:
     """Copy the content of a cache's file to the host; any thread may then ``write_checked`` it.
 
-    Only slots in use are copied; unused places of stream pages (``PageFormat.by_token``) are
-    cleared. In other pages still in use, forgotten tokens remain part of the codes.
+    Only slots in use are copied; unused places are cleared where tokens are appended one by one
+    (``PageCodec.appends_tokens``). In other pages, forgotten tokens remain part of the codes.
 
     Args:
         path: path of the file, for messages.
@@ -120,9 +120,8 @@ def cache_content(
     for layer in cache.layers:
         for bits, pool in layer.pages.items():
             pages = pool.storage[slots[bits]].cpu()
-            if layer.formats[bits].by_token:
-                # Unused places were never written, or are forgotten tokens.
-                layer.formats[bits].clear_unused(pages, in_use[bits])
+            # Unused places were never written, or are forgotten tokens.
+            layer.formats[bits].clear_unused(pages, in_use[bits])
             tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
         recent = layer.recent.storage[slots[PLAIN]].cpu()
         tensors[f"layer.{layer.index}.{_name(PLAIN)}"] = recent

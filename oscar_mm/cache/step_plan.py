@@ -24,6 +24,7 @@ from oscar_mm.ops.decode_tables import (
     upload,
 )
 from oscar_mm.ops.store_torch import CENTER_TOKENS, HEAD, NOTHING, TILE
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
@@ -318,13 +319,15 @@ class GraphTables:
 
     Attributes:
         version: counter of replaced tensors; a graph captured before a change reads stale tables.
+        packs_whole_pages: whether pages are packed as a whole, before a replay and not by tables.
         packs_at_end: whether all tokens to pack, the new one included, are in 16-bit precision at
             the end of the step; false without a window.
     """
 
     def __init__(self, rows: int, policy: KVPolicy) -> None:
         self.rows, self.version, self._policy = rows, 0, policy
-        self.packs_at_end = policy.by_token and policy.window > 0
+        self.packs_whole_pages = not codec_of(policy).appends_tokens
+        self.packs_at_end = policy.window > 0 and not self.packs_whole_pages
         # Table lines per row: the tiles of the tokens that begin a page.
         self._lines = {
             bits: -(-min_page_tokens(policy, bits) // TILE) for bits in policy.packed_bits
@@ -361,7 +364,7 @@ class GraphTables:
             writes[: step.writes.shape[1]] = step.writes.T
         self._tokens[_WRITES] = writes
         written = {row: slot for row, _, slot in writes.tolist()} if self.packs_at_end else {}
-        for bits in self._policy.packed_bits if self._policy.by_token else ():
+        for bits in () if self.packs_whole_pages else self._policy.packed_bits:
             pack_jobs = [pack_job for pack_job in step.pack_jobs if pack_job.bits == bits]
             of_row = self._lines[bits]
             lines = self.rows * of_row
@@ -391,7 +394,7 @@ class GraphTables:
         Each row may pack tokens of one stream into one page, in no more tiles than the tokens that
         begin a page need. A policy that packs whole pages may pack no new token.
         """
-        if not self._policy.by_token:
+        if self.packs_whole_pages:
             return not any((pack_job.source >= 0).any() for pack_job in step.pack_jobs)
         rows = [pack_job.row for pack_job in step.pack_jobs]
         return len(set(rows)) == len(rows) and all(

@@ -246,8 +246,8 @@ def attend_varlen(
     for side, new in zip(sides, (keys, values), strict=True):
         side.index_copy_(1, run.new_places, new[0])
     # Drop the place for unused tokens.
-    by_token = sides[:, :, : run.keys].transpose(1, 2)
-    found = flash_varlen(queries[0].transpose(0, 1), by_token[0], by_token[1], run, scaling)
+    tokens = sides[:, :, : run.keys].transpose(1, 2)
+    found = flash_varlen(queries[0].transpose(0, 1), tokens[0], tokens[1], run, scaling)
     return found.transpose(0, 1)[None]
 
 

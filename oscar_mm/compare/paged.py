@@ -22,10 +22,11 @@ from oscar_mm.ops.pack import NOT_STORABLE, pack
 from oscar_mm.ops.rings import RingShape
 from oscar_mm.ops.store import store
 from oscar_mm.ops.unpack import unpack
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe
 from oscar_mm.vllm_plugin.step import Rings, StepTables
 
 
@@ -85,7 +86,7 @@ class Paged:
         for places, pack_job in self._packed(ids):
             where = places.to(states.keys.device)
             page_format = PageFormat.of(self.policy, pack_job.bits, heads, head_dim)
-            if page_format.by_token:
+            if page_format.codec.appends_tokens:
                 packed = self._stored(sides, pack_job, page_format, basis)
             else:
                 of_keys, of_values = (_as_pages(side[:, :, where]) for side in sides)
@@ -182,7 +183,9 @@ class Paged:
 
     def sigma(self, states: LayerStates) -> Tensor | None:
         """Return the balancing of the layer, see ``oscar_mm.cache.cache.balancing_of``."""
-        return states.sigmas[self.policy.centers_keys] if self.policy.balances else None
+        if not self.policy.balances:
+            return None
+        return states.sigmas[codec_of(self.policy).centers_keys(self.policy)]
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport:
         """Return the memory of a real cache with the first row."""

@@ -37,8 +37,8 @@ class LayerStates:
         keys: (rows, KV heads, tokens, head_dim) after RoPE, in a 16-bit dtype.
         values: (rows, KV heads, tokens, head_dim), in a 16-bit dtype.
         first_queries: (1, query heads, tokens, head_dim), queries of the first row.
-        sigmas: (KV heads or 1, head_dim) balancing, by ``KVPolicy.centers_keys``; None if the layer
-            is not balanced.
+        sigmas: (KV heads or 1, head_dim) balancing, by ``PageCodec.centers_keys``; None if the
+            layer is not balanced.
     """
 
     index: int

@@ -74,7 +74,7 @@ class GraphInputs:
         self._tables.write(step)
         # A finished row is computed like the others; its output is ignored.
         step.fixed, step.real = self._tables, None
-        if step.pack_jobs and not self._cache.policy.by_token:
+        if step.pack_jobs and self._tables.packs_whole_pages:
             self._pack_whole_pages(step)
         return True
 
@@ -89,7 +89,7 @@ class GraphInputs:
             token would be stored.
         """
         step = self._cache.kv_manager.planned(modalities)
-        if step is None or (step.pack_jobs and not self._cache.policy.by_token):
+        if step is None or (step.pack_jobs and self._tables.packs_whole_pages):
             return None
         return step if self.fix(step) else None
 

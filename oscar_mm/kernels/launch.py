@@ -23,9 +23,9 @@ import torch
 from oscar_mm.kernels.compile import KernelError, Report, compile_kernel, not_installed
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PageFormat
-from oscar_mm.policy import FITS, TOKEN_SCALINGS
+from oscar_mm.pages.quantize import Recipe
+from oscar_mm.policy import FITS
 from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
-from oscar_mm.quant.quantize import Recipe
 
 SWITCH = "OSCAR_MM_KERNELS"
 """Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (the copy path
@@ -390,14 +390,7 @@ class Kernel:
 
 def page_macros(page_format: PageFormat) -> dict[str, str | int]:
     """Return the macros of csrc/common/page.cuh."""
-    return {
-        "HEAD_DIM": page_format.head_dim,
-        "KEY_GROUP": page_format.key_group,
-        "VALUE_GROUP": page_format.value_group,
-        "SCALING": TOKEN_SCALINGS.index(page_format.token_scaling),
-        "STREAM": int(page_format.by_token),
-        "CENTER": int(page_format.center),
-    }
+    return page_format.codec.macros(page_format)
 
 
 def recipe_macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:

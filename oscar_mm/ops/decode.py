@@ -146,7 +146,7 @@ class Specialization(NamedTuple):
         size = _aligned(size, 16) + -(-warps // 2) * used * (self.head_dim + 3) * 4
         size = _aligned(size, 16) + COLUMNS * self.head_dim * 2
         size = _aligned(size, 16) + COLUMNS * self.head_dim * 4
-        if self.formats[0].by_token:
+        if page_macros(self.formats[0])["STREAM"]:
             size += self.head_dim * (32 if self.narrow else 16) + COLUMNS * 4
         size = _aligned(size + COLUMNS * 4, 16)
         size = _aligned(size, 8) + buffers * (8 + 4 + 4) + 3 * 4
@@ -159,7 +159,8 @@ class Specialization(NamedTuple):
         an H200). With fewer buffers than warps, which small GPUs need for larger pages, some warps
         wait. 16 warps, with 128 registers each, gain 5% with 20 buffers, and lose as much with 17.
         """
-        of_16 = [(16, 20)] if self.formats[0].by_token and self.narrow else []
+        is_stream = page_macros(self.formats[0])["STREAM"]
+        of_16 = [(16, 20)] if is_stream and self.narrow else []
         for warps, fewest in (*of_16, (12, 12), (8, 4)):
             for buffers in range(20, fewest - 1, -1):
                 if self.shared_bytes(warps, buffers) <= limit:

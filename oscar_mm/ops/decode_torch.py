@@ -13,8 +13,8 @@ from oscar_mm.kernels.launch import refuse_capture
 from oscar_mm.ops.decode_tables import SECOND, START, DecodeArguments
 from oscar_mm.ops.library import sigma_of
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.quantize import unpack_stored
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import unpack_stored
 
 _SCORE_ELEMENTS = 1 << 24
 """Scores computed at a time without flash attention (float32: 64 MB)."""

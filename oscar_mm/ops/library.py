@@ -16,9 +16,10 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import torch
 from torch.library import Library, register_fake
 
+from oscar_mm.pages.codecs.registry import codec_number, key_axis_of
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import FITS, NORMS, TOKEN_SCALINGS, VALUE_SCALES, Bits
-from oscar_mm.quant.quantize import Recipe
 
 _LIBRARY = Library("oscar_mm", "DEF")
 STATES = (torch.bfloat16, torch.float16, torch.float32)
@@ -204,7 +205,7 @@ def _numbers(page_format: PageFormat) -> tuple[int, ...]:
         *page_format.bits,
         page_format.kv_heads,
         page_format.head_dim,
-        int(page_format.by_token),
+        codec_number(page_format.key_axis),
         page_format.key_group,
         page_format.value_group,
         TOKEN_SCALINGS.index(page_format.token_scaling),
@@ -215,8 +216,8 @@ def _numbers(page_format: PageFormat) -> tuple[int, ...]:
 def numbers_of(*formats: PageFormat) -> list[int]:
     """Encode page formats as an argument, ``FORMAT_NUMBERS`` integers each.
 
-    Bits of keys and of values, KV heads, head_dim, 1 for key_axis "token" or 0, key group, value
-    group, index of token_scaling in ``TOKEN_SCALINGS``, 1 for a center or 0.
+    Bits of keys and of values, KV heads, head_dim, number of the codec, key group, value group,
+    index of token_scaling in ``TOKEN_SCALINGS``, 1 for a center or 0.
     """
     return [number for page_format in formats for number in _numbers(page_format)]
 
@@ -236,13 +237,13 @@ def format_of(numbers: Sequence[int]) -> PageFormat:
 @lru_cache(maxsize=256)
 def _format(numbers: tuple[int, ...]) -> PageFormat:
     try:
-        keys, values, kv_heads, head_dim, by_token, *groups, scaling, center = numbers
+        keys, values, kv_heads, head_dim, codec, *groups, scaling, center = numbers
         key_group, value_group = groups
         page_format = PageFormat(
             bits=Bits(keys, values),
             kv_heads=kv_heads,
             head_dim=head_dim,
-            key_axis="token" if by_token else "channel",
+            key_axis=key_axis_of(codec),
             key_group=key_group,
             value_group=value_group,
             token_scaling=TOKEN_SCALINGS[scaling],
@@ -297,7 +298,7 @@ def _recipe(numbers: tuple[int, ...]) -> Recipe:
     try:
         rotate, fit, norm, value_scale = numbers[FORMAT_NUMBERS:]
         how = FITS[fit], NORMS[norm], VALUE_SCALES[value_scale]
-        recipe = Recipe(page_format, bool(rotate), *how)
+        recipe = Recipe(bool(rotate), *how, page_format)
         is_right = _recipe_numbers(recipe) == numbers
     except (IndexError, ValueError):
         is_right = False

@@ -1,4 +1,4 @@
-"""Pack: quantize 16-bit keys and values to whole pages of key_axis "channel"."""
+"""Pack: quantize 16-bit keys and values to pages that are written as a whole."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from oscar_mm.ops.samples import CHECKED_HEADS, JOB_SLOTS, random_basis, random_
 from oscar_mm.ops.store import whole_pages
 from oscar_mm.ops.store_torch import tokens_of
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.quantize import Recipe, parts_of, quantize
 from oscar_mm.policy import NORMS, VALUE_SCALES, KVPolicy
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe, parts_of, quantize
 
 NOT_STORABLE = "keys or values contain NaN, infinity or numbers beyond float16 (65504)"
 _PER_PROCESSOR = 2
@@ -150,7 +150,7 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
         super().__init__(specialization, device)
         recipe, dtype = specialization
         check_pages(recipe.page_format, dtype)
-        if recipe.page_format.by_token:
+        if recipe.page_format.codec.appends_tokens:
             raise KernelError(OUT_OF_ORDER)
         self._norms = None
         if recipe.page_format.token_scaling == "shared":
@@ -230,7 +230,7 @@ def _check(arguments: PackArguments) -> None:
     check("pages", arguments.pages, ("slots", page_format.page_bytes), torch.uint8, device)
     check("not_finite", arguments.not_finite, (1,), torch.int32, device)
     _checker.check_sigma(arguments.sigma, heads, head_dim, device, len(keys))
-    if page_format.by_token:
+    if page_format.codec.appends_tokens:
         _checker.refuse("format", f"of key_axis {page_format.key_axis!r}", "of key_axis 'channel'")
 
 
@@ -251,7 +251,7 @@ def pack(
     policy: KVPolicy,
     basis: Basis,
 ) -> torch.Tensor:
-    """Quantize whole pages with this operation, or with ``store`` for key_axis "token".
+    """Quantize whole pages with this operation, or with ``store`` if tokens are appended.
 
     Args:
         keys: (pages, KV heads, 128, head_dim), float32, bfloat16 or float16, after RoPE; any
@@ -275,7 +275,7 @@ def pack(
         )
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
     recipe = replace(Recipe.of(page_format, policy), rotate=basis.rotate)
-    of_pages = whole_pages if page_format.by_token else _whole_pages
+    of_pages = whole_pages if page_format.codec.appends_tokens else _whole_pages
     pages, not_finite = of_pages(keys, values, recipe, basis.sigma)
     if bool(not_finite):
         raise FloatingPointError(NOT_STORABLE)
@@ -285,7 +285,7 @@ def pack(
 def _whole_pages(
     keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pages of key_axis "channel", and ``not_finite``."""
+    """Return pages that are written as a whole, and ``not_finite``."""
     count, (_, heads, _, head_dim), page_format = len(keys), keys.shape, recipe.page_format
     order = torch.arange(max(count, PAGE_TOKENS), dtype=torch.int32, device=keys.device)
     rows = order[:count]

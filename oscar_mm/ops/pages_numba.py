@@ -102,7 +102,7 @@ def page_layout(page_format: PageFormat) -> PageLayout | None:
         value_numbers=by_group.reshape(heads, -1).astype(np.uint32),
         has_center=page_format.center,
         has_norms=page_format.token_scaling is not None,
-        key_group=0 if page_format.by_token else page_format.key_group,
+        key_group=0 if _scales_tokens(page_format) else page_format.key_group,
         value_group=page_format.value_group,
     )
 
@@ -211,7 +211,12 @@ def _sides(page_format: PageFormat) -> tuple[tuple[Any, ...], ...]:
 
 def reads(page_format: PageFormat) -> bool:
     """Return whether there is a CPU kernel for a page format."""
-    return page_format.by_token and page_format.in_fragments
+    return page_format.in_fragments and _scales_tokens(page_format)
+
+
+def _scales_tokens(page_format: PageFormat) -> bool:
+    """Return whether each key has scales of its own."""
+    return page_format.fields["key_scales"].shape[0] == PAGE_TOKENS
 
 
 @torch.no_grad()

@@ -198,7 +198,7 @@ def random_past(
         ranges = ((5, 0, last), (0, 30, 90), (1, 0, 1), (4, last - 1, last), (3, 0, last))
         flag = number * SECOND
         entries += [(slot, start * START + stop + flag) for slot, start, stop in ranges]
-        if page_format.by_token:  # a place that no token has taken was never written
+        if page_format.codec.appends_tokens:  # a place that no token has taken was never written
             owners = page_format.token_bytes(pool.device)
             for slot, start, stop in ranges:
                 pool[slot, (owners >= 0) & ((owners < start) | (owners >= stop))] = 255

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from oscar_mm.ops.library import recipe_numbers
 from oscar_mm.ops.store import whole_page_tables
 from oscar_mm.ops.store_torch import StoreArguments, store_by_torch
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.quantize import Recipe, quantize, unpack_by_torch
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.balance import attentions, probes, projected, rotary_angles, sigmas_of_model
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe, quantize, unpack_by_torch
 
 MOST = 1.0
 """Score error, relative to the scores' deviation, above which a layer is reported."""
@@ -56,7 +57,8 @@ def score_errors(model: Any, policy: KVPolicy) -> dict[str, float]:
         policy: policy that packs tokens.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    sigmas = sigmas_of_model(decoder, centered=policy.centers_keys) if policy.balances else {}
+    centered = codec_of(policy).centers_keys(policy)
+    sigmas = sigmas_of_model(decoder, centered=centered) if policy.balances else {}
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
     for layer, attention in attentions(decoder):
@@ -118,7 +120,7 @@ def _restored(keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> Tensor | 
     _, heads, _, head_dim = keys.shape
     page_format = PageFormat.of(policy, policy.packed_bits[0], heads, head_dim)
     recipe, basis = Recipe.of(page_format, policy), Basis(head_dim, policy.rotate, sigma)
-    if page_format.by_token:
+    if page_format.codec.appends_tokens:
         pages = torch.zeros(1, page_format.page_bytes, dtype=torch.uint8)
         bad = torch.zeros(1, dtype=torch.int32)
         jobs, begins = whole_page_tables(1, keys.device)

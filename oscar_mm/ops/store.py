@@ -43,8 +43,8 @@ from oscar_mm.ops.store_torch import (
     store_layers_one_by_one,
 )
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.quant.fit import CHANGES, FLOOR
-from oscar_mm.quant.quantize import Recipe
 
 _WARPS = 4
 """Warps of a thread block; each processes the keys or the values of one head of a job."""
@@ -230,8 +230,9 @@ def _check_tables(
     jobs, begins = arguments.jobs, arguments.begins
     checker.check("jobs", jobs, ("jobs", HEAD + TILE), torch.int32, device)
     checker.check("begins", begins, ("pages", HEAD + CENTER_TOKENS), torch.int32, device)
-    if not recipe.page_format.by_token:
-        checker.refuse("format", "of key_axis 'channel'", "of key_axis 'token'")
+    if not recipe.page_format.codec.appends_tokens:
+        found = f"of key_axis {recipe.page_format.key_axis!r}"
+        checker.refuse("format", found, "of key_axis 'token'")
     if len(begins) and not recipe.page_format.center:
         checker.refuse("begins", f"of {len(begins)} pages", "empty, as pages have no center")
     checker.check_norm(recipe, _NORMS)
@@ -278,7 +279,7 @@ def _without_kernel(recipe: Recipe, device: torch.device) -> Callable[[StoreArgu
         # Imported on first use, since it loads a compiler.
         from oscar_mm.ops.store_numba import rotates, store_on_cpu
 
-        if rotates(recipe):
+        if recipe.page_format.codec.has_kernels and rotates(recipe):
             return store_on_cpu
     return store_by_torch
 

@@ -26,9 +26,9 @@ from oscar_mm.kernels.numba_vectors import (
 from oscar_mm.kernels.run_parallel import run_parallel
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.quant.basis import rotation_blocks
 from oscar_mm.quant.fit import CHANGES, FLOOR, LSQ_ROUNDS, MIN_SCALE, first_range
-from oscar_mm.quant.quantize import Recipe
 
 
 class _Side(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 
 from oscar_mm.kernels.launch import refuse_capture
 from oscar_mm.ops.library import Written, WrittenList, recipe_of, sigma_of
+from oscar_mm.pages.quantize import Recipe, quantize_tokens, unpack_stored
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe, quantize_tokens, unpack_stored
 
 TILE = 16
 """Tokens of a job."""

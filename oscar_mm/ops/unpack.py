@@ -22,8 +22,8 @@ from oscar_mm.kernels.self_check import OperationKernel, relative_error
 from oscar_mm.ops.library import STATES, ArgumentChecker, define, format_of, numbers_of
 from oscar_mm.ops.samples import CHECKED_HEADS, random_basis, random_pages
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.quantize import unpack_by_torch
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import unpack_by_torch
 
 _THREADS = 256
 _CHECKED_PAGES = 5

@@ -31,9 +31,11 @@ from dataclasses import dataclass
 
 import torch
 
-from oscar_mm.policy import PAGE_TOKENS
+from oscar_mm.policy import PAGE_TOKENS, Bits
 
 KERNEL_HEAD_DIMS = (64, 128)
+CODE_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+"""Bits of a code -> bits of the arrays that store it, lowest bits first."""
 
 
 @dataclass(frozen=True)
@@ -68,53 +70,32 @@ class Order:
         return ordered.permute(dims).reshape(*lead, *self.shape)
 
 
-def plain_orders(
-    tokens: int,
-    head_dim: int,
-    key_scales: tuple[int, ...],
-    value_groups: int,
-    *,
-    by_token: bool,
-) -> dict[str, Order]:
-    """Return orders that follow the arrays' shapes, except scales and zeros of tokens, group by
-    group."""
-    codes = _as_is(tokens, head_dim)
-    keys = Order(key_scales, key_scales, (1, 0)) if by_token else _as_is(*key_scales)
-    values = Order((tokens, value_groups), (tokens, value_groups), (1, 0))
-    return {
-        "center": _as_is(head_dim),
-        "key_codes": codes,
-        "key_codes_high": codes,
-        "key_scales": keys,
-        "key_zeros": keys,
-        "norms": _as_is(tokens),
-        "value_codes": codes,
-        "value_codes_high": codes,
-        "value_scales": values,
-        "value_zeros": values,
-    }
+def as_is(*shape: int) -> Order:
+    """Return the natural order of an array."""
+    return Order(shape, shape, tuple(range(len(shape))))
+
+
+def by_group(groups: int) -> Order:
+    """Return the order of (128, groups) numbers of tokens, group by group."""
+    return Order((PAGE_TOKENS, groups), (PAGE_TOKENS, groups), (1, 0))
 
 
 def fragment_orders(
-    head_dim: int,
-    key_planes: tuple[int, ...],
-    value_planes: tuple[int, ...],
-    key_group: int | None,
-    value_group: int,
+    head_dim: int, bits: Bits, key_group: int | None, value_group: int
 ) -> dict[str, Order]:
     """Return the orders of arrays for the kernels.
 
     Args:
-        key_planes, value_planes: bits of the arrays that store the codes of keys and of values.
+        bits: bits of the codes of keys and of values.
         key_group: tokens of a key group; None if each token has its own scale.
     """
     # run, step % 2, half, quad, odd of channels
     channels = (head_dim // 32, 2, 2, 4, 2)
     # run, tile % 4, half, group
-    by_token = (2, 4, 2, 8), (0, 3, 1, 2)
-    norms = Order((PAGE_TOKENS,), *by_token)
+    in_runs = (2, 4, 2, 8), (0, 3, 1, 2)
+    norms = Order((PAGE_TOKENS,), *in_runs)
     if key_group is None:
-        key_scales = Order((PAGE_TOKENS, 1), *by_token)
+        key_scales = Order((PAGE_TOKENS, 1), *in_runs)
     else:
         groups = PAGE_TOKENS // key_group
         key_scales = Order((groups, head_dim), (groups, *channels), (0, 1, 4, 2, 3, 5))
@@ -127,12 +108,12 @@ def fragment_orders(
     )
     return {
         "center": Order((head_dim,), channels, (0, 3, 1, 2, 4)),
-        "key_codes": _key_codes(key_planes[0], head_dim),
+        "key_codes": _key_codes(CODE_PLANES[bits.keys][0], head_dim),
         "key_codes_high": _key_codes(1, head_dim),
         "key_scales": key_scales,
         "key_zeros": key_scales,
         "norms": norms,
-        "value_codes": _value_codes(value_planes[0], head_dim),
+        "value_codes": _value_codes(CODE_PLANES[bits.values][0], head_dim),
         "value_codes_high": _value_codes(1, head_dim),
         "value_scales": value_scales,
         "value_zeros": value_scales,
@@ -166,7 +147,3 @@ def _value_codes(bits: int, head_dim: int) -> Order:
     in_bytes = (0, 4, 7, 10, 2, 5, 3, 1, 8, 9, 6)
     in_words = (0, 4, 7, 10, 2, 5, 8, 3, 1, 9, 6)
     return Order((PAGE_TOKENS, head_dim), split, in_bytes if parities == 2 else in_words)
-
-
-def _as_is(*shape: int) -> Order:
-    return Order(shape, shape, tuple(range(len(shape))))

@@ -1,37 +1,20 @@
 """Byte layout of a page, defined once.
 
-A page stores up to 128 tokens of one modality stream in one layer, keys and values of all KV heads,
-in codes of 2, 3 or 4 bits. It is one row of uint8:
+A page stores up to 128 tokens of one modality stream in one layer, keys and values of all KV heads.
+It is one row of uint8:
 
-    head 0 | head 1 | ... | shared norms (only with token_scaling "shared") | pad to 16 bytes
+    head 0 | head 1 | ... | arrays that the heads share | pad to 16 bytes
 
-and a head consists of these fields, each starting at a multiple of 16 bytes (g: key group, c: value
-group, d: head_dim, b: bits of keys or of values; little-endian; codes lowest bits first):
+A head consists of the arrays of the page's codec (``oscar_mm.pages.codecs``), each starting at a
+multiple of 16 bytes, little-endian, codes lowest bits first. 3-bit codes are in two consecutive
+arrays: one for the low two bits, one for the high bit (``key_codes_high``, ``value_codes_high``).
 
-    field         shape                        dtype    key_axis "channel" / "token"
-    center        (d,)                         float16  only with center
-    key_codes     (128, d * b / 8)             uint8
-    key_scales    (128 / g, d) / (128, d / g)  float16
-    key_zeros     as key_scales                float16
-    norms         (128,)                       float16  only with token_scaling "per_head"
-    value_codes   (128, d * b / 8)             uint8
-    value_scales  (128, d / c)                 float16
-    value_zeros   (128, d / c)                 float16
-
-3-bit codes are in two consecutive arrays: one for the low two bits, one for the high bit
-(``key_codes_high``, ``value_codes_high``).
-
-A stored key is (scale * code + zero) * norm, a stored value scale * code + zero, both in the
-coordinates of ``oscar_mm.quant.basis``. With center, the sign bit of a key's scale says whether to
-add the center; the scale is its absolute value.
-
-Pages of key_axis "channel" are written once, as a whole. In pages of key_axis "token" (stream
-pages) each byte except the center's belongs to one token, and tokens are written one by one.
+Pages are written once, as a whole, or token by token (``PageCodec.appends_tokens``). In the latter
+each byte belongs to one token, except those of arrays that are not ``of_tokens``.
 
 If kernels support the format (``PageFormat.in_fragments``), the elements of an array are in the
-order in which a warp's lanes read them (``oscar_mm.pages.fragments``), otherwise token by token
-(scales and zeros of values, and of keys by token: group by group). ``csrc/common/page.cuh`` is the
-only twin of this file.
+order in which a warp's lanes read them (``oscar_mm.pages.fragments``), otherwise token by token or
+as the codec says. ``csrc/common/page.cuh`` is the only twin of this file.
 
 Unpacked tokens have a slot each in 16-bit precision: (2, KV heads, d), keys then values, as the
 attention layer computed them.
@@ -45,8 +28,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
-from oscar_mm.errors import InputError
-from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS, Order, fragment_orders, plain_orders
+from oscar_mm.pages.codecs.base import Array, PageCodec, PageShape, divided_group
+from oscar_mm.pages.codecs.registry import codec_of
+from oscar_mm.pages.fragments import CODE_PLANES, Order, as_is
 from oscar_mm.policy import PAGE_TOKENS, Bits, KVPolicy
 
 
@@ -71,13 +55,6 @@ def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
 ALIGNMENT = 16
 _CLEARED_BYTES = 1 << 26
 """Bytes of pages that are cleared at a time."""
-_PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
-"""Bits of the arrays that store codes, lowest bits first."""
-
-
-def divided_group(group: int, channels: int) -> int:
-    """Return the channels of a value group: the largest divisor of ``channels`` up to ``group``."""
-    return next(size for size in range(min(group, channels), 0, -1) if channels % size == 0)
 
 
 @dataclass(frozen=True)
@@ -91,6 +68,8 @@ class Field:
     per_head: bool
     kind: str
     """"codes", "scales" (with zeros) or "norms", as the memory report sums them."""
+    of_tokens: bool = True
+    """Whether the first dimension is the page's tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -102,30 +81,15 @@ class Field:
 
 
 @dataclass(frozen=True)
-class PageFormat:
+class PageFormat(PageShape):
     """Byte layout of the pages of one layer for one pair of bit widths.
 
     Raises:
-        InputError: if head_dim is not a multiple of the codes that fill whole bytes.
+        InputError: if the codec has no such pages, see ``PageCodec.check``.
     """
 
-    bits: Bits
-    kv_heads: int
-    head_dim: int
-    key_axis: str
-    key_group: int
-    value_group: int
-    token_scaling: str | None
-    center: bool = False
-
     def __post_init__(self) -> None:
-        unit = max(8 // plane for bits in self.bits for plane in _PLANES[bits])
-        if self.head_dim % unit:
-            instead = "bits of 2 or 4, or " * (3 in self.bits and self.head_dim % 4 == 0)
-            raise InputError(
-                f"head_dim={self.head_dim}: pages of {self.bits} bits need a multiple of {unit}; "
-                f"use {instead}policy 'bf16' for this model"
-            )
+        self.codec.check(self)
 
     @classmethod
     def of(cls, policy: KVPolicy, bits: Bits, kv_heads: int, head_dim: int) -> PageFormat:
@@ -135,55 +99,44 @@ class PageFormat:
             kv_heads=kv_heads,
             head_dim=head_dim,
             key_axis=policy.key_axis,
-            key_group=(
-                divided_group(policy.key_group, head_dim) if policy.by_token else policy.key_group
-            ),
+            key_group=codec_of(policy).key_group(policy.key_group, head_dim),
             value_group=divided_group(policy.value_group, head_dim),
             token_scaling=policy.token_scaling,
             center=policy.center,
         )
 
-    @property
-    def by_token(self) -> bool:
-        """Whether tokens are written one by one instead of in whole pages."""
-        return self.key_axis == "token"
+    @cached_property
+    def codec(self) -> PageCodec:
+        """What the arrays contain."""
+        return codec_of(self)
+
+    @cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """Arrays of a page in byte order, codes of 3 bits as one."""
+        return tuple(self.codec.arrays(self))
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        """All arrays of a page by name, in byte order."""
-        tokens, d = PAGE_TOKENS, self.head_dim
-        groups = (tokens, d // self.key_group) if self.by_token else (tokens // self.key_group, d)
-        key_groups, value_groups = groups, (tokens, d // self.value_group)
-        arrays: list[tuple[str, tuple[int, ...], torch.dtype, str]] = []
-        if self.center:
-            arrays.append(("center", (d,), torch.float16, "scales"))
-        arrays += self._codes("key_codes")
-        arrays += [
-            ("key_scales", key_groups, torch.float16, "scales"),
-            ("key_zeros", key_groups, torch.float16, "scales"),
-        ]
-        if self.token_scaling == "per_head":
-            arrays.append(("norms", (tokens,), torch.float16, "norms"))
-        arrays += self._codes("value_codes")
-        arrays += [
-            ("value_scales", value_groups, torch.float16, "scales"),
-            ("value_zeros", value_groups, torch.float16, "scales"),
-        ]
-        fields, offset = {}, 0
-        for name, shape, dtype, kind in arrays:
-            fields[name] = Field(offset, shape, dtype, per_head=True, kind=kind)
-            offset = _aligned(offset + fields[name].nbytes)
-        if self.token_scaling == "shared":
-            start = offset * self.kv_heads
-            fields["norms"] = Field(start, (tokens,), torch.float16, per_head=False, kind="norms")
+        """All arrays of a page by name, in byte order; codes of 3 bits are two."""
+        fields: dict[str, Field] = {}
+        offset = 0
+        for per_head in (True, False):
+            for array in self.arrays:
+                for name, shape in self._parts(array) if array.per_head == per_head else ():
+                    fields[name] = Field(
+                        offset, shape, array.dtype, per_head, array.kind, array.of_tokens
+                    )
+                    offset = _aligned(offset + fields[name].nbytes)
+            offset *= self.kv_heads
         return fields
 
-    def _codes(self, name: str) -> list[tuple[str, tuple[int, ...], torch.dtype, str]]:
-        """Return the arrays that store codes."""
-        return [
-            (plane, (PAGE_TOKENS, self.head_dim * bits // 8), torch.uint8, "codes")
-            for plane, _, bits in self.planes(name)
-        ]
+    def _parts(self, array: Array) -> list[tuple[str, tuple[int, ...]]]:
+        """Return name and shape of the fields that store an array."""
+        if array.kind != "codes":
+            return [(array.name, array.shape)]
+        *tokens, count = array.shape
+        planes = self.planes(array.name)
+        return [(plane, (*tokens, count * bits // 8)) for plane, _, bits in planes]
 
     @cached_property
     def head_bytes(self) -> int:
@@ -214,32 +167,21 @@ class PageFormat:
     @property
     def in_fragments(self) -> bool:
         """Whether the arrays are in the kernels' order."""
-        if self.head_dim not in KERNEL_HEAD_DIMS:
-            return False
-        if self.by_token:
-            return self.key_group == self.head_dim
-        return self.bits in (Bits(2, 2), Bits(4, 4))
+        return self.codec.in_fragments(self)
 
     @cached_property
     def orders(self) -> dict[str, Order]:
         """Order of every field; codes have one for their low bits and one for their high bits."""
-        tokens, d = PAGE_TOKENS, self.head_dim
-        if self.in_fragments:
-            return fragment_orders(
-                d,
-                _PLANES[self.bits.keys],
-                _PLANES[self.bits.values],
-                None if self.by_token else self.key_group,
-                self.value_group,
-            )
-        key_scales = self.fields["key_scales"].shape
-        return plain_orders(tokens, d, key_scales, d // self.value_group, by_token=self.by_token)
+        natural = {
+            name: as_is(*array.shape) for array in self.arrays for name, *_ in self._parts(array)
+        }
+        return natural | self.codec.orders(self)
 
     def planes(self, name: str) -> list[tuple[str, int, int]]:
-        """Return the arrays of codes: name, index of their first bit within a code, and number of
+        """Return the fields of codes: name, index of their first bit within a code, and number of
         bits."""
-        bits = self.bits.keys if name.startswith("key") else self.bits.values
-        low, *high = _PLANES[bits]
+        [bits] = [array.bits for array in self.arrays if array.name == name]
+        low, *high = CODE_PLANES[bits]
         return [(name, 0, low), *((f"{name}_high", low, plane) for plane in high)]
 
     def write(self, pages: torch.Tensor, name: str, values: torch.Tensor) -> None:
@@ -248,9 +190,8 @@ class PageFormat:
         Args:
             pages: (n, page_bytes) uint8 with contiguous rows.
             name: name of the field; "key_codes" or "value_codes" for codes.
-            values: codes (n, KV heads, 128, d) in 0 .. 2^bits - 1; key scales and zeros (n, KV
-                heads, *field shape); value scales and zeros (n, KV heads, 128, d / c); norms (n, KV
-                heads, 128), shared ones (n, 128); center (n, KV heads, d). Any dtype.
+            values: codes in 0 .. 2^bits - 1 or numbers, (n, KV heads, *shape of the array) or, if
+                the heads share it, (n, *shape of the array). Any dtype.
         """
         if self.fields[name].kind != "codes":
             self._view(pages, name).copy_(self.orders[name].stored(values))
@@ -269,13 +210,13 @@ class PageFormat:
         name: str,
         values: torch.Tensor,
     ) -> None:
-        """Write some tokens' elements of an array of stream pages; other bytes do not change.
+        """Write some tokens' elements of an array; other bytes of the pages do not change.
 
         Args:
             pages: (pool slots, page_bytes) uint8.
             slots, places: (n,) int64: page of each token and its place in it, without duplicates.
             name: name of the field; "key_codes" or "value_codes" for codes.
-            values: codes (n, KV heads, d), scales and zeros (n, KV heads, groups). Any dtype.
+            values: codes or numbers, (n, KV heads, elements of a token). Any dtype.
         """
         heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
         is_codes = self.fields[name].kind == "codes"
@@ -340,11 +281,14 @@ class PageFormat:
         return _token_bytes(self).to(device)
 
     def clear_unused(self, pages: torch.Tensor, in_use: np.ndarray) -> None:
-        """Zero the unused places of stream pages, (n, page_bytes) uint8 on the CPU.
+        """Zero the unused places of pages to which tokens are appended; leave whole pages alone.
 
         Args:
+            pages: (n, page_bytes) uint8 on the CPU.
             in_use: (n, 128) bool.
         """
+        if not self.codec.appends_tokens:
+            return
         owners = self.token_bytes(pages.device).long()
         # Bytes without a token, of owner -1, count as in use.
         used = torch.from_numpy(np.pad(in_use, ((0, 0), (0, 1)), constant_values=True))
@@ -393,7 +337,7 @@ def _token_bytes(page_format: PageFormat) -> torch.Tensor:
     heads = owners[:, : page_format.head_bytes * page_format.kv_heads]
     heads = heads.unflatten(1, (page_format.kv_heads, -1))
     for name, field in page_format.fields.items():
-        if name == "center":
+        if not field.of_tokens:
             continue
         order = page_format.orders[name]
         places = torch.arange(PAGE_TOKENS, dtype=torch.int16)[:, None].expand(order.shape)

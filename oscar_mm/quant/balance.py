@@ -65,7 +65,7 @@ def sigmas_of_model(model: Any, *, centered: bool = True) -> dict[int, Tensor]:
 
     Args:
         model: a decoder of transformers, or a model with one.
-        centered: see ``sigma_of_layer`` and ``KVPolicy.centers_keys``.
+        centered: see ``sigma_of_layer`` and ``PageCodec.centers_keys``.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     sigmas = {}

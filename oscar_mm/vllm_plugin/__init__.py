@@ -23,7 +23,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 
 if TYPE_CHECKING:
-    from oscar_mm.quant.quantize import Recipe
+    from oscar_mm.pages.quantize import Recipe
 
 
 KEY = "oscar_mm"
@@ -50,7 +50,7 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
             raise InputError(
                 f"policy {policy} has {name}={tokens}: with vLLM {name} must be at most {maximum}"
             )
-    if not found.by_token:
+    if found.key_axis != "token":
         problem = f"key_axis={found.key_axis!r}"
     elif len(set(found.bits)) > 1 or not found.packs:
         problem = "16 bits, or bits that differ by modality"
@@ -95,7 +95,7 @@ class Settings:
     def recipe(self, kv_heads: int, head_dim: int) -> Recipe:
         """Return the recipe of a layer's pages."""
         from oscar_mm.pages.layout import PageFormat
-        from oscar_mm.quant.quantize import Recipe
+        from oscar_mm.pages.quantize import Recipe
 
         page_format = PageFormat.of(self.policy, self.policy.bits.text, kv_heads, head_dim)
         return Recipe.of(page_format, self.policy)

@@ -22,7 +22,7 @@ from oscar_mm.ops.store import Specialization as StoreSpecialization
 from oscar_mm.ops.store import StoreKernel, store, store_layers
 from oscar_mm.ops.unpack import Specialization as UnpackSpecialization
 from oscar_mm.ops.unpack import UnpackKernel, unpack_slots
-from oscar_mm.quant.quantize import Recipe
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.vllm_plugin.step import Reading, Step
 
 Flash = Callable[

@@ -42,6 +42,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.kernels.launch import ELEMENTS
 from oscar_mm.ops.decode import MAX_QUERY_TOKENS
 from oscar_mm.ops.rings import RingShape
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import KVPolicy
@@ -289,7 +290,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         if self._policy.balances and attention is not None:
             sigma = sigma_of_layer(
                 *(decoder_layer, attention, self.head_size, rotary_angles(attention)),
-                centered=self._policy.centers_keys,
+                centered=codec_of(self._policy).centers_keys(self._policy),
             )
         device = next(itertools.chain(layer.buffers(), layer.parameters())).device
         self.attention.balance(sigma, device)

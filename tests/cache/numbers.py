@@ -16,6 +16,7 @@ from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import PADDING
 from oscar_mm.ops.store_torch import STORED_CENTER
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits
 
@@ -166,7 +167,7 @@ class Numbers:
                 if stream.bits.packed:
                     least = min_page_tokens(policy, stream.bits)
                     waiting = PAGE_TOKENS
-                    if policy.by_token:
+                    if codec_of(policy).appends_tokens:
                         assert all(stop >= least for stop in stream.stops)
                         waiting = 1 if stream.room else least
                     assert len(stream.slots) < waiting + in_window

@@ -31,7 +31,7 @@ from oscar_mm.ops.store_torch import (
     store_layers_one_by_one,
 )
 from oscar_mm.ops.unpack import UnpackArguments, slots_by_torch
-from oscar_mm.quant.quantize import Recipe
+from oscar_mm.pages.quantize import Recipe
 from tests.ops.arguments import (
     ARGUMENTS,
     OPERATIONS,

@@ -25,8 +25,8 @@ from oscar_mm.ops.samples import (
 from oscar_mm.ops.store import store, store_layers
 from oscar_mm.ops.unpack import unpack_slots
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import Bits
-from oscar_mm.quant.quantize import Recipe
 
 OPERATIONS = {
     "append": append,

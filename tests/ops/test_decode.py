@@ -12,9 +12,9 @@ from oscar_mm.ops.decode_torch import decode_by_torch
 from oscar_mm.ops.library import numbers_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_past
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import unpack_by_torch
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import unpack_by_torch
 from tests.cache.invariants import plain_attention
 from tests.ops.arguments import channel_policy, stream_policy
 from tests.test_attention import Largest

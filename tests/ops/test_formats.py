@@ -13,8 +13,8 @@ from oscar_mm.ops.library import (
     recipe_of,
 )
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import Bits
-from oscar_mm.quant.quantize import Recipe
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_recipes_there_and_back(preset: str) -> None:
 
 def test_what_the_numbers_of_a_recipe_are() -> None:
     page_format = PageFormat.of(KVPolicy.preset("channel"), Bits(2, 2), 8, 128)
-    recipe = Recipe(page_format, True, "lsq", "refit", "plain")
+    recipe = Recipe(True, "lsq", "refit", "plain", page_format)
     assert recipe_numbers(recipe) == [*numbers_of(page_format), 1, 1, 1, 0]
 
 

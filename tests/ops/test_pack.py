@@ -11,11 +11,11 @@ from oscar_mm.ops.library import recipe_numbers, sigma_of
 from oscar_mm.ops.pack import pack, pack_jobs
 from oscar_mm.ops.samples import JOB_SLOTS, random_basis, random_jobs
 from oscar_mm.ops.unpack import unpack
+from oscar_mm.pages import quantize
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import Recipe, unpack_stored
 from oscar_mm.policy import Bits
-from oscar_mm.quant import quantize
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe, unpack_stored
 from tests.ops.arguments import channel_policy, stream_policy
 
 POLICIES = {

@@ -25,9 +25,9 @@ from oscar_mm.ops.pack import (
 from oscar_mm.ops.samples import JOB_SLOTS, random_basis, random_jobs
 from oscar_mm.ops.unpack import unpack
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe
 from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import channel_policy
 

@@ -10,10 +10,11 @@ from oscar_mm.ops.library import recipe_numbers, sigma_of
 from oscar_mm.ops.samples import random_basis, random_pages, random_stores
 from oscar_mm.ops.store import store
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE
+from oscar_mm.pages.codecs.stream import in_codes
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import Recipe, unpack_stored
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import Recipe, _in_codes, unpack_stored
 from tests.ops.arguments import stream_policy
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def test_centers_and_what_is_relative_to_them(
     chosen = []
     for slot, place, row, source in jobs_of(jobs):
         key = turned(row, source).float()
-        loss, other = (_in_codes(x, *how)[3] for x in (key - centers[slot], key))
+        loss, other = (in_codes(x, *how)[3] for x in (key - centers[slot], key))
         centered = relative[slot, :, place, 0].signbit()
         assert ((centered == (loss < other)) | ((loss - other).abs() <= 1e-3 * other)).all()
         chosen.append(centered)

@@ -21,7 +21,7 @@ from oscar_mm.ops.store_torch import (
     store_by_torch,
 )
 from oscar_mm.pages.layout import PageFormat
-from oscar_mm.quant.quantize import Recipe, unpack_stored
+from oscar_mm.pages.quantize import Recipe, unpack_stored
 from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import stream_policy
 

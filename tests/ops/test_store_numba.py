@@ -10,8 +10,8 @@ from oscar_mm.ops.store import store
 from oscar_mm.ops.store_numba import rotates
 from oscar_mm.ops.store_torch import NOTHING, StoreArguments, store_by_torch
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import Bits
-from oscar_mm.quant.quantize import Recipe
 from tests.ops.arguments import stream_policy
 
 CPU = torch.device("cpu")

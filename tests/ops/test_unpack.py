@@ -13,8 +13,8 @@ from oscar_mm.ops.pages_numba import reads
 from oscar_mm.ops.samples import random_basis, random_pages
 from oscar_mm.ops.unpack import Specialization, UnpackKernel, UnpackParams, unpack_slots
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import unpack_by_torch
 from oscar_mm.policy import Bits
-from oscar_mm.quant.quantize import unpack_by_torch
 from tests.compiled import architectures, compile_once, same_struct
 from tests.ops.arguments import channel_policy, stream_policy
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from oscar_mm import InputError, KVPolicy
 from oscar_mm.ops.unpack import unpack
-from oscar_mm.pages.layout import ALIGNMENT, PAGE_TOKENS, PageFormat, divided_group
+from oscar_mm.pages.codecs.base import divided_group
+from oscar_mm.pages.layout import ALIGNMENT, PAGE_TOKENS, PageFormat
 from oscar_mm.policy import Bits
 from oscar_mm.quant.basis import Basis
 
@@ -43,7 +44,7 @@ PAIR_FORMATS = [
         (64, 72, 80, 128),
     )
 ]
-STREAM_FORMATS = [page for page in FORMATS[::3] + PAIR_FORMATS if page.by_token]
+STREAM_FORMATS = [page for page in FORMATS[::3] + PAIR_FORMATS if page.codec.appends_tokens]
 
 
 def name_of(page: PageFormat) -> str:

@@ -55,7 +55,7 @@ def claims(page: PageFormat, page_bytes: int) -> list[str]:
     for side in ("key", "value"):
         codes = [x.nbytes for name, x in page.fields.items() if name.startswith(f"{side}_codes")]
         found[f"{twin}::{side.capitalize()}s::ALL"] = sum(codes)
-    if not page.by_token:
+    if not page.codec.appends_tokens:
         found["KEY_GROUPS"] = page.fields["key_scales"].shape[0]
     found["VALUE_GROUPS"] = page.fields["value_scales"].shape[1]
     found["PAGE_TOKENS"] = PAGE_TOKENS

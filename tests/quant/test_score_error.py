@@ -5,6 +5,7 @@ import torch
 
 from oscar_mm import KVPolicy
 from oscar_mm.pages.layout import PageFormat
+from oscar_mm.pages.quantize import Recipe, quantize_tokens
 from oscar_mm.policy import Bits
 from oscar_mm.quant import fit
 from oscar_mm.quant.basis import hadamard
@@ -15,7 +16,6 @@ from oscar_mm.quant.fit import (
     score_weights,
     unbiased_scale,
 )
-from oscar_mm.quant.quantize import Recipe, quantize_tokens
 
 
 def slow_pairs(head_dim: int, tokens: int = 60, seed: int = 0) -> torch.Tensor:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from oscar_mm.ops.rings import RingShape
+from oscar_mm.pages.quantize import unpack_by_torch
 from oscar_mm.quant.basis import Basis
-from oscar_mm.quant.quantize import unpack_by_torch
 from oscar_mm.vllm_plugin import Settings
 from oscar_mm.vllm_plugin.attention import PagedAttention
 from oscar_mm.vllm_plugin.step import Reading, Rings, Step, StepTables

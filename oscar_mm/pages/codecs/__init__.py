@@ -1,0 +1,1 @@
+"""Page formats: one class each, found by the policy's key_axis."""
