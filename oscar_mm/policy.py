@@ -81,7 +81,8 @@ KEY_AXES: dict[str, tuple[Limit, ...]] = {
 """Values of ``key_axis`` and their limits; ``oscar_mm.pages.codecs.registry`` adds others."""
 _WORDS = {"none": None, "true": True, "false": False}
 """Values of fields that are written as words."""
-_ALLOWED_BITS = (2, 3, 4)
+ALLOWED_BITS = (2, 3, 4)
+"""Bits of a packed value."""
 _MAX_WIDTHS = 2
 _MAX_RECENT = 4096
 
@@ -307,7 +308,7 @@ def _checked_width(name: str, width: Any) -> Bits:
     pair = list(width) if isinstance(width, (tuple, list)) else [width, width]
     if len(pair) == 2 and all(type(count) is int for count in pair):
         bits = Bits(*pair)
-        if bits == PLAIN or (bits.keys in _ALLOWED_BITS and bits.values in _ALLOWED_BITS):
+        if bits == PLAIN or (bits.keys in ALLOWED_BITS and bits.values in ALLOWED_BITS):
             return bits
     raise InputError(
         f"KVPolicy bits of {name} = {width!r}: must be 2, 3, 4 or 16, or 2, 3 or 4 of keys and of "

@@ -68,8 +68,10 @@ class Field:
     per_head: bool
     kind: str
     """"codes", "scales" (with zeros) or "norms", as the memory report sums them."""
-    of_tokens: bool = True
+    of_tokens: bool
     """Whether the first dimension is the page's tokens."""
+    is_codes: bool
+    """Whether the array has codes, several of which may share a byte; otherwise numbers."""
 
     @property
     def nbytes(self) -> int:
@@ -123,16 +125,15 @@ class PageFormat(PageShape):
         for per_head in (True, False):
             for array in self.arrays:
                 for name, shape in self._parts(array) if array.per_head == per_head else ():
-                    fields[name] = Field(
-                        offset, shape, array.dtype, per_head, array.kind, array.of_tokens
-                    )
+                    kind = array.kind, array.of_tokens, bool(array.bits)
+                    fields[name] = Field(offset, shape, array.dtype, per_head, *kind)
                     offset = _aligned(offset + fields[name].nbytes)
             offset *= self.kv_heads
         return fields
 
     def _parts(self, array: Array) -> list[tuple[str, tuple[int, ...]]]:
         """Return name and shape of the fields that store an array."""
-        if array.kind != "codes":
+        if not array.bits:
             return [(array.name, array.shape)]
         *tokens, count = array.shape
         planes = self.planes(array.name)
@@ -193,7 +194,7 @@ class PageFormat(PageShape):
             values: codes in 0 .. 2^bits - 1 or numbers, (n, KV heads, *shape of the array) or, if
                 the heads share it, (n, *shape of the array). Any dtype.
         """
-        if self.fields[name].kind != "codes":
+        if not self.fields[name].is_codes:
             self._view(pages, name).copy_(self.orders[name].stored(values))
             return
         codes = values.to(torch.uint8)
@@ -219,7 +220,7 @@ class PageFormat(PageShape):
             values: codes or numbers, (n, KV heads, elements of a token). Any dtype.
         """
         heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
-        is_codes = self.fields[name].kind == "codes"
+        is_codes = self.fields[name].is_codes
         planes = self.planes(name) if is_codes else [(name, 0, 8)]
         for plane, first, bits in planes:
             elements, order = (
@@ -239,7 +240,7 @@ class PageFormat(PageShape):
 
         Codes are uint8, other values float32.
         """
-        if self.fields[name].kind != "codes":
+        if not self.fields[name].is_codes:
             view = self._view(pages, name)
             return self.orders[name].natural((view if slots is None else view[slots]).float())
         codes: torch.Tensor | None = None
@@ -299,7 +300,7 @@ class PageFormat(PageShape):
     def all_finite(self, pages: torch.Tensor) -> bool:
         """Return whether no scale, zero or norm of (n, page_bytes) uint8 pages is NaN or
         infinite."""
-        names = [name for name, field in self.fields.items() if field.kind != "codes"]
+        names = [name for name, field in self.fields.items() if not field.is_codes]
         return all(all_finite(self._view(pages, name)) for name in names)
 
     def _view(self, pages: torch.Tensor, name: str) -> torch.Tensor:
@@ -314,6 +315,8 @@ class PageFormat(PageShape):
 
 def all_finite(values: torch.Tensor) -> bool:
     """Return whether no value is NaN or infinite."""
+    if values.dtype.itemsize == 1:  # torch does not compare these
+        values = values.float()
     # One pass without a copy; NaN propagates to both ends.
     return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 

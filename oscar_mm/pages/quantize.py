@@ -86,9 +86,9 @@ def _are_finite(arrays: Mapping[str, torch.Tensor], page_format: PageFormat) -> 
     """Return () bool: whether all numbers but codes are finite in the dtypes of their arrays."""
     fields = page_format.fields
     finite = [
-        array.to(fields[name].dtype).isfinite().all()
+        array.to(fields[name].dtype).float().isfinite().all()
         for name, array in arrays.items()
-        if fields[name].kind != "codes"
+        if not fields[name].is_codes
     ]
     # Formats need not have numbers besides codes.
     some = next(iter(arrays.values()))

@@ -69,7 +69,8 @@ class Array(NamedTuple):
         shape: shape of its elements in natural order: (128, n) if each token has n of them.
         dtype: dtype in the page; of codes, uint8.
         kind: "codes", "scales" (with zeros) or "norms", as the memory report sums them.
-        bits: bits of a code: 1, 2, 3, 4 or 8; 0 for other elements.
+        bits: bits of a code, 1, 2, 3, 4 or 8, which is an integer; 0 if the elements are numbers of
+            the dtype.
         per_head: whether every KV head has such an array; otherwise the heads share one.
         of_tokens: whether its first dimension is the page's tokens.
     """
@@ -161,7 +162,7 @@ class PageCodec(ABC):
 
     def check(self, page: PageShape) -> None:
         """Raise InputError if there are no such pages: codes must fill whole bytes."""
-        codes = [array.bits for array in self.arrays(page) if array.kind == "codes"]
+        codes = [array.bits for array in self.arrays(page) if array.bits]
         unit = max((8 // plane for bits in codes for plane in CODE_PLANES[bits]), default=1)
         if page.head_dim % unit:
             instead = "bits of 2 or 4, or " * (3 in codes and page.head_dim % 4 == 0)

@@ -25,9 +25,10 @@ from typing import ClassVar
 
 import torch
 
+from oscar_mm.errors import InputError
 from oscar_mm.pages.codecs.base import Array, Arrays, PageCodec, PageShape
 from oscar_mm.pages.fragments import Order, by_group, fragment_orders
-from oscar_mm.policy import PAGE_TOKENS, TOKEN_SCALINGS
+from oscar_mm.policy import ALLOWED_BITS, PAGE_TOKENS, TOKEN_SCALINGS
 
 
 class GroupCodec(PageCodec):
@@ -61,6 +62,12 @@ class GroupCodec(PageCodec):
             Array("value_zeros", value_scales),
             *([norms] if page.token_scaling == "shared" else []),
         ]
+
+    def check(self, page: PageShape) -> None:
+        """Raise InputError if there are no such pages: bits must be 2, 3 or 4, and fill bytes."""
+        if not set(page.bits) <= set(ALLOWED_BITS):
+            raise InputError(f"pages of {page.bits} bits: must be 2, 3 or 4 bits")
+        super().check(page)
 
     def orders(self, page: PageShape) -> dict[str, Order]:
         """Return the orders for the kernels; for other pages scales of tokens group by group."""
