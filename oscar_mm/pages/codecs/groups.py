@@ -56,11 +56,10 @@ class GroupCodec(PageCodec):
             Array.codes("key_codes", d, page.bits.keys),
             Array("key_scales", key_scales),
             Array("key_zeros", key_scales),
-            *([norms] if page.token_scaling == "per_head" else []),
+            *([norms] if page.token_scaling else []),
             Array.codes("value_codes", d, page.bits.values),
             Array("value_scales", value_scales),
             Array("value_zeros", value_scales),
-            *([norms] if page.token_scaling == "shared" else []),
         ]
 
     def check(self, page: PageShape) -> None:

@@ -11,13 +11,14 @@ from oscar_mm.policy import KEY_AXES, KVPolicy
 
 C = TypeVar("C", bound=PageCodec)
 _CODECS: dict[str, PageCodec] = {codec.key_axis: codec() for codec in (ChannelCodec, StreamCodec)}
-"""Codecs by key_axis; a codec's index is its number in arguments of operations."""
+"""Codecs by key_axis; a codec's index is its number in arguments of operations, in this process."""
 
 
 def register_codec(codec: type[C]) -> type[C]:
     """Register a page format; a class decorator.
 
-    Policies then accept its ``key_axis``. Register it before a policy with it is made or loaded.
+    Policies then accept its ``key_axis``. Register the format before such a policy is made, or a
+    file with one is loaded.
 
     Raises:
         ValueError: if another format has this key_axis.
