@@ -557,7 +557,7 @@ def compute_page_tables(pipe: Pipeline) -> None:
     config = pipe.model.get_decoder().config
     for bits in pipe.policy.packed_bits:
         page = PageFormat.of(pipe.policy, bits, config.num_key_value_heads, config.head_dim)
-        if page.by_token:
+        if page.codec.appends_tokens:
             page.token_bytes(CPU)
 
 
