@@ -1,5 +1,6 @@
 """Qwen2.5-VL: prompts, positions and answers of plain transformers."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature
 
-from oscar_mm import OscarVLPipeline
+from oscar_mm import OscarCache, OscarVLPipeline
 from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.engine import prefill as prefill_module
 from oscar_mm.engine.message import first_turn
@@ -202,3 +203,37 @@ def test_released_shapes() -> None:
         assert made.shape.parameters / 1e6 == pytest.approx(millions, abs=0.1)
         assert made.family == "Qwen2.5-VL" and made.context == 128000
         assert made.tokens["image"] == 46 * 34 and made.tokens["video"] == 8 * 46 * 26
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["image", "video"])
+def test_captured_steps_have_the_logits_of_transformers(
+    qwen2_5_vl_folder: Path, plain: Plain, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fast decoder has the biases of queries, keys and values, and positions of three axes."""
+    replays, replayed = [], OscarCache.replayed
+    monkeypatch.setattr(
+        OscarCache, "replayed", lambda *step: (replays.append(step), replayed(*step))[1]
+    )
+    pipe = OscarVLPipeline(qwen2_5_vl_folder, policy="bf16", device="cuda", dtype="bfloat16")
+    request = REQUESTS[name]
+    asked = {"images": request.images, "videos": request.videos, "ignore_eos": True}
+    answer = pipe(prompt=request.prompt, max_new_tokens=TOKENS, temperature=0, logprobs=0, **asked)
+    assert len(replays) >= TOKENS // 2
+    inputs = plain.inputs(request)
+    said = torch.tensor([answer.token_ids])
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], said], 1)
+    for key in ("attention_mask", "mm_token_type_ids"):
+        inputs[key] = torch.nn.functional.pad(inputs[key], (0, TOKENS), value=key[0] == "a")
+
+    def logprobs(model: torch.nn.Module, **moved: Any) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(**inputs.to(**moved)).logits[0, -TOKENS - 1 : -1].float().cpu()
+        return logits.log_softmax(-1).gather(1, said[0, :, None])[:, 0]
+
+    expected = logprobs(plain.model)
+    found = torch.tensor([one.logprob for one in answer.logprobs or ()])
+    rounded = deepcopy(plain.model).to("cuda", torch.bfloat16)
+    usual = (logprobs(rounded, device="cuda", dtype=torch.bfloat16) - expected).abs()
+    error = (found - expected).abs()
+    assert error.mean() < 2 * usual.mean() + 0.01, (error, usual)
