@@ -579,6 +579,7 @@ class Chat:
                 delivery=delivery,
             )
             self._spillable.answering = running_request  # From here on the chat cannot be spilled.
+            self.pipe.engine.submit(running_request)  # Here, so that it is in the next step.
             return before, running_request
 
         def end() -> Answer:

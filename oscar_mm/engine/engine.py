@@ -68,6 +68,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Put a request into the queue."""
+        request.submitted = True
         self.scheduler.add(request)
         self.thread.wake()
 

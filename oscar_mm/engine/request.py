@@ -74,6 +74,7 @@ class Request(RequestState):
 
     Attributes:
         cache: the cache in use, see above.
+        submitted: whether the request is, or was, in the engine's queue.
         cancelled: whether ``cancel`` ended the request.
         prompt_tokens: prompt length as reported in the answer.
         prompt_logprobs: log-probabilities of the prompt; None unless ``sampling`` requests them.
@@ -114,7 +115,7 @@ class Request(RequestState):
         """State of processor and model at admission, if the engine has a prefix cache."""
         self.reservation: object | None = None
         """The memory reservation, in effect while referenced."""
-        self.cancelled = False
+        self.submitted = self.cancelled = False
         top = sampling.prompt_logprobs
         self.prompt_logprobs = None if top is None else PromptLogprobs(ids, top)
         self._pieces: deque[Piece] = deque()
@@ -153,8 +154,10 @@ class Request(RequestState):
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
     def __iter__(self) -> Iterator[Piece]:
-        """Submit the request and yield its pieces; the model runs as they are consumed."""
-        self.engine.submit(self)
+        """Submit the request, if it is not yet, and yield its pieces; the model runs as they are
+        consumed."""
+        if not self.submitted:
+            self.engine.submit(self)
         try:
             ended = False
             while not ended:

@@ -219,8 +219,8 @@ class Scheduler:
                 elif requests:
                     self._fill_batch(requests)
                     self._begin(requests)
-            if self._queue and wakes:
-                self._thread.release_waiters()
+            if requests and wakes:  # First tokens do not wait for the next step.
+                self._thread.after_step()
             if self.runnable_count() and self._batches.fills_pauses:
                 self._batches.step()
                 if wakes:

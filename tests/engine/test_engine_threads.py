@@ -158,6 +158,18 @@ def test_a_request_is_read_and_checked_during_a_step(qwen3_vl_folder: Path, imag
     assert together(pipe, requests) == together(pipe, [made(pipe, SHORT[0], images)])
 
 
+def test_a_first_token_does_not_wait_for_the_step_after_it(qwen3_vl_folder: Path) -> None:
+    pipe = loaded(qwen3_vl_folder)
+    first, second = (made(pipe, prompt, max_new_tokens=40) for prompt in SHORT[:2])
+    pipe.engine.submit(first)
+    pipe.engine.run_until(lambda: len(first.tokens) > 2)
+    seen: list[int] = []
+    with pipe.engine.keep_stepping(lambda: seen.append(len(second.tokens))):
+        pipe.engine.submit(second)
+        run(pipe, [first, second])
+    assert sorted({*seen} - {0}) == list(range(1, 41))
+
+
 def test_the_engine_thread_does_not_wait_for_itself(plain) -> None:
     with pytest.raises(RuntimeError, match="its own steps"):
         plain.engine.call(lambda: list(made(plain, SHORT[0])))
