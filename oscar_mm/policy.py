@@ -10,17 +10,17 @@ from oscar_mm.errors import InputError, suggestion
 from oscar_mm.modality import Modality
 
 PAGE_TOKENS = 128
-"""Tokens of a page; csrc/common/page_tokens.cuh is the twin."""
+"""Tokens per page; must match csrc/common/page_tokens.cuh."""
 
 
 class Bits(NamedTuple):
-    """Bits per stored value of keys and of values."""
+    """Bits per stored element, for keys and for values."""
 
     keys: int
     values: int
 
     def __str__(self) -> str:
-        """Return one number for both, or two: "2", "3/2"."""
+        """Return one number for both if they are equal, else two: "2", "3/2"."""
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @property
@@ -30,14 +30,15 @@ class Bits(NamedTuple):
 
 
 PLAIN = Bits(16, 16)
-"""Not packed: the model's dtype, or bfloat16 in a float32 model if other modalities are packed."""
+"""Unpacked: stored in the model's dtype, or in bfloat16 if the model is float32 and other
+modalities are packed."""
 _NARROWEST = Bits(2, 2)
 Width = int | tuple[int, int] | list[int]
 """Bits of keys and values: one number for both, or a pair."""
 
 
 class ModalityBits(NamedTuple):
-    """Bits per stored value by modality, in the order of ``Modality``."""
+    """Bits per stored element for each modality, in the order of ``Modality``."""
 
     text: Bits
     image: Bits
@@ -64,7 +65,7 @@ _ALLOWED: dict[str, tuple] = {
 
 
 class Limit(NamedTuple):
-    """What a page format allows in a field of the policy, and why."""
+    """Values that a page format allows for a policy field, and the reason."""
 
     field: str
     allowed: tuple
@@ -78,11 +79,11 @@ KEY_AXES: dict[str, tuple[Limit, ...]] = {
         Limit("norm", ("plain", "unbiased"), "keys have a scale, but no norm"),
     ),
 }
-"""Values of ``key_axis`` and their limits; ``oscar_mm.pages.codecs.registry`` adds others."""
+"""Values of ``key_axis`` and the limits of each; ``oscar_mm.pages.codecs.registry`` adds more."""
 _WORDS = {"none": None, "true": True, "false": False}
 """Values of fields that are written as words."""
 ALLOWED_BITS = (2, 3, 4)
-"""Bits of a packed value."""
+"""Allowed numbers of bits for packed values."""
 _MAX_WIDTHS = 2
 _MAX_RECENT = 4096
 
@@ -100,50 +101,50 @@ class _Bits:
 
 @dataclass(frozen=True)
 class KVPolicy:
-    """How the cache stores keys and values. Immutable, hashable, checked at construction.
+    """How the cache stores keys and values. Immutable, hashable, and validated at construction.
 
-    Missing fields are as in the preset "compact"; use ``KVPolicy.preset("standard", ...)`` to
-    change the default policy.
+    The default fields are those of the preset "compact"; use ``KVPolicy.preset("standard", ...)``
+    to change fields of the default policy.
 
     Attributes:
-        bits: bits per value: 2, 3, 4 or 16; one number for keys and values or a pair such as
-            ``(3, 2)``; for all modalities or in a mapping such as ``{"image": (3, 2), "text": 4}``
-            (other modalities get 2). 16, which must apply to both keys and values, means ``PLAIN``.
-            At most two different widths below 16.
-        key_axis: "token" quantizes each token over a group of channels (QuaRot): a token that has
-            left the window takes a slot of a page, and a page begins with as many tokens as take
-            its bytes in 16-bit precision. "channel" quantizes each key channel over a group of
-            tokens (KIVI, OScaR): whole pages of 128 tokens at a time. Other formats may be
-            registered (``oscar_mm.pages.codecs.registry``).
-        key_group: tokens of a key group, or channels with ``key_axis="token"``: 32, 64 or 128.
-        value_group: channels of a value group: 32, 64 or 128. If head_dim is not divisible by the
+        bits: bits per value: 2, 3, 4 or 16. Either one number for keys and values or a pair such
+            as ``(3, 2)``; for all modalities, or in a mapping such as
+            ``{"image": (3, 2), "text": 4}`` (other modalities get 2). 16, which must apply to both
+            keys and values, means ``PLAIN``. At most two different widths below 16.
+        key_axis: "token" quantizes each token over a group of channels (QuaRot): a token that
+            leaves the window takes a slot in a page, and a new page is begun only when there are
+            enough tokens to take the page's size in 16-bit precision. "channel" quantizes each key
+            channel over a group of tokens (KIVI, OScaR), in whole pages of 128 tokens. Other
+            formats may be registered (``oscar_mm.pages.codecs.registry``).
+        key_group: tokens per key group (channels with ``key_axis="token"``): 32, 64 or 128.
+        value_group: channels per value group: 32, 64 or 128. If head_dim is not divisible by the
             group, the largest divisor of head_dim below it is used.
-        fit: "minmax" spans the group's range, "lsq" minimizes its squared error.
-        norm: target to which keys are fitted once their codes are fixed. "plain" keeps the norm of
-            each key; "refit" stores the norm of least squared error; "unbiased" stores the norm
-            with <K^, K> = |K|^2 and, with ``fit="lsq"``, scales with
+        fit: "minmax" spans the group's range, "lsq" minimizes the squared error.
+        norm: what the stored keys preserve once their codes are fixed. "plain" keeps the norm of
+            each key; "refit" stores the norm with the least squared error; "unbiased" stores the
+            norm with <K^, K> = |K|^2 and, with ``fit="lsq"``, scales with
             <K^ - mean, K - mean> = |K - mean|^2 in each group, so that neither scores nor their
-            differences shrink on average. With ``rotate`` a few codes of keys that have scales of
-            their own (``key_axis="token"``) are then changed to reduce the errors of scores.
-        value_scale: target to which values are fitted: "plain" keeps the fitted scale, which
-            shrinks each group towards its mean; "unbiased", only with ``fit="lsq"``, makes
+            differences shrink on average. If keys have their own scales (``key_axis="token"``) and
+            ``rotate`` is on, "unbiased" also changes a few codes to reduce the errors of scores.
+        value_scale: what the stored values preserve: "plain" keeps the fitted scale, which shrinks
+            each group towards its mean; "unbiased", only with ``fit="lsq"``, makes
             <V^ - mean, V - mean> = |V - mean|^2 in each group.
         rotate: Hadamard rotation of keys and values along head_dim.
-        balance: query-key balancing per channel, sigma = sqrt(rms_k / rms_q), from the model's
-            "weights" (see ``oscar_mm.quant.balance``), or None. Attention is unchanged in exact
-            arithmetic.
-        token_scaling: division of keys by a norm per token: one "shared" by all KV heads, one
-            "per_head", or None. Only with ``key_axis="channel"``; otherwise each token already has
-            its own scale.
-        center: with ``key_axis="token"``, store for each token and head the key, or the key minus
-            its page's center, whichever has the smaller error. The center is the mean of the page's
-            first keys; if the window is below 4 tokens and a page begins while decoding, the mean
-            of keys stored in the previous page.
-        window: number of most recent tokens of a sequence that stay in 16-bit precision.
-        sinks: number of first tokens of a sequence that stay in 16-bit precision.
+        balance: "weights" balances queries and keys per channel by sigma = sqrt(rms_k / rms_q),
+            computed from the model's weights (see ``oscar_mm.quant.balance``); None does not.
+            Attention is unchanged in exact arithmetic.
+        token_scaling: whether keys are divided by a norm per token: "shared" by all KV heads,
+            "per_head", or None for no division. Only with ``key_axis="channel"``; otherwise each
+            token already has its own scale.
+        center: with ``key_axis="token"``, whether to store for each token and head either the key
+            or the key minus its page's center, whichever has the smaller error. The center is the
+            mean of the page's first keys, or, if the window is below 4 tokens and the page begins
+            while decoding, of keys stored in the previous page.
+        window: number of a sequence's most recent tokens that stay in 16-bit precision.
+        sinks: number of a sequence's first tokens that stay in 16-bit precision.
 
     Raises:
-        InputError: if a value is not allowed; names the field and the allowed values.
+        InputError: if a value is not allowed; the message names the field and the allowed values.
     """
 
     bits: _Bits = _Bits()
@@ -190,12 +191,12 @@ class KVPolicy:
             )
 
     def bits_for(self, modality: Modality) -> Bits:
-        """Return the bits per stored value of a modality; ``PLAIN`` if it is not packed."""
+        """Return the bits per stored element of a modality; ``PLAIN`` if it is not packed."""
         return self.bits[int(modality)]
 
     @property
     def packed_bits(self) -> tuple[Bits, ...]:
-        """Different widths of the packed modalities, ascending."""
+        """Distinct widths of the packed modalities, in ascending order."""
         return tuple(sorted({bits for bits in self.bits if bits.packed}))
 
     @property
@@ -205,15 +206,15 @@ class KVPolicy:
 
     @property
     def balances(self) -> bool:
-        """Whether keys are stored balanced against queries, which requires that they are packed."""
+        """Whether keys are stored balanced against queries; only packed keys can be."""
         return self.packs and self.balance is not None
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> KVPolicy:
-        """Return a named policy, with changed fields if given: ``preset("compact", window=128)``.
+        """Return a preset, with some fields changed if given: ``preset("compact", window=128)``.
 
         The name itself may contain changes, as on the command line: "compact:window=128,bits=3/2".
-        Modalities missing in a mapping of ``bits`` keep the preset's bits.
+        Modalities missing from a mapping for ``bits`` keep the preset's bits.
 
         Raises:
             InputError: if the preset or a field is unknown, or a value is not allowed.
@@ -235,7 +236,7 @@ class KVPolicy:
 
     @property
     def name(self) -> str | None:
-        """Name of the preset with exactly these fields; None if there is none."""
+        """Name of the preset with exactly these fields; None if there is no such preset."""
         return next((name for name in _PRESETS if KVPolicy.preset(name) == self), None)
 
     @classmethod
@@ -245,7 +246,7 @@ class KVPolicy:
 
     @classmethod
     def of(cls, policy: str | KVPolicy) -> KVPolicy:
-        """Return a policy itself, or the preset with a name.
+        """Return a policy unchanged, or the preset with the given name.
 
         Raises:
             InputError: if the name is unknown, or the value has another type.
@@ -260,7 +261,7 @@ class KVPolicy:
 
 
 def _parsed_changes(text: str) -> dict[str, Any]:
-    """Parse the fields and values of text such as "window=128,bits=3/2"."""
+    """Parse fields and values from text such as "window=128,bits=3/2"."""
     changes = {}
     for change in text.split(","):
         field, equals, value = (part.strip() for part in change.partition("="))
@@ -320,12 +321,12 @@ DEFAULT = "standard"
 """Name of the default preset."""
 _WHOLE_PAGES: dict[str, Any] = {"key_axis": "channel", "center": False}
 _PRESETS: dict[str, dict[str, Any]] = {
-    # Keys benefit more from bits than values: 2.8 bits per value overall.
+    # Keys benefit more from extra bits than values do; 2.8 bits per element overall.
     "standard": {"bits": (3, 2)},
-    # The smallest: 2.3 bits per value.
+    # The smallest preset: 2.3 bits per element.
     "compact": {},
-    # OScaR's whole pages with improvements: least-squares fit, unbiased per-head norm and values,
-    # balancing, groups of 128; 2.31 bits per value.
+    # OScaR's whole pages with improvements: least-squares fit, unbiased per-head norms and values,
+    # balancing, groups of 128; 2.31 bits per element.
     "channel": {**_WHOLE_PAGES, "token_scaling": "per_head"},
     # The published OScaR recipe (rotation, one norm per token over all heads, min-max fit).
     "oscar": {
@@ -360,6 +361,6 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "center": False,
         "sinks": 0,
     },
-    # Everything in the model's own 16-bit dtype (float32 in a float32 model), same pages.
+    # Everything in the model's own 16-bit dtype (or float32 in a float32 model), in the same pages.
     "bf16": {**_WHOLE_PAGES, "token_scaling": "per_head", "bits": 16, "window": 0, "sinks": 0},
 }

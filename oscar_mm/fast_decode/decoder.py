@@ -1,14 +1,15 @@
-"""Fast decoder: a decoder's forward pass for one token of each row, in few launches.
+"""Fast decoder: run a decoder's forward pass for one token per row, in few launches.
 
 A step of transformers' modules launches about forty small kernels per layer, leaving memory
-bandwidth idle between launches. Here the same arithmetic takes seven: two norms, the gate and both
-residual sums are fused into the products around them (``oscar_mm.fast_decode.linear``). The modules
-still own the weights, embeddings, RoPE frequencies and mixtures of experts.
+bandwidth idle in between. Here the same arithmetic takes seven launches: two norms, the gate and
+both residual sums are fused into the matrix products next to them
+(``oscar_mm.fast_decode.linear``). The weights, embeddings, RoPE frequencies and mixtures of experts
+still belong to the modules.
 
-Layers may be spread over several devices, as one part per device, and divided among ranks.
-``supports`` decides which models may run this way. It recognizes the hooks of oscar_mm, those of
-accelerate that only move tensors from one device to the next, and those of transformers that divide
-a layer among ranks. A module with any other hook runs by itself.
+Layers may be spread over several devices, with one part per device, and divided among ranks.
+``supports`` decides which models may run this way. It recognizes the hooks of oscar_mm, the hooks
+of accelerate that only move tensors from one device to the next, and the hooks of transformers that
+divide a layer among ranks. A model with any other hook runs as transformers' modules.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from oscar_mm.modules import devices, modules_of, run_as_written
 from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
 
 Capture = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
-"""Function that turns work on fixed tensors of a device into a replay of it; it may do so without
-running the work."""
+"""Function that turns work on fixed tensors of a device into a replay of that work, possibly
+without running it."""
 KNOWN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}
-"""Decoder layer classes of transformers with this arithmetic: those of language models, to which
+"""Decoder layer classes of transformers' language models with this arithmetic;
 ``Family.fast_layers`` are added."""
 _SHARDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
 }
-"""Products that ranks divide, and the dimension: 0 for some of the outputs from all inputs, 1 for
-partial sums of all outputs from some of the inputs."""
+"""Products that are divided among ranks, and the dimension: 0 if a rank computes some outputs from
+all inputs, 1 if it computes partial sums of all outputs from some inputs."""
 
 
 def supports(model: Any) -> bool:
@@ -74,15 +75,15 @@ def is_sharded(module: nn.Module, dimension: int | None = None) -> bool:
     """Return whether a rank has only a part of a module's weights.
 
     Args:
-        dimension: dimension of the division; None for any.
+        dimension: dimension along which the weights are divided; None for any.
     """
-    # Present on a DTensor.
+    # Only a DTensor has placements.
     placements = getattr(module._parameters.get("weight"), "placements", ())
     return any(one.is_shard(dimension) for one in placements)
 
 
 def _has_known_parts(layer: Any) -> bool:
-    """Return whether norms are RMS norms and the gate is silu; both may have been replaced."""
+    """Return whether norms are RMS norms and the gate is silu; either may have been replaced."""
     mlp, names = layer.mlp, ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
     norms = [one for name, one in layer.named_modules() if name.rpartition(".")[2] in names]
     gate = getattr(mlp if hasattr(mlp, "gate_proj") else mlp.experts, "act_fn", None)
@@ -90,7 +91,7 @@ def _has_known_parts(layer: Any) -> bool:
 
 
 def _is_sharded_as_known(layer: Any) -> bool:
-    """Return whether the layer is whole, or divided by heads and by the MLP's inner width."""
+    """Return whether the layer is undivided, or divided by heads and by the MLP's inner width."""
     divided = {module for module in modules_of(layer) if is_sharded(module)}
     for block in (layer.self_attn, layer.mlp):
         products = {one: name for name, one in block.named_children() if name in _SHARDED_BY}
@@ -108,8 +109,8 @@ class _Product(NamedTuple):
     """Weights of one launch of ``linear``.
 
     Attributes:
-        weights, biases: see ``linear``; with several ranks the local shard.
-        ranks: group among which the inputs are divided, so that the outputs are summed.
+        weights, biases: see ``linear``; the local shards if there are several ranks.
+        ranks: group of ranks among which the inputs are divided, over which outputs are summed.
     """
 
     weights: States
@@ -133,7 +134,7 @@ class _Product(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """Multiply as ``linear`` does; weights divided by inputs support neither norm nor gate."""
+        """Multiply as ``linear`` does; weights divided by input support neither norm nor gate."""
         if self.ranks.count == 1:
             return linear(x, *self[:2], norm=norm, residual=residual, gated=gated)
         if self.ranks.rank == 0:
@@ -146,7 +147,7 @@ class _Product(NamedTuple):
 
 @dataclass(frozen=True)
 class FastLayer:
-    """Weights of a decoder layer, and its arithmetic in few launches."""
+    """Weights of a decoder layer, and its forward pass in few launches."""
 
     attention: Any
     attention_norm: Norm
@@ -160,7 +161,7 @@ class FastLayer:
     gate_and_up: _Product | None
     down: _Product | None
     experts: Experts | None
-    """Weights of an undivided mixture; a divided one runs as its own module."""
+    """Weights of an undivided mixture; None if it is divided and so runs as its own module."""
 
     @classmethod
     def of(cls, layer: Any) -> FastLayer:
@@ -188,7 +189,7 @@ class FastLayer:
     def __call__(
         self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """Run the layer on one token of each row, (rows, hidden size)."""
+        """Run the layer on one token per row, (rows, hidden size)."""
         return self.feed_forward(self.attended(rows, len(rows), cosine, sine, cache))
 
     def attended(
@@ -200,7 +201,7 @@ class FastLayer:
         cache: OscarCache,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (tokens, hidden size) after attention, as a new tensor.
+        """Return the output of the attention block as a new (tokens, hidden size) tensor.
 
         Args:
             rows: (tokens, hidden size), one sequence after the other.
@@ -230,7 +231,7 @@ class FastLayer:
         cache: OscarCache,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output of attention, (tokens, query heads * head_dim); see ``attended``."""
+        """Return the attention output, (tokens, query heads * head_dim); see ``attended``."""
         attention, sides = self.attention, heads.split(self.heads, 1)
         query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in sides)
         key, value = cache.update(key, value, attention.layer_idx)
@@ -238,7 +239,8 @@ class FastLayer:
         return found.reshape(len(heads), -1)
 
     def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return (tokens, hidden size) after the MLP or the mixture of experts, as a new tensor."""
+        """Return the output of the MLP or mixture of experts as a new (tokens, hidden size)
+        tensor."""
         if self.gate_and_up is None or self.down is None:
             return self._by_experts(rows)
         between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
@@ -256,7 +258,7 @@ class _Part:
     """Consecutive layers on one device.
 
     Attributes:
-        kept: fixed tensors for the states that come from another device.
+        kept: tensors at fixed addresses for states that come from another device.
     """
 
     device: torch.device
@@ -264,7 +266,7 @@ class _Part:
     kept: list[torch.Tensor] = field(default_factory=list)
 
     def brought(self, states: States) -> States:
-        """Return the states on this device."""
+        """Return the states on the part's device."""
         if all(x.device == self.device for x in states):
             return states
         if not self.kept:
@@ -275,7 +277,7 @@ class _Part:
 
 
 class FastDecoder:
-    """A model for decode steps: one token of each row at a time.
+    """A model for decode steps: one token per row at a time.
 
     Args:
         model: transformers model with attention "oscar" that ``supports`` accepts.
@@ -304,7 +306,7 @@ class FastDecoder:
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """Compute logits, (batch, vocabulary), on the device of the ids.
+        """Compute (batch, vocabulary) logits on the device of the ids.
 
         Args:
             ids: (batch, 1) tokens.
@@ -320,7 +322,8 @@ class FastDecoder:
     def captured(
         self, capture: Capture, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> Callable[[], torch.Tensor]:
-        """Capture the computation part by part and return its replay; call the decoder once before.
+        """Capture the computation part by part and return its replay; call the decoder once
+        beforehand.
 
         Args:
             capture: function that captures a part.
@@ -342,7 +345,7 @@ class FastDecoder:
         return replay
 
     def _computed(self, part: _Part, states: States, cache: OscarCache) -> States:
-        """Return the inputs of the next part; for the last part only the logits."""
+        """Return the inputs of the next part, or, for the last part, only the logits."""
         if part is self._parts[0]:
             states = self._begun(*states)
             cache.attend_packed(None)
@@ -357,8 +360,8 @@ class FastDecoder:
         return (self._head(self._norm.at_once(rows)),)
 
     def _begun(self, ids: torch.Tensor, positions: torch.Tensor) -> States:
-        """Return embeddings, (batch, hidden size), and cosines and sines of RoPE, (batch,
-        head_dim)."""
+        """Return (batch, hidden size) embeddings, and (batch, head_dim) cosines and sines of
+        RoPE."""
         hidden = self._embed(ids)
         angles = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
         cosine, sine = (x.expand(len(ids), 1, -1)[:, 0].contiguous() for x in angles)
@@ -366,8 +369,8 @@ class FastDecoder:
 
 
 def _beside(embed: Any, rotary: nn.Module) -> nn.Module:
-    """Return the RoPE module on the device of the embeddings; accelerate puts it where layers
-    end."""
+    """Return the RoPE module on the embeddings' device; accelerate puts it on that of the last
+    layer."""
     device = embed.weight.device
     if devices(rotary) == {device}:
         return rotary

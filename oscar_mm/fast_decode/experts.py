@@ -1,10 +1,10 @@
-"""Mixture of experts for some rows, each routed to its top experts.
+"""Mixture of experts for a batch of rows, each routed to its top experts.
 
     residual + sum over the chosen k of share_k * (silu(n Wg_k^T) * (n Wu_k^T)) Wd_k^T,  n = norm(x)
 
-The kernels read the chosen experts' weights in place, each once. For a few rows
-csrc/experts/experts.cu takes two launches, row by row. For more, csrc/experts/route.cu groups the
-rows by expert, csrc/linear/linear_rows.cu multiplies them by the expert's matrices, and
+The kernels read the chosen experts' weights in place, once per weight. For a few rows,
+csrc/experts/experts.cu runs row by row in two launches. For more, csrc/experts/route.cu groups the
+rows by expert, csrc/linear/linear_rows.cu multiplies them by the experts' matrices, and
 csrc/experts/combine.cu adds up the outputs of each row's experts. For a prompt
 csrc/experts/prompt.cu copies the rows grouped by expert, and torch's grouped products multiply
 them.
@@ -62,12 +62,12 @@ from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 _MAX_CHOSEN, _MAX_EXPERTS = 32, 512
 MAX_GROUPED = 512
-"""Maximum rows of our own grouped products; more rows use the kernels for prompts."""
+"""Maximum number of rows for our grouped products; more rows use the kernels for prompts."""
 _MAX_PROMPT_ROWS = 1 << 16
 ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
 _EARLY = 2
-"""Pieces of the second kernel that do not wait for the first. With one, steps take 1% longer, with
-three as long as with two (30B-A3B after 32K tokens, H100)."""
+"""Pieces that the second kernel loads without waiting for the first. With one, steps take 1%
+longer; with three, as long as with two (30B-A3B after 32K tokens, H100)."""
 _checker = ArgumentChecker("mixture")
 
 
@@ -93,8 +93,8 @@ class Specialization(NamedTuple):
         """Return the macros of csrc/experts/experts.cu.
 
         Args:
-            down: whether for the second kernel.
-            limit: maximum bytes of shared memory per thread block.
+            down: whether the macros are for the second kernel.
+            limit: maximum shared memory per thread block, in bytes.
             tma: whether to copy by TMA.
         """
         piece = min(PIECE, self.between if down else self.width)
@@ -102,8 +102,8 @@ class Specialization(NamedTuple):
         return macros_of(self.choice, ROWS=self.rows, DOWN=down, USE_TMA=tma, **pieces)
 
     def shared_bytes(self, macros: Macros) -> int:
-        """Return the shared memory of a thread block: pieces, then rows of x, then the norm's
-        weight."""
+        """Return the shared memory per thread block in bytes, for the pieces, the rows of x and the
+        norm's weight."""
         pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"])
         if macros["DOWN"]:
             return 2 * (pieces + self.rows * self.choice.chosen * self.between)
@@ -182,7 +182,7 @@ class GroupedSpecialization(NamedTuple):
 
     choice: Choice
     columns: int
-    """Maximum rows of a group."""
+    """Maximum number of rows per group."""
 
     @classmethod
     def of(cls, choice: Choice, rows: int) -> GroupedSpecialization:
@@ -195,13 +195,14 @@ class GroupedSpecialization(NamedTuple):
         return cls(choice, 8 if rows <= 8 else 32 if many else 16)
 
     def products(self, gated: bool) -> RowsSpecialization:
-        """Return the specialization of linear_rows.cu for the experts' first or second matrices."""
+        """Return the specialization of linear_rows.cu for the experts' first (gated) or second
+        matrices."""
         return RowsSpecialization(self.columns, gated, self.choice.dtype, grouped=True)
 
 
 def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:
-    """Return the tilings of the experts' first and second matrices for a thread block's maximum
-    shared memory."""
+    """Return the tilings of the experts' first and second matrices, given the maximum shared memory
+    per thread block."""
     first = tiling_for(shared_bytes)
     return first, first._replace(span=min(first.span, 384))
 
@@ -213,7 +214,7 @@ def _combined(
     shares: torch.Tensor,
     places: torch.Tensor,
 ) -> torch.Tensor:
-    """Add up the outputs of each row's experts with the kernel of combine.cu."""
+    """Sum the outputs of each row's experts with the kernel of combine.cu."""
     x, output = arguments.x, arguments.result()
     params = CombineParams(*addresses(found, shares, places, x, output), x.shape[1])
     grid, block = (len(x), 1, 1), (COMBINE_THREADS, 1, 1)
@@ -287,7 +288,7 @@ class GroupedKernels(
         """Return the largest relative error of a row with unambiguous routing, without the residual
         stream.
 
-        Some experts have more rows than a group.
+        Some experts have more rows than fit in a group.
         """
         kinds = [1, 2, 3, *[0] * (specialization.columns + 2)]
         return error_of(kernel, clear_choices(kinds, specialization.choice, 544, 64, device))
@@ -303,7 +304,7 @@ class PromptParams(ctypes.Structure):
 
 
 class PromptKernels(OperationKernel[Choice], operation="prompt_mixture", bound=0.02):
-    """The kernels of a mixture for the rows of a prompt, around torch's grouped products.
+    """The kernels of a mixture for the rows of a prompt, used around torch's grouped products.
 
     The module of transformers copies the experts' inputs and outputs three more times, in twice the
     time of the products (8,192 tokens, H200).
@@ -354,7 +355,7 @@ class PromptKernels(OperationKernel[Choice], operation="prompt_mixture", bound=0
 def expert_kernels(
     x: torch.Tensor, experts: Experts
 ) -> ExpertKernels | GroupedKernels | PromptKernels | None:
-    """Return the kernels for (rows, width) x; None if there are none."""
+    """Return the kernels for x of shape (rows, width); None if there are none."""
     rows, width = x.shape
     count, both, _ = experts.gate_and_up.shape
     if not x.is_cuda or not rows or x.dtype not in ELEMENTS:

@@ -1,10 +1,10 @@
-"""Graph runner: decode steps, one token of every row, run eagerly or replayed as a CUDA graph.
+"""Graph runner: run decode steps (one token per row) eagerly, or replay them as a CUDA graph.
 
 An eager step takes ten times as long on the host as on the GPU. A captured step is a single launch;
 whatever changes from step to step (tokens, positions, the places of the past and of the new tokens)
 is in tensors that are updated before each replay. A step may be launched early, before the host has
-read the tokens that feed it: the host learns only later which tokens were chosen and which rows
-have ended, and the device continues as if none had.
+read its input tokens: the host learns only later which tokens were chosen and which rows have
+ended, and the device continues as if no row had ended.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from oscar_mm.tensor_parallel import TPGroup
 
 
 class GraphInputs:
-    """Prepares the decode steps of a cache for a graph, which reads their tables at fixed
-    addresses.
+    """Prepares a cache's decode steps for a graph, which reads their tables at fixed addresses.
 
-    ``OscarCache.begin`` begins a step and ``OscarCache.replayed`` ends it; in between, a step that
-    ``fix`` accepts may be replayed while ``version`` is the same as at the capture.
+    ``OscarCache.begin`` begins a step and ``OscarCache.replayed`` ends it; in between, if ``fix``
+    accepts the step, it may be replayed as long as ``version`` is the same as at the capture.
 
     Args:
         cache: cache that the steps extend.
-        rows: number of rows of its batch.
+        rows: number of rows of the cache's batch.
     """
 
     def __init__(self, cache: OscarCache, rows: int) -> None:
@@ -47,14 +46,14 @@ class GraphInputs:
 
     @property
     def is_ready(self) -> bool:
-        """Whether layers have requested their tables; nothing can be captured before."""
+        """Whether layers have requested their tables; until then nothing can be captured."""
         return self._tables.known
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Value that changes when tables or pools move, which invalidates captures.
+        """Value that changes when tables or pools move in memory, which invalidates captures.
 
-        ``fix`` may grow pools, so read it after a step is fixed.
+        Read the value after ``fix``, which may grow pools.
         """
         return self._tables.version, *self._cache.version
 
@@ -62,7 +61,7 @@ class GraphInputs:
         """Write a step's tables to the fixed tensors of the graph.
 
         Returns:
-            False if no graph can run the step, which is left unchanged.
+            Whether a graph can run the step; if not, the step is left unchanged.
         """
         if not self._tables.takes(step):
             return False
@@ -95,9 +94,9 @@ class GraphInputs:
 
     @contextmanager
     def dry_run(self, step: StepPlan) -> Iterator[None]:
-        """Let layers carry out this step within the block, for a capture or an early launch.
+        """Let layers run this step within the block, for a capture or an early launch.
 
-        On exit the cache's own step and the progress of this one are restored.
+        On exit, the cache's current step and the progress of the given step are restored.
         """
         cache = self._cache
         before, cache.step = cache.step, step
@@ -110,36 +109,36 @@ class GraphInputs:
     def _pack_whole_pages(self, step: StepPlan) -> None:
         """Pack the pages that leave the window, before the step.
 
-        Normally this comes after attention, whose tables still list their 16-bit slots. Packing
-        first is safe: these slots are not overwritten before the new token is stored.
+        Normally they are packed after attention, whose tables still list the pages' 16-bit slots.
+        Packing first is safe: these slots are not overwritten before the new token is stored.
         """
         for layer in self._cache.packed_layers:
-            # No new token is packed, so any tokens can stand in for them.
+            # New tokens are not packed, so any values can stand in for them.
             some = layer.recent.storage[:1, 0, :, None, :].expand(len(step.past), -1, -1, -1)
             layer.pack(some, some, step)
         step.filled()
 
 
 SWITCH = "OSCAR_MM_CUDA_GRAPHS"
-"""Environment variable; "off" keeps steps eager."""
+"""Environment variable; "off" makes all steps eager."""
 Result = TypeVar("Result")
 _CAPTURES = threading.Lock()
 _log = logging.getLogger("oscar_mm")
 _TRIES = 4
-"""Consecutive failed captures after which all further steps are eager."""
+"""Number of consecutive failed captures after which all further steps are eager."""
 _EAGER_STEPS = 16
-"""Steps between a failed capture and the next try: another thread may have broken it."""
+"""Steps between a failed capture, which another thread may have broken, and the next attempt."""
 
 
 class InflightStep(NamedTuple):
     """A step that was launched early.
 
-    It has written keys and values only to unused places, so it can be dropped without cleanup.
+    It has written keys and values only to unused places, so it can be discarded without cleanup.
 
     Attributes:
         tokens: (batch,) input ids.
-        step: the planned step, with the places of the tokens of rows that had not ended, and the
-            tokens that it packed.
+        step: the planned step: the places of the tokens in rows that had not ended, and the tokens
+            that were packed.
         logits: (batch, vocabulary) output.
     """
 
@@ -148,7 +147,7 @@ class InflightStep(NamedTuple):
     logits: torch.Tensor
 
     def is_step(self, tokens: torch.Tensor, step: StepPlan) -> bool:
-        """Return whether it has done what a step with these tokens does."""
+        """Return whether the early step has done exactly what a step with these tokens does."""
         return tokens is self.tokens and step.planned is self.step
 
 
@@ -159,10 +158,10 @@ class GraphRunner:
         model: a generative transformers model with attention "oscar" in its decoder.
         cache: cache that a step attends to and extends.
         rows: number of rows of the batch.
-        axes: leading axes of its position ids: 1 or 3 or 4 for M-RoPE, () for plain RoPE.
+        axes: leading axes of the position ids: 1, 3 or 4 for M-RoPE, () for plain RoPE.
         device: device of the model's inputs.
-        capture: capture function; None for eager steps only. By default CUDA graphs if supported,
-            unless ``SWITCH`` is "off".
+        capture: capture function; None makes all steps eager. By default, that of CUDA graphs if
+            they are supported and ``SWITCH`` is not "off".
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class GraphRunner:
         self.model, self.cache, self.axes = model, cache, axes
         self._ranks = TPGroup.of(model)
         self._layers = FastDecoder(model) if supports(model) else None
-        # Inputs of a step, at fixed addresses.
+        # Inputs of the steps, at fixed addresses.
         self._ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
         self._positions = torch.zeros(rows, dtype=torch.long, device=device)
         self._positions = self._positions.view(*[1] * len(axes), -1, 1)
@@ -188,11 +187,11 @@ class GraphRunner:
         self._version: tuple[int, ...] | None = None
         """Version of the steps at the last capture."""
         self._failures = self._eager_left = 0
-        """Consecutive failed captures, and steps until the next try."""
+        """Consecutive failed captures, and steps until the next attempt."""
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured, so that the number of rows should seldom change."""
+        """Whether steps are captured, in which case the number of rows should seldom change."""
         return self._capture is not None
 
     @property
@@ -207,12 +206,13 @@ class GraphRunner:
         self._early = None
 
     def __call__(self, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
-        """Add one token to each row and return logits (batch, vocabulary), overwritten by a later
-        step.
+        """Add one token to each row and return (batch, vocabulary) logits, which a later step
+        overwrites.
 
         Args:
             tokens: (batch,) ids.
-            ended: (batch,) bool on the CPU: rows that continue as padding, which is not stored.
+            ended: (batch,) bool on the CPU: rows that have ended and get only padding, which is not
+                stored.
         """
         early, self._early = self._early, None
         if self._capture is None:
@@ -228,7 +228,7 @@ class GraphRunner:
         """Launch the next step early if it is a replay that only appends tokens.
 
         The cache does not change. If the next call has the same tokens, it uses the launched step,
-        even if more rows have ended; any other call drops it.
+        even if more rows have ended; any other call discards the launched step.
 
         Args:
             tokens, ended: see ``__call__``.
@@ -244,7 +244,7 @@ class GraphRunner:
         self._early = InflightStep(tokens, step, logits)
 
     def _supported_capture(self) -> Capture | None:
-        """Return the capture function of CUDA graphs if they are known to work."""
+        """Return the capture function for CUDA graphs if they are known to work."""
         if self._layers is not None:
             return graph_capture(self._layers.devices)
         # Communication between devices or ranks within a graph is untested for plain modules.
@@ -299,7 +299,7 @@ class GraphRunner:
         return logits
 
     def _capture_step(self, step: StepPlan) -> None:
-        """Capture the step; on failure, steps are eager until another try succeeds."""
+        """Capture the step; on failure, run steps eagerly until a later attempt succeeds."""
         capture, version, cause = self._capture, self._steps.version, None
         try:
             with self._steps.dry_run(step):
@@ -311,12 +311,13 @@ class GraphRunner:
         except Exception as error:
             # Ending a broken capture raises an error that hides the cause.
             cause = error.__context__ or error
-        # All ranks or none: a rank with a graph launches steps ahead, which an eager rank does not.
+        # Either all ranks use graphs or none: a rank with a graph launches steps ahead, but an
+        # eager rank does not.
         if self._ranks.all(self._replay is not None, self._ids.device):
             self._version, self._failures = version, 0
             return
         self._replay, self._version, self._eager_left = None, None, _EAGER_STEPS
-        # Another try would fail at the same operation; its reason is already in the log.
+        # Another attempt would fail at the same operation; its reason is already in the log.
         final = isinstance(cause, NotCapturable)
         self._failures = _TRIES if final else self._failures + 1
         _log.log(
@@ -346,28 +347,29 @@ def capture_cuda_graph(
     Args:
         function: work to capture.
         device: the GPU.
-        pool: shared memory pool (``torch.cuda.graph_pool_handle``) of several small graphs that are
-            replayed in the order of their captures; by default a pool of its own, for which torch
+        pool: memory pool (``torch.cuda.graph_pool_handle``) shared by several small graphs, which
+            are replayed in the order of their captures; by default a separate pool, for which torch
             first releases its unused memory.
 
     Raises:
-        Exception: what the function raises, or torch if the capture is broken. Another try may
-            succeed.
+        Exception: any error that the function raises, or that torch raises if the capture is
+            broken. Another attempt may succeed.
     """
     graph, aside = torch.cuda.CUDAGraph(), _capture_stream(device)
     own_pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    # One capture at a time, since captures share a stream. Allocations of other threads are not
-    # part of it.
+    # One capture at a time, since captures share a stream. Allocations by other threads are not
+    # captured.
     with _CAPTURES:
         with torch.cuda.device(device):
-            # A thread's first product creates a cuBLAS handle, which allocates; a capture must not.
+            # A thread's first matrix product creates a cuBLAS handle, which allocates memory; this
+            # must not happen within the capture.
             torch.cuda.current_blas_handle()
             if pool is None:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
         try:
-            # Leaves the stream even if the capture fails at its end. Not ``torch.cuda.graph``,
-            # which synchronizes and releases memory before each of many captures.
+            # This leaves the stream even if the capture fails at its end. ``torch.cuda.graph`` is
+            # not used, since it synchronizes and releases memory before each of many captures.
             with torch.cuda.stream(aside):
                 graph.capture_begin(own_pool, capture_error_mode="thread_local")
                 try:
@@ -386,25 +388,25 @@ def capture_cuda_graph(
 
 
 def _end_broken_capture(device: int, pool: Any) -> None:
-    """Tell torch's generator and allocator that a capture is over.
+    """Tell torch's random number generator and allocator that a capture is over.
 
-    Ending a broken capture raises before it does so. Without this, random numbers would fail from
+    Ending a broken capture raises before torch tells them. Otherwise random numbers would fail from
     then on, and memory used by several streams would never be freed.
     """
     # A copy of the generator's state belongs to no capture.
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
-    with suppress(RuntimeError):  # the allocator knows already
+    with suppress(RuntimeError):  # raised if the allocator already knows
         torch._C._cuda_endAllocateToPool(device, pool)
 
 
 def graph_capture(devices: set[torch.device], *, small: bool = False) -> Capture | None:
-    """Return the capture function of CUDA graphs, if supported, for steps whose attention uses our
-    kernels.
+    """Return the capture function for CUDA graphs of steps whose attention uses our kernels; None
+    if they are not supported.
 
     Args:
         devices: devices of the steps.
-        small: whether there are many small graphs, which then share their memory.
+        small: whether there are many small graphs, which are to share their memory.
     """
     if kernels_disabled() or os.environ.get(SWITCH) == "off":
         return None

@@ -1,5 +1,5 @@
-"""Linear: a few rows times weight matrices, fused with the operations around them in a decoder
-layer.
+"""Linear: multiply a few rows by weight matrices, fused with the surrounding operations of a
+decoder layer.
 
 y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
 
@@ -39,21 +39,21 @@ from oscar_mm.kernels.self_check import OperationKernel, random_normal, relative
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 FEW_ROWS = 2
-"""Number of rows up to which the kernel for a few is fastest; with four, matrix units take 17% less
-(H200)."""
+"""Number of rows up to which the kernel for a few rows is fastest; with four rows, the kernel on
+matrix units takes 17% less time (H200)."""
 WORST_ERROR = 0.02
 """Maximum relative error of a correct kernel: above the rounding error in 16-bit precision, below
 the error of a wrong row."""
 MAX_ROWS = 4
-"""Maximum rows of the kernel for a few."""
+"""Maximum number of rows for the kernel for a few rows."""
 AT_ONCE = 256
 WARPS, PIECE = 16, 1024
-"""Warps of a thread block, and elements of a piece."""
+"""Warps per thread block, and elements per piece."""
 _MAX_PARTS = 3
 _ADDRESSES, _SIZES = ctypes.c_void_p * _MAX_PARTS, ctypes.c_int * _MAX_PARTS
 MAX_COLUMNS = 24
-"""Maximum rows of x of the kernel for more rows. With 32, cuBLAS is as fast on an H200; with 16, a
-fifth slower, with 8, a third."""
+"""Maximum rows of x for the kernel for more rows. On an H200, cuBLAS is as fast with 32 rows, a
+fifth slower with 16 and a third slower with 8."""
 _FRAGMENT = 8
 """Columns of a matrix product, and half its rows."""
 MAX_DEPTH = 16
@@ -75,7 +75,7 @@ def linear(
     """Multiply rows by one to three matrices: the operation ``linear`` without its checks.
 
     Args:
-        x, weights, biases, norm, residual, gated: see ``LinearArguments``; empty biases mean none.
+        x, weights, biases, norm, residual, gated: see ``LinearArguments``; no biases if empty.
 
     Returns:
         (rows, total outputs); (rows, outputs of one matrix) if gated.
@@ -84,7 +84,7 @@ def linear(
 
 
 def kernel_for(arguments: LinearArguments) -> LinearKernel | LinearRowsKernel | None:
-    """Return the kernel to use; None for PyTorch operations."""
+    """Return the kernel to use; None if PyTorch operations must be used."""
     x, has_norm = arguments.x, arguments.norm is not None
     rows, width = x.shape
     if not x.is_cuda or x.dtype not in ELEMENTS or width % AT_ONCE:
@@ -101,7 +101,7 @@ def kernel_for(arguments: LinearArguments) -> LinearKernel | LinearRowsKernel | 
 def _kernels(
     rows: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> Iterator[LinearKernel | LinearRowsKernel | None]:
-    """Yield candidate kernels, the fastest first."""
+    """Yield candidate kernels, fastest first."""
     if FEW_ROWS < rows <= MAX_COLUMNS and uses_tma(device):
         yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype), device)
     if rows <= MAX_ROWS:
@@ -120,7 +120,7 @@ class Matrices(ctypes.Structure):
 
     @classmethod
     def of(cls, arguments: LinearArguments, output: torch.Tensor) -> Matrices:
-        """Return the matrices of a launch; their tensors must outlive it."""
+        """Return the matrices of a launch; the tensors must outlive the launch."""
         weights = arguments.weights
         return cls(
             _ADDRESSES(*addresses(*weights)),
@@ -150,10 +150,11 @@ class Specialization(NamedTuple):
 
 
 def depth_for(shared_bytes: int) -> int:
-    """Return the number of pieces in flight per warp for a thread block's maximum shared memory.
+    """Return the number of pieces in flight per warp, given the maximum shared memory per thread
+    block.
 
-    Three, 96 KiB per thread block, saturate an H200's memory. Loads arrive in order, so more pieces
-    would only delay later loads.
+    Three pieces (96 KiB per thread block) saturate an H200's memory bandwidth. Loads arrive in
+    order, so more pieces would only delay later loads.
     """
     return 3 if shared_bytes >= 200 << 10 else 2
 
@@ -169,7 +170,7 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         self._blocks, self._min_shared = multiprocessors(device), exclusive_shared_bytes(device)
 
     def takes(self, width: int, norm: bool) -> bool:
-        """Return whether rows of this width fit its shared memory."""
+        """Return whether rows of this width fit in the kernel's shared memory."""
         return self._shared_bytes(width, norm) <= self._kernel.shared_limit
 
     def _shared_bytes(self, width: int, norm: bool) -> int:
@@ -225,10 +226,10 @@ class NormParams(ctypes.Structure):
 
 
 class RowsSpecialization(NamedTuple):
-    """Compile-time parameters of ``linear_rows``, the kernel for many rows."""
+    """Compile-time parameters of ``linear_rows``, the kernel for more rows."""
 
     columns: int
-    """Rows of x, rounded up to whole fragments."""
+    """Number of rows of x, rounded up to whole fragments."""
     gated: bool
     dtype: torch.dtype
     grouped: bool = False
@@ -241,11 +242,11 @@ class RowsSpecialization(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Partition of a problem.
+    """How a problem is partitioned.
 
     Attributes:
-        step: outputs per sweep.
-        depth: stages in shared memory.
+        step: number of outputs per sweep.
+        depth: number of stages in shared memory.
         shared_bytes: shared memory per thread block.
     """
 
@@ -273,7 +274,7 @@ class Tiling(NamedTuple):
         return (self.consumers + self.producers) * 32
 
     def outputs(self, gated: bool) -> int:
-        """Return the maximum outputs of a sweep."""
+        """Return the maximum number of outputs per sweep."""
         return self.sweep // (2 if gated else 1)
 
     def launch(self, specialization: RowsSpecialization, outputs: int, limit: int) -> Launch:
@@ -281,8 +282,8 @@ class Tiling(NamedTuple):
 
         Args:
             specialization: specialization of the kernel.
-            outputs: maximum outputs of a thread block.
-            limit: maximum bytes of shared memory per thread block.
+            outputs: maximum number of outputs per thread block.
+            limit: maximum shared memory per thread block, in bytes.
 
         Returns:
             The partition; its depth is below 2 if the shared memory is too small.
@@ -299,14 +300,14 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(shared_bytes: int) -> Tiling:
-    """Return the tiling for a thread block's maximum shared memory."""
+    """Return the tiling, given the maximum shared memory per thread block."""
     return Tiling() if shared_bytes >= 200 << 10 else Tiling(sweep=32, span=256)
 
 
 class LinearRowsKernel(
     OperationKernel[RowsSpecialization], operation="linear_rows", bound=WORST_ERROR
 ):
-    """CUDA kernel for 3 to ``MAX_COLUMNS`` rows on matrix units, with the kernel of the norm."""
+    """CUDA kernel for 3 to ``MAX_COLUMNS`` rows on matrix units, and the kernel for the norm."""
 
     def __init__(self, specialization: RowsSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -322,7 +323,7 @@ class LinearRowsKernel(
         return fits and width % 32 == 0 and not (norm and width > WIDEST_NORM)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
-        """Launch; with a gate no bias is added."""
+        """Launch the kernels; no bias is added if the product is gated."""
         x, stream, output = arguments.x, current_stream(arguments.x.device), arguments.result()
         if arguments.norm is not None:
             x = self._normalized(x, arguments.norm, arguments.epsilon, stream)
@@ -349,8 +350,8 @@ class LinearRowsKernel(
     def disagreement(
         specialization: RowsSpecialization, kernel: LinearRowsKernel, device: torch.device
     ) -> float:
-        """Return the worst error over full and partial fragments, one sweep and two, a partial
-        stage and many."""
+        """Return the worst error over full and partial fragments, one and two sweeps, and one
+        partial and many stages."""
         columns, gated = specialization.columns, specialization.gated
         many = kernel.tiling.sweep * multiprocessors(device) // 2 + 700
         problems = (
@@ -368,11 +369,12 @@ def worst_error(
     device: torch.device,
     problems: Iterable[tuple[int, int, tuple[int, ...]]],
 ) -> float:
-    """Return a kernel's largest relative error of a row, with and without norm, bias and residual.
+    """Return a kernel's largest relative error over all rows, with and without norm, bias and
+    residual.
 
     Args:
         kernel: kernel for x and weights of ``dtype``.
-        problems: rows, width, and outputs of each weight matrix.
+        problems: number of rows, width, and number of outputs of each weight matrix.
     """
     random, errors = random_normal(dtype, device), []
     for rows, width, outputs in problems:

@@ -1,6 +1,6 @@
 """Quantization errors: keys and values as the cache restores them, and the resulting errors.
 
-``roundtrip`` uses real packed pages. Errors are measured for keys, values and attention of a layer,
+``roundtrip`` uses real packed pages. Errors are measured for a layer's keys, values and attention,
 by modality.
 """
 
@@ -19,10 +19,10 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.basis import Basis
 
 SAMPLE_TOKENS = 8192
-"""Maximum number of tokens of a layer that are quantized; from a longer prompt evenly spaced pages
-are taken."""
+"""Maximum number of tokens to quantize per layer; from a longer prompt, evenly spaced pages are
+taken."""
 QUERY_TOKENS = 64
-"""Number of last tokens of the prompt whose attention is compared."""
+"""Number of tokens at the end of the prompt whose attention is compared."""
 ALL = "all"
 _PRESETS = ("channel", "oscar", "kivi")
 
@@ -32,8 +32,8 @@ class Roundtrip:
     """Result of ``roundtrip``.
 
     Attributes:
-        k: keys, shape and dtype of the input.
-        v: values, shape and dtype of the input.
+        k: keys, in the shape and dtype of the input.
+        v: values, in the shape and dtype of the input.
         bits_per_value: bits per stored element of the packed pages, averaged over pages of
             different widths; the dtype's bits if no page was full.
         pages: number of packed pages, over batch and modalities.
@@ -65,10 +65,10 @@ def roundtrip(
         modality: modality of all tokens ("text", Modality.IMAGE, ...), or a (tokens,) or (batch,
             tokens) tensor of ids (0 text, 1 image, 2 video, 3 audio). Text by default.
         sigma: (KV heads or 1, head_dim) query-key balancing of a layer, as returned by
-            ``oscar_mm.quant.balance.sigmas_of_model``; without it keys are not balanced.
+            ``oscar_mm.quant.balance.sigmas_of_model``; if None, keys are not balanced.
 
     Raises:
-        InputError: if shapes or dtypes do not fit, or keys or values are NaN, infinite or out of
+        InputError: if shapes or dtypes do not match, or keys or values are NaN, infinite or out of
             range.
     """
     policy = KVPolicy.of(policy)
@@ -165,7 +165,7 @@ class LayerStates:
         queries: (query heads, tokens, head_dim).
         keys: (KV heads, tokens, head_dim).
         values: (KV heads, tokens, head_dim).
-        scaling: factor of the scores.
+        scaling: factor by which scores are multiplied.
     """
 
     index: int
@@ -190,7 +190,7 @@ class Variant:
 
     @property
     def policy(self) -> KVPolicy:
-        """Return the preset with this token scaling; ``measure_errors`` does the balancing."""
+        """The preset with this token scaling, but no balancing, which ``measure_errors`` adds."""
         return KVPolicy.preset(self.preset, token_scaling=self.token_scaling, balance=None)
 
     @property
@@ -205,7 +205,7 @@ class Variant:
 
 
 def _variants(preset: str) -> tuple[Variant, Variant]:
-    # KIVI has no token scaling, so its variant uses that of the published recipe.
+    # KIVI has no token scaling, so its variant uses that of the published OScaR recipe.
     own = KVPolicy.preset(preset).token_scaling or "shared"
     return Variant(preset, own), Variant(preset, None)
 
@@ -213,7 +213,7 @@ def _variants(preset: str) -> tuple[Variant, Variant]:
 PAIRS = {preset: _variants(preset) for preset in _PRESETS}
 """Each preset with and without token scaling."""
 VARIANTS = (Variant(DEFAULT, None), *(variant for pair in PAIRS.values() for variant in pair))
-"""All variants to measure. The default preset scales each token by itself."""
+"""All variants to measure. The default preset has no token scaling, as each token has a scale."""
 
 
 @dataclass(frozen=True)
@@ -221,14 +221,14 @@ class Errors:
     """Errors from quantizing the tokens of one modality, or all tokens.
 
     Attributes:
-        bits: bits of a page per key or value element, including scales and the like.
-        keys: |quantized - exact| / |exact| of the keys of tokens in pages.
-        values: |quantized - exact| / |exact| of the values of tokens in pages.
-        output: |quantized - exact| / |exact| of attention's output if these tokens are quantized
-            and all others are exact.
-        divergence: Kullback-Leibler divergence of the attention weights, exact against quantized,
-            in nats, mean over queries and heads. It predicts the quality of answers better than
-            ``output``, which favours fits that shrink keys.
+        bits: bits per key or value element in a page, including scales and other overhead.
+        keys: |quantized - exact| / |exact| for the keys of tokens in pages.
+        values: |quantized - exact| / |exact| for the values of tokens in pages.
+        output: |quantized - exact| / |exact| for the attention output, if these tokens are
+            quantized and all others are exact.
+        divergence: Kullback-Leibler divergence of the quantized attention weights from the exact
+            ones, in nats, averaged over queries and heads. It predicts the quality of answers
+            better than ``output``, which favours fits that shrink keys.
     """
 
     bits: float
@@ -239,10 +239,11 @@ class Errors:
 
 
 def sampled(ids: torch.Tensor, limit: int = SAMPLE_TOKENS) -> torch.Tensor:
-    """Return indices of tokens to quantize, ascending: all tokens, or whole pages of a long prompt.
+    """Return the indices of the tokens to quantize, ascending: all tokens, or, for a long prompt, a
+    sample of whole pages.
 
-    A page has tokens of one modality in the order of the prompt. Each modality gives pages in
-    proportion to its share of the prompt, at least one.
+    A page holds tokens of one modality in the order of the prompt. The number of pages sampled from
+    each modality is proportional to its share of the prompt, but at least one.
 
     Args:
         ids: (tokens,) modality ids on the CPU.
@@ -264,13 +265,13 @@ def sampled(ids: torch.Tensor, limit: int = SAMPLE_TOKENS) -> torch.Tensor:
 def measure_errors(
     states: LayerStates, sigma: torch.Tensor | None, ids: torch.Tensor, sample: torch.Tensor
 ) -> dict[str, dict[str, Errors]]:
-    """Measure errors by label of the variant, then by modality and "all".
+    """Measure quantization errors, keyed by the variant's label, then by modality or "all".
 
     A modality without a full page has no errors.
 
     Args:
         states: states of the layer.
-        sigma: (KV heads or 1, head_dim), balancing.
+        sigma: (KV heads or 1, head_dim) balancing; None for no balancing.
         ids: (tokens,) modality ids on the CPU.
         sample: indices of the tokens to quantize, from ``sampled``.
 
@@ -313,12 +314,12 @@ def measure_errors(
 
 @dataclass(frozen=True)
 class _Attention:
-    """Attention of some queries.
+    """Attention of a few queries.
 
     Attributes:
         queries: (KV heads, group, queries, head_dim).
-        hidden: (queries, keys) bool, keys that a query does not attend to.
-        scaling: factor of the scores.
+        hidden: (queries, keys) bool: keys that each query does not attend to.
+        scaling: factor by which scores are multiplied.
     """
 
     queries: torch.Tensor
@@ -330,13 +331,13 @@ class _Attention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the log weights; keys and values are (KV heads, keys, head_dim)."""
         scores = self.queries @ keys[:, None].mT * self.scaling
-        # A finite value instead of -inf, so that hidden keys add 0 to a divergence.
+        # Use a finite value instead of -inf, so that hidden keys add 0 to a divergence.
         weights = scores.masked_fill(self.hidden, torch.finfo(scores.dtype).min / 2).log_softmax(-1)
         return weights.exp() @ values[:, None], weights
 
 
 def _paged(ids: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return, by modality and for "all", which tokens are in full pages, (tokens,) bool."""
+    """Return for each modality and "all" which tokens are in full pages, as (tokens,) bool."""
     parts = {}
     for modality in Modality:
         places = (ids == int(modality)).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Report an inspection as sentences, tables, a figure of panels over layers, and an HTML file.
+"""Report an inspection as sentences, tables, a figure with per-layer panels, and an HTML file.
 
 The HTML file is self-contained. Figures are drawn by matplotlib.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _USUAL_PRESET = "channel"
 _MATTERS = 0.1
-"""Relative change of the divergence up to which token scaling counts as irrelevant."""
+"""Relative change in divergence up to which token scaling counts as irrelevant."""
 _DIFFERS = 1.05
-"""Ratio of the modalities' median norms up to which they count as equal."""
+"""Ratio between the modalities' median norms up to which they count as equal."""
 _PAGE_STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
@@ -41,8 +41,8 @@ th { border-bottom: 2px solid #888; }
 th:first-child, td:first-child { text-align: left; }
 """
 _PAGE_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-# Okabe and Ito's colours, which are distinct with any colour vision. Later markers are smaller, so
-# that lines on top of each other all stay visible.
+# Okabe and Ito's colours, which can be told apart with any colour vision. Later markers are
+# smaller, so that overlapping lines all stay visible.
 _MODALITY_STYLES: dict[str, dict[str, Any]] = {
     "text": {"color": "#0072B2", "marker": "o", "markersize": 10},
     "image": {"color": "#E69F00", "marker": "s", "markersize": 7.5},
@@ -176,7 +176,7 @@ def _on_sample(inspection: Inspection) -> list[str]:
 
 @dataclass(frozen=True)
 class Table:
-    """A title, the head of each column, and rows of as many cells."""
+    """A title, a header for each column, and rows with one cell per column."""
 
     title: str
     heads: list[str]
@@ -184,7 +184,7 @@ class Table:
 
 
 def tables(inspection: Inspection) -> list[Table]:
-    """Return a table by layer and, if there are pages, a table by format."""
+    """Return a table with a row per layer and, if there are pages, one with a row per format."""
     if not inspection.has_pages:
         return [_by_layer(inspection)]
     return [_by_layer(inspection), _by_format(inspection)]
@@ -236,7 +236,8 @@ def _by_format(inspection: Inspection) -> Table:
 
 
 def details(inspection: Inspection) -> list[Table]:
-    """Return a table of errors by layer and modality for each preset; empty without pages."""
+    """Return a table of errors by layer and modality for each preset; no tables if there are no
+    pages."""
     if not inspection.has_pages:
         return []
     fields = ("keys", "values", "output", "divergence")

@@ -1,8 +1,8 @@
 """Load compiled kernels onto a GPU and launch them.
 
 A kernel takes one structure as its only parameter (``__grid_constant__ const Params``); the host
-side of an operation fills the same structure in ctypes. Launches go straight to the driver: that is
-the cheapest call from Python, and torch's CUDA graphs capture it.
+side of an operation fills the same structure in ctypes. Launches go straight to the driver, which
+is the cheapest call from Python and can be captured in torch's CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from oscar_mm.policy import FITS
 from oscar_mm.quant.fit import LSQ_ROUNDS, first_range
 
 SWITCH = "OSCAR_MM_KERNELS"
-"""Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (the copy path
-of GPUs before sm_90, on any GPU)."""
+"""Environment variable: "auto" (default), "off" (PyTorch operations), or "no-bulk" (use the copy
+path for GPUs before sm_90 on every GPU)."""
 _ARCHITECTURES = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -52,8 +52,8 @@ def architecture(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability in _ARCHITECTURES:
         return _ARCHITECTURES[capability]
-    # Code for a lower minor version of the same generation runs; code with an "a" runs nowhere
-    # else, and no code runs on another generation.
+    # Code for a lower minor version of the same generation runs too; code with an "a" runs only on
+    # its own version, and no code runs on another generation.
     lower = [known for known in _ARCHITECTURES if known[0] == capability[0] and known < capability]
     return _ARCHITECTURES[max(lower)].rstrip("a") if lower else None
 
@@ -79,7 +79,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def shared_limit(device: torch.device) -> int:
-    """Return the maximum bytes of shared memory of a thread block on a GPU."""
+    """Return the maximum shared memory per thread block of a GPU, in bytes."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
@@ -87,8 +87,8 @@ def shared_limit(device: torch.device) -> int:
 def exclusive_shared_bytes(device: torch.device) -> int:
     """Return the shared memory per thread block at which a multiprocessor runs only one block.
 
-    If two kernels that read weights share multiprocessors, the weights of the next arrive while the
-    current one waits for its own: 10% to 40% slower (H200).
+    If two kernels that read weights share multiprocessors, the next one's weights arrive while the
+    current one still waits for its own, which takes 10% to 40% longer (H200).
     """
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 2
 
@@ -107,9 +107,9 @@ OUT_OF_ORDER = (
     f"the kernels support a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel', the same 2 or "
     "4 bits for keys and values; with 'token', one key group for the whole head"
 )
-"""Reason why the kernels do not support a page format that is not in fragments."""
+"""Error text for page formats that are not in fragments, which the kernels do not support."""
 _MAX_CONFIGS = 256
-"""Maximum launch configurations in the cache; making one takes as long as a launch."""
+"""Maximum number of cached launch configurations; creating one takes as long as a launch."""
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
 _kernels: dict[tuple[object, ...], Kernel] = {}
@@ -125,12 +125,12 @@ def warn_once(what: str, reason: str) -> None:
 
 
 class NotCapturable(RuntimeError):
-    """Raised for an operation that waits for the GPU during a CUDA graph capture."""
+    """An operation would have waited for the GPU during a CUDA graph capture."""
 
 
 def refuse_capture(what: str, device: torch.device) -> None:
-    """Raise an error during a CUDA graph capture, before an operation that waits for the GPU breaks
-    it.
+    """Raise an error if a CUDA graph capture is in progress, which an operation that waits for the
+    GPU would break.
 
     Args:
         what: name of the operation.
@@ -146,8 +146,8 @@ def refuse_capture(what: str, device: torch.device) -> None:
 
 
 def cpu_kernels_available(what: str) -> bool:
-    """Return whether CPU kernels can run (``oscar_mm.kernels.numba_vectors``); log the reason once
-    if not."""
+    """Return whether CPU kernels (``oscar_mm.kernels.numba_vectors``) can run; if not, log the
+    reason once."""
     if kernels_disabled():
         return False
     if failure := numba_failure():
@@ -157,7 +157,7 @@ def cpu_kernels_available(what: str) -> bool:
 
 @cache
 def numba_failure() -> str | None:
-    """Return why numba cannot be imported, for example an unsupported numpy; None if it can."""
+    """Return why numba cannot be imported (such as an unsupported numpy); None if it can."""
     try:
         import_module("numba")
     except Exception as error:
@@ -168,19 +168,19 @@ def numba_failure() -> str | None:
 def load_kernel(
     source: str, macros: Mapping[str, str | int], device: torch.device, name: str | None = None
 ) -> Kernel:
-    """Return the kernel of a source on a device: compiled and loaded at first use, then cached.
+    """Return the kernel of a source file for a device, compiled and loaded on first use and cached.
 
-    Not during a CUDA graph capture: load it before. Keep the returned kernel, since looking it up
-    takes as long as launching it.
+    Must not be called during a CUDA graph capture. Callers should keep the kernel, since looking it
+    up takes as long as launching it.
 
     Args:
         source: file name in csrc, like "decode/decode.cu".
-        macros: macros of the source.
+        macros: preprocessor macros for compiling the source.
         device: a CUDA device.
         name: name of the function; by default the source's name without its suffix.
 
     Raises:
-        KernelError: if the device cannot run it, or it cannot be compiled or loaded.
+        KernelError: if the device cannot run the kernel, or it cannot be compiled or loaded.
     """
     arch = architecture(device)
     if arch is None:
@@ -208,7 +208,7 @@ class Kernel:
         device: device of the kernel.
         key: hash of source, options, architecture and compiler.
         report: the compiler's report, if known.
-        shared_limit: maximum bytes of dynamic shared memory of a thread block.
+        shared_limit: maximum dynamic shared memory per thread block, in bytes.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Kernel:
             key: ``Cubin.key``.
         """
         try:
-            # A compiled module without stubs.
+            # This is a compiled module without stubs.
             from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
             raise not_installed(error) from error
@@ -263,11 +263,11 @@ class Kernel:
         Args:
             grid: number of thread blocks.
             block: threads per thread block.
-            shared_bytes: dynamic shared memory of a thread block.
+            shared_bytes: dynamic shared memory per thread block.
             params: the kernel's structure; copied, so that it may be changed afterwards.
             stream: handle of a stream of the kernel's device, ``torch.cuda.Stream.cuda_stream``.
-            dependent: whether to begin before the preceding kernel has ended; the kernel must wait
-                for it itself (csrc/common/overlap.cuh). No effect before sm_90.
+            dependent: whether to begin before the preceding kernel has ended; the kernel itself
+                must then wait for it (csrc/common/overlap.cuh). No effect before sm_90.
 
         Raises:
             KernelError: if the structure or the shared memory does not fit, or the driver fails.
@@ -347,8 +347,8 @@ class Kernel:
         return config
 
     def _allow_shared(self, handle: Any) -> int:
-        """Allow launches the device's full shared memory instead of 48 KiB; return the dynamic
-        bytes of a thread block."""
+        """Raise the shared memory limit of launches from 48 KiB to the device's maximum; return the
+        dynamic shared memory per thread block, in bytes."""
         driver = self._driver
         device_attribute, attribute = driver.CUdevice_attribute, driver.CUfunction_attribute
         limit = self._checked(
@@ -382,19 +382,19 @@ class Kernel:
             self._checked("leaving its context", self._driver.cuCtxPopCurrent())
 
     def _checked(self, doing: str, returned: tuple[Any, ...]) -> Any:
-        """Return the result of a driver call without its status."""
+        """Return the result of a driver call without its status; raise KernelError if it failed."""
         if returned[0]:
             raise KernelError(f"{self.name} on {self.device}: {doing}: {returned[0].name}")
         return returned[1] if len(returned) == 2 else returned[1:]
 
 
 def page_macros(page_format: PageFormat) -> dict[str, str | int]:
-    """Return the macros of csrc/common/page.cuh."""
+    """Return the macros that csrc/common/page.cuh needs."""
     return page_format.codec.macros(page_format)
 
 
 def recipe_macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
-    """Return the macros of kernels that write pages, without bits and scales."""
+    """Return the macros for kernels that write pages, without those for bits and scales."""
     page_format = recipe.page_format
     return page_macros(page_format) | {
         "ELEMENT": ELEMENTS[dtype],
@@ -419,12 +419,12 @@ Strides = ctypes.c_int64 * 3
 
 
 def pointers(*names: str) -> tuple[tuple[str, Any], ...]:
-    """Return fields of a kernel's parameters that are addresses of tensors."""
+    """Return parameter fields of a kernel that hold tensor addresses."""
     return tuple((name, ctypes.c_void_p) for name in names)
 
 
 def ints(*names: str) -> tuple[tuple[str, Any], ...]:
-    """Return fields of a kernel's parameters that are 32-bit integers."""
+    """Return parameter fields of a kernel that hold 32-bit integers."""
     return tuple((name, ctypes.c_int) for name in names)
 
 
@@ -439,8 +439,8 @@ def strides(states: torch.Tensor) -> Any:
 
 
 def sigma_strides(sigma: torch.Tensor | None) -> tuple[int, int]:
-    """Return the elements of balancing between rows and between heads; 0 if all share one
-    vector."""
+    """Return the strides of the balancing between rows and between heads, in elements; 0 if all
+    share one vector."""
     if sigma is None:
         return 0, 0
     *rows, heads, head_dim = sigma.shape
@@ -448,7 +448,7 @@ def sigma_strides(sigma: torch.Tensor | None) -> tuple[int, int]:
 
 
 def aligned_rows(states: torch.Tensor) -> torch.Tensor:
-    """Return (batch, heads, tokens, head_dim) states, copied unless rows are aligned to 16
+    """Return (batch, heads, tokens, head_dim) states, copied if rows are not aligned to 16
     bytes."""
     unit = 16 // states.element_size()
     aligned = states.data_ptr() % 16 == 0 and all(x % unit == 0 for x in states.stride()[:3])

@@ -1,8 +1,8 @@
 """CPU kernels that numba compiles: compilation, threads, and vectors of 16 numbers.
 
 A kernel uses vectors as values: ``store(sums, 0, load(sums, 0) + a * b)``. LLVM maps each vector to
-one register or to several shorter ones, so that it decides neither whether to vectorize a loop nor
-the order of additions.
+one register or to several shorter ones; so it decides neither whether loops are vectorized nor the
+order of additions.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 
 _HOW = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
 _LOCK = "oscar_mm.lock"
-"""File that a process locks while it compiles."""
+"""Name of the file that a process locks while it compiles."""
 _log = logging.getLogger(__name__)
 LANES = 16
 _HAND_OVER_US = 50
-"""Microseconds that it takes to hand work to another thread and to learn of its end."""
-# Type checkers assume that their results have other arguments.
+"""Time to hand work to another thread and to be notified of its end, in microseconds."""
+# Type checkers assume that decorated functions take other arguments.
 _intrinsic: Any = intrinsic
 _typed: Any = infer_global
 
 
 class compiled:  # a decorator
-    """Compiles a function that Python calls, and that raises nothing, at its first call.
+    """Compiles a function that Python calls, and that raises nothing, on its first call.
 
-    The code is cached in a file for the next process if a file can be written and read.
+    If files can be written and read, the code is cached in a file for the next process.
     """
 
     patience_s: ClassVar[float] = 120.0
-    """Seconds to wait for the lock before compiling without files; 0 after a failed wait, since the
-    lock's owner may be stuck."""
+    """Seconds to wait for the lock before compiling without a cache file; 0 after a failed wait,
+    since the lock's owner may be stuck."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -69,11 +69,11 @@ class compiled:  # a decorator
 
 
 def _compile_alone(dispatcher: Any, types: Any) -> Any:
-    """Compile a function, or load its code, while no other process does.
+    """Compile a function, or load its code, while no other process does so.
 
-    numba records the file of the code for some types before it writes that file, and does not check
-    whether the record is taken: another process could run code for other types, or of an older
-    version, and write beyond arrays.
+    numba records the name of a code file before it writes the file, and does not check whether the
+    name is taken: another process could run code for other types, or of an older version, and write
+    out of bounds.
     """
     folder = Path(dispatcher.stats.cache_path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,16 +93,17 @@ def _compile_alone(dispatcher: Any, types: Any) -> Any:
         lock.release()
 
 
-# A called function exists twice, once inlined in the caller's code; which of the two runs, with
-# bitwise different results, depends on whether the code comes from the cache. The cache checks only
-# the compiled function's own file: after a change of another file, touch those of its callers.
+# Without inlining by numba, a called function exists twice, once inlined in the caller's code;
+# which of the two runs, with bitwise different results, depends on whether the code comes from the
+# cache. The cache checks only the compiled function's own file: after changing a function in
+# another file, touch the files of its callers.
 inlined = njit(inline="always", **_HOW)
-"""Decorator of functions that compiled functions call."""
+"""Decorator for functions that compiled functions call."""
 
 
 def as_bits(states: torch.Tensor) -> np.ndarray:
-    """Return the bits of bfloat16 (uint16) or float32 (uint32) numbers, contiguous; float16 is
-    converted to float32."""
+    """Return the bits of bfloat16 (as uint16) or float32 (as uint32) numbers, contiguous; float16
+    is converted to float32 first."""
     states = states.detach()
     if states.dtype == torch.bfloat16:
         return states.contiguous().view(torch.uint16).numpy()
@@ -113,7 +114,7 @@ def as_bits(states: torch.Tensor) -> np.ndarray:
 
 @inlined
 def widen(row, bits):
-    """Write the numbers of a row of ``as_bits`` as bits of float32 numbers."""
+    """Convert a row of ``as_bits`` to the bits of float32 numbers."""
     shift = np.uint32(32 - 8 * row.itemsize)
     for index in range(len(row)):
         bits[index] = np.uint32(row[index]) << shift
@@ -121,12 +122,12 @@ def widen(row, bits):
 
 @inlined
 def read_floats(halves, places, numbers):
-    """Write float16 numbers as float32; none of them may be infinite or NaN.
+    """Convert float16 numbers, which must be finite, to float32.
 
     Args:
         halves: (n,) uint16.
         places: (m,) indices of the numbers.
-        numbers: (m,) float32.
+        numbers: (m,) float32, written to.
     """
     bits = numbers.view(np.uint32)
     for index in range(len(numbers)):
@@ -147,13 +148,13 @@ def shares(tasks: np.ndarray) -> list[np.ndarray]:
 
 
 def threads_for(microseconds: float) -> int:
-    """Return how many of torch's threads are worth using for work that takes one thread this
+    """Return how many of torch's threads are worth using for work that takes a single thread this
     long."""
     return max(1, min(torch.get_num_threads(), int(microseconds / _HAND_OVER_US)))
 
 
 class VectorType(types.Type):
-    """16 numbers: a type of values in CPU kernels.
+    """Type of a vector of 16 numbers in CPU kernels.
 
     Attributes:
         element: LLVM type of the numbers.
@@ -165,9 +166,9 @@ class VectorType(types.Type):
 
 
 FLOATS = VectorType("Floats", ir.FloatType())
-"""float32 numbers with ``+``, ``-`` and ``*``; a product with an addition is rounded once."""
+"""float32 numbers with ``+``, ``-`` and ``*``; a multiply-add is rounded once."""
 WORDS = VectorType("Words", ir.IntType(32))
-"""32-bit words with ``&`` and ``|``; ``<<`` and ``>>`` (zero-filling) by an integer."""
+"""32-bit words with ``&`` and ``|``, and ``<<`` and ``>>`` (zero-filling) by an integer."""
 
 
 @register_model(VectorType)
@@ -177,7 +178,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def _splat(builder: Any, number: Any) -> Any:
-    """Return a vector of copies of one number."""
+    """Return a vector of 16 copies of a number."""
     vector = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     vector = builder.insert_element(vector, number, ir.Constant(ir.IntType(32), 0))
     return _shuffle(builder, vector, vector, [0] * LANES)
@@ -193,7 +194,7 @@ def _define_operator(
     operands: tuple[types.Type, types.Type],
     emit: Callable[[Any, Any, Any], Any],
 ) -> None:
-    """Define an operator of two vectors, or of a vector and an integer."""
+    """Define an operator on two vectors, or on a vector and an integer."""
 
     @_typed(name)
     class _(ConcreteTemplate):
@@ -218,7 +219,7 @@ _define_operator(operator.rshift, (WORDS, types.int64), lambda b, x, y: b.lshr(x
 
 
 def _pointer(context: Any, builder: Any, sig: Any, values: Any, vector: ir.Type) -> Any:
-    """Return a pointer to an element; array and index are the first two arguments of a function."""
+    """Return a pointer to an array element; ``values`` begin with the array and the index."""
     array = context.make_array(sig.args[0])(context, builder, values[0])
     place = builder.gep(array.data, [values[1]])
     return builder.bitcast(place, vector.as_pointer())
@@ -327,7 +328,7 @@ def _larger(builder: Any, first: Any, second: Any) -> Any:
 
 @_intrinsic
 def larger(typing: Any, first: VectorType, second: VectorType) -> Any:
-    """Return the elementwise maximum of float32 numbers; the first one if either is NaN."""
+    """Return the elementwise maximum of float32 vectors; the first number if either is NaN."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         return _larger(builder, *values)
@@ -336,8 +337,8 @@ def larger(typing: Any, first: VectorType, second: VectorType) -> Any:
 
 
 def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Any:
-    """Return a function that reduces a vector of float32 numbers by halves: each with the 8th after
-    it, and so on."""
+    """Return a function that reduces a vector of float32 numbers by halving: it combines each
+    number with the one 8 lanes further, and so on."""
 
     @_intrinsic
     def reduced(typing: Any, vector: VectorType) -> Any:
@@ -360,7 +361,7 @@ def shuffle(*lanes: int) -> Callable[..., Any]:
     """Return a function that shuffles two vectors of the same type in CPU kernels.
 
     Args:
-        lanes: 16 indices: numbers of the first vector count from 0, those of the second from 16.
+        lanes: 16 indices; the first vector's numbers count from 0, the second's from 16.
     """
 
     @_intrinsic
@@ -375,7 +376,7 @@ def shuffle(*lanes: int) -> Callable[..., Any]:
 
 @inlined
 def aligned(count):
-    """Return (count,) float32 in which no vector of 16 crosses a cache line."""
+    """Return a (count,) float32 array in which no vector of 16 crosses a cache line."""
     whole = np.empty(count + LANES, np.float32)
     first = -(whole.ctypes.data // 4) % LANES
     return whole[first : first + count]
@@ -394,8 +395,8 @@ _SIGNS = np.array(
 
 @inlined
 def rotate_vector(vector):
-    """Multiply (n,) contiguous float32, n a power of two and at least 16, by the normalized
-    Hadamard matrix."""
+    """Multiply a contiguous float32 array by the normalized Hadamard matrix; its length must be a
+    power of two and at least 16."""
     count, width = len(vector), LANES
     for index in range(0, count, LANES):
         x = load(vector, index)

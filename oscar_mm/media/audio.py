@@ -1,4 +1,4 @@
-"""Decode recordings to mono samples at 16 kHz, piece by piece and in bounded memory."""
+"""Decode recordings to mono samples at 16 kHz, chunk by chunk and in bounded memory."""
 
 import io
 import os
@@ -49,11 +49,11 @@ CONTAINERS = (
 )
 
 _LIBSNDFILE = (b"RIFF", b"fLaC", b"OggS")
-"""Magic bytes of files that libsndfile reads: it is faster than FFmpeg and counts exactly."""
+"""Magic bytes of files to read with libsndfile, which is faster than FFmpeg and counts exactly."""
 
 _GUESSED = ("aac", "ac3", "amr", *MPEG)
-"""Formats without a length in the header: FFmpeg estimates it from the first bit rate or the last
-timestamp."""
+"""Formats without a length in the header; FFmpeg estimates the length from the first bit rate or
+the last timestamp."""
 
 _DECODERS = {"amrnb": "libopencore_amrnb", "amrwb": "libopencore_amrwb"}
 """Decoders that support the comfort-noise frames of telephone calls; FFmpeg's own do not."""
@@ -62,13 +62,13 @@ _EXACT_PCM = ("aiff", "au", "nistsphere", "wav")
 """Formats whose headers give the exact number of samples, provided the samples are PCM."""
 
 _PIECE_S = 10
-"""Seconds of sound decoded at a time."""
+"""Seconds of audio decoded at a time."""
 
 _LONG_PIECES = 4
-"""Minimum number of pieces for which a recording is decoded in several threads."""
+"""Minimum number of pieces for decoding a recording in several threads."""
 
 _SEEKABLE = ("PCM", "FLOAT", "DOUBLE")
-"""Prefixes of the WAV and FLAC subtypes that allow seeking to any sample; FLAC's are PCM."""
+"""Prefixes of the subtypes of WAV and FLAC that allow seeking to any sample; FLAC's are PCM."""
 
 _MAX_CHANNELS = 8
 
@@ -76,7 +76,7 @@ _PIECE_VALUES = 1 << 24
 """Maximum number of samples, summed over all channels, decoded at a time."""
 
 _UNKNOWN = 1 << 62
-"""libsndfile reports at least this many samples if it does not know: FLAC from a pipe."""
+"""libsndfile reports at least this many samples if the number is unknown (FLAC from a pipe)."""
 
 # Options of av.open. Tags such as the title need not be UTF-8. PyAV 19 tolerates that by default
 # and no longer has the argument.
@@ -100,23 +100,23 @@ def load_audio(
     """Read a recording; warn if it is silent or clipped.
 
     Args:
-        source: path of a sound file, or of a video file with sound; encoded ``bytes``; a ``data:``
-            URI; an http(s) address (only with ``allow_remote``); or a pair (samples, rate) as
+        source: path of an audio file, or of a video file with audio; encoded ``bytes``; a ``data:``
+            URI; an http(s) URL (only with ``allow_remote``); or a pair (samples, rate) as
             soundfile returns it or (rate, samples) as Gradio does, samples (N,), (N, channels) or
             (channels, N) of int16, int32, uint8 or floats in -1..1.
-        allow_remote: fetch http(s) addresses; nothing is fetched without it.
+        allow_remote: whether http(s) URLs may be fetched.
         limits: ``max_audio_seconds`` is checked on the header and while decoding.
-        label: name of the recording in messages; by default the path or address.
+        label: name of the recording in messages; by default the path or URL.
         count: totals of the request that the recording belongs to.
 
     Returns:
         Mono samples at 16 kHz, about 64 KB per second whatever the source's rate and channels.
         Samples of a file are placed by their timestamps, and gaps are filled with silence. Time 0
-        is the first sound of a recording, and the start of a video.
+        is where the audio of a recording begins, or the start of a video.
 
     Raises:
-        InputError: if there is nothing to read, the source is not a recording or has no sound; if
-            the recording is damaged, cut off, contains NaN, or is too long or too short; or if the
+        InputError: if there is nothing to read, or the source is not a recording or has no audio;
+            if the recording is damaged, cut off, contains NaN, or is too long or short; or if the
             packages for audio are missing.
     """
     name = label or describe(source, "audio")
@@ -145,8 +145,8 @@ def audio_outline(source: Any, *, limits: MediaLimits) -> Audio | None:
     """Return silence of the length that ``load_audio`` would return, from the header alone.
 
     Returns:
-        None if the header does not give the length, if the source is invalid, or if it is an
-        address.
+        The silence; None if the header does not give the length, if the source is invalid, or if it
+        is a URL.
     """
     seconds = _seconds(source)
     limits.check_audio(seconds, "")
@@ -166,14 +166,14 @@ def _seconds(source: Any) -> float:
 
 
 def silence(seconds: float) -> Audio:
-    """Return a silent recording of ``seconds``; all samples share the memory of one."""
+    """Return ``seconds`` of silence; all samples share the memory of one."""
     return Audio(np.broadcast_to(np.float32(0), round(seconds * RATE)), RATE, 1)
 
 
 def clip_sound(
     file: Path | bytes, start: float, limits: MediaLimits, label: str, count: MediaCount | None
 ) -> Audio:
-    """Read the sound of a video that starts at ``start`` seconds on the clock of
+    """Read the audio of a video that starts at second ``start`` on the clock of
     ``timeline.packets``.
 
     Raises:
@@ -270,7 +270,7 @@ def _in_threads(
     """Decode a long recording in several threads.
 
     Returns:
-        None if the recording is short, or if a piece differs from what the header says; decoding
+        The samples; None if the recording is short, or if a piece contradicts the header: decoding
         it again from the beginning then reports the fault.
     """
     import soundfile
@@ -311,7 +311,8 @@ def _in_threads(
 
 
 def sound_file(source: Path | bytes, label: str) -> Any | None:
-    """Open a WAV, FLAC or Ogg file of known length as a ``SoundFile``; None if FFmpeg must read it.
+    """Open a WAV, FLAC or Ogg file of known length as a ``SoundFile``; return None if FFmpeg must
+    read the file.
 
     Raises:
         InputError: if the file cannot be opened.
@@ -321,8 +322,8 @@ def sound_file(source: Path | bytes, label: str) -> Any | None:
     with opened_bytes(source, label) as raw:
         if raw.read(4) not in _LIBSNDFILE:
             return None
-    # libsndfile reads only the first of several joined Ogg streams, and skips missing pages
-    # without a gap.
+    # libsndfile reads only the first of several joined Ogg streams, and leaves no gap where pages
+    # are missing.
     if is_joined_ogg(source, label) or lacks_ogg_pages(source, label):
         return None
     try:
@@ -339,7 +340,7 @@ def sound_file(source: Path | bytes, label: str) -> Any | None:
 
 @contextmanager
 def opened(source: Path | bytes, label: str) -> Iterator[Any]:
-    """Open a recording, or a video with sound, as a PyAV container within the block.
+    """Open a recording, or a video with audio, as a PyAV container within the block.
 
     Raises:
         InputError: if the source cannot be read; read errors within the block are converted too.
@@ -359,7 +360,7 @@ def opened(source: Path | bytes, label: str) -> Iterator[Any]:
 
 def _clip_start(source: Path | bytes, limits: MediaLimits, label: str) -> float | None:
     """Return the second at which a video starts; None for a recording, which starts with its
-    sound."""
+    audio."""
     with opened(source, label) as container:
         if not (picture_track(container) and sound_track(container)):
             return None
@@ -379,7 +380,7 @@ def _with_av(
             raise InputError(f"{label}: has no audio track; pass a recording")
         promised = _promised_seconds(container, track, source, label)
         limits.check_audio(promised, label)
-        # Packed and not planar samples: with eight or more planes PyAV reads past the last one.
+        # Samples are packed, not planar: with eight or more planes PyAV reads past the last one.
         packed = av.AudioResampler(format="flt")
         mono: Mono | None = None
         for frame in decoded(container, track, _decoding(container, track)):
@@ -400,8 +401,8 @@ def _with_av(
             for part in packed.resample(frame):
                 mono.push(part.to_ndarray().reshape(part.samples, -1))
         if mono is None:
-            raise InputError(f"{label}: its sound cannot be decoded; convert it to WAV or FLAC")
-        # The length in a header may count from 0 although the sound begins later.
+            raise InputError(f"{label}: its audio cannot be decoded; convert it to WAV or FLAC")
+        # The length in a header may count from 0 although the audio begins later.
         promised = max(0.0, promised - max(0.0, start or 0.0))
         return mono.finish(promised, estimated=not _is_exact(container, track))
 
@@ -426,13 +427,13 @@ def _decoding(container: Any, track: Any) -> Callable[[Any], list[Any]]:
 
 
 def _promised_seconds(container: Any, stream: Any, source: Path | bytes, label: str) -> float:
-    """Return the duration in seconds stated in the header of an ``opened`` source; 0 if unknown."""
+    """Return the duration given in the header of an ``opened`` source, in seconds; 0 if unknown."""
     if container.format.name == "mp3":
         return mp3_seconds(source, label)
     if container.format.name in _GUESSED:
         return 0.0
     if container.format.name == "ogg" and is_joined_ogg(source, label):
-        return 0.0  # FFmpeg reports the length of the last stream alone
+        return 0.0  # FFmpeg reports only the length of the last stream
     seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
     if not seconds and not container.streams.video:
         seconds = (container.duration or 0) / 1e6
@@ -440,13 +441,13 @@ def _promised_seconds(container: Any, stream: Any, source: Path | bytes, label: 
 
 
 def container_seconds(source: Path | bytes) -> float:
-    """Return the length in seconds of the sound in a container, from its header; 0 if unknown."""
+    """Return the length of a container's audio in seconds, from its header; 0 if unknown."""
     with opened(source, "") as container:
         return _promised_seconds(container, sound_track(container), source, "")
 
 
 def _is_exact(container: Any, stream: Any) -> bool:
-    """Whether ``_promised_seconds`` is exact. For a video it is not: the sound may have gaps."""
+    """Whether ``_promised_seconds`` is exact; it is not for a video, whose audio may have gaps."""
     formats = container.format.name.split(",")
     if "mov" in formats:
         return bool(stream.duration) and not container.streams.video

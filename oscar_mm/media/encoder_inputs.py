@@ -1,13 +1,13 @@
-"""Encoder inputs: pixels and samples that are turned into features on the device of the tower.
+"""Encoder inputs: pixels and audio samples, converted to features on the tower's device.
 
 Qwen's image processor spends most of its time on values that a GPU computes in negligible time: it
 scales each byte to a float32, and writes each picture twice, as the pair of frames that the tower
 takes. Here the processor only resizes a picture and cuts it into patches of bytes, which are stored
-and copied with 3 bytes per pixel instead of 24. A hook of the model then computes what the
+and copied with 3 bytes per pixel instead of 24. A hook on the model then computes what the
 processor would have returned.
 
-A feature extractor keeps all cores busy for seconds on a long recording; a GPU takes negligible
-time. So if the tower is on a GPU, samples are stored and copied, and a hook of the model runs the
+A feature extractor keeps all cores busy for seconds on a long recording, but a GPU takes negligible
+time. So if the tower is on a GPU, samples are stored and copied, and a hook on the model runs the
 extractor on that GPU, one recording after the other. Otherwise features are computed before the
 prompt enters the queue.
 """
@@ -29,26 +29,26 @@ from oscar_mm.media.resample import RATE, Audio
 from oscar_mm.thread_pool import parallel_map
 
 _BATCH_PIXELS = 1 << 21
-"""Approximate number of pixels in the batch of pictures that a thread processes."""
+"""Approximate number of pixels in a thread's batch of pictures."""
 
 _ARGUMENTS = {"pixel_values": "image_processor", "pixel_values_videos": "video_processor"}
-"""Arguments of a model's forward, and the part of the processor that computes each."""
+"""Arguments of a model's forward method, and the part of the processor that computes each."""
 SAMPLES = "audio_samples"
-"""Argument of a model's forward that replaces the features and their mask: a list with the samples
-of each recording, (n,) float32, on the CPU."""
+"""Argument of a model's forward method that replaces the features and their mask: a list of each
+recording's samples, (n,) float32, on the CPU."""
 _MAX_SAMPLES = 3600 * RATE
-"""Maximum length of a recording whose features a GPU computes. An hour takes at most 2.5 GB
-meanwhile, less than the first convolution of Qwen3-Omni's tower, which takes 3 GB for 500 seconds
+"""Maximum length in samples of a recording whose features a GPU computes. For an hour this takes at
+most 2.5 GB, less than the first convolution of Qwen3-Omni's tower, which takes 3 GB for 500 seconds
 or more."""
 _EXTRACT = "_torch_extract_fbank_features"
-"""Method that an extractor calls with (recordings, samples) float32 of equal length and a device.
-Its ``__call__`` first copies the samples twice, which takes longer than all the rest on a GPU. With
-a version of transformers that lacks the method, features are computed before the prompt enters the
-queue."""
+"""Method of an extractor that takes (recordings, samples) float32 of equal length and a device. It
+is called directly, since ``__call__`` first copies the samples twice, which takes longer than all
+the rest on a GPU. With a version of transformers that lacks the method, features are computed
+before the prompt enters the queue."""
 
 
 class PixelScale(NamedTuple):
-    """How a processor scales bytes to floats: (byte * factor - mean) / std, per channel."""
+    """How a processor scales bytes to floats: (byte * factor - mean) / std for each channel."""
 
     factor: float
     mean: tuple[float, ...]
@@ -84,10 +84,10 @@ class PixelScale(NamedTuple):
 
 
 def scale_in_model(model: Any, processor: Any) -> None:
-    """Let a model accept pixels as bytes; only the first call for a model has an effect.
+    """Make a model accept pixels as bytes; only the first call for a model has an effect.
 
     Args:
-        model: model whose forward has the arguments pixel_values and pixel_values_videos.
+        model: model whose forward method takes pixel_values and pixel_values_videos.
         processor: processor with Qwen's image processor and video processor.
     """
     if hasattr(model, "_oscar_pixels"):
@@ -102,7 +102,7 @@ def _scale(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
 
 
 def scaled_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a model's forward, with pixels that are bytes scaled to floats."""
+    """Return the arguments of a model's forward method, with byte pixels scaled to floats."""
     found = dict(inputs)
     for name, (scale, part) in model._oscar_pixels.items():
         pixels = inputs.get(name)
@@ -112,8 +112,8 @@ def scaled_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_bytes(processor: Any, model: Any) -> Any:
-    """Copy a processor; the copy returns pixels as bytes wherever the model scales them the same
-    way."""
+    """Return a copy of a processor that returns pixels as bytes wherever the model scales them in
+    the same way."""
     twin = copy.copy(processor)
     for name, part in _ARGUMENTS.items():
         own = getattr(processor, part, None)
@@ -125,11 +125,11 @@ def in_bytes(processor: Any, model: Any) -> Any:
 
 
 def pixel_bounds(image_processor: Any) -> tuple[int, int]:
-    """Return the minimum and maximum number of pixels to which Qwen's image processor resizes."""
+    """Return the minimum and maximum pixels per image to which Qwen's image processor resizes."""
     size = image_processor.size
     given = {name: getattr(image_processor, name, None) for name in ("min_pixels", "max_pixels")}
     if given != dict.fromkeys(given):
-        # Versions of transformers differ in whether min_pixels or max_pixels alone has an effect.
+        # Versions of transformers differ in whether min_pixels or max_pixels has an effect alone.
         size = image_processor._standardize_kwargs(size=size, **given)["size"]
     return size["shortest_edge"], size["longest_edge"]
 
@@ -138,7 +138,7 @@ def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
     """Return the width and height to which Qwen's image processor resizes an image.
 
     Raises:
-        ValueError: if the processor refuses the aspect ratio.
+        ValueError: if the processor rejects the aspect ratio.
     """
     if not image_processor.do_resize:
         return width, height
@@ -165,7 +165,7 @@ class SizesKept(_Asking):
 
     Args:
         processor: the wrapped processor, which resizes the other media.
-        sized: for each medium of a call, whether it keeps its size.
+        sized: whether each media item of a call keeps its size.
     """
 
     def __init__(self, processor: Any, sized: Sequence[bool]) -> None:
@@ -201,7 +201,7 @@ class VideosInBytes(_InBytes):
     """Video processor that returns pixels as bytes."""
 
     def __call__(self, videos: Any, **options: Any) -> BatchFeature:
-        """Return patches of videos, (patches, channels x frames x side x side) uint8, and their
+        """Return the videos' patches, (patches, channels x frames x side x side) uint8, and
         grids."""
         return self._processor(videos, **{**options, **self.options})
 
@@ -212,7 +212,7 @@ class ImagesInBytes(_InBytes):
     options: ClassVar[dict[str, Any]] = {**_InBytes.options, "temporal_patch_size": 1}
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> BatchFeature:
-        """Return patches of RGB images, (patches, channels x side x side) uint8, and their
+        """Return the patches of RGB images, (patches, channels x side x side) uint8, and their
         grids."""
         batches = list(_batches(images))
         resizes = options.get("do_resize", self._processor.do_resize)
@@ -237,7 +237,7 @@ class ImagesInBytes(_InBytes):
 
 
 def _batches(images: Sequence[Image.Image]) -> Iterator[Sequence[Image.Image]]:
-    """Split images into runs of about ``_BATCH_PIXELS`` pixels, in their order."""
+    """Split images into runs of about ``_BATCH_PIXELS`` pixels, keeping their order."""
     before = accumulate((image.width * image.height for image in images), initial=0)
     numbers = [pixels // _BATCH_PIXELS for pixels in before][: len(images)]
     cuts = [place for place, (one, two) in enumerate(pairwise(numbers), 1) if one != two]
@@ -252,10 +252,10 @@ def tower_device(model: Any) -> torch.device | None:
 
 
 def make_features_in_model(model: Any, extractor: Any) -> None:
-    """Let a model accept samples; only the first call for a model has an effect.
+    """Make a model accept audio samples; only the first call for a model has an effect.
 
     Args:
-        model: model whose forward has the arguments input_features and feature_attention_mask.
+        model: model whose forward method takes input_features and feature_attention_mask.
         extractor: feature extractor of the model's processor.
     """
     if hasattr(model, "_oscar_extractor"):
@@ -269,7 +269,7 @@ def _make(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[
 
 
 def with_features(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a model's forward, with samples replaced by features."""
+    """Return the arguments of a model's forward method, with samples replaced by features."""
     found = dict(inputs)
     if SAMPLES in found:
         found |= _features(model._oscar_extractor, found.pop(SAMPLES), tower_device(model))
@@ -281,7 +281,7 @@ def _features(
     recordings: Sequence[torch.Tensor],
     device: torch.device | None,
 ) -> dict[str, torch.Tensor]:
-    """Compute features of each recording separately, padded to the longest, and their mask.
+    """Compute the features of each recording separately, padded to the longest, and their mask.
 
     Args:
         extractor: feature extractor of the model.
@@ -303,7 +303,7 @@ def _features(
 
 
 def can_defer(model: Any, extractor: Any, recordings: Iterable[Audio]) -> bool:
-    """Whether a prompt may store samples of these recordings, because the model computes the same
+    """Whether a prompt may store these recordings as samples, because the model computes the same
     features as this extractor."""
     alike = extractor is model._oscar_extractor and isinstance(extractor, WhisperFeatureExtractor)
     short = all(len(one.samples) <= _MAX_SAMPLES for one in recordings)
@@ -320,8 +320,8 @@ class DeferredFeatures:
         return getattr(self._extractor, name)
 
     def __call__(self, recordings: Sequence[np.ndarray], **options: Any) -> BatchFeature:
-        """Return the samples of one recording, (1, samples) float32, and the mask that its
-        features will have, (1, frames) int32."""
+        """Return the samples of one recording, (1, samples) float32, and the mask of its future
+        features, (1, frames) int32."""
         [samples] = recordings
         mask = np.ones((1, len(samples) // self._extractor.hop_length), np.int32)
         found = {"input_features": samples[None], "attention_mask": mask}
@@ -329,7 +329,7 @@ class DeferredFeatures:
 
 
 def as_samples(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the output of a processor that uses ``DeferredFeatures`` to arguments of a model."""
+    """Rename the outputs of a processor that uses ``DeferredFeatures`` to a model's arguments."""
     found = dict(inputs)
     if "input_features" in found:
         del found["feature_attention_mask"]

@@ -1,4 +1,4 @@
-"""Decode pictures of any kind to upright RGB images."""
+"""Decode any kind of picture to an upright RGB image."""
 
 import io
 import math
@@ -21,12 +21,12 @@ from oscar_mm.media.source import describe, local_source, none_if_unreadable, re
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 
 Fit = Callable[[int, int], tuple[int, int]]
-"""Function that maps the width and height of an upright picture to the size that a model uses."""
+"""Function from the width and height of an upright picture to the size that a model uses."""
 
 
 @dataclass(frozen=True)
 class Exactly:
-    """A ``Fit`` that always applies, also to small pictures and also to enlarge."""
+    """A ``Fit`` that always applies, even to small pictures and even if it enlarges them."""
 
     size: Fit
 
@@ -44,19 +44,18 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Operation that turns a picture upright, by its EXIF orientation; other orientations do not
-exist."""
+"""Operation that turns a picture upright, by EXIF orientation; no other orientations need one."""
 _LYING = 5
-"""EXIF orientations from this number on exchange width and height."""
+"""EXIF orientations from this number on swap width and height."""
 _STOPPING = {"AVIF": 1 << 20, "JPEG2000": 0}
-"""Formats whose decoders keep the GIL, and the number of pixels up to which that is brief. For
-JPEG 2000 no number is small enough, because a small picture may have many tiles."""
+"""Formats whose decoders hold the GIL, and the number of pixels up to which they do so only
+briefly. For JPEG 2000 no number is small enough, because a small picture may have many tiles."""
 _PIXEL_BYTES = {"WEBP": 17, "AVIF": 30, "JPEG2000": 40}
-"""Maximum bytes per pixel while a format is decoded, including those of a decoder process; measured
+"""Maximum memory per pixel while decoding a format, including a decoder process, in bytes; measured
 with pictures of 49 megapixels in all modes."""
 _OTHER_PIXEL_BYTES = 13
 _STRIP_PIXELS = 1 << 18
-"""Pixels of deep greyscale that are scaled at a time; each takes 25 bytes meanwhile."""
+"""Number of deep greyscale pixels that are scaled at a time; each takes 25 bytes meanwhile."""
 
 _DEFAULTS = MediaLimits()
 
@@ -77,22 +76,22 @@ def load_image(
     fit: Fit | None = None,
     count: MediaCount | None = None,
 ) -> Image.Image:
-    """Read a picture, turn it upright, put transparent parts on white and convert it to RGB.
+    """Read a picture, turn it upright, put transparent parts on white, and convert it to RGB.
 
     Args:
-        source: a path, encoded ``bytes``, a ``data:`` URI, an http(s) address (only with
+        source: a path, encoded ``bytes``, a ``data:`` URI, an http(s) URL (only with
             ``allow_remote``), a PIL image, or an array (H, W), (H, W, 1), (H, W, 3) or
-            (H, W, 4) of uint8, uint16, bool or floats in 0..1. An animation gives its first
-            frame. Greyscale deeper than 8 bits is scaled to 8 bits, never clipped.
-        allow_remote: fetch http(s) addresses; nothing is fetched without it.
+            (H, W, 4) of uint8, uint16, bool or floats in 0..1. Only the first frame of an animation
+            is used. Greyscale deeper than 8 bits is scaled to 8 bits, never clipped.
+        allow_remote: whether http(s) URLs may be fetched.
         limits: bounds, checked on the header before any pixel is decoded.
-        label: name of the picture in error messages; by default the path or address.
+        label: name of the picture in error messages; by default the path or URL.
         fit: function that computes the size that the model uses. A larger picture is scaled down
-            to it right away; a JPEG is scaled while it is decoded, so that 200 megapixels take no
-            more memory than other pictures. Pictures of up to ``limits.small_image_pixels`` keep
+            to that size right away, a JPEG even while it is decoded, so that 200 megapixels take
+            no more memory than other pictures. Pictures of up to ``limits.small_image_pixels`` keep
             their size, except with ``Exactly``.
-        count: totals of the request, to which the pixels in the header are added; large pictures
-            with the same totals are decoded one at a time.
+        count: totals of the request, to which the pixels in the header are added; a request decodes
+            its large pictures one at a time.
 
     Returns:
         A new image; ``source`` stays unchanged.
@@ -144,15 +143,15 @@ def load_image(
 def _drafted(
     image: Image.Image, fit: Fit | None, limits: MediaLimits, label: str
 ) -> tuple[int, int] | None:
-    """Set an opened JPEG to decode at 1/2, 1/4 or 1/8 of its size if ``fit`` needs no more.
+    """Set an opened JPEG to decode at 1/2, 1/4 or 1/8 of its size if that suffices for ``fit``.
 
     Returns:
-        Width and height that the model uses, upright; None if the image is decoded in full.
+        Upright width and height that the model uses; None if the image is decoded in full.
 
     Raises:
-        InputError: if the JPEG is too large even for that.
+        InputError: if the JPEG is too large even at a reduced size.
     """
-    # A progressive JPEG keeps all coefficients in memory, whatever the size it is decoded at.
+    # Decoding a progressive JPEG keeps all coefficients in memory, at any size.
     if fit is None or image.format != "JPEG" or "progressive" in image.info:
         return None
     limits.check_photo(*image.size, label)
@@ -180,7 +179,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> tuple[int, int]:
-    """Return the size to which an upright picture is scaled, or its own size."""
+    """Return the size to scale an upright picture to, or its own size."""
     if isinstance(fit, Exactly):
         return fit(width, height)
     if fit is None or width * height <= limits.small_image_pixels:
@@ -190,7 +189,7 @@ def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> t
 
 
 def eighth(width: int, height: int) -> tuple[int, int]:
-    """Return an eighth of a size: a ``Fit`` for previews, and to check that a picture decodes."""
+    """Return one eighth of a size. A ``Fit`` for previews and for checking that pictures decode."""
     return max(1, width // 8), max(1, height // 8)
 
 
@@ -218,7 +217,8 @@ def image_outline(
         source, limits, fit, count: see ``load_image``.
 
     Returns:
-        None if the header does not suffice, if the source is invalid, or if it is an address.
+        The outline; None if the header does not suffice, if the source is invalid, or if it is a
+        URL.
     """
     if isinstance(source, np.ndarray | Image.Image):
         is_array = isinstance(source, np.ndarray)
@@ -233,7 +233,7 @@ def image_outline(
         _count(upright, count, "")
         used = _drafted(image, fit, limits, "")
         limits.check_frame(*image.size, "")
-        # The encoded bytes are in memory twice if a decoder process gets a copy.
+        # The encoded bytes are in memory twice, because a decoder process may get a copy.
         header = 2 * encoded + header_bytes(image)
         return _outline(image.format, image.size, used or _fitting(*upright, fit, limits), header)
 
@@ -247,7 +247,7 @@ def _outline(
 
 
 def _upright(image: Image.Image) -> PictureSize:
-    # If a PNG has no EXIF data before its pixels, getexif() would decode the pixels to find some.
+    # If a PNG has no EXIF data before its pixels, getexif() would decode the pixels to find any.
     lies = (image.format != "PNG" or "exif" in image.info) and _orientation(image) >= _LYING
     return PictureSize(*(image.size[::-1] if lies else image.size))
 
@@ -265,10 +265,11 @@ def _decode(
     used: tuple[int, int] | None = None,
     scale: Callable[[Image.Image, tuple[int, int]], Image.Image] | None = None,
 ) -> Image.Image:
-    """Return a new image, scaled to ``used`` if that is given, else by ``fit``.
+    """Return a new image, scaled to ``used`` if given, else by ``fit``.
 
     Args:
-        scale: function that decodes the image to a given size; by default in this process.
+        scale: function that decodes the image to a given size; by default it is decoded in this
+            process.
     """
     limits.check_frame(*image.size, label)
     scale = scale or scaled
@@ -279,9 +280,9 @@ def _decode(
         turned = -1 if orientation >= _LYING else 1
         width, height = image.size[::turned]
         across, down = (used or _fitting(width, height, fit, limits))[::turned]
-        # Scaling comes before turning and before the white background, so that copies are small.
+        # Scale before turning and adding the white background, so that copies are small.
         picture = scale(image, (across, down))
-        picture.info = {}  # An orientation in it would be applied again by the next reader.
+        picture.info = {}  # The next reader would apply an orientation in it again.
         turn = _TURNS.get(orientation)
         return picture if turn is None else picture.transpose(turn)
     except Cancelled:
@@ -291,7 +292,8 @@ def _decode(
 
 
 def scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Return a new RGB image of a given size, transparent parts on white, orientation unchanged."""
+    """Return a new RGB image of a given size, with transparent parts on white and the same
+    orientation."""
     picture = _continuous(image)
     if size != picture.size:
         picture = picture.resize(size, Image.Resampling.BICUBIC)
@@ -315,11 +317,11 @@ def _continuous(image: Image.Image) -> Image.Image:
 
 
 def _from_deep_gray(image: Image.Image) -> Image.Image:
-    """Convert greyscale in PIL's modes I;16, I or F to mode L, scaled from the range of its values.
+    """Convert greyscale in PIL's modes I;16, I or F to mode L, scaling its range to uint8.
 
-    I;16 has a fixed range. For I and F the range is the smallest common one that contains all
-    values (floats: 0..1 or 0..255; integers: 0..255 or 0..65535), else the picture's own minimum
-    and maximum.
+    I;16 has a fixed range. For I and F it is the smallest usual range that contains all values
+    (floats: 0..1 or 0..255; integers: 0..255 or 0..65535), or, if there is none, the picture's own
+    minimum to maximum.
     """
     low, high = 0.0, 65535.0
     if not image.mode.startswith("I;16"):
@@ -336,7 +338,7 @@ def _from_deep_gray(image: Image.Image) -> Image.Image:
 
 
 def _strips(image: Image.Image) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield horizontal strips of an image from top to bottom: number of the first row, values."""
+    """Yield horizontal strips of an image from top to bottom, as (first row's index, values)."""
     rows = max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         box = (0, top, image.width, min(top + rows, image.height))

@@ -31,30 +31,30 @@ from oscar_mm.thread_pool import parallel_map, thread_count
 
 _KINDS = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 _BLOCK_BYTES = 1 << 24
-"""Bytes of a recording or of frames that one thread hashes: four minutes of sound."""
+"""Bytes of a recording or of frames that one thread hashes; equals four minutes of audio."""
 
 _IMAGE_BYTES = 8
-"""Bytes per pixel of a picture, including its processor's, until its prompt is complete."""
+"""Memory per pixel of a picture, including its processor's, until its prompt is complete."""
 _FRAME_BYTES = 9
-"""Bytes per pixel of a video's kept frames, including their processor's."""
+"""Memory per pixel of a video's kept frames, including the processor's, in bytes."""
 _DECODER_BYTES = 48
-"""Bytes per pixel of a frame that a video decoder takes: it buffers some 20 frames."""
+"""Memory that a video decoder takes per pixel of a frame, in bytes: it buffers some 20 frames."""
 _SECOND_BYTES = 300_000
-"""Bytes per second of sound, including its features."""
+"""Memory per second of audio, including its features, in bytes."""
 _SOUND_BYTES = 1 << 25
-"""Bytes that every recording takes, however short it is."""
+"""Memory that every recording takes, however short it is, in bytes."""
 
 
 def media_digest(medium: Image.Image | Video | Audio, *, sized: bool = False) -> str:
-    """Hash an image's pixels, a video's frames, times and sound, or a recording's samples.
+    """Hash an image's pixels, a video's frames, times and audio, or a recording's samples.
 
-    The digest covers sizes, modes and rates too, so that media of different shapes never hash the
-    same bytes. For a recording or a video of several blocks of 16 MiB, it is a digest of the
+    Sizes, modes and rates are hashed too, so that media of different shapes never hash the same
+    bytes. The digest of a recording or video of more than one 16-MiB block is the hash of the
     blocks' digests, which several threads compute.
 
     Args:
-        medium: decoded medium.
-        sized: whether the model reads the medium at its present size, without resizing.
+        medium: decoded media item.
+        sized: whether the model reads the item at its present size, without resizing.
 
     Returns:
         64 hexadecimal digits.
@@ -89,12 +89,12 @@ def _blocks(array: np.ndarray) -> list[memoryview]:
 
 @dataclass(frozen=True, eq=False)
 class Medium:
-    """A decoded medium.
+    """A decoded media item.
 
     Attributes:
         modality: IMAGE, VIDEO or AUDIO.
         content: a PIL image in mode RGB, a ``Video`` or an ``Audio``.
-        label: name to display: the file's name, or the place in the arguments such as images[2].
+        label: name to display: the file's name, or the place in the arguments, such as images[2].
         sized: whether options set the size of the pictures, which the processor then keeps.
     """
 
@@ -123,7 +123,7 @@ class Medium:
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """Decoded images, videos (with ``sound``, if the model is to hear it) and recordings of a turn.
+    """Decoded images, videos (with ``sound``, if the model uses it) and recordings of a turn.
 
     Attributes:
         images: PIL images in mode RGB.
@@ -131,7 +131,7 @@ class Media:
         audio: recordings.
         labels: names of the images, then of the videos, then of the recordings; by default their
             places in the arguments, such as images[2].
-        sized: for each medium in the same order, whether options set the size of its pictures; by
+        sized: whether options set the size of the pictures, for each item in the same order; by
             default False.
     """
 
@@ -165,7 +165,7 @@ class Media:
         return iter(self._listed)
 
     def __len__(self) -> int:
-        """Return the number of media."""
+        """Return the number of media items."""
         return len(self._listed)
 
     @property
@@ -186,11 +186,11 @@ class Media:
 
 @dataclass(frozen=True, eq=False)
 class Outline(Media):
-    """Media before decoding, of which only the sizes are known.
+    """Media before decoding, when only their sizes are known.
 
     Attributes:
-        decoding_bytes: memory that all media of the request, also those of unknown size, take from
-            decoding until the prompt is complete.
+        decoding_bytes: memory that all media of the request, including those of unknown size, take
+            from decoding until the prompt is complete.
         limits: limits to decode the media with.
     """
 
@@ -204,14 +204,14 @@ class MediaReader:
 
     Attributes:
         limits: limits on media.
-        allow_remote: whether media may be http(s) addresses.
-        video_fps: frames per second that are sampled from videos.
-        fit: function that computes the size of an image that the model uses, see ``load_image``.
-        sizes: the model's rule for media options; None supports no options.
-        max_seconds: maximum seconds of sound in a request.
+        allow_remote: whether media may be http(s) URLs.
+        video_fps: frames per second to sample from videos.
+        fit: function that computes the image size that the model uses, see ``load_image``.
+        sizes: the model's rule for media options; None if it supports no options.
+        max_seconds: maximum seconds of audio in a request.
 
     Raises:
-        InputError: if ``limits`` or ``video_fps`` cannot be used.
+        InputError: if ``limits`` or ``video_fps`` is invalid.
     """
 
     limits: MediaLimits
@@ -225,7 +225,7 @@ class MediaReader:
         fps = self.video_fps
         is_number = isinstance(fps, int | float) and not isinstance(fps, bool)
         if not (is_number and 0 < fps < math.inf):
-            raise InputError(f"video_fps={fps!r}: must be frames per second, above 0")
+            raise InputError(f"video_fps={fps!r}: must be a number of frames per second above 0")
         if not isinstance(self.limits, MediaLimits):
             kind = type(self.limits).__name__
             raise InputError(f"limits: must be MediaLimits or None, not {kind}")
@@ -267,16 +267,16 @@ class MediaReader:
         Args:
             parts: media of the request.
             fits: function that raises if media of these sizes do not fit. It is called before
-                decoding with the media whose headers give their sizes, and after decoding with all
-                media if some headers did not.
+                decoding, with the media whose headers give their sizes, and, if some headers did
+                not, again after decoding, with all media.
             cancelled: function that returns whether the request was cancelled.
 
         Yields:
             The decoded media.
 
         Raises:
-            InputError: if a medium cannot be read (the message names the first such medium), or if
-                the media together are too much.
+            InputError: if a media item cannot be read (the message names the first such item), or
+                if the media together exceed a limit.
             Cancelled: if the request was cancelled.
         """
         count = MediaCount(self.limits, self.max_seconds, cancelled)
@@ -294,10 +294,10 @@ class MediaReader:
             yield media
 
     def _check_options(self, parts: Sequence[MediaPart]) -> None:
-        """Refuse options that the model does not support, and values beyond the limits.
+        """Reject options that the model does not support, and values beyond the limits.
 
         Raises:
-            InputError: if an option is refused; the message names the medium and the option.
+            InputError: if an option is rejected; the message names the media item and the option.
         """
         known = self._options
         for part in parts:
@@ -358,7 +358,7 @@ class MediaReader:
         )
 
     def _clip_options(self, part: MediaPart) -> dict[str, Any]:
-        """Return the arguments with which a video is read."""
+        """Return the arguments for reading a video."""
         how = {"fps": self.video_fps, "sound": part.sound}
         return how | {"options": part.options, "sizes": self.sizes}
 
@@ -371,7 +371,7 @@ class MediaReader:
             parts: media of the request.
 
         Raises:
-            InputError: if there are too many, or the images have too many pixels.
+            InputError: if there are too many media, or the images have too many pixels.
         """
         self.limits.check_count(len(parts))
         count = MediaCount(self.limits)
@@ -415,7 +415,8 @@ class MediaReader:
         return [image_outline(part.source, fit=self._fit(part), **how) for part in parts]
 
     def _clip_bytes(self, part: MediaPart, outline: Video | None) -> int:
-        """Return the bytes that a video takes; without an outline, the limits' maximum."""
+        """Return the memory that a video takes, in bytes; the maximum under the limits if there is
+        no outline."""
         limit = self.limits.max_video_pixels
         kept = limit if outline is None else math.prod(outline.frames.shape[:3])
         taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(part.source) or 0)
@@ -428,7 +429,7 @@ class MediaReader:
         return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, limit))
 
     def _fetched(self, parts: Sequence[MediaPart]) -> list[MediaPart]:
-        """Download the parts that are addresses, and replace each address by its bytes.
+        """Download the parts that are URLs, and replace each URL by its bytes.
 
         Downloads run one after the other in the calling thread: a thread of the shared pool must
         not wait for a remote server.
@@ -451,7 +452,8 @@ def _of_kind(parts: Sequence[MediaPart], kind: Modality) -> list[MediaPart]:
 
 
 def _picture_bytes(outlines: Sequence[ImageOutline | None]) -> int:
-    """Return the bytes that pictures take: those decoded at the same time, and all results."""
+    """Return the memory that pictures take, in bytes: decoding those that are decoded at the same
+    time, and all results."""
     images = [image for image in outlines if image is not None]
     results = sum(image.size.width * image.size.height for image in images)
     small = sorted(image.decoding_bytes for image in images if not image.large)
@@ -460,7 +462,7 @@ def _picture_bytes(outlines: Sequence[ImageOutline | None]) -> int:
 
 
 def _reading(parts: Sequence[MediaPart]) -> Callable[..., Iterable[Any]]:
-    """Return a parallel or a sequential map to read parts with.
+    """Return a parallel or a sequential map for reading parts.
 
     Parts that include PIL images or arrays are read one after the other: a PIL image may not be
     loaded yet and may occur twice, and copies of several large arrays would be in memory at once.

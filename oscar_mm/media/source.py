@@ -1,4 +1,4 @@
-"""Read media from a path, a data URI or an http(s) address, within limits."""
+"""Read media from a path, a data URI or an http(s) URL, within limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from oscar_mm.media.limits import MediaLimits
 T = TypeVar("T")
 
 _CHUNK = 64 * 1024
-# Two letters or more before "://", so that a Windows drive is a path.
+# There must be at least two letters before "://", so that a Windows drive counts as a path.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
@@ -33,7 +33,7 @@ class NamedBytes(bytes):
     """Encoded bytes with a name for messages.
 
     Attributes:
-        name: name given by the sender.
+        name: name that the sender gave.
     """
 
     name: str
@@ -46,7 +46,7 @@ class NamedBytes(bytes):
 
 
 def describe(source: object, argument: str) -> str:
-    """Return a source's name for error messages: its path, address or name, else ``argument``."""
+    """Return a source's name for error messages: its path, URL or name, else ``argument``."""
     if isinstance(source, NamedBytes):
         return source.name
     if isinstance(source, Path):
@@ -59,17 +59,17 @@ def describe(source: object, argument: str) -> str:
 
 
 def is_address(source: object) -> TypeGuard[str]:
-    """Whether a source is a ``data:`` URI or an http(s) address, which ``read_bytes`` reads."""
+    """Whether a source is a ``data:`` URI or an http(s) URL, which ``read_bytes`` can read."""
     return isinstance(source, str) and (_is_data_uri(source) or is_fetched(source))
 
 
 def has_scheme(source: str) -> bool:
-    """Whether a source is an address of any kind, including unsupported ones such as s3://."""
+    """Whether a source is a URL of any kind, including unsupported ones such as s3://."""
     return _SCHEME.match(source) is not None
 
 
 def is_fetched(source: object) -> bool:
-    """Whether a source is an http(s) address."""
+    """Whether a source is an http(s) URL."""
     scheme = _SCHEME.match(source) if isinstance(source, str) else None
     return scheme is not None and scheme[1].lower() in ("http", "https")
 
@@ -82,7 +82,7 @@ def existing_file(source: str | Path, label: str) -> Path:
     """Return the path of a file after checking that it exists and is not empty.
 
     Raises:
-        InputError: if the source is an address, a missing file, a folder or an empty file.
+        InputError: if the source is a URL, a missing file, a folder or an empty file.
     """
     if isinstance(source, str) and (scheme := _SCHEME.match(source)):
         if scheme[1].lower() == "file":
@@ -105,15 +105,16 @@ def existing_file(source: str | Path, label: str) -> Path:
 
 
 def local_source(source: Any) -> Any:
-    """Return a path or a byte stream for a parser; None for an address or a data URI, which makes
-    parsers fail."""
+    """Return a path or a byte stream for a parser; None for an http(s) URL or a data URI, which
+    makes parsers fail."""
     if isinstance(source, bytes | bytearray | memoryview):
         return io.BytesIO(source)
     return None if is_address(source) else existing_file(source, "")
 
 
 def none_if_unreadable(read: Callable[..., T]) -> Callable[..., T | None]:
-    """Decorate ``read`` to return None where it raises; decoding the medium reports the error."""
+    """Decorate ``read`` to return None where it would raise; decoding the media item later reports
+    the error."""
 
     @wraps(read)
     def guarded(*args: Any, **kwargs: Any) -> T | None:
@@ -129,7 +130,7 @@ class AllowedHosts:
     """Hosts from which media may be fetched, on any port; redirects are not followed.
 
     Args:
-        names: host names, which must match exactly; "*.example.org" matches all hosts below
+        names: host names, which must match exactly; "*.example.org" matches all subdomains of
             example.org, but not example.org itself.
 
     Raises:
@@ -144,11 +145,11 @@ class AllowedHosts:
             (self._above if below else self._exact).add(_host(name.removeprefix("*.")))
 
     def check(self, url: str, label: str) -> None:
-        """Refuse an address on a host that is not allowed.
+        """Reject a URL on a host that is not allowed.
 
         Args:
-            url: the address in ASCII.
-            label: name of the medium in error messages.
+            url: the URL in ASCII.
+            label: name of the media item in error messages.
 
         Raises:
             InputError: if the host is not allowed; the message names it.
@@ -161,7 +162,7 @@ class AllowedHosts:
 
 
 def _host(name: str) -> str:
-    """Return a host name in ASCII and in lower case."""
+    """Convert a host name to ASCII and lower case."""
     try:
         found = urllib.parse.urlsplit(_encoded(f"http://{name}/"))
         has_more = found.port is not None or found.path != "/" or found.username or found.query
@@ -180,11 +181,10 @@ def read_bytes(
     label: str,
     hosts: AllowedHosts | None = None,
 ) -> bytes:
-    """Read the encoded bytes at a path, in a ``data:`` URI or, with ``allow_remote``, at an http(s)
-    address.
+    """Read encoded bytes from a path, a ``data:`` URI or, with ``allow_remote``, an http(s) URL.
 
-    Without ``hosts`` any address is fetched, including addresses of the local network: a server
-    that accepts addresses from strangers must be isolated from its own network.
+    Without ``hosts`` any URL is fetched, including URLs on the local network: a server that accepts
+    URLs from strangers must be isolated from its own network.
 
     Raises:
         InputError: if there is nothing to read, remote media are not allowed, the host is not
@@ -223,8 +223,8 @@ def _data_uri(uri: str, limits: MediaLimits, label: str) -> bytes:
 class _Deadline(urllib.request.AbstractHTTPHandler):
     """HTTP handler with a deadline for a whole request, redirects included.
 
-    The timeout of urllib limits each pause only; this closes the connections when time is up, also
-    while headers are read.
+    The timeout of urllib limits only each pause; this handler closes the connections when time is
+    up, even while headers are being read.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -287,10 +287,10 @@ def _opener(deadline: _Deadline, *, redirects: bool) -> urllib.request.OpenerDir
 
 
 def _encoded(url: str) -> str:
-    """Convert an address to ASCII as browsers do: percent-encoded, the host by IDNA.
+    """Convert a URL to ASCII as browsers do: percent-encoded, with the host encoded by IDNA.
 
     Raises:
-        ValueError: if it is not a valid address.
+        ValueError: if the URL is not valid.
     """
     import httpx  # slow to import
 
@@ -316,7 +316,7 @@ def _fetch(url: str, limits: MediaLimits, label: str, hosts: AllowedHosts | None
         ):
             if deadline.is_over:
                 raise TimeoutError
-            # Not get_content_type(), which reports a missing or malformed type as text.
+            # get_content_type() is not used, since it reports a missing or malformed type as text.
             kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind.startswith(("text/", "application/json")):
                 raise InputError(f"{label}: the server returned {kind}, not a media file")

@@ -1,4 +1,4 @@
-"""Decode videos to sampled RGB frames with their times, in bounded memory."""
+"""Decode videos to sampled RGB frames and their times, in bounded memory."""
 
 import io
 import math
@@ -52,11 +52,11 @@ class Video:
             Qwen's processors join frames in pairs).
         seconds: length of the whole clip.
         fps: frames per second: frame i is what the clip shows i / fps seconds after its start,
-            unless ``chosen`` says otherwise.
-        sound: the sound of the part of the clip that is read, if it was requested and the file has
-            an audio track.
-        chosen: seconds after the start of the clip at which each frame is shown, if options chose
-            the frames; else None.
+            unless ``chosen`` is set.
+        sound: audio of the part of the clip that is read, if it was requested and the file has an
+            audio track.
+        chosen: time of each frame, in seconds after the start of the clip, if options chose the
+            frames; else None.
     """
 
     frames: np.ndarray
@@ -67,14 +67,14 @@ class Video:
 
     @property
     def times(self) -> list[float]:
-        """Seconds after the start of the clip at which each frame is on show."""
+        """Time of each frame, in seconds after the start of the clip."""
         if self.chosen is not None:
             return [*self.chosen]
         return [index / self.fps for index in range(len(self.frames))]
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Arguments of ``transformers.video_utils.VideoMetadata``, a new dict at each access.
+        """Arguments for ``transformers.video_utils.VideoMetadata``, a new dict at each access.
 
         Processors divide the frame indices by the frame rate, and write the times into the prompt.
         They extend the list in place, so it must not be shared.
@@ -112,17 +112,17 @@ def load_video(
         source: path or bytes of a video file, an array (T, H, W, C) or a list of PIL images or
             arrays as in :func:`load_image`, all of one size.
         limits: bounds on length, frames and pixels; see :class:`MediaLimits`.
-        fps: frames per second to keep of a file, each the frame on show at that time; fewer if
+        fps: frames per second to keep from a file, each the frame shown at its time; fewer if
             these would exceed ``limits.max_video_frames``, more if only one would remain. For a
             list or an array, the rate at which its frames were taken; all of them are kept.
-        sound: whether to read the sound of a file too; frames and silent files have none.
+        sound: whether to read the file's audio too; lists of frames and silent files have none.
         label: name of the clip in error messages; by default the path.
         count: totals of the request that the clip belongs to.
-        options: frames of a file to keep, which override ``fps``, and the size of the frames.
-        sizes: the model's rule for sizes; None ignores the options of size.
+        options: which frames to keep from a file, overriding ``fps``, and the size of the frames.
+        sizes: the model's rule for sizes; None ignores the size options.
 
     Returns:
-        The sampled frames with their times, and the sound.
+        The sampled frames with their times, and the audio.
 
     Raises:
         InputError: if there is nothing to read, or the source is not a video or has no video
@@ -130,7 +130,7 @@ def load_video(
             if ``fps`` is unusable.
     """
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
-        raise InputError(f"fps={fps!r}: must be frames per second above 0, such as 2.0")
+        raise InputError(f"fps={fps!r}: must be a number of frames per second above 0, such as 2.0")
     name = label or describe(source, "video")
     if isinstance(source, (str, Path, bytes)):
         file = _file(source, name)
@@ -153,7 +153,7 @@ def load_video(
 
 
 def _part_of(sound: Audio, start: float, end: float) -> Audio:
-    """Return the sound between two times in seconds."""
+    """Return the audio between two times, in seconds."""
     samples = sound.samples[round(start * RATE) : round(end * RATE)]
     return replace(sound, samples=samples.copy())
 
@@ -168,12 +168,13 @@ def video_outline(
     options: MediaOptions = NO_OPTIONS,
     sizes: SizeRule | None = None,
 ) -> Video | None:
-    """Return the video that ``load_video`` would return, without pixels, from the header alone.
+    """Return the video that ``load_video`` would return, but without pixels, from the header alone.
 
     The outline of a file may have one frame less.
 
     Returns:
-        None if the header does not suffice, if the source is invalid, or if it is an address.
+        The outline; None if the header does not suffice, if the source is invalid, or if it is a
+        URL.
     """
     if isinstance(source, str | Path | bytes):
         file = _file(source, "")
@@ -189,7 +190,7 @@ def video_outline(
         if audio is not None and choice.span is not None:
             start, end = choice.span
             audio = silence(max(0.0, min(audio.seconds, end) - start))
-        # Whether the last frame, or pair of frames, is kept depends on timestamps in the file.
+        # Timestamps in the file decide whether the last frame, or pair of frames, is kept.
         count = max(2, len(choice.times) - (2 if options.chooses_frames else 1))
         # The header does not say whether frames are rotated; the number of pixels is the same.
         kept = plan.size(*size, len(choice.times), turned=False)
@@ -204,7 +205,8 @@ def video_outline(
 
 @none_if_unreadable
 def frame_pixels(source: Any) -> int | None:
-    """Return the pixels of a frame of a file, from its header; None as in ``video_outline``."""
+    """Return the number of pixels per frame of a file, from its header; None as in
+    ``video_outline``."""
     with _opened_video(_file(source, ""), "") as (_, stream):
         return stream.width * stream.height
 
@@ -212,14 +214,14 @@ def frame_pixels(source: Any) -> int | None:
 def sampled(
     seconds: float, size: tuple[int, int], fps: float, limits: MediaLimits, sound: Audio | None
 ) -> Video:
-    """Return the video that ``load_video`` would keep of a file, with frames on the meta device.
+    """Return the video that ``load_video`` would return, with its frames on the meta device.
 
     Args:
         seconds: length of the file, above 0.
         size: width and height of the file's frames, in pixels.
         fps: frames per second to keep, if the limits allow it.
         limits: bounds on frames and pixels.
-        sound: sound of the video, if it is read too.
+        sound: audio of the video, if it is used too.
     """
     count, rate = _kept_frames(seconds, fps, limits)
     return _outline(count, _kept_size(*size, count, limits), seconds, rate, sound)
@@ -235,11 +237,11 @@ def _outline(
 
 @dataclass(frozen=True)
 class _FramePlan:
-    """Frames of a clip to keep, and their size.
+    """Which frames of a clip to keep, and at what size.
 
     Attributes:
-        fps: for a file, frames per second to keep unless options choose frames; for a list, its
-            rate.
+        fps: for a file, frames per second to keep unless options choose frames; for a list, the
+            rate of its frames.
         options, limits, sizes, label: see ``load_video``.
     """
 
@@ -250,7 +252,7 @@ class _FramePlan:
     label: str
 
     def frames(self, seconds: float, file_rate: float) -> FrameChoice:
-        """Choose the frames of a file, given its length in seconds and its frames per second."""
+        """Choose frames of a file, given its length in seconds and its frame rate."""
         if self.options.chooses_frames:
             how = self.fps, self.options, self.limits, self.label
             return chosen_frames(seconds, file_rate, *how)
@@ -259,7 +261,7 @@ class _FramePlan:
         return FrameChoice(times, times, rate)
 
     def size(self, width: int, height: int, frames: int, *, turned: bool) -> tuple[int, int]:
-        """Return the width and height at which frames of a file are kept, before rotation."""
+        """Return the width and height at which to keep a file's frames, before rotation."""
         if self.sizes is None or not self.options.scales_frames:
             return _kept_size(width, height, frames, self.limits)
         limit = self.limits.max_video_pixels // frames
@@ -281,7 +283,7 @@ class _FramePlan:
         return (height, width) if turned else (width, height)
 
     def listed_size(self, width: int, height: int, frames: int) -> tuple[int, int]:
-        """Return the width and height at which frames of a list are kept; by default their own."""
+        """Return the width and height at which to keep a list's frames; by default their own."""
         if self.sizes is None or not self.options.scales_frames:
             return width, height
         return self.size(width, height, frames, turned=False)
@@ -347,7 +349,7 @@ def _opened_video(file: Path | bytes, label: str) -> Iterator[tuple[Any, Any]]:
         with av.open(where, options=options, **LENIENT) as container:
             track = picture_track(container)
             if track is None:
-                raise InputError(f"{label}: has no video stream; is it a sound file?")
+                raise InputError(f"{label}: has no video stream; is it an audio file?")
             yield container, track
     except FFmpegError as error:
         raise InputError(
@@ -369,7 +371,8 @@ def _from_file(
     """Decode a clip frame by frame, storing only the kept frames.
 
     Returns:
-        The video, and the start and end in seconds of the part that was read, None for all of it.
+        The video, and the start and end of the part that was read, in seconds; None if it was read
+        in full.
     """
     label = plan.label
     kept: np.ndarray | None = None
@@ -399,7 +402,7 @@ def _from_file(
 
 
 def _pictures(container: Any, track: Any, start: float) -> Iterator[tuple[float, Any]]:
-    """Yield decoded frames with the seconds after the start of the clip at which they are due."""
+    """Yield decoded frames with their times, in seconds after the start of the clip."""
     before = 0.0
     for index, frame in enumerate(decoded(container, track, track.decode)):
         time = time_of(frame, track)
@@ -418,8 +421,8 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _displayed(pixels: np.ndarray, matrix: tuple[int, int, int, int]) -> np.ndarray:
-    """Mirror and rotate (H, W, 3) pixels by the multiple of 90 degrees nearest to a display
-    matrix."""
+    """Mirror (H, W, 3) pixels and rotate them by a multiple of 90 degrees, as close as possible to
+    a display matrix."""
     a, b, c, d = matrix
     if _is_turned(matrix):
         pixels, a, d = pixels.swapaxes(0, 1), c, b
@@ -433,7 +436,7 @@ def _is_turned(matrix: tuple[int, int, int, int]) -> bool:
 
 
 def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[int, float]:
-    """Return how many frames of a clip are kept, and how many per second (rate).
+    """Return how many frames of a clip to keep, and their rate in frames per second.
 
     Frames are kept at 0, 1 / rate, 2 / rate, ... seconds, up to the end of the clip.
 
@@ -447,7 +450,7 @@ def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[int, 
 
 
 def _kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:
-    """Return the width and height at which ``frames`` frames fit the limit on pixels."""
+    """Return the width and height at which ``frames`` frames are within the pixel limit."""
     scale = min(1.0, math.sqrt(limits.max_video_pixels / (width * height * frames)))
     width, height = (max(MIN_VIDEO_SIDE, int(side * scale)) for side in (width, height))
     return width, height

@@ -1,8 +1,8 @@
-"""Block tables: turn a scheduler's view of a batch into the tables of decode and store.
+"""Block tables: convert a scheduler's view of a batch to the tables of decode and store.
 
-For engines whose scheduler gives each request a row of a block table, such as vLLM: a block is a
-stream page, and all tokens are packed immediately. Rings additionally store some tokens unpacked
-(``oscar_mm.ops.rings``). The tables are made on the device, since the host does not know the
+For engines such as vLLM, whose scheduler gives each request a row of a block table. A block is a
+stream page, and all tokens are packed immediately; rings also store some tokens unpacked
+(``oscar_mm.ops.rings``). The tables are built on the device, since the host does not know the
 lengths of the requests.
 """
 
@@ -27,32 +27,33 @@ _WRITTEN = 7
 
 
 class BlockTables(NamedTuple):
-    """Arguments of ``block_tables``, all int32 except the slots; the last seven are outputs.
+    """Arguments of ``block_tables``. All are int32 except the slots; the last seven are outputs.
 
     Attributes:
         blocks: (rows, max pages): pages of each request, including those of its new tokens.
-        lengths: (rows,) tokens of each request, including new ones.
+        lengths: (rows,): number of tokens of each request, including new ones.
         starts: (rows + 1,): start of each request's new tokens in the batch; a request without new
             tokens has no tokens at all.
-        slots: (tokens,) int64, page * 128 + place of each new token; a token with a negative slot
+        slots: (tokens,) int64: page * 128 + place of each new token; a token with a negative slot
             is not stored.
-        decodes: number of leading requests that have the same few new tokens and use decode.
+        decodes: number of requests that use decode; they come first, and each has the same small
+            number of new tokens.
         row_tiles: ``row_tiles`` of a request's new tokens if all requests decode; otherwise 0.
-        kv_heads: KV heads of a layer.
-        columns: new tokens of a decoding request times query heads per KV head.
-        staged: whether ``store`` reads the new tokens from their rings; otherwise from the new keys
-            and values. No request has more new tokens than its ring has places.
+        kv_heads: number of KV heads per layer.
+        columns: new tokens per decoding request times query heads per KV head.
+        staged: whether ``store`` reads the new tokens from their rings instead of the new keys and
+            values. If so, no request has more new tokens than its ring has places.
         shape: shape of the rings.
         tails: (rows, 2), see ``oscar_mm.ops.rings``.
-        items: (decodes or more, max pages, 2), see ``oscar_mm.ops.decode``: a request's pages
-            without its new tokens, and without the tokens that are read from its ring.
+        items: (decodes or more, max pages, 2), see ``oscar_mm.ops.decode``: a request's pages,
+            without its new tokens and the tokens that are read from its ring.
         counts: (decodes or more, 2), see ``oscar_mm.ops.decode``.
         assignments: (thread blocks, 16), see ``oscar_mm.ops.decode``.
         jobs: (``job_count``, 20), see ``oscar_mm.ops.store``, for new tokens in one row. Surplus
             jobs store nothing.
         begins: (``begin_count``, 36), see ``oscar_mm.ops.store``. A page's center is the mean of
-            its first 32 tokens if they are all new, otherwise of the last 32 of the request's new
-            tokens; if there are fewer, of keys that the page before stores.
+            its first 32 keys if they are all new, otherwise of the request's last 32 new keys; if
+            there are fewer new keys, it is the mean of keys stored in the previous page.
         recents: (decodes or more, ``shape.max_read`` or more), see ``oscar_mm.ops.decode``: the
             first tokens of a request, if its ring has received all of them, and its most recent
             ones.
@@ -85,12 +86,12 @@ class BlockTables(NamedTuple):
 
 
 def row_tiles(tokens: int) -> int:
-    """Return the maximum jobs of consecutive tokens, for any place of the first one."""
+    """Return the maximum number of jobs for consecutive tokens, wherever the first one is."""
     return (tokens + 2 * (TILE - 1)) // TILE
 
 
 def job_count(rows: int, tokens: int, of_row: int) -> int:
-    """Return the maximum jobs of requests with this total of new tokens.
+    """Return the maximum number of jobs for requests with this total number of new tokens.
 
     Args:
         of_row: ``BlockTables.row_tiles``.
@@ -99,7 +100,7 @@ def job_count(rows: int, tokens: int, of_row: int) -> int:
 
 
 def begin_count(rows: int, tokens: int, of_row: int) -> int:
-    """Return the maximum number of pages that begin for requests with this total of new tokens."""
+    """Return the maximum number of new pages for requests with this total number of new tokens."""
     return rows if of_row else rows + tokens // PAGE_TOKENS
 
 
@@ -144,7 +145,7 @@ class BlockTablesKernel(OperationKernel[None], operation="block_tables", bound=0
     def disagreement(
         specialization: None, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the share of numbers that differ, for decoding and mixed batches."""
+        """Return the fraction of numbers that differ, for decoding and mixed batches."""
         differing = []
         for past, new, decodes in _CHECKED:
             found, expected = (checked_tables(past, new, decodes, device) for _ in range(2))
@@ -164,13 +165,13 @@ _CHECKED = (
     ([33, 400, 0, 250, 100, 1280, 256], [1, 1, 300, 10, 40, 1, 640], 2),
     ([0, 7], [2000, 31], 0),
 )
-"""Past and new tokens of requests, and the number of decoding requests."""
+"""Past and new tokens of each request, and the number of decoding requests."""
 
 
 def checked_tables(
     past: list[int], new: list[int], decodes: int, device: torch.device, workers: int = 132
 ) -> BlockTables:
-    """Make arguments of ``block_tables`` for requests with these numbers of past and new tokens.
+    """Create arguments of ``block_tables`` for requests with these numbers of past and new tokens.
 
     Their pages are in random order, and one token is not stored.
     """
@@ -216,7 +217,7 @@ def block_tables(given: BlockTables) -> None:
 
 
 def block_tables_by_numpy(given: BlockTables) -> None:
-    """``block_tables`` on the host; waits for the device."""
+    """Run ``block_tables`` on the host; waits for the device."""
     blocks, lengths, starts, slots = (x.cpu().numpy() for x in given[:4])
     written = [x.cpu().numpy().copy() for x in given[-_WRITTEN:]]
     items, counts, assignments, jobs, begins, recents, writes = written

@@ -1,10 +1,10 @@
-"""Decode: attention of a few new tokens over packed pages, 16-bit tokens and themselves.
+"""Decode: attention of a few new tokens to packed pages, 16-bit tokens and each other.
 
 The operation supports 1 to 16 new tokens; ``max_total_tokens`` returns the number up to which a
 cache uses it.
 
 Results are bitwise reproducible. Kernel calls may overlap on several streams and be captured in
-several CUDA graphs: buffers besides the arguments belong to the stream or to the graph.
+several CUDA graphs, because each stream and each graph has its own scratch buffers.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from oscar_mm.policy import Bits
 
 MAX_QUERY_TOKENS = 16
 _MAX_COLUMNS = 128
-"""Queries per KV head up to which a CPU reads packed pages faster than it unpacks them and attends
-to the copy. With float32 states both are equally fast at 224, with bfloat16 ones at 165 on a CPU
-with AMX; the number hardly depends on heads, head_dim and past."""
+"""Queries per KV head up to which a CPU attends to packed pages faster than it unpacks them and
+attends to the copy. Both are equally fast at 224 queries with float32 states, and at 165 with
+bfloat16 states on a CPU with AMX; heads, head_dim and past hardly matter."""
 _checker = ArgumentChecker("decode")
 
 
@@ -71,11 +71,11 @@ class Specialization(NamedTuple):
     """Compile-time parameters of the kernel; equal ones share a kernel."""
 
     formats: tuple[PageFormat, ...]
-    """One or two formats of pages, with one KV head."""
+    """One or two page formats, with one KV head."""
     rotate: bool
     dtype: torch.dtype
     narrow: bool
-    """Whether half of a fragment's columns suffice; the other half then takes the queries' low
+    """Whether half of a fragment's columns suffice; the other half then holds the queries' low
     parts."""
 
     @classmethod
@@ -87,11 +87,11 @@ class Specialization(NamedTuple):
         dtype: torch.dtype,
         columns: int,
     ) -> Specialization | str:
-        """Return the specialization for a layer's page formats, at most two, or the reason why
+        """Return the specialization for a layer's page formats (at most two), or the reason why
         there is none.
 
         Args:
-            columns: queries per KV head: new tokens times query heads.
+            columns: queries per KV head: new tokens times query heads per KV head.
         """
         if dtype not in ELEMENTS:
             return f"keys and values are {dtype}; the kernel supports bfloat16 and float16"
@@ -112,12 +112,12 @@ class Specialization(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """Number of channels per head."""
         return self.formats[0].head_dim
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a KV head in the larger page."""
+        """Size of one KV head in the larger page, in bytes."""
         return max(page_format.head_bytes for page_format in self.formats)
 
     def macros(self, warps: int, buffers: int, tma: bool) -> dict[str, str | int]:
@@ -153,11 +153,13 @@ class Specialization(NamedTuple):
         return _aligned(size, 128)
 
     def shape(self, limit: int) -> tuple[int, int] | None:
-        """Return warps and buffers for a limit of shared memory; None if not even 8 and 4 fit.
+        """Return the numbers of warps and buffers for a shared memory limit in bytes; None if not
+        even 8 and 4 fit.
 
-        Each warp has a buffer, and some more are in flight; more than 20 gain nothing (measured on
-        an H200). With fewer buffers than warps, which small GPUs need for larger pages, some warps
-        wait. 16 warps, with 128 registers each, gain 5% with 20 buffers, and lose as much with 17.
+        Each warp has a buffer, and some more are in flight; more than 20 buffers gain nothing
+        (measured on an H200). If there are fewer buffers than warps, as on small GPUs with larger
+        pages, some warps wait. 16 warps, with 128 registers each, gain 5% with 20 buffers, and lose
+        5% with 17.
         """
         is_stream = page_macros(self.formats[0])["STREAM"]
         of_16 = [(16, 20)] if is_stream and self.narrow else []
@@ -202,8 +204,8 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         Args:
             arguments: arguments of ``decode``.
             output: tensor for the result, with its shape and strides; None allocates it.
-            early: read tables and stored tokens before the preceding kernel has ended; all of them
-                must have been there before it began.
+            early: whether to read tables and stored tokens before the preceding kernel has ended;
+                all of them must have been written before that kernel began.
         """
         queries, keys, values, pages, recent, sigma, items, recents, counts, assignments, *_ = (
             arguments
@@ -234,11 +236,11 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         return output
 
     def _arrivals_on(self, stream: int, segments: int, device: torch.device) -> torch.Tensor:
-        """Return counters that a launch leaves at zero; one tensor per stream, since launches
-        overlap.
+        """Return counters that each launch leaves at zero: one tensor per stream, since launches on
+        different streams overlap.
 
-        A graph also has its own, made during its capture: it may be replayed on any stream,
-        concurrently with others that were captured on the same stream.
+        Each graph also has a tensor, created during its capture: the graph may be replayed on any
+        stream, concurrently with others that were captured on the same stream.
         """
         capture = self._kernel.capture_on(stream)
         place = stream, capture is not None
@@ -277,11 +279,12 @@ def decode_kernel(
     columns: int,
     device: torch.device,
 ) -> DecodeKernel | None:
-    """Return the kernel for a layer; None, with the reason logged once, for PyTorch operations.
+    """Return the kernel for a layer; None if PyTorch operations must be used, and log the reason
+    once.
 
     Args:
-        formats: formats of its pages, at most two.
-        columns: queries per KV head: new tokens times query heads.
+        formats: formats of the layer's pages, at most two.
+        columns: queries per KV head: new tokens times query heads per KV head.
     """
     if device.type != "cuda" or kernels_disabled():
         return None
@@ -344,11 +347,11 @@ def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
 
 
 def max_total_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.device) -> int:
-    """Return the largest number of new tokens per row for which ``decode_directly`` is used instead
-    of an unpacked copy.
+    """Return the maximum number of new tokens per row for which ``decode_directly`` is used; with
+    more, the pages are unpacked to a copy.
 
     Args:
-        formats: formats of the pages; empty if few tokens are packed.
+        formats: formats of the pages; empty if hardly any tokens are packed.
         group: query heads per KV head.
         device: device of the layer.
     """
@@ -358,7 +361,7 @@ def max_total_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.
 
 
 def _loops(formats: tuple[PageFormat, ...]) -> Callable[[DecodeArguments], torch.Tensor] | None:
-    """Return the CPU kernel; None, with the reason logged once, for PyTorch operations."""
+    """Return the CPU kernel; None if PyTorch operations must be used, and log the reason once."""
     if not cpu_kernels_available("decode"):
         return None
     # Imported on first use, since it loads a compiler.

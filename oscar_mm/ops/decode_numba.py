@@ -1,8 +1,8 @@
-"""Decode on CPUs: attention over packed pages by CPU kernels that numba compiles.
+"""Decode on CPUs: attention to packed pages, with CPU kernels that numba compiles.
 
-Codes are never brought into their natural order (see ``oscar_mm.ops.pages_numba``). Words of keys
-are transposed, so that the sum of a token's products stays in its lane. Weights of values are
-spread over lanes, and the sums of lanes are brought into the order of channels once, at the end.
+Codes are never put into their natural order (see ``oscar_mm.ops.pages_numba``). Words of keys are
+transposed, so that the sum of a token's products stays in its lane. Weights of values are spread
+over lanes, and the sums of the lanes are put into channel order once, at the end.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from oscar_mm.ops.pages_numba import (
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 
 _BLOCKS = PAGE_TOKENS // 2 // LANES
-"""Vectors with the words of one place of all groups and tiles."""
+"""Number of vectors that hold the words at one place of all groups and tiles."""
 _PART = 64
-"""Maximum pages of a task; bounds the scores in memory."""
+"""Maximum pages per task; bounds the memory for scores."""
 _PRODUCTS_OF_PAGES, _PRODUCTS_OF_TOKENS = 20_000, 5_000
-"""Approximate products of two numbers per microsecond."""
+"""Approximate number of scalar multiplications per microsecond, over pages and 16-bit tokens."""
 _ZIP_LOW = shuffle(*(lane // 2 + lane % 2 * 16 for lane in range(LANES)))
 _ZIP_HIGH = shuffle(*(8 + lane // 2 + lane % 2 * 16 for lane in range(LANES)))
 _FIRST_HALVES = shuffle(*(lane + lane // 8 * 8 for lane in range(LANES)))
@@ -61,11 +61,11 @@ _SECOND_HALVES = shuffle(*(lane + 8 + lane // 8 * 8 for lane in range(LANES)))
 
 
 def _over_lanes(number: int, words: int) -> Any:
-    """Return a shuffle that takes weights of a tile's tokens to the lanes of their codes.
+    """Return a shuffle that moves the weights of a tile's tokens to the lanes of their codes.
 
     Args:
-        number: bits k2 and k1 of the codes.
-        words: consecutive words of a quad.
+        number: number formed by bits k2 and k1 of the codes' place.
+        words: number of consecutive words per quad.
     """
     first = number % 2 * 8 + number // 2
     return shuffle(*(first + lane // words % 4 * 2 for lane in range(LANES)))
@@ -87,7 +87,7 @@ def reads(page_format: PageFormat) -> bool:
 
 
 def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
-    """``decode``, see ``DecodeArguments``, for pages in the kernels' order."""
+    """Run ``decode`` on pages in the kernels' order; see ``DecodeArguments``."""
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
     batch, query_heads, tokens, head_dim = queries.shape
     kv_heads, rotate = keys.shape[1], arguments.rotate and bool(pages)
@@ -102,7 +102,7 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
     balancing = np.ones((1, head_dim), np.float32) if sigma is None else sigma.detach().numpy()
     balancing = np.ascontiguousarray(balancing if balancing.ndim == 3 else balancing[None])
     result = np.empty((batch, tokens, query_heads, head_dim), np.float32)
-    # In float32, so that kernels over pages are compiled once.
+    # Queries are in float32, so that kernels over pages are compiled only once.
     given = rotate, as_bits(queries.float()), arguments.scaling, outputs, totals
     calls: list[tuple[Any, ...]] = []
     for number, (pool, page_format) in enumerate(zip(pages, arguments.page_formats, strict=True)):
@@ -114,7 +114,8 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
             for first in range(min(threads, batch * parts * kv_heads))
         ]
     run_parallel(calls)
-    # The few new tokens are in float32: kernels are compiled for the dtypes of stored tokens only.
+    # The few new tokens are in float32, because kernels are compiled only for the dtypes of stored
+    # tokens.
     new = as_bits(keys.float()), as_bits(values.float())
     states = *new, as_bits(recent), recents.numpy(), ends
     threads = threads_for((in_16_bit + batch * tokens) * products / _PRODUCTS_OF_TOKENS)
@@ -145,7 +146,7 @@ def _attend_to_pages(
     outputs,
     totals,
 ):
-    """Attend to the pages of the ``number``-th pool; arrays as in ``decode_on_cpu``.
+    """Attend to the pages of pool ``number``; arrays as in ``decode_on_cpu``.
 
     A thread runs task ``first`` (a row, some of its pages and a KV head) and every ``threads``-th
     after it.
@@ -251,15 +252,15 @@ def _fetch(words, start, stop):
 
 @inlined
 def _plane_words(keys):
-    """Return the words of scratch memory that ``_transpose`` needs."""
+    """Return the number of words of scratch memory that ``_transpose`` needs."""
     halves = 2 * keys.steps + 1
     return halves * _BLOCKS * keys.words // 2 * LANES + LANES * LANES
 
 
 @inlined
 def _transpose(words, base, keys, planes):
-    """Write the plane of low bits of keys as (runs, blocks, words, 16) words, then the plane of
-    high bits with half as many words.
+    """Write the plane of the keys' low bits as (runs, blocks, words, 16) words, followed by the
+    plane of high bits, which has half as many words.
 
     A block consists of the words of 8 groups of two tiles, (16, words). Each of four rounds moves
     the first bit of a word's place in the block to the end.
@@ -291,7 +292,7 @@ def _transpose(words, base, keys, planes):
 
 @inlined
 def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores, start):
-    """Write the products of queries and keys to (columns, start : start + 128) scores."""
+    """Write the dot products of queries and keys to ``scores[:, start : start + 128]``."""
     columns, head_dim = query.shape
     keys, key_group, has_center = layout.keys, layout.key_group, layout.has_center
     count = head_dim * (PAGE_TOKENS // key_group) if key_group else PAGE_TOKENS
@@ -317,7 +318,7 @@ def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores,
         if has_center:
             middle = _dot(query, column * head_dim, numbers, 2 * count, head_dim)
         for block in range(2 * _BLOCKS):
-            # One vector has the first tokens of two tiles, another the last ones.
+            # One vector holds the first tokens of two tiles, another holds their last tokens.
             place = column * PAGE_TOKENS + block // 2 * LANES
             firsts, seconds = load(sums, place), load(sums, place + PAGE_TOKENS // 2)
             score = _FIRST_HALVES(firsts, seconds)
@@ -327,7 +328,7 @@ def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores,
             if not key_group:
                 scale = load(numbers, token)
                 if has_center:
-                    # The sign bit, even of a zero scale, says that the center was subtracted.
+                    # The sign bit (even of a zero scale) tells that the center was subtracted.
                     centered = as_floats(as_words(scale) >> 31)
                     scale = from_words(as_words(scale) & splat(0x7FFFFFFF))
                     score = score * scale + centered * splat(middle)
@@ -341,7 +342,7 @@ def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores,
 
 @inlined
 def _dot(one, first, other, second, count):
-    """Return the sum of ``count`` products of two arrays, from the given places on."""
+    """Return the dot product of ``count`` elements of two arrays, starting at the given places."""
     products = splat(np.float32(0))
     for index in range(0, count, LANES):
         products = products + load(one, first + index) * load(other, second + index)
@@ -350,13 +351,13 @@ def _dot(one, first, other, second, count):
 
 @inlined
 def _code(words, place):
-    """Return the codes of a place in words of eight codes."""
+    """Return the codes at a place in words of eight codes."""
     return as_floats((words >> 4 * place) & splat(15))
 
 
 @inlined
 def _add_dots(planes, keys, table, first, last, sums):
-    """Add the products of queries and codes to the sums of some blocks.
+    """Add the dot products of queries and codes to the sums of some blocks.
 
     Queries are (columns, head_dim) in the order of ``keys.channels``.
     """
@@ -388,8 +389,8 @@ def _add_dots(planes, keys, table, first, last, sums):
 
 @inlined
 def _add_values(words, base, values, weights, table, sums):
-    """Add codes of values times (columns, scales, 128) weights to sums, (columns, n) in the order
-    of ``values.channels``."""
+    """Add value codes times (columns, scales, 128) weights to (columns, n) sums, in the order of
+    ``values.channels``."""
     columns, scales = weights.shape[:2]
     vectors = values.words * GROUPS // LANES
     mask, high_mask = splat(values.mask), splat(0x44444444)
@@ -455,8 +456,8 @@ def _attend_to_tokens(
     totals,
     result,
 ):
-    """Attend to 16-bit tokens and, causally, to the new ones, and merge this with the results of
-    pages.
+    """Attend to the 16-bit tokens and, causally, to the new ones, and merge the result with those
+    of the pages.
 
     The result is (batch, tokens, query heads, head_dim). A thread runs task ``first`` (a row and a
     KV head) and every ``threads``-th after it.

@@ -1,4 +1,4 @@
-"""Pack: quantize 16-bit keys and values to pages that are written as a whole."""
+"""Pack: quantize 16-bit keys and values into pages that are each written as a whole."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from oscar_mm.quant.basis import Basis
 
 NOT_STORABLE = "keys or values contain NaN, infinity or numbers beyond float16 (65504)"
 _PER_PROCESSOR = 2
-"""Thread blocks that a multiprocessor runs at a time."""
+"""Number of thread blocks that a multiprocessor runs at a time."""
 _NORMS_THREADS = 256
 _checker = ArgumentChecker("pack")
 
@@ -54,27 +54,27 @@ _checker = ArgumentChecker("pack")
 class PackArguments(NamedTuple):
     """Arguments of ``pack``.
 
-    Slots of ``recent`` may be reused as soon as the operation returns: later work on the same
+    Slots of ``recent`` may be reused as soon as the operation returns, since later work on the same
     stream runs after it.
 
     Attributes:
-        keys: (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16 or
-            float32; any strides with contiguous channels.
+        keys: (batch, KV heads, tokens, head_dim): keys of new tokens after RoPE, in bfloat16,
+            float16 or float32; any strides with contiguous channels.
         values: same shape and dtype as keys.
-        recent: (slots, 2, KV heads, head_dim) in the same dtype: earlier tokens.
-        source: (n, 128) int32, source of each token of a page: an index into keys and values, or
+        recent: (slots, 2, KV heads, head_dim): earlier tokens, in the same dtype.
+        source: (n, 128) int32: source of each token of a page: an index into keys and values, or
             ~slot of recent.
-        rows: (n,) int32: row of the batch.
-        slots: (n,) int32: page to write in ``pages``; a negative slot does nothing, so that a
-            captured graph can have a fixed n.
+        rows: (n,) int32: row of the batch for each page.
+        slots: (n,) int32: pages to write in ``pages``; nothing is written for a negative slot, so
+            that a captured graph can have a fixed n.
         pages: (pool slots, page_bytes) uint8.
         not_finite: (1,) int32; set to 1 if a scale, zero or norm is NaN, infinite or beyond float16
             (65504), otherwise unchanged. This happens if the input is NaN, infinite or beyond
-            float16, and may happen beyond a quarter of it, since a least-squares fit can extend
-            beyond the values.
-        sigma: (KV heads or 1, head_dim) float32: balancing, with reciprocals that are bfloat16
-            numbers (the kernel rounds others); or (batch, KV heads or 1, head_dim) for per-row
-            balancing; None for none.
+            float16, and may happen if it is beyond a quarter of that range, since a least-squares
+            fit can extend beyond the values.
+        sigma: (KV heads or 1, head_dim) float32 balancing, or (batch, KV heads or 1, head_dim) for
+            per-row balancing; None for no balancing. Its reciprocals should be bfloat16 numbers,
+            since the kernel rounds them.
         recipe_numbers: recipe of the pages (``oscar_mm.ops.library.recipe_numbers``).
     """
 
@@ -130,7 +130,7 @@ class Specialization(NamedTuple):
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros of csrc/pack/pack.cu."""
+        """Preprocessor macros for compiling csrc/pack/pack.cu."""
         return recipe_macros(*self) | {
             "CODE_BITS": self.recipe.page_format.bits.keys,
             "NORM_FIT": NORMS.index(self.recipe.norm),
@@ -139,12 +139,12 @@ class Specialization(NamedTuple):
 
     @property
     def norms_macros(self) -> dict[str, str | int]:
-        """Macros of csrc/pack/norms.cu."""
+        """Preprocessor macros for compiling csrc/pack/norms.cu."""
         return page_macros(self.recipe.page_format) | {"ELEMENT": ELEMENTS[self.dtype]}
 
 
 class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
-    """CUDA kernels of ``pack``; ``norms`` runs first if norms are shared by all heads."""
+    """CUDA kernels of ``pack``; the kernel ``norms`` runs first if all heads share their norms."""
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
@@ -162,7 +162,7 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
         self._pack = self._load("pack/pack.cu", specialization.macros)
 
     def __call__(self, arguments: PackArguments) -> None:
-        """Launch; requires at least one job."""
+        """Launch the kernels; requires at least one page to write."""
         keys, values, recent, source, rows, slots, pages, not_finite, sigma, *_ = arguments
         keys, values = aligned_rows(keys), aligned_rows(values)
         stream, (_, heads, _, head_dim) = current_stream(keys.device), keys.shape
@@ -184,7 +184,8 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the share of bytes that differ; a few may, if a value lies between two codes."""
+        """Return the fraction of bytes that differ; a few may differ, where a value lies between
+        two codes."""
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         jobs = random_jobs(page_format, dtype, device)
@@ -202,7 +203,7 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
 
 
 def pack_by_torch(arguments: PackArguments) -> None:
-    """``pack`` with PyTorch operations; waits for the device."""
+    """Run ``pack`` with PyTorch operations; waits for the device."""
     keys, values, recent, source, rows, slots, pages, not_finite, sigma, *_ = arguments
     todo = (slots >= 0).nonzero()[:, 0]
     for part in parts_of(len(todo), arguments.recipe.page_format):
@@ -251,21 +252,22 @@ def pack(
     policy: KVPolicy,
     basis: Basis,
 ) -> torch.Tensor:
-    """Quantize whole pages with this operation, or with ``store`` if tokens are appended.
+    """Quantize whole pages with this operation, or with ``store`` for pages to which tokens are
+    appended.
 
     Args:
         keys: (pages, KV heads, 128, head_dim), float32, bfloat16 or float16, after RoPE; any
             strides.
         values: same shape and dtype as keys.
         page_format: layout of the pages.
-        policy: fit, norm, token scaling and scale of values.
-        basis: balancing and rotation of the layer.
+        policy: policy that defines fit, norm, token scaling and value scale.
+        basis: the layer's balancing and rotation.
 
     Returns:
         (pages, page_bytes) uint8.
 
     Raises:
-        FloatingPointError: if ``not_finite`` is set. Reading it waits for the device.
+        FloatingPointError: if ``not_finite`` is set. Reading ``not_finite`` waits for the device.
     """
     expected = (page_format.kv_heads, PAGE_TOKENS, page_format.head_dim)
     if tuple(keys.shape[1:]) != expected or values.shape != keys.shape:
@@ -285,7 +287,7 @@ def pack(
 def _whole_pages(
     keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pages that are written as a whole, and ``not_finite``."""
+    """Return the pages, written as a whole, and ``not_finite``."""
     count, (_, heads, _, head_dim), page_format = len(keys), keys.shape, recipe.page_format
     order = torch.arange(max(count, PAGE_TOKENS), dtype=torch.int32, device=keys.device)
     rows = order[:count]

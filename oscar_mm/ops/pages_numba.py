@@ -1,12 +1,12 @@
-"""Page layout for CPU kernels: the places of codes and numbers; and unpack by a CPU kernel.
+"""Page layout for CPU kernels (the places of codes and numbers), and a CPU kernel for unpack.
 
-A vector has 16 words of a plane of codes, and a place in a word has the same meaning in all of them
-(see ``oscar_mm.pages.fragments``). Planes become words of eight 4-bit codes; the index of a code's
-place has three bits, k2 k1 k0. For keys a lane has two tokens: k1 selects the token, k2 and k0 the
-channel. For values k0 selects the channel; k2, k1 and the lane select the token.
+A vector holds 16 words of a code plane, and a place in a word means the same in all of them (see
+``oscar_mm.pages.fragments``). Planes are converted to words of eight 4-bit codes; the index of a
+code's place has three bits, k2 k1 k0. For keys, a lane holds two tokens: k1 selects the token, k2
+and k0 the channel. For values, k0 selects the channel; k2, k1 and the lane select the token.
 
-``unpack_on_cpu`` is compiled by numba; its arithmetic is the same as in ``oscar_mm.quant``, a
-vector at a time.
+``unpack_on_cpu`` is compiled by numba; its arithmetic is that of ``oscar_mm.quant``, but a vector
+at a time.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ if TYPE_CHECKING:
     from oscar_mm.ops.unpack import Sides, UnpackArguments
 
 TILE = 16
-"""Tokens of a tile."""
+"""Tokens per tile."""
 TILES = PAGE_TOKENS // TILE
 GROUPS = 8
-"""Groups of words in a tile."""
+"""Word groups per tile."""
 
 
 class CodesLayout(NamedTuple):
-    """Places of the codes of keys or of values in a head, in 32-bit words.
+    """Where the codes of keys or values are within a head, in 32-bit words.
 
     Attributes:
         start: first word of the plane of low bits.
         high: first word of the plane of high bits; 0 if there is none.
-        steps: runs of a tile's words; a run has the words of 8 groups.
-        words: words of a group in a run: 8 or 16.
-        parts: words of eight codes that a word becomes: 1, or 2 (its even and its odd codes).
-        mask: places of the low bits in a word of eight codes.
+        steps: number of runs of words per tile; a run has the words of 8 groups.
+        words: number of words per group in a run: 8 or 16.
+        parts: number of words of eight codes that a stored word becomes: 1, or 2 (its even and its
+            odd codes).
+        mask: bit mask of the low bits in a word of eight codes.
         channels: for keys (head_dim,): the channel of each run, word, part, k2 and k0. For values
             (sums,): the channel of each run, vector, part, k0 and lane.
         scales: for values (runs, scales, 16) float32: 1 for the scale of a lane's channels,
@@ -61,15 +62,15 @@ class PageLayout(NamedTuple):
     """Page layout for the CPU kernels.
 
     Attributes:
-        head_words: 32-bit words of a KV head.
-        keys, values: layouts of their codes.
-        key_numbers: (KV heads, n) uint32: places in a page of the float16 numbers of a head's keys
-            in natural order: scales, zeros, and center and norms if the format has them.
-        value_numbers: (KV heads, 2 * n) uint32: places of the values' scales and zeros, each group
-            by group.
+        head_words: size of a KV head in 32-bit words.
+        keys, values: layouts of the codes of keys and of values.
+        key_numbers: (KV heads, n) uint32: places in a page of the float16 numbers for a head's
+            keys, in natural order: scales, zeros, and center and norms if the format has them.
+        value_numbers: (KV heads, 2 * n) uint32: places of the values' scales, then of their zeros,
+            both group by group.
         has_center, has_norms: whether the format has a center, or norms.
-        key_group: tokens that share the scales of channels; 0 if each token has its own.
-        value_group: channels of a value's scale.
+        key_group: number of tokens that share channel scales; 0 if each token has its own scales.
+        value_group: number of channels per scale of a value.
     """
 
     head_words: int
@@ -85,7 +86,7 @@ class PageLayout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def page_layout(page_format: PageFormat) -> PageLayout | None:
-    """Return the layout of pages in fragment order; None for other pages."""
+    """Return the layout for pages in fragment order; None for other pages."""
     if not page_format.in_fragments or page_format.value_group % 32:
         return None
     heads = page_format.kv_heads
@@ -95,7 +96,7 @@ def page_layout(page_format: PageFormat) -> PageLayout | None:
         head_words=page_format.head_bytes // 4,
         keys=_codes_layout(page_format, "key"),
         values=_codes_layout(page_format, "value"),
-        # Unsigned, since numba adds code for negative indices.
+        # Indices are unsigned, since numba adds code for negative ones.
         key_numbers=page_format.number_places("key_scales", "key_zeros", "center", "norms").astype(
             np.uint32
         ),
@@ -151,14 +152,14 @@ class _Side(NamedTuple):
     """Tables for reading keys or values.
 
     Attributes:
-        group: channels of a scale.
-        places: (planes, 128, n) int64: bytes of a head with a token's codes.
-        counts: (planes, 2) int64: number of a token's bytes, and of the codes of a byte.
+        group: number of channels per scale.
+        places: (planes, 128, n) int64: which bytes of a head hold a token's codes.
+        counts: (planes, 2) int64: number of bytes per token, and of codes per byte.
         codes: (planes, 256, 8) float32: contribution of each byte value to a token's codes.
         elements: (planes, d) int64: index of each channel among a token's codes in a plane.
         numbers: (KV heads, 2, 128, groups) int64: places of scales and zeros, in units of two
             bytes.
-        center: (KV heads, d) int64: places of the center, in the same units; empty without a
+        center: (KV heads, d) int64: places of the center, in the same units; empty if there is no
             center.
     """
 
@@ -172,7 +173,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, page_format: PageFormat, name: str) -> _Side:
-        """Return the tables of keys (name "key") or values ("value") of a page format."""
+        """Return a page format's tables for keys (name "key") or values ("value")."""
         planes, head_dim = page_format.planes(f"{name}_codes"), page_format.head_dim
         places = np.zeros((len(planes), PAGE_TOKENS, head_dim), np.int64)
         counts = np.zeros((len(planes), 2), np.int64)
@@ -205,7 +206,7 @@ class _Side(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _sides(page_format: PageFormat) -> tuple[tuple[Any, ...], ...]:
-    """Return the tables of keys and values as unnamed tuples, which numba accepts faster."""
+    """Return the tables for keys and values as unnamed tuples, which numba accepts faster."""
     return tuple(_Side.of(page_format, "key")), tuple(_Side.of(page_format, "value"))
 
 
@@ -215,13 +216,14 @@ def reads(page_format: PageFormat) -> bool:
 
 
 def _scales_tokens(page_format: PageFormat) -> bool:
-    """Return whether each key has scales of its own."""
+    """Return whether each key has its own scales."""
     return page_format.fields["key_scales"].shape[0] == PAGE_TOKENS
 
 
 @torch.no_grad()
 def unpack_on_cpu(arguments: UnpackArguments) -> Sides:
-    """``unpack``, see ``oscar_mm.ops.unpack.UnpackArguments``, for pages that ``reads`` accepts."""
+    """Run ``unpack`` on pages that ``reads`` accepts; for arguments see
+    ``oscar_mm.ops.unpack.UnpackArguments``."""
     page_format, sigma, slots = arguments.page_format, arguments.sigma, arguments.slots.numpy()
     heads, head_dim = page_format.kv_heads, page_format.head_dim
     sigma = torch.ones(1, head_dim) if sigma is None else sigma
@@ -271,7 +273,7 @@ def _unpack(
                 of_plane, width = side.counts[plane]
                 for index in range(of_plane):
                     byte = pages[slot, start + side.places[plane, token, index]]
-                    # Eight at a time; surplus ones are overwritten.
+                    # Write eight codes at a time; later ones overwrite any surplus.
                     for code in range(8):
                         raw[plane, index * width + code] = side.codes[plane, byte, code]
             for number in range(2):

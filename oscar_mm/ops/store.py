@@ -47,10 +47,10 @@ from oscar_mm.pages.quantize import Recipe
 from oscar_mm.quant.fit import CHANGES, FLOOR
 
 _WARPS = 4
-"""Warps of a thread block; each processes the keys or the values of one head of a job."""
+"""Warps per thread block; each processes the keys or the values of one head of a job."""
 _CHECKED_SLOTS = 5
 _MAX_LAYERS = 96
-"""Maximum layers of a launch, limited by the size of its parameters."""
+"""Maximum number of layers per launch, limited by the size of a kernel's parameters."""
 _NORMS = ("plain", "unbiased")
 _checker, _layers_checker = ArgumentChecker("store"), ArgumentChecker("store_layers")
 
@@ -81,7 +81,7 @@ class Layer(ctypes.Structure):
         not_finite: torch.Tensor,
         sigma: torch.Tensor | None,
     ) -> Layer:
-        """Return the tensors of a layer; they must outlive the launch."""
+        """Return the parameters for a layer's tensors, which must outlive the launch."""
         return cls(*addresses(recent, pages, sigma, not_finite), *sigma_strides(sigma))
 
 
@@ -105,7 +105,7 @@ class Specialization(NamedTuple):
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros of csrc/store/store.cu."""
+        """Preprocessor macros for compiling csrc/store/store.cu."""
         recipe, bits = self.recipe, self.recipe.page_format.bits
         return recipe_macros(*self) | {
             "KEY_BITS": bits.keys,
@@ -138,7 +138,7 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
             *(strides(keys), strides(values), len(jobs), len(begins), heads),
         )
         params = StoreParams(work, Layer.of(arguments.recent, pages, not_finite, sigma))
-        # With one line per job, they belong to a decode step, whose jobs compute their pages'
+        # If there is one begin per job, this is a decode step, whose jobs compute their pages'
         # centers themselves.
         if self._centers is not None and 0 < len(begins) != len(jobs):
             _run(self._centers, len(begins) * heads, 1, params, stream)
@@ -161,8 +161,8 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
     def disagreement(
         specialization: Specialization, kernel: StoreKernel, device: torch.device
     ) -> float:
-        """Return the share of written bytes that differ; a few may, if a value lies between two
-        codes."""
+        """Return the fraction of written bytes that differ; a few may differ, where a value lies
+        between two codes."""
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         before = random_pages(_CHECKED_SLOTS, page_format, device)
@@ -274,7 +274,7 @@ def _store_layers(arguments: StoreLayersArguments) -> None:
 
 
 def _without_kernel(recipe: Recipe, device: torch.device) -> Callable[[StoreArguments], None]:
-    """Return the CPU kernel on a CPU; PyTorch operations if there is none."""
+    """Return the CPU kernel on a CPU, or PyTorch operations if there is no kernel."""
     if device.type == "cpu" and cpu_kernels_available("store"):
         # Imported on first use, since it loads a compiler.
         from oscar_mm.ops.store_numba import rotates, store_on_cpu
@@ -291,7 +291,7 @@ store_layers = define("store_layers", StoreLayersArguments, _check_layers, _stor
 def whole_pages(
     keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill stream pages with 128 tokens each, by the operation ``store``.
+    """Fill stream pages with 128 tokens each, using the operation ``store``.
 
     Args:
         keys: (pages, KV heads, 128, head_dim), float32, bfloat16 or float16, after RoPE, with
@@ -316,7 +316,7 @@ def whole_pages(
 
 
 def whole_page_tables(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return jobs and begins of ``count`` whole pages: page i gets the tokens of row i."""
+    """Return jobs and begins for ``count`` whole pages: page i gets the tokens of row i."""
     order = torch.arange(count, dtype=torch.int32, device=device)
     places = torch.arange(PAGE_TOKENS, dtype=torch.int32, device=device)
     tiles = PAGE_TOKENS // TILE

@@ -1,6 +1,6 @@
-"""Store on CPUs: write tokens to slots of stream pages, by CPU kernels that numba compiles.
+"""Store on CPUs: write tokens to slots of stream pages, with CPU kernels that numba compiles.
 
-The arithmetic is the same as in ``oscar_mm.quant``, which explains it, a vector at a time. Scales
+The arithmetic is that of ``oscar_mm.quant``, where it is explained, but a vector at a time. Scales
 and zeros are the same float16 numbers, except where a different order of summation changes the
 rounding.
 """
@@ -35,18 +35,18 @@ class _Side(NamedTuple):
     """Tables for writing keys or values.
 
     Attributes:
-        bits: bits of a code.
-        group: channels of a scale.
+        bits: number of bits per code.
+        group: number of channels per scale.
         rounds: rounds of the least-squares fit; 0 fits minimum and maximum.
-        part: share of the range with which the fit starts.
+        part: fraction of the range with which the fit starts.
         unbiased: whether scales are corrected once the codes are known.
-        changes: maximum codes of a vector that change to lower the error of scores.
+        changes: maximum number of codes per vector that are changed to reduce the score error.
         planes: (planes, 3) int64: first byte in a head, number of bits, and index of the first bit
             within a code.
         elements, channels: (planes, 128, d) int64: see ``PageFormat.token_elements``.
         numbers: (KV heads, 2, 128, groups) int64: places of scales and zeros, in units of two
             bytes.
-        center: (KV heads, d) int64: places of the center, in the same units; empty without a
+        center: (KV heads, d) int64: places of the center, in the same units; empty if there is no
             center.
     """
 
@@ -64,7 +64,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe, name: str) -> _Side:
-        """Return the tables of keys (name "key") or values ("value")."""
+        """Return the tables for keys (name "key") or values ("value")."""
         page_format, is_key = recipe.page_format, name == "key"
         heads = page_format.kv_heads
         bits = page_format.bits.keys if is_key else page_format.bits.values
@@ -97,13 +97,13 @@ class _Side(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _sides(recipe: Recipe) -> tuple[tuple[Any, ...], ...]:
-    """Return the tables of keys and values as unnamed tuples, which numba accepts 20 microseconds
+    """Return the tables for keys and values as unnamed tuples, which numba accepts 20 microseconds
     faster."""
     return tuple(_Side.of(recipe, "key")), tuple(_Side.of(recipe, "value"))
 
 
 def rotates(recipe: Recipe) -> bool:
-    """Return whether there is a CPU kernel for a recipe: without rotation, or with a single
+    """Return whether there is a CPU kernel for a recipe: one without rotation, or with a single
     rotation block of whole vectors."""
     head_dim = recipe.page_format.head_dim
     return not recipe.rotate or (len(rotation_blocks(head_dim)) == 1 and head_dim >= LANES)
@@ -111,7 +111,7 @@ def rotates(recipe: Recipe) -> bool:
 
 @torch.no_grad()
 def store_on_cpu(arguments: StoreArguments) -> None:
-    """``store``, see ``oscar_mm.ops.store_torch.StoreArguments``."""
+    """Run ``store``; see ``oscar_mm.ops.store_torch.StoreArguments``."""
     begin_by_torch(arguments)
     recipe, sigma = arguments.recipe, arguments.sigma
     heads, head_dim = recipe.page_format.kv_heads, recipe.page_format.head_dim
@@ -147,7 +147,7 @@ def _store(
     rotate,
     not_finite,
 ):
-    """Write the tokens of jobs; arrays as in ``store_on_cpu``."""
+    """Write the tokens of the jobs; arrays as in ``store_on_cpu``."""
     key_side, value_side = _Side(*plain_key_side), _Side(*plain_value_side)
     heads, head_dim = balancing.shape[1:]
     bits = np.empty(head_dim, np.uint32)
@@ -235,7 +235,7 @@ def _store(
 
 @inlined
 def _fit(vector, start, side, codes, found, word):
-    """Write the codes of a group, write its scale and zero to ``found``, and return the squared
+    """Fit a group: write its codes, write its scale and zero to ``found``, and return the squared
     error."""
     stop, count, steps = (
         start + side.group,
@@ -255,7 +255,7 @@ def _fit(vector, start, side, codes, found, word):
         zero = (high + low - span * part) * np.float32(0.5)
     mean_code = np.float32(0)
     covariance = np.float32(0)
-    # The last round only assigns codes, with the scale and zero that are stored.
+    # The last round only assigns codes, using the stored scale and zero.
     for number in range(side.rounds + 1):
         if number == side.rounds:
             scale, zero = _rounded(scale, word), _rounded(zero, word)
@@ -297,8 +297,8 @@ def _fit(vector, start, side, codes, found, word):
 
 @inlined
 def _weigh(weights, center):
-    """Compute ``score_weights`` from a center and from the squares of a key in ``weights``, in
-    place."""
+    """Compute ``score_weights`` in place from a center and from the squares of a key, which are in
+    ``weights``."""
     count = len(weights)
     half, total = count // 2, np.float32(0)
     for index in range(half):
@@ -315,7 +315,7 @@ def _weigh(weights, center):
 
 @inlined
 def _lower_score_error(codes, gradient, steps, weights, turned, side):
-    """Apply ``lower_score_error``; ``gradient`` has the errors of the codes and is overwritten."""
+    """Apply ``lower_score_error``; ``gradient`` holds the codes' errors and is overwritten."""
     count, most = len(codes), np.float32((1 << side.bits) - 1)
     factor = np.float32(1 / np.sqrt(np.float64(count)))
     # Element (i, j) of H D H is element i ^ j of (D H) / sqrt(n).
@@ -345,7 +345,7 @@ def _lower_score_error(codes, gradient, steps, weights, turned, side):
 
 @inlined
 def _half_bits(value, word):
-    """Return the bits of the nearest float16, ties to even; those of infinity for NaN."""
+    """Return the bits of the nearest float16 number, ties to even; NaN becomes infinity."""
     word.view(np.float32)[0] = value
     whole = np.int64(word[0])
     sign, size = (whole >> 16) & 0x8000, whole & 0x7FFFFFFF
@@ -360,7 +360,7 @@ def _half_bits(value, word):
 
 @inlined
 def _rounded(value, word):
-    """Return the nearest float16 as float32; infinity for overflow and NaN."""
+    """Return the nearest float16 number as float32; infinity for overflow and NaN."""
     half = _half_bits(value, word)
     if half & 0x7FFF == 0x7C00:
         return np.float32(np.inf)

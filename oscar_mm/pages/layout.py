@@ -1,23 +1,24 @@
 """Byte layout of a page, defined once.
 
-A page stores up to 128 tokens of one modality stream in one layer, keys and values of all KV heads.
-It is one row of uint8:
+A page stores the keys and values of all KV heads for up to 128 tokens of one modality stream in one
+layer. It is a row of uint8:
 
-    head 0 | head 1 | ... | arrays that the heads share | pad to 16 bytes
+    head 0 | head 1 | ... | arrays that the heads share | padding to a multiple of 16 bytes
 
-A head consists of the arrays of the page's codec (``oscar_mm.pages.codecs``), each starting at a
-multiple of 16 bytes, little-endian, codes lowest bits first. 3-bit codes are in two consecutive
-arrays: one for the low two bits, one for the high bit (``key_codes_high``, ``value_codes_high``).
+A head consists of the arrays of the page's codec (``oscar_mm.pages.codecs``). Each starts at a
+multiple of 16 bytes and is little-endian, with the lowest bits of a byte holding the first code.
+3-bit codes are in two consecutive arrays: one for the low two bits, one for the high bit
+(``key_codes_high``, ``value_codes_high``).
 
-Pages are written once, as a whole, or token by token (``PageCodec.appends_tokens``). In the latter
-each byte belongs to one token, except those of arrays that are not ``of_tokens``.
+Pages are written either once, as a whole, or token by token (``PageCodec.appends_tokens``). If
+token by token, each byte belongs to one token, except in arrays that are not ``of_tokens``.
 
 If kernels support the format (``PageFormat.in_fragments``), the elements of an array are in the
-order in which a warp's lanes read them (``oscar_mm.pages.fragments``), otherwise token by token or
-as the codec says. ``csrc/common/page.cuh`` is the only twin of this file.
+order in which a warp's lanes read them (``oscar_mm.pages.fragments``); otherwise they are ordered
+token by token, or as the codec specifies. Only ``csrc/common/page.cuh`` duplicates this layout.
 
-Unpacked tokens have a slot each in 16-bit precision: (2, KV heads, d), keys then values, as the
-attention layer computed them.
+Each unpacked token has a slot in 16-bit precision: (2, KV heads, d), keys then values, as computed
+by the attention layer.
 """
 
 from __future__ import annotations
@@ -54,28 +55,28 @@ def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 ALIGNMENT = 16
 _CLEARED_BYTES = 1 << 26
-"""Bytes of pages that are cleared at a time."""
+"""Maximum number of bytes to clear at a time."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One typed array of a page; ``offset`` counts bytes from the start of the head or of the
-    page."""
+    """A typed array of a page; ``offset`` is in bytes from the start of the head, or of the page
+    for shared arrays."""
 
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     per_head: bool
     kind: str
-    """"codes", "scales" (with zeros) or "norms", as the memory report sums them."""
+    """Category in the memory report: "codes", "scales" (including zeros) or "norms"."""
     of_tokens: bool
-    """Whether the first dimension is the page's tokens."""
+    """Whether the first dimension is tokens."""
     is_codes: bool
-    """Whether the array has codes, several of which may share a byte; otherwise numbers."""
+    """Whether the array holds codes, several of which may share a byte, rather than numbers."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array, without padding."""
+        """Size of the array in bytes, without padding."""
         size = self.dtype.itemsize
         for extent in self.shape:
             size *= extent
@@ -87,7 +88,7 @@ class PageFormat(PageShape):
     """Byte layout of the pages of one layer for one pair of bit widths.
 
     Raises:
-        InputError: if the codec has no such pages, see ``PageCodec.check``.
+        InputError: if the codec does not support such pages, see ``PageCodec.check``.
     """
 
     def __post_init__(self) -> None:
@@ -109,17 +110,17 @@ class PageFormat(PageShape):
 
     @cached_property
     def codec(self) -> PageCodec:
-        """What the arrays contain."""
+        """Codec that defines what the arrays contain."""
         return codec_of(self)
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Arrays of a page in byte order, codes of 3 bits as one."""
+        """Arrays of a page in byte order; 3-bit codes are one array."""
         return tuple(self.codec.arrays(self))
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        """All arrays of a page by name, in byte order; codes of 3 bits are two."""
+        """All fields of a page by name, in byte order; 3-bit codes are two fields."""
         fields: dict[str, Field] = {}
         offset = 0
         for per_head in (True, False):
@@ -132,7 +133,7 @@ class PageFormat(PageShape):
         return fields
 
     def _parts(self, array: Array) -> list[tuple[str, tuple[int, ...]]]:
-        """Return name and shape of the fields that store an array."""
+        """Return the names and shapes of the fields that store an array."""
         if not array.bits:
             return [(array.name, array.shape)]
         *tokens, count = array.shape
@@ -141,24 +142,24 @@ class PageFormat(PageShape):
 
     @cached_property
     def head_bytes(self) -> int:
-        """Bytes of one KV head of a page, a multiple of 16."""
+        """Size of one KV head in a page in bytes, a multiple of 16."""
         last = [field for field in self.fields.values() if field.per_head][-1]
         return _aligned(last.offset + last.nbytes)
 
     @cached_property
     def page_bytes(self) -> int:
-        """Bytes of a page, a multiple of 16."""
+        """Size of a page in bytes, a multiple of 16."""
         shared = sum(field.nbytes for field in self.fields.values() if not field.per_head)
         return _aligned(self.head_bytes * self.kv_heads + shared)
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of a page per stored key or value element, including all overhead."""
+        """Bits per stored key or value element, including all overhead."""
         return self.page_bytes * 8 / (2 * PAGE_TOKENS * self.kv_heads * self.head_dim)
 
     @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of a page by kind; padding between fields counts as scales."""
+        """Size of a page in bytes, split by kind; padding between fields counts as scales."""
         sums = {"codes": 0, "scales": 0, "norms": 0}
         for field in self.fields.values():
             sums[field.kind] += field.nbytes * (self.kv_heads if field.per_head else 1)
@@ -167,20 +168,21 @@ class PageFormat(PageShape):
 
     @property
     def in_fragments(self) -> bool:
-        """Whether the arrays are in the kernels' order."""
+        """Whether the arrays are in the order that kernels read."""
         return self.codec.in_fragments(self)
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """Order of every field; codes have one for their low bits and one for their high bits."""
+        """Element order of each field; codes have one for their low bits and one for their high
+        bits."""
         natural = {
             name: as_is(*array.shape) for array in self.arrays for name, *_ in self._parts(array)
         }
         return natural | self.codec.orders(self)
 
     def planes(self, name: str) -> list[tuple[str, int, int]]:
-        """Return the fields of codes: name, index of their first bit within a code, and number of
-        bits."""
+        """Return the fields of codes, each as its name, the index of its first bit within a code,
+        and its number of bits."""
         [bits] = [array.bits for array in self.arrays if array.name == name]
         low, *high = CODE_PLANES[bits]
         return [(name, 0, low), *((f"{name}_high", low, plane) for plane in high)]
@@ -191,8 +193,8 @@ class PageFormat(PageShape):
         Args:
             pages: (n, page_bytes) uint8 with contiguous rows.
             name: name of the field; "key_codes" or "value_codes" for codes.
-            values: codes in 0 .. 2^bits - 1 or numbers, (n, KV heads, *shape of the array) or, if
-                the heads share it, (n, *shape of the array). Any dtype.
+            values: codes in 0 .. 2^bits - 1 or numbers, of shape (n, KV heads, *array shape), or
+                (n, *array shape) if the heads share the array. Any dtype.
         """
         if not self.fields[name].is_codes:
             self._view(pages, name).copy_(self.orders[name].stored(values))
@@ -215,9 +217,10 @@ class PageFormat(PageShape):
 
         Args:
             pages: (pool slots, page_bytes) uint8.
-            slots, places: (n,) int64: page of each token and its place in it, without duplicates.
+            slots, places: (n,) int64: each token's page and its place in the page, without
+                duplicates.
             name: name of the field; "key_codes" or "value_codes" for codes.
-            values: codes or numbers, (n, KV heads, elements of a token). Any dtype.
+            values: codes or numbers, (n, KV heads, elements per token). Any dtype.
         """
         heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
         is_codes = self.fields[name].is_codes
@@ -236,7 +239,8 @@ class PageFormat(PageShape):
     def read(
         self, pages: torch.Tensor, name: str, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Read one array of every page, or of those in (n,) ``slots``, in the shape of ``write``.
+        """Read one array of every page, or of the pages in (n,) ``slots``, in the shape that
+        ``write`` takes.
 
         Codes are uint8, other values float32.
         """
@@ -255,7 +259,7 @@ class PageFormat(PageShape):
         """Return the places of each token's elements in an array of a stream page, and the
         elements' indices.
 
-        Both are (128, d or groups) int64. Codes of a byte are adjacent.
+        Both are (128, d or groups) int64. Codes that share a byte are adjacent.
 
         Args:
             name: name of the field.
@@ -263,11 +267,12 @@ class PageFormat(PageShape):
         return _token_elements(self, name)
 
     def number_places(self, *names: str) -> np.ndarray:
-        """Return (KV heads, n) int64: places of float16 numbers in a page, in units of two bytes.
+        """Return the places of float16 numbers in a page, in units of two bytes: (KV heads, n)
+        int64.
 
         Args:
-            names: names of fields, whose elements are concatenated in natural order; fields that
-                the format does not have are left out.
+            names: names of the fields, whose elements are concatenated in natural order; fields
+                that the format does not have are left out.
         """
         heads, places = np.arange(self.kv_heads)[:, None] * (self.head_bytes // 2), []
         for name in names:
@@ -277,21 +282,22 @@ class PageFormat(PageShape):
         return np.concatenate(places, axis=1)
 
     def token_bytes(self, device: torch.device) -> torch.Tensor:
-        """Return (page_bytes,) int16: the place of the token to which a byte of a stream page
-        belongs, or -1."""
+        """Return the place of the token that each byte of a stream page belongs to, or -1:
+        (page_bytes,) int16."""
         return _token_bytes(self).to(device)
 
     def clear_unused(self, pages: torch.Tensor, in_use: np.ndarray) -> None:
-        """Zero the unused places of pages to which tokens are appended; leave whole pages alone.
+        """Zero the unused places of pages to which tokens are appended; leave pages that are
+        written as a whole unchanged.
 
         Args:
             pages: (n, page_bytes) uint8 on the CPU.
-            in_use: (n, 128) bool.
+            in_use: (n, 128) bool: the places in use.
         """
         if not self.codec.appends_tokens:
             return
         owners = self.token_bytes(pages.device).long()
-        # Bytes without a token, of owner -1, count as in use.
+        # Bytes that belong to no token (-1) count as in use.
         used = torch.from_numpy(np.pad(in_use, ((0, 0), (0, 1)), constant_values=True))
         count = max(1, _CLEARED_BYTES // self.page_bytes)
         for part, own in zip(pages.split(count), used.split(count), strict=True):
@@ -304,8 +310,8 @@ class PageFormat(PageShape):
         return all(all_finite(self._view(pages, name)) for name in names)
 
     def _view(self, pages: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a typed view of a field: (n, KV heads, elements), or (n, elements) for shared
-        norms."""
+        """Return a typed view of a field: (n, KV heads, elements), or (n, elements) if the heads
+        share it."""
         field = self.fields[name]
         source = pages
         if field.per_head:
@@ -317,7 +323,7 @@ def all_finite(values: torch.Tensor) -> bool:
     """Return whether no value is NaN or infinite."""
     if values.dtype.itemsize == 1:  # torch does not compare these
         values = values.float()
-    # One pass without a copy; NaN propagates to both ends.
+    # This takes one pass without a copy; NaN propagates to both minimum and maximum.
     return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 

@@ -1,11 +1,11 @@
-"""Interface to vLLM: the backend, its metadata builder, and the attention of a layer.
+"""Interface to vLLM: the backend, its metadata builder, and a layer's attention.
 
-A request's most recent tokens and its first ones are also stored in 16-bit precision, in a ring per
-request (``oscar_mm.ops.rings``). Rings are found by the blocks of a step's requests, on the device:
-so they are independent of vLLM's model runners, which number requests in different ways and move
+The most recent and the first tokens of each request are also stored in 16-bit precision, in a ring
+per request (``oscar_mm.ops.rings``). The device finds the rings by the blocks of a step's requests,
+so they do not depend on vLLM's model runners, which number requests in different ways and move
 rows.
 
-For vLLM 0.25 to 0.33. The versions differ in how they get the size of a block: newer ones ask the
+Supports vLLM 0.25 to 0.33. Versions differ in how they get the block size: newer ones ask the
 backend (``customize_spec``), older ones the layer (``OscarImpl.process_weights_after_loading``).
 """
 
@@ -53,9 +53,9 @@ from oscar_mm.vllm_plugin.step import Reading, Rings, Step, StepTables
 
 _MIN_CAPABILITY = (8, 0)
 _WITHOUT_DRAFT_LAYERS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding that run no layers between two steps of the model."""
+"""Speculative decoding methods that run no layers between two steps of the model."""
 _BALANCING = "oscar_mm_balancing"
-"""Name of a layer's buffer."""
+"""Name of a layer's buffer for its balancing."""
 
 
 class OscarMetadata(Step, AttentionMetadata):
@@ -66,8 +66,8 @@ class OscarBackend(AttentionBackend):
     """Attention over stream pages, which are vLLM's blocks.
 
     Attributes:
-        settings: settings of the last model that was made; vLLM's calls on the class can refer to
-            no other.
+        settings: settings of the model created last, the only one that vLLM's calls on the class
+            can refer to.
     """
 
     settings: ClassVar[Settings] = Settings.of({})
@@ -82,17 +82,17 @@ class OscarBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[OscarImpl]:
-        """Return the class that attends in a layer."""
+        """Return the class that implements a layer's attention."""
         return OscarImpl
 
     @staticmethod
     def get_builder_cls() -> type[OscarMetadataBuilder]:
-        """Return the class that makes the tables of a step."""
+        """Return the class that builds the tables of a step."""
         return OscarMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
-        """Return the tokens of a page."""
+        """Return the number of tokens per page, as the only size."""
         return [PAGE_TOKENS]
 
     @classmethod
@@ -107,7 +107,7 @@ class OscarBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: the host's number of tokens per request must be exact (newer vLLM)."""
+        """Return False: the token count per request must be exact on the host (newer vLLM)."""
         return False
 
     @staticmethod
@@ -124,7 +124,7 @@ class OscarBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec of a layer with the size of our pages (newer vLLM)."""
+        """Return a layer's spec with the size of our pages (newer vLLM)."""
         size = cls.settings.token_bytes(spec.num_kv_heads, spec.head_size)
         return replace(spec, dtype=torch.uint8, state_content_bytes=size)
 
@@ -137,7 +137,7 @@ class OscarBackend(AttentionBackend):
 
 
 class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
-    """Makes the tables of each step."""
+    """Builds the tables of each step."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -182,19 +182,19 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> OscarMetadata:
-        """Make the tables of a step, at the same addresses each time."""
+        """Build the tables of a step, at the same addresses each time."""
         common = common_attn_metadata
         decodes, readings, _, _ = split_decodes_and_prefills(
             common, decode_threshold=self._max_tokens, require_uniform=True
         )
         host_starts = common.query_start_loc_cpu.numpy()
-        # Not max_query_len, which may count drafts that were rejected.
+        # Not max_query_len, which may include rejected drafts.
         tokens = (int(host_starts[1]) or common.max_query_len) if decodes else 1
         lengths = np.zeros(0)
         if readings:
             bounds = common.seq_lens_cpu_upper_bound
             bounds = common.seq_lens.cpu() if bounds is None else bounds
-            # A bound with drafts may exceed the block table.
+            # An upper bound that includes drafts may exceed the block table.
             lengths = np.minimum(bounds.numpy(), self._longest)
         step = self._tables.step(
             *(common.block_table_tensor, common.seq_lens, common.query_start_loc),
@@ -204,14 +204,14 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
 
 
 class OscarImpl(AttentionImpl[OscarMetadata]):
-    """Attention of a layer of vLLM.
+    """Attention of a vLLM layer.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads, ...: arguments from vLLM.
+        num_heads, head_size, scale, num_kv_heads, ...: see vLLM's ``AttentionImpl``.
 
     Attributes:
         attention: implementation of the attention.
-        is_loaded: whether vLLM has reported that weights are loaded.
+        is_loaded: whether vLLM has reported that the weights are loaded.
 
     Raises:
         InputError: if pages do not support this kind of layer.
@@ -256,7 +256,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         OscarBackend.settings = found = Settings.of(config.additional_config)
         self._token_bytes = found.token_bytes(self.num_kv_heads, head_size)
         self._policy = found.policy
-        # Here, where vLLM's configuration is available, which may set the version.
+        # Done here, where vLLM's configuration, which may set the version, is available.
         flash = partial(flash_attention, version=get_flash_attn_version(head_size=head_size))
         recipe = found.recipe(self.num_kv_heads, head_size)
         self.attention = PagedAttention(recipe, num_heads, self.scale, flash)
@@ -277,14 +277,14 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self._owners.append(weakref.ref(module))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Compute the balancing from the weights, and set the layer's spec if vLLM does not ask the
+        """Compute the balancing from the weights; set the layer's spec unless vLLM gets it from the
         backend."""
         self._hook.remove()
         is_first, self.is_loaded = not self.is_loaded, True
         layer, attention, decoder_layer, *_ = *(owner() for owner in self._owners), None, None, None
         if layer is None:
             return
-        if type(layer) is not Attention:  # Another class may have another mask or other blocks.
+        if type(layer) is not Attention:  # A subclass may use another mask or other blocks.
             raise _unsupported([f"layers of {type(layer).__name__}"])
         sigma = None
         if self._policy.balances and attention is not None:
@@ -294,7 +294,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             )
         device = next(itertools.chain(layer.buffers(), layer.parameters())).device
         self.attention.balance(sigma, device)
-        if is_first:  # Now, so that vLLM counts their memory as weights.
+        if is_first:  # Done now, so that vLLM counts this memory as weights.
             self.make_rings(device, act_dtype)
         # A sleeping vLLM keeps only the buffers of layers.
         layer.register_buffer(_BALANCING, self.attention.sigma, persistent=False)
@@ -347,15 +347,15 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             layer: vLLM's layer.
             query: (tokens, query heads, head_dim), after RoPE.
             key, value: (tokens, KV heads, head_dim).
-            kv_cache: the layer's pages, in any shape with blocks first.
-            attn_metadata: the step; None in a run that measures memory.
+            kv_cache: the layer's pages, in any shape whose first axis is blocks.
+            attn_metadata: the step; None in vLLM's memory profiling run.
             output: (tokens, query heads, head_dim), written to.
             output_scale, output_block_scale: None.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("outputs in 8 bits or fewer")
         if attn_metadata is None:
-            # Reserve the memory that unpacking the longest past takes.
+            # Reserve the memory for unpacking the longest past.
             tokens = -(-self._max_past // PAGE_TOKENS) * PAGE_TOKENS
             key.new_empty(2, tokens, self.num_kv_heads, self.head_size)
             return output.fill_(0)
@@ -366,7 +366,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
 def _takes_layer_by_layer(config: VllmConfig) -> bool:
     """Return whether a KV connector may read a layer's pages before the next layer attends.
 
-    With full CUDA graphs for decode steps the connector is not called.
+    With full CUDA graphs, decode steps do not call the connector.
     """
     graphs = config.compilation_config.cudagraph_mode
     decodes = None if graphs is None else graphs.decode_mode()
@@ -376,8 +376,8 @@ def _takes_layer_by_layer(config: VllmConfig) -> bool:
 def _ring_shape(config: VllmConfig, policy: KVPolicy) -> RingShape:
     """Return the shape of the rings of a model's requests.
 
-    Layers of a draft model share the tables of the model's steps, but not its tokens: with them no
-    token of an earlier step is read from a ring.
+    Layers of a draft model share the tables of the model's steps, but not its tokens, so if there
+    are any, tokens of earlier steps are never read from a ring.
     """
     speculation = config.speculative_config
     if speculation is None:
@@ -400,7 +400,7 @@ def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
     """Return the pages of a layer as (pages, page_bytes) uint8.
 
     Args:
-        kv_cache: tensor of any shape and dtype, with blocks first.
+        kv_cache: tensor of any shape and dtype whose first axis is blocks.
 
     Raises:
         InputError: if the pages are not contiguous.
@@ -408,8 +408,8 @@ def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
     pages = kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
     if not pages.is_contiguous():
         raise InputError(
-            "--attention-backend CUSTOM (oscar_mm) needs contiguous pages; vLLM pads them if "
-            "layers, or those of a draft model, have blocks of different sizes"
+            "--attention-backend CUSTOM (oscar_mm) needs contiguous pages, but vLLM pads them, as "
+            "it does if layers of the model or of a draft model have blocks of different sizes"
         )
     return pages
 
@@ -424,7 +424,8 @@ def flash_attention(
     *,
     version: int | None,
 ) -> None:
-    """vLLM's flash attention of a version; see ``oscar_mm.vllm_plugin.attention.Flash``."""
+    """Call the given version of vLLM's flash attention; see
+    ``oscar_mm.vllm_plugin.attention.Flash``."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     past = reading.past

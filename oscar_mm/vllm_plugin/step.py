@@ -1,4 +1,4 @@
-"""Steps: the tables of decode and store for the requests of a step, and the tokens of prompts."""
+"""Steps: tables of decode and store for a step's requests, and the layout of prompt tokens."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ Layer = TypeVar("Layer")
 
 @dataclass(frozen=True)
 class Past:
-    """Pages of requests some of whose tokens were computed before.
+    """Pages of requests that have tokens computed in earlier steps.
 
     Attributes:
         slots: (pages,) int32: all pages of the requests, one request after the other.
         places: (tokens,) int64: places of the new tokens among all tokens of these pages.
         table: (requests, max pages) int32: indices into ``slots`` for each request, possibly more
             than its tokens need.
-        lengths: (requests,) int32 tokens of each, including new ones.
+        lengths: (requests,) int32: number of tokens of each request, including new ones.
         longest: upper bound of the lengths.
-        exact: (2, tokens) int64: places among all tokens of these pages of the tokens in rings, and
-            their places in the rings. If a ring lacks a token, the place of a new one.
+        exact: (2, tokens) int64: for tokens in rings, their places among all tokens of these pages,
+            and their places in the rings. If a ring lacks a token, the place of a new token is used
+            instead.
     """
 
     slots: torch.Tensor
@@ -50,13 +51,13 @@ class Past:
 
 @dataclass(frozen=True)
 class Reading:
-    """Consecutive requests that compute tokens of their prompts.
+    """Consecutive requests whose new tokens belong to their prompts.
 
     Attributes:
         tokens: range of their new tokens in the batch.
         starts: (requests + 1,) int32: start of each request's tokens in this range.
-        longest: maximum new tokens of a request.
-        past: tokens computed before; None if there are none.
+        longest: maximum number of new tokens per request.
+        past: tokens computed in earlier steps; None if there are none.
     """
 
     tokens: slice
@@ -69,7 +70,7 @@ class Rings:
     """The rings of running requests, shared by all table builders for the same layers.
 
     Args:
-        count: number of rings, the maximum number of running requests.
+        count: number of rings, equal to the maximum number of running requests.
         shape: shape of a ring.
         blocks: number of vLLM's blocks.
         device: device of all tables.
@@ -79,7 +80,7 @@ class Rings:
         shape, blocks: as given.
 
     Raises:
-        ValueError: if there are more rings than a batch may have rows.
+        ValueError: if there are more rings than the maximum number of rows in a batch.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Rings:
     ) -> None:
         """Find the rings of a step's requests; see ``oscar_mm.ops.rings``.
 
-        Those of micro-batches are found one micro-batch after the other. All of them together have
-        no more requests than there are rings, so no two get the same one.
+        Called for one micro-batch after the other. All micro-batches together have no more requests
+        than there are rings, so no two requests get the same ring.
         """
         self._clock = (self._clock + 1) % 2**31
         now = (self.shape.spare, self._clock, self._keeps)
@@ -112,15 +113,15 @@ class Rings:
 
 
 class ForwardPass(Generic[Layer]):
-    """Progress of a forward pass through the layers.
+    """Tracks the progress of a forward pass through the layers.
 
     Args:
         count: number of layers.
 
     Attributes:
         layers: layers that the pass has reached.
-        is_complete: whether it has reached all layers.
-        is_captured: whether it was in a CUDA graph capture.
+        is_complete: whether the pass has reached all layers.
+        is_captured: whether the pass ran in a CUDA graph capture.
     """
 
     def __init__(self, count: int) -> None:
@@ -128,7 +129,7 @@ class ForwardPass(Generic[Layer]):
         self.is_complete = self.is_captured = False
 
     def through(self, layer: Layer) -> list[Layer]:
-        """Record a layer; return all layers after the last one, none before."""
+        """Record a layer; return all layers if it is the last one, else none."""
         self.layers.append(layer)
         self.is_captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if len(self.layers) < self._count:
@@ -143,9 +144,9 @@ class Step:
 
     Attributes:
         tables: tables of decode, store and append.
-        decodes: number of leading requests that decode.
-        query_tokens: new tokens of each decoding request.
-        readings: the other requests.
+        decodes: number of decoding requests, which come first.
+        query_tokens: number of new tokens per decoding request.
+        readings: all other requests.
         passed: layers that have attended, ``oscar_mm.vllm_plugin.attention.StoredLayer``.
     """
 
@@ -170,19 +171,19 @@ class StepTables:
     """Tables of consecutive steps, at fixed addresses for captured graphs.
 
     Args:
-        rows: maximum requests of a step.
-        tokens: maximum new tokens of a step.
-        pages: maximum pages of a request.
-        kv_heads: KV heads of a layer.
-        group: query heads per KV head.
-        max_unpacked: pages of past tokens that are unpacked at a time; a single request may have
-            more.
+        rows: maximum number of requests per step.
+        tokens: maximum number of new tokens per step.
+        pages: maximum number of pages per request.
+        kv_heads: number of KV heads per layer.
+        group: number of query heads per KV head.
+        max_unpacked: maximum number of pages of past tokens to unpack at a time; a single request
+            may have more.
         device: device of all tables.
         rings: rings of the layers.
-        layers: number of layers. In steps in which all requests decode, the last layer stores the
-            tokens from the rings for all layers at once, in a fraction of the time. First a forward
-            pass must have reached all layers: a draft model's pass reaches only its own. With 0,
-            each layer stores its own tokens.
+        layers: number of layers. If all requests of a step decode, the last layer stores the tokens
+            from the rings for all layers at once, in a fraction of the time. This begins only after
+            a forward pass has reached all layers, because a draft model's pass reaches only the
+            draft model's. If 0, each layer stores its own tokens.
 
     Raises:
         ValueError: if there are more requests than the tables allow.
@@ -228,18 +229,18 @@ class StepTables:
         host_starts: np.ndarray,
         host_lengths: np.ndarray,
     ) -> Step:
-        """Make the tables of a step; they overwrite those of the previous step.
+        """Build the tables for a step, overwriting those of the previous step.
 
         Args:
             blocks, lengths, starts, slots: see ``BlockTables``.
-            decodes: number of leading requests that decode.
-            query_tokens: new tokens of each decoding request.
+            decodes: number of decoding requests, which come first.
+            query_tokens: number of new tokens per decoding request.
             host_starts: ``starts`` on the host.
             host_lengths: upper bounds of ``lengths`` on the host, for requests that do not decode;
-                ``blocks`` has as many pages.
+                ``blocks`` has enough pages for these lengths.
 
         Raises:
-            ValueError: if there are more requests or tokens than the tables have capacity for.
+            ValueError: if there are more requests or tokens than fit in the tables.
         """
         self._learn()
         rows = len(lengths)
@@ -268,8 +269,8 @@ class StepTables:
     def _learn(self) -> None:
         """Record whether the first forward pass reached all layers.
 
-        Later passes do not change it, even if they are interrupted, so that all captured graphs
-        store in the same way. If the first pass was captured, steps store layer by layer.
+        Later passes do not change the record, even if they are interrupted, so that all captured
+        graphs store in the same way. If the first pass was captured, steps store layer by layer.
         """
         passed = self._passed
         if self._goes_through_all is None and (passed.layers or passed.is_complete):
@@ -284,7 +285,8 @@ class StepTables:
         starts: np.ndarray,
         bounds: np.ndarray,
     ) -> Iterator[Reading]:
-        """Yield the requests from ``first`` on in runs of bounded size, with a past or without."""
+        """Yield the requests from ``first`` on, in runs of bounded size that either all have a past
+        or all have none."""
         new, rows = np.diff(starts), len(starts) - 1
         while rows > first and not new[rows - 1]:
             rows -= 1  # padding
@@ -328,10 +330,10 @@ class StepTables:
         firsts = np.cumsum(pages) - pages
         columns = np.arange(int(pages.max()))
         table = np.where(columns < pages[:, None], firsts[:, None] + columns, 0)
-        # Not by a mask on the device: the host would wait for its length.
+        # A mask on the device is not used, because the host would wait for its length.
         requests = np.repeat(np.arange(run.start, run.stop), pages)
         numbers = np.arange(int(pages.sum())) - np.repeat(firsts, pages)
-        # Counted from the end of each request, which only the device knows if drafts were rejected.
+        # Count from the end of each request, which only the device knows if drafts were rejected.
         places = [
             first * PAGE_TOKENS + np.arange(-count, 0)
             for first, count in zip(firsts, new, strict=True)
@@ -347,8 +349,8 @@ class StepTables:
         )
 
     def _exact(self, past: torch.Tensor, tails: torch.Tensor, firsts: np.ndarray) -> torch.Tensor:
-        """Return ``Past.exact`` for requests with these numbers of past tokens, which begin at
-        ``firsts``."""
+        """Return ``Past.exact`` for requests with these numbers of past tokens; their tokens begin
+        at ``firsts``."""
         shape, past = self._rings.shape, past[:, None]
         ring, start = tails[:, :1].long(), tails[:, 1:]
         numbers = torch.arange(-shape.window, shape.sinks, device=self._device)
