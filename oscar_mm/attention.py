@@ -1,14 +1,14 @@
 """Attention "oscar" for transformers: attends to packed pages without unpacking the past.
 
-``model.set_attn_implementation("oscar")`` (for multimodal models
-``{"text_config": "oscar"}``) works with any cache: with an ``OscarCache`` it reads pages; with
-another cache, or without a cache, it is transformers' own "sdpa".
+Select it by ``model.set_attn_implementation("oscar")``, or ``{"text_config": "oscar"}`` for
+multimodal models. It works with any cache: with an ``OscarCache`` it reads pages; with another
+cache, or without a cache, it is equivalent to transformers' own "sdpa".
 
-Importing this module registers two functions: the attention, and the mask function of the same
-name. Transformers calls the mask function before all layers, once per forward pass and layer type;
-without one it would silently drop the padding mask. If the model needs more than causal attention
-(windows, chunks, images with bidirectional attention), or masks cached tokens, the mask is built
-and the past is unpacked, one layer at a time.
+Importing this module registers two functions under this name: the attention function and the mask
+function. Transformers calls the mask function before all layers, once per forward pass and layer
+type; without one, it would silently drop the padding mask. If the model needs more than causal
+attention (windows, chunks, images with bidirectional attention), or masks cached tokens, the mask
+is built and the past is unpacked, one layer at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from oscar_mm.torch_modes import eager
 IMPLEMENTATION = "oscar"
 _SDPA = "sdpa"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments that change the result of some models' attention; pages do not support them."""
+"""Attention arguments of some models that change the result and are not supported by pages."""
 
 
 def attend(
@@ -38,19 +38,19 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function of transformers' AttentionInterface.
+    """Attention function for transformers' AttentionInterface.
 
     Args:
         module: the attention layer.
         query: (batch, query heads, tokens, head_dim).
         key: (batch, KV heads, tokens, head_dim) from ``Cache.update``. An ``OscarCache`` returns
-            the new tokens only; the attribute ``oscar_chunk`` of the tensor attends to the past.
-        value: the shape of ``key``, from ``Cache.update``.
+            only the new tokens; the tensor's attribute ``oscar_chunk`` attends to the past.
+        value: same shape as ``key``, from ``Cache.update``.
         attention_mask: result of the mask function.
-        scaling: factor of the scores; head_dim ** -0.5 by default.
+        scaling: factor by which scores are multiplied; head_dim ** -0.5 by default.
 
     Returns:
-        (batch, tokens, query heads, head_dim) and None.
+        The output, (batch, tokens, query heads, head_dim), and None.
 
     Raises:
         NotImplementedError: if the model requests attention weights, or an attention option that an
@@ -89,17 +89,17 @@ def mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Mask function of transformers' AttentionMaskInterface; also passes padding to the cache.
+    """Mask function for transformers' AttentionMaskInterface; also passes padding to the cache.
 
-    ``kv_length`` comes from ``Cache.get_mask_sizes``. An ``OscarCache`` returns an int that carries
-    the cache, as transformers offers no other way from the mask to the cache.
+    ``kv_length`` comes from ``Cache.get_mask_sizes``. ``OscarCache`` returns an int that carries a
+    reference to the cache, since transformers provides no other access to it here.
 
     Args:
-        attention_mask: (batch, past and new tokens) bool, False for masked tokens. A mask of the
-            new tokens alone leaves all past tokens visible.
-        local_size: tokens of a window or a chunk.
-        allow_is_causal_skip: whether the mask is causal up to ``local_size`` tokens, apart from
-            padding.
+        attention_mask: (batch, past and new tokens) bool, False for masked tokens. If it covers
+            only the new tokens, all past tokens stay visible.
+        local_size: number of tokens in a window or a chunk.
+        allow_is_causal_skip: whether the mask, apart from padding, is causal up to ``local_size``
+            tokens.
 
     Returns:
         (batch, 1, new tokens, all tokens) bool; None for plain causal attention.
@@ -113,7 +113,8 @@ def mask(
         causal = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
         if causal and not hides:
             return None
-        # With a skip, sdpa's mask function could return None, which means causal attention.
+        # If skipping were allowed, sdpa's mask function could return None, which means causal
+        # attention.
         allow_is_causal_skip = kwargs["allow_is_bidirectional_skip"] = False
     return AttentionMaskInterface()[_SDPA](
         batch_size=batch_size,
@@ -132,13 +133,14 @@ def mask(
 def _announced(
     cache: Any, mask: torch.Tensor | None, new: int, tokens: int
 ) -> tuple[int, torch.Tensor | None, bool]:
-    """Announce a forward pass to a cache: its tokens, their mask, and whether it hides the past."""
+    """Announce a forward pass to a cache: its tokens, their mask, and whether the mask hides past
+    tokens."""
     mask = None if mask is None else _for_all_tokens(mask, new, tokens)
     return int(tokens), mask, cache.attend_packed(mask)
 
 
 def _for_all_tokens(mask: torch.Tensor, new: int, tokens: int) -> torch.Tensor:
-    """Extend a mask of the new tokens to past and new tokens, or cut one that is too long."""
+    """Extend a mask for the new tokens to past and new tokens, or cut a mask that is too long."""
     if mask.shape[1] == new:
         return pad(mask, (tokens - new, 0), value=1)
     if mask.shape[1] < tokens:

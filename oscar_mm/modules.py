@@ -1,8 +1,9 @@
-"""Checks of how a model's modules run and which weights they use.
+"""Check how a model's modules run and which weights they use.
 
-Other libraries may change both: by a hook, a kernel or another ``forward`` around a module or in
-its class, by an adapter, or by offloading with ``accelerate``, which loads weights for each forward
-pass. Code that does a module's work without calling the module checks here whether that is valid.
+Other libraries may change both: with a hook, with a kernel or another ``forward`` on a module or
+its class, with an adapter, or by offloading with ``accelerate``, which loads weights for each
+forward pass. Code that does a module's work without calling the module checks here whether that is
+valid.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from oscar_mm.tensor_parallel import is_dtensor, local_shard
 
 _HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.")
-"""Origins of the classes of plain decoders. Libraries that quantize or adapt a model (GPTQ, AWQ,
-bitsandbytes, transformers.integrations, PEFT, parametrizations) insert classes of their own."""
+"""Where the classes of plain decoders are defined. Libraries that quantize or adapt a model (GPTQ,
+AWQ, bitsandbytes, transformers.integrations, PEFT, parametrizations) insert their own classes."""
 _OWN_HOOKS = "oscar_mm."
 _IGNORED_HOOKS = (_OWN_HOOKS, "transformers.utils.output_capturing")
-"""Origins of hooks that change nothing: our own, and those that transformers leaves on modules once
-hidden states or attention weights have been requested."""
+"""Where hooks that change nothing are defined: our own, and those that transformers leaves on
+modules once hidden states or attention weights have been requested."""
 _FOLDERS = tuple(f"{Path(str(one.__file__)).parent}{os.sep}" for one in (torch, transformers))
-"""Folders of unmodified class code."""
+"""Folders that contain the code of unmodified classes."""
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _NUMBERS = itertools.count()
 _numbers = WeakTensorKeyDictionary()
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Return the same as ``root.modules()`` in a third of the time, as no names are built."""
+    """Return the same modules as ``root.modules()`` in a third of the time, without building
+    names."""
     found, left = {}, [root]
     while left:
         module = left.pop()
@@ -58,7 +60,8 @@ def devices(module: nn.Module) -> set[torch.device]:
 
 
 def computing_device(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes: that of its weights, or of offloading.
+    """Return the device on which a module computes: that of its weights, or, if they are offloaded,
+    the one that they are loaded to.
 
     Raises:
         ValueError: if the module has only meta weights and nothing loads them.
@@ -74,8 +77,8 @@ def computing_device(module: nn.Module) -> torch.device:
 
 
 def run_as_written(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules are of known classes, run their unmodified code, and have floating-point
-    weights that are not offloaded: no foreign hooks, kernels, adapters or methods."""
+    """Whether modules belong to known classes, run their unmodified code (without foreign hooks,
+    kernels, adapters or methods), and have floating-point weights that are not offloaded."""
     return (
         not any(getattr(nn_module, name) for name in _GLOBAL_HOOKS)
         and all(map(_is_unchanged, {type(module) for module in modules}))
@@ -84,11 +87,11 @@ def run_as_written(modules: Sequence[nn.Module]) -> bool:
 
 
 def weights_key(model: nn.Module) -> tuple[object, ...]:
-    """Return a key that changes whenever the model may compute something else.
+    """Return a key that changes whenever the model's results may change.
 
-    It covers the addresses and versions of weights, adapters, and how the modules run. Writes
-    through ``weight.data`` are not detected. Keep it fast: requests that arrive at an idle engine
-    wait for it.
+    The key covers the addresses and versions of weights, adapters, and how the modules run. Writes
+    through ``weight.data`` are not detected. Must be fast, since requests that arrive at an idle
+    engine wait for it.
     """
     modules = modules_of(model)
     key = list[object](id(hook) for name in _GLOBAL_HOOKS for hook in getattr(nn_module, name))
@@ -104,7 +107,7 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             key += [id(hook) for hook in hooks.values() if not _is_of(hook, _IGNORED_HOOKS)]
         if (hook := _offloading(module)) is not None:
-            key.append(id(hook.weights_map))  # Offloaded: the weights themselves come and go.
+            key.append(id(hook.weights_map))  # Offloaded weights themselves come and go.
             continue
         for weight in own["_parameters"].values():
             if weight is not None:
@@ -114,7 +117,7 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
 
 
 def _number(weight: torch.Tensor) -> int:
-    """Return a unique number for a tensor, since addresses are reused after a tensor is freed."""
+    """Return a unique number for a tensor, unlike its address, which is reused once it is freed."""
     number = _numbers.get(weight)
     if number is None:
         number = _numbers[weight] = next(_NUMBERS)
@@ -122,7 +125,8 @@ def _number(weight: torch.Tensor) -> int:
 
 
 def _settings(attributes: dict[str, Any]) -> str:
-    """Return a module's settings besides weights, such as an adapter's scaling and activation."""
+    """Return a module's settings other than weights, such as an adapter's scaling and
+    activation."""
     return repr([(name, value) for name, value in attributes.items() if _is_setting(value)])
 
 
@@ -154,8 +158,8 @@ def _is_unchanged(kind: type[nn.Module]) -> bool:
 
 
 def _is_written_in(home: type, method: Any) -> bool:
-    """Whether a method is the one in its class's source, and calls the original functions."""
-    if method is nn_module._forward_unimplemented:  # ModuleList has this forward.
+    """Whether a method is the one in the source of its class, and calls the original functions."""
+    if method is nn_module._forward_unimplemented:  # the forward method of ModuleList
         return True
     inner, around = unwrap(method), [method]
     while hasattr(around[-1], "__wrapped__"):
@@ -174,7 +178,8 @@ def _is_shipped(function: FunctionType) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no foreign hooks, no other forward, and only floating-point weights."""
+    """Whether a module has no foreign hooks, no replaced forward, and only floating-point
+    weights."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     weights = [weight for weight in module._parameters.values() if weight is not None]
     return (
@@ -185,8 +190,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether the forward is the class's, our own, or the class's wrapped by accelerate or
-    transformers."""
+    """Whether the forward method is that of the class, possibly wrapped by accelerate or
+    transformers, or ours."""
     forward = _own_forward(module)
     if forward is None or _is_of(forward, _OWN_HOOKS):
         return all(type(weight) is nn.Parameter for weight in weights)
@@ -197,43 +202,46 @@ def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bo
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """Return the forward that replaces the class's, or None.
+    """Return the instance's forward method if it overrides that of the class, else None.
 
-    Accelerate stores the class's own forward in the module when it removes its hooks.
+    When accelerate removes its hooks, it stores the class's forward method in the instance; this
+    does not count as an override.
     """
     forward = vars(module).get("forward")
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Return the hooks of accelerate."""
+    """Return accelerate's hooks on a module."""
     hook = vars(module).get("_hf_hook")
     return () if hook is None else getattr(hook, "hooks", (hook,))
 
 
 def _is_accelerates(hook: Any) -> bool:
-    """Whether a hook moves inputs, and perhaps weights, to the computing device."""
+    """Whether a hook is accelerate's and moves inputs, and possibly weights, to the computing
+    device."""
     return f"{type(hook).__module__}.{type(hook).__name__}" == "accelerate.hooks.AlignDevicesHook"
 
 
 def _offloading(module: nn.Module) -> Any:
-    """Return accelerate's hook that loads a module's weights for each forward pass, or None."""
+    """Return accelerate's hook that loads a module's weights for each forward pass; None if there
+    is no such hook."""
     return next((x for x in _hooks(module) if _is_accelerates(x) and x.offload), None)
 
 
 def acting_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights that a model computes with now, in their stored form.
+    """Yield the weights that a model currently computes with, in their stored form.
 
     Yields:
-        An empty string and a parameter; for an adapter next to the weights of its layer, the
-        parameter's kind with its scaling factors, and the parameter.
+        A label and a parameter. The label is empty except for adapters that are separate from the
+        weights of their layer, for which it is the kind of the parameter and its scaling factors.
     """
     brought = _brought_weights(model)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     adapters = {
         name: label
         for path, module in model.named_modules()
-        if hasattr(module, "adapter_layer_names")  # Attribute of all PEFT layers.
+        if hasattr(module, "adapter_layer_names")  # All PEFT layers have this attribute.
         for name, label in _adapter_weights(path, module)
     }
     for name, weight in model.named_parameters():
@@ -255,7 +263,8 @@ def _brought_weights(model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def _adapter_weights(path: str, module: Any) -> Iterator[tuple[str, str | None]]:
-    """Yield the parameter names of a layer's adapters, each with a label, or None if inactive."""
+    """Yield the parameter names of a layer's adapters, each with a label, or None if the adapter is
+    inactive."""
     idle = module.disable_adapters or getattr(module, "merged_adapters", ())
     active = () if idle else module.active_adapters
     for kind in module.adapter_layer_names:

@@ -1,4 +1,4 @@
-"""Arguments of ``linear``, and ``linear`` with PyTorch operations."""
+"""Arguments of ``linear``, and its implementation with PyTorch operations."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class Norm(NamedTuple):
     epsilon: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension in float32; round before multiplying by the weight."""
+        """Normalize the last dimension in float32, rounding before multiplying by the weight."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * scaled.to(x.dtype)
 
     def at_once(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize; on a GPU in one launch, which multiplies by the weight before rounding."""
+        """Normalize; on a GPU, this takes one launch and multiplies by the weight before
+        rounding."""
         if x.is_cuda:
             return rms_norm(x, self.weight.shape, self.weight, self.epsilon)
         return self(x)
@@ -41,7 +42,7 @@ class LinearArguments(NamedTuple):
         x: (rows, width), contiguous.
         weights: one to three matrices, (outputs, width) each, in the dtype of x.
         biases: (outputs,) for each matrix, or None.
-        norm: (width,), weight of an RMSNorm of x before the products; None for no norm.
+        norm: (width,): weight of an RMSNorm applied to x before the products; None for no norm.
         epsilon: epsilon of the norm.
         residual: (rows, total outputs) to add, or None.
         gated: whether to return silu(first product) * second product instead of both.
@@ -65,7 +66,7 @@ class LinearArguments(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> Self:
-        """Make arguments from a norm and from sequences of weights and biases, which are not
+        """Create arguments from a norm and from sequences of weights and biases, which are not
         copied."""
         weight, epsilon = (None, 0.0) if norm is None else norm
         biases = biases or (None,) * len(weights)
@@ -79,12 +80,12 @@ class LinearArguments(NamedTuple):
         return sum([weight.shape[0] for weight in self.weights])
 
     def result(self) -> torch.Tensor:
-        """Return an uninitialized result, (rows, total)."""
+        """Return an uninitialized (rows, total) tensor for the result."""
         return self.x.new_empty(self.x.shape[0], self.total)
 
 
 def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
-    """``linear`` with PyTorch operations and the rounding of transformers' modules."""
+    """Run ``linear`` with PyTorch operations and the rounding of transformers' modules."""
     x, weights, biases, norm, epsilon, residual, gated = arguments
     x = x if norm is None else Norm(norm, epsilon)(x)
     products = [torch_linear(x, *part) for part in zip(weights, biases, strict=True)]
@@ -93,16 +94,16 @@ def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
 
 
 def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
-    """``linear_by_torch`` on a GPU, without a norm, in fewer launches.
+    """Run ``linear_by_torch`` on a GPU, without a norm, in fewer launches.
 
-    Each product adds its bias or the residual stream before it rounds. In a CUDA graph the first
-    product runs in parallel with the others, since one with few rows seldom saturates memory
-    bandwidth; outside of a graph, switching streams costs the host more time than this saves.
+    Each product adds its bias or the residual stream before rounding. In a CUDA graph, the first
+    product runs in parallel with the others, since a product with few rows seldom saturates memory
+    bandwidth; outside a graph, switching streams costs the host more time than this saves.
     """
     x, weights, biases, _, _, residual, gated = arguments
     sizes = [weight.shape[0] for weight in weights]
     output = x.new_empty(0 if gated else x.shape[0], sum(sizes))
-    # A gate reads contiguous products in half the time.
+    # The gate reads contiguous products in half the time.
     parts = [x.new_empty(x.shape[0], n) for n in sizes] if gated else output.split(sizes, 1)
     residuals = [None] * len(sizes) if residual is None else residual.split(sizes, 1)
     first, *others = zip(weights, biases, residuals, parts, strict=True)
@@ -136,7 +137,8 @@ def _product(
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the shared side stream; cuBLAS keeps 32 MiB for every stream of a thread."""
+    """Return the shared side stream; there is only one, since cuBLAS keeps 32 MiB for each stream
+    of a thread."""
     return torch.cuda.Stream(device)
 
 

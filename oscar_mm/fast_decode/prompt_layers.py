@@ -1,12 +1,12 @@
-"""Prompt layers: a decoder's layers over the tokens of prompts, in fewer launches than the modules.
+"""Prompt layers: run a decoder's layers on prompt tokens in fewer launches than the modules take.
 
-A third of the time of a prompt of 2,000 tokens goes to norms, RoPE, gates and residual sums, which
-transformers' modules compute in about thirty small operations per layer. Here they are fused into
-the operations of ``FastLayer``. Only the layers are replaced: towers, embeddings, masks and
-whatever the model adds between layers remain its own.
+For a prompt of 2,000 tokens, a third of the time goes to norms, RoPE, gates and residual sums,
+which transformers' modules compute in about thirty small operations per layer. Here they are fused
+into the operations of ``FastLayer``. Only the layers are replaced; towers, embeddings, masks and
+whatever the model does between layers are unchanged.
 
-For shorter prompts the host is slower than the GPU. ``PrefillGraphs`` pads them to a few lengths,
-and replays the work before and after attention as CUDA graphs.
+For shorter prompts, the host is slower than the GPU. ``PrefillGraphs`` pads them to one of a few
+lengths, and replays the work before and after attention as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LENGTHS = (
     *(8, 16, 24, 32, 64, 96),
     *(*range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)),
 )
-"""Tokens of captured passes: a prompt is padded to the next length."""
+"""Lengths of captured passes in tokens; prompts are padded to the next length."""
 MAX_RECORDED = _LENGTHS[-1]
 _MAX_LENGTHS = 8
-"""Maximum number of lengths whose graphs are kept; each takes 20 to 70 MB of a GPU (36 layers,
+"""Maximum number of lengths whose graphs are kept; each takes 20 to 70 MB of GPU memory (36 layers,
 H100)."""
 _log = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ _REPORTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class _States(NamedTuple):
-    """Fixed tensors of captured passes.
+    """Tensors of captured passes, at fixed addresses.
 
     Attributes:
-        hidden: (tokens, hidden size), before and after a layer.
-        heads: (tokens, query, key and value heads, head_dim).
-        found: (tokens, query heads * head_dim), output of attention.
-        cosine, sine: (tokens, head_dim).
+        hidden: (tokens, hidden size): hidden states before and after a layer.
+        heads: (tokens, query, key and value heads, head_dim): the projections.
+        found: (tokens, query heads * head_dim): output of attention.
+        cosine, sine: (tokens, head_dim): RoPE.
     """
 
     hidden: torch.Tensor
@@ -60,7 +60,8 @@ class _States(NamedTuple):
 
     @classmethod
     def empty(cls, layer: FastLayer, hidden: torch.Tensor, cosine: torch.Tensor) -> _States:
-        """Allocate tensors for the longest pass, for layers of one shape and states of a dtype."""
+        """Allocate tensors for the longest pass, for layers of the same shape and states of the
+        same dtype."""
         head_dim, width = layer.attention.head_dim, sum(layer.heads)
         shapes = (hidden.shape[-1:], (width, head_dim), (layer.heads[0] * head_dim,))
         with torch.inference_mode(False):
@@ -69,17 +70,18 @@ class _States(NamedTuple):
         return cls(*states, *angles)
 
     def first(self, tokens: int) -> _States:
-        """Return the part for this number of tokens."""
+        """Return the tensors' beginnings, for this number of tokens."""
         return _States(*(x[:tokens] for x in self))
 
 
 class PrefillGraphs:
-    """Prefill passes of up to ``MAX_RECORDED`` tokens whose layers are captured, except for
-    attention.
+    """Runs prefill passes of up to ``MAX_RECORDED`` tokens with CUDA graphs of the layers, except
+    for attention.
 
-    The first pass of a length may be the only one, and compiles any missing kernels; from the
-    second on graphs are replayed, with bitwise identical results. Padding goes through norms,
-    products and experts, which treat each token independently, but not into attention or the cache.
+    The first pass of each length uses no graphs, since it may be the only one and compiles any
+    missing kernels; later passes replay graphs, with bitwise identical results. Padding goes
+    through norms, products and experts, which process each token independently, but not through
+    attention or into the cache.
 
     Args:
         layers: layers of the same shape.
@@ -91,7 +93,7 @@ class PrefillGraphs:
         self._ran = defaultdict[int, set[tuple[str, int]]](set)
         """Parts of layers that have run, by length."""
         self._replays = dict[int, dict[tuple[str, int], Callable[[], Any]]]()
-        """Replays of each length, the most recently used length last."""
+        """Replays for each length, with the most recently used length last."""
         self._whole: _States | None = None
         self._states: _States | None = None
         """Padded states of the current pass; None for a pass that does not use graphs."""
@@ -118,7 +120,7 @@ class PrefillGraphs:
         if len(self._replays) > _MAX_LENGTHS:
             self._replays.pop(next(iter(self._replays)))
         self._states = self._whole.first(length)
-        # Padding stays 0, whatever the last pass left there.
+        # Reset the padding to 0, whatever the last pass left there.
         self._states.hidden[tokens:].zero_()
         self._states.found[tokens:].zero_()
         self._states.cosine[:tokens].copy_(cosine[0])
@@ -130,7 +132,8 @@ class PrefillGraphs:
         return self._states is not None
 
     def __call__(self, index: int, hidden: torch.Tensor, cache: OscarCache) -> torch.Tensor:
-        """Run a layer and return (1, tokens, hidden size), which the next layer overwrites."""
+        """Run a layer and return its (1, tokens, hidden size) output, which the next layer
+        overwrites."""
         assert self._states is not None
         layer, states, tokens = self._layers[index], self._states, hidden.shape[1]
         if hidden.data_ptr() != states.hidden.data_ptr():
@@ -141,7 +144,7 @@ class PrefillGraphs:
         return states.hidden[None, :tokens]
 
     def _run(self, part: str, index: int, work: Callable[[], None]) -> None:
-        """Run a part of a layer; capture and replay it from the second pass of this length on."""
+        """Run a part of a layer; from the second pass of this length on, capture and replay it."""
         assert self._states is not None
         length, key = len(self._states.hidden), (part, index)
         replays = self._replays.get(length, {})
@@ -161,24 +164,25 @@ class PrefillGraphs:
 
 
 def _before(layer: FastLayer, states: _States) -> None:
-    """Run a layer up to its attention."""
+    """Run the part of a layer before attention."""
     states.heads.copy_(layer.projected(states.hidden))
     layer.turn_(states.heads, states.cosine, states.sine)
 
 
 def _after(layer: FastLayer, states: _States) -> None:
-    """Run a layer after its attention."""
+    """Run the part of a layer after attention."""
     rows = layer.output(states.found, residual=states.hidden)
     states.hidden.copy_(layer.feed_forward(rows))
 
 
 class PromptLayers:
-    """The layers of a decoder, for prompts.
+    """Runs the layers of a decoder on prompts.
 
     Args:
         model: transformers model that ``takes`` accepts.
-        max_total_tokens: maximum tokens that an MLP or a mixture processes at a time.
-        capture: capture function; by default CUDA graphs if supported.
+        max_total_tokens: maximum number of tokens that an MLP or a mixture of experts processes at
+            a time.
+        capture: capture function; by default that of CUDA graphs, if they are supported.
     """
 
     def __init__(
@@ -193,7 +197,7 @@ class PromptLayers:
 
     @staticmethod
     def takes(model: Any) -> bool:
-        """Return whether the layers are undivided, all on one device, and run unmodified."""
+        """Return whether the layers are undivided, are all on one device, and run unmodified."""
         layers = model.get_decoder().layers
         return (
             supports(model)
@@ -204,9 +208,9 @@ class PromptLayers:
 
     @contextmanager
     def reading(self, cache: OscarCache) -> Iterator[None]:
-        """Run layers as ``FastLayer`` within the block, for calls with this cache.
+        """Make the model's layers run as ``FastLayer`` within the block, in calls with this cache.
 
-        Other threads may call the layers with another cache, which runs them unmodified.
+        Other threads may meanwhile call the layers with another cache; these calls run unmodified.
         """
         for index, (layer, fast) in enumerate(self._layers):
             layer.forward = self._forward(index, layer, fast, cache)

@@ -1,4 +1,4 @@
-"""RoPE: rotary position embedding of one token of each row, after the norm of each head."""
+"""RoPE: rotary position embedding of one token per row, after the norm of each head."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 HEAD_DIMS = (64, 128, 192, 256)
 _WARPS = 4
 _MAX_ROWS = (1 << 16) - 1
-"""Maximum rows of a launch."""
+"""Maximum number of rows per launch."""
 _checker = ArgumentChecker("rope")
 
 
 class RopeArguments(NamedTuple):
-    """Arguments of ``rope``, which rotates channels i and i + head_dim / 2 of every head by the
-    angle of its row.
+    """Arguments of ``rope``, which rotates channels i and i + head_dim / 2 of each head by the
+    angle for its row.
 
     Attributes:
-        heads: (rows, heads, head_dim), query heads first; only rows may have strides.
+        heads: (rows, heads, head_dim), query heads first; contiguous except between rows.
         query_heads: number of query heads.
         cosine: (rows, head_dim), contiguous, in the dtype of heads.
         sine: same shape and dtype as cosine.
-        query_norm: (head_dim,), weight of an RMSNorm of query heads; None for no norm.
-        key_norm: (head_dim,), weight of an RMSNorm of key heads; None for no norm.
+        query_norm: (head_dim,): RMSNorm weight for query heads; None for no norm.
+        key_norm: (head_dim,): RMSNorm weight for key heads; None for no norm.
         epsilon: epsilon of both norms.
     """
 
@@ -63,7 +63,7 @@ class Specialization(NamedTuple):
 
     @property
     def macros(self) -> Macros:
-        """Macros of csrc/rope/rope.cu."""
+        """Preprocessor macros for compiling csrc/rope/rope.cu."""
         return macros_of(self, WARPS=_WARPS)
 
 
@@ -115,7 +115,7 @@ def rope_(
 
     Args:
         heads, query_heads, cosine, sine: see ``RopeArguments``.
-        norms: norms of query and key heads, with the same epsilon.
+        norms: norms for query and key heads, with the same epsilon; None for no norms.
     """
     around = (None, None, 0.0)
     if norms is not None:
@@ -125,7 +125,7 @@ def rope_(
 
 
 def rope_by_torch(arguments: RopeArguments) -> None:
-    """``rope`` with PyTorch operations and the rounding of transformers' modules."""
+    """Run ``rope`` with PyTorch operations and the rounding of transformers' modules."""
     heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
     if query_norm is not None and key_norm is not None:
         norms = Norm(query_norm, epsilon), Norm(key_norm, epsilon)

@@ -18,22 +18,22 @@ from oscar_mm.quant.balance import sigma_of_norms, sigmas_of_model
 from oscar_mm.quant.basis import Basis
 
 LONG = 3.0
-"""A key is long if its norm is over this many times the median of its modality."""
+"""A key counts as long if its norm is more than this many times the median of its modality."""
 _CHUNK_TOKENS = 4096
-"""Number of tokens that are copied to float32 at a time."""
+"""Number of tokens to convert to float32 at a time."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Figures of one layer.
+    """Statistics for one layer.
 
     Attributes:
         index: number of the layer.
-        norms: norms of its keys by modality.
-        channels: largest rms of key channels over their median rms, by transform ("raw", "rotated",
-            ...).
-        errors: quantization errors by label of the variant, then by modality and "all"; a modality
-            without a full page has none.
+        norms: norms of the layer's keys by modality.
+        channels: ratio of the largest rms of a key channel to the median rms, by transform ("raw",
+            "rotated", ...).
+        errors: quantization errors by label of the variant, then by modality and "all"; there are
+            none for a modality without a full page.
     """
 
     index: int
@@ -44,13 +44,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Figures of a prompt.
+    """Statistics for a prompt.
 
     Attributes:
-        tokens: number of tokens of the prompt by modality.
+        tokens: number of tokens in the prompt by modality.
         quantized: number of tokens per layer on which the errors were measured.
         qk_norm: whether the model normalizes its keys, head by head.
-        layers: figures of all layers, in order.
+        layers: statistics for each layer, in order.
     """
 
     tokens: dict[str, int]
@@ -65,7 +65,7 @@ class Inspection:
 
     @property
     def has_pages(self) -> bool:
-        """Whether any modality has the 128 tokens that fill a page."""
+        """Whether any modality has enough tokens (128) to fill a page."""
         return bool(self.parts)
 
     def mean_errors(self, variant: str, part: str = ALL) -> Errors:
@@ -75,11 +75,11 @@ class Inspection:
 
     @property
     def parts(self) -> list[str]:
-        """Modalities that have errors, and "all"; empty without a full page."""
+        """Modalities that have errors, and "all"; empty if there is no full page."""
         return list(next(iter(self.layers[0].errors.values()), {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures as a dict for JSON."""
+        """Return all statistics as a dict for JSON."""
         return asdict(self) | {
             "layers": [
                 asdict(layer)
@@ -91,10 +91,10 @@ class Inspection:
 
 @torch.inference_mode()
 def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
-    """Read a prompt once, and measure the keys, values and attention of every layer meanwhile.
+    """Prefill a prompt once, and measure the keys, values and attention of each layer meanwhile.
 
-    The keys and values of at most one layer are in memory. For a long prompt a sample of whole
-    pages is quantized (``oscar_mm.inspect.quantization_errors.sampled``).
+    At most one layer's keys and values are in memory at a time. For a long prompt, a sample of
+    whole pages is quantized (``oscar_mm.inspect.quantization_errors.sampled``).
 
     Args:
         model: model with attention "oscar" in its decoder, as pipelines load it.
@@ -139,7 +139,7 @@ class Spread:
 
     Attributes:
         mean, p5, median, p95: mean, and percentiles 5, 50 and 95.
-        long: share of norms above ``LONG`` times the median.
+        long: fraction of norms above ``LONG`` times the median.
     """
 
     mean: float
@@ -159,14 +159,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms of a layer's keys by modality, in the balanced coordinates in which they are stored.
+    """Norms of a layer's keys by modality, after balancing, as the keys are stored.
 
     Attributes:
         tokens: norm of a token's keys over all KV heads, divided by the square root of the number
             of heads.
         heads: norm of a token's key in one head, divided by the median of that head.
-        scaled: ``heads`` after token scaling "shared", which makes ``tokens`` equal. After
-            "per_head" every norm is 1.
+        scaled: ``heads`` after token scaling "shared", which makes all ``tokens`` equal. (After
+            "per_head", every norm is 1.)
     """
 
     tokens: dict[str, Spread]
@@ -175,22 +175,22 @@ class Norms:
 
     @property
     def ratio(self) -> float:
-        """Largest over smallest median of ``tokens``."""
+        """Ratio of the largest to the smallest median of ``tokens`` among modalities."""
         return _ratio(self.tokens)
 
     @property
     def scaled_ratio(self) -> float:
-        """Largest over smallest median of ``scaled``."""
+        """Ratio of the largest to the smallest median of ``scaled`` among modalities."""
         return _ratio(self.scaled)
 
     @property
     def long(self) -> float:
-        """Largest share of long tokens of any modality."""
+        """Largest fraction of long tokens in any modality."""
         return max(spread.long for spread in self.tokens.values())
 
 
 def measure_norms(keys: torch.Tensor, sigma: torch.Tensor | None, ids: torch.Tensor) -> Norms:
-    """Measure the norms of keys, (KV heads, tokens, head_dim); ``ids`` has their modality ids."""
+    """Measure the norms of (KV heads, tokens, head_dim) keys with (tokens,) modality ``ids``."""
     basis = Basis(keys.shape[-1], False, sigma)
     parts = [basis.balanced(part).norm(dim=-1) for part in keys.split(_CHUNK_TOKENS, dim=1)]
     heads = torch.cat(parts, dim=1)
@@ -211,14 +211,15 @@ def measure_norms(keys: torch.Tensor, sigma: torch.Tensor | None, ids: torch.Ten
 
 
 def channel_outliers(keys: torch.Tensor, sigma: torch.Tensor | None) -> dict[str, float]:
-    """Return the largest rms of a head's key channels over their median rms, in the worst head.
+    """Return the ratio of the largest to the median rms of a head's key channels, for the worst
+    head.
 
     Args:
         keys: (KV heads, tokens, head_dim) after RoPE.
-        sigma: (KV heads or 1, head_dim), balancing.
+        sigma: (KV heads or 1, head_dim) balancing; None for no balancing.
 
     Returns:
-        The ratio for keys that are "raw", "rotated", "balanced", and "balanced, rotated".
+        The ratio for "raw", "rotated", "balanced", and "balanced, rotated" keys.
     """
     head_dim = keys.shape[-1]
     bases = {
@@ -242,12 +243,13 @@ def _ratio(spreads: dict[str, Spread]) -> float:
 
 
 class Probe(ForcedCache):
-    """Stand-in for a cache during a prefill of a model with attention "oscar".
+    """Stand-in for a cache while a model with attention "oscar" prefills a prompt.
 
-    Attention over the prompt is exact. At most one layer's keys and values are in memory.
+    Attention within the prompt is exact. At most one layer's keys and values are in memory at a
+    time.
 
     Args:
-        look: function that is called with each layer's states, for a single row without padding.
+        look: function to call with each layer's states; for a single row without padding.
     """
 
     def __init__(self, look: Callable[[LayerStates], None]) -> None:

@@ -1,8 +1,8 @@
-"""Address range: GPU memory that grows and shrinks in place, at addresses reserved once.
+"""Address range: GPU memory that grows and shrinks in place, at addresses that are reserved once.
 
-The driver allocates addresses and memory separately. A range has as many addresses as its GPU has
-bytes, and memory at the first of them: kernels and CUDA graphs with its address keep working while
-it grows, and nothing is copied. ``torch.cuda.mem_get_info`` counts this memory,
+The driver allocates addresses and memory separately. A range reserves addresses for all memory of
+its GPU, but only the first of them have memory: kernels and CUDA graphs that use its address keep
+working while it grows, and nothing is copied. ``torch.cuda.mem_get_info`` counts this memory, but
 ``torch.cuda.memory_allocated`` does not.
 """
 
@@ -25,17 +25,17 @@ from oscar_mm.sizes import format_bytes
 
 
 class AddressRange:
-    """Consecutive addresses of a GPU, the first of which have memory.
+    """Consecutive GPU addresses, of which the first have memory.
 
-    Its tensors keep it alive; it is freed with the last of them. All work on it must be ordered on
-    streams that were current when it grew, or on the one that is current when it shrinks: shrinking
-    waits for these only.
+    Tensors on the range keep it alive; it is freed with the last of them. All work that uses it
+    must run on streams that were current when it grew, or on the one that is current when it
+    shrinks, since shrinking waits only for these.
 
     Attributes:
         device: the GPU.
-        size: bytes last requested.
-        nbytes: bytes of memory: ``size`` rounded up to whole pieces, as the driver maps them (2
-            MiB).
+        size: size last requested, in bytes.
+        nbytes: size of the memory in bytes: ``size`` rounded up to whole mappings of the driver
+            (2 MiB).
     """
 
     def __init__(self, gpu: _Gpu) -> None:
@@ -46,8 +46,8 @@ class AddressRange:
 
     @classmethod
     def reserve(cls, device: torch.device) -> AddressRange | None:
-        """Return a range without memory; None if device or driver do not support it, or kernels are
-        disabled."""
+        """Return a range without memory; None if the device or the driver does not support ranges,
+        or kernels are disabled."""
         if device.type != "cuda" or torch.version.cuda is None or kernels_disabled():
             return None
         try:
@@ -57,13 +57,13 @@ class AddressRange:
             return None
 
     def resize(self, size: int) -> None:
-        """Resize the memory to ``size`` bytes and keep the content.
+        """Resize the memory to ``size`` bytes, keeping its content.
 
         Shrinking waits for the GPU.
 
         Raises:
-            torch.OutOfMemoryError: if the GPU has too little memory even after torch releases its
-                unused memory; the range is unchanged.
+            torch.OutOfMemoryError: if the GPU has too little memory, even after torch has released
+                its unused memory; the range is unchanged.
         """
         gpu, nbytes = self._gpu, self._whole(size)
         if nbytes > self.nbytes:
@@ -85,11 +85,11 @@ class AddressRange:
         self.size, self.nbytes = size, nbytes
 
     def surplus(self, size: int) -> int:
-        """Return the bytes that the GPU gets back if the range shrinks to ``size`` bytes."""
+        """Return how many bytes the GPU gets back if the range shrinks to ``size`` bytes."""
         return self.nbytes - self._whole(size)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the first bytes as a contiguous tensor, which keeps the range alive."""
+        """Return the beginning of the range as a contiguous tensor, which keeps the range alive."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -108,8 +108,8 @@ class AddressRange:
 
 
 class _Bytes:
-    """Exposes the first bytes of a range to torch, which keeps this object as long as a tensor of
-    them."""
+    """Exposes the beginning of a range to torch, which keeps this object alive as long as a tensor
+    uses it."""
 
     def __init__(self, owner: AddressRange, address: int, nbytes: int) -> None:
         self.owner, self.address, self.nbytes = owner, address, nbytes
@@ -124,15 +124,15 @@ class _Gpu:
     """Driver calls for the addresses and memory of one GPU.
 
     Attributes:
-        piece: bytes per mapping; a mapping can only be unmapped as a whole.
-        total: addresses of a range.
+        piece: size of a mapping in bytes; mappings can only be unmapped as a whole.
+        total: number of addresses in a range.
 
     Raises:
-        RuntimeError: if the GPU has no virtual memory management.
+        RuntimeError: if the GPU does not support virtual memory management.
     """
 
     def __init__(self, index: int) -> None:
-        # A compiled module without stubs.
+        # This is a compiled module without stubs.
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
         torch.cuda.init()  # also initializes the driver, which may not have been used yet
@@ -142,7 +142,7 @@ class _Gpu:
         handle = self._checked(driver.cuDeviceGet(index))
         if not self._checked(driver.cuDeviceGetAttribute(manages, handle)):
             raise RuntimeError("the GPU has no virtual memory management")
-        # The context of the runtime, and so of torch; it lives as long as the process.
+        # This is the context of the CUDA runtime, and so of torch; it lives as long as the process.
         self._context = self._checked(driver.cuDevicePrimaryCtxRetain(handle))
         self._memory, self._access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
         self._memory.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -167,10 +167,10 @@ class _Gpu:
             self._checked(self._driver.cuMemAddressFree(address, self.total))
 
     def map(self, address: int, start: int, stop: int) -> None:
-        """Map memory to the bytes start to stop - 1 of a range.
+        """Map memory to bytes start to stop - 1 of a range.
 
         Raises:
-            torch.OutOfMemoryError: if there is too little memory; nothing is mapped then.
+            torch.OutOfMemoryError: if there is too little memory; nothing is mapped in this case.
         """
         driver, access = self._driver, [self._access]
         if stop > self.total:
@@ -182,13 +182,13 @@ class _Gpu:
                     self._checked(driver.cuMemMap(at, self.piece, 0, memory, 0))
                     undo.callback(driver.cuMemUnmap, at, self.piece)
                 finally:
-                    driver.cuMemRelease(memory)  # the mapping keeps it
+                    driver.cuMemRelease(memory)  # the mapping keeps the memory alive
             size = stop - start
             self._checked(driver.cuMemSetAccess(address + start, size, access, len(access)))
             undo.pop_all()
 
     def unmap(self, address: int, start: int, stop: int) -> None:
-        """Release the memory of the bytes start to stop - 1 of a range."""
+        """Release the memory of bytes start to stop - 1 of a range."""
         with self._in_context():
             self._checked(self._driver.cuMemUnmap(address + start, stop - start))
 
@@ -202,7 +202,7 @@ class _Gpu:
                 stream.synchronize()
 
     def _allocate(self) -> Any:
-        """Allocate the memory of a piece."""
+        """Allocate the memory for one mapping."""
         created = self._driver.cuMemCreate(self.piece, self._memory, 0)
         if created[0] == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             torch.cuda.empty_cache()
@@ -219,7 +219,7 @@ class _Gpu:
             self._checked(self._driver.cuCtxPopCurrent())
 
     def _checked(self, returned: tuple[Any, ...]) -> Any:
-        """Return the result of a driver call without its status."""
+        """Return the result of a driver call without its status; raise an error if it failed."""
         if returned[0]:
             none_left = returned[0] == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
             error = torch.OutOfMemoryError if none_left else RuntimeError
@@ -236,7 +236,7 @@ _dropped = deque[tuple[_Gpu, int, int, set[torch.cuda.Stream]]]()
 def free_dropped() -> None:
     """Free the ranges that are no longer referenced.
 
-    During a CUDA graph capture on this thread, which must not wait, they are left to a later call.
+    During a CUDA graph capture on this thread, which must not wait, they are left for a later call.
     """
     while _dropped and not torch.cuda.is_current_stream_capturing():
         try:

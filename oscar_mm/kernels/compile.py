@@ -1,13 +1,13 @@
-"""Compile the sources of csrc at first use with NVRTC, and cache the cubins on disk.
+"""Compile the sources in csrc with NVRTC on first use, and cache the cubins on disk.
 
-The user needs no compiler: NVRTC and the CUDA headers come with torch's own dependencies,
-``cuda-core`` drives them, and no GPU is needed either. A compilation takes seconds, so its result
-is cached in a folder: ``$OSCAR_MM_CACHE``, or ``oscar_mm`` in the system's cache folder.
+Users need neither a compiler nor, to compile, a GPU: NVRTC and the CUDA headers come with torch's
+dependencies, and ``cuda-core`` calls NVRTC. Compiling takes seconds, so the result is cached in a
+folder: ``$OSCAR_MM_CACHE``, or ``oscar_mm`` in the system's cache folder.
 
 The key of a cached file is the hash of everything that it depends on, so no file can be out of
-date. The folder may be deleted at any time and used by several processes at once. Its content runs
-on the GPU: folder and files are used only if they belong to the user and are not writable by
-others.
+date. The folder can be deleted at any time and be used by several processes at once. Its content
+runs on the GPU, so the folder and its files are used only if they belong to the user and are not
+writable by others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from oscar_mm.files import whole_file
 
 
 def cache_folder() -> Path | None:
-    """Return the folder for files shared between processes; None if the user has no home."""
+    """Return the folder for files shared between processes; None if the user has no home folder."""
     chosen = os.environ.get("OSCAR_MM_CACHE")
     if chosen:
         return Path(chosen)
@@ -49,8 +49,8 @@ def key_of(content: Any) -> str:
 
 
 def load_file(path: Path, key: str) -> bytes | None:
-    """Return what ``store_file`` wrote under a key; None if there is no file, it was altered, or
-    others could have written it."""
+    """Return the content that ``store_file`` wrote under a key; None if there is no file, or if the
+    file was altered or could have been written by others."""
     try:
         checksum, _, content = _private_bytes(path).partition(b"\n")
     except OSError:
@@ -70,11 +70,11 @@ def store_file(path: Path, key: str, content: bytes) -> None:
 
 
 def _private_bytes(path: Path) -> bytes:
-    """Return the bytes of a file; PermissionError unless file and folder are private to the
+    """Return the bytes of a file; raise PermissionError unless file and folder are private to the
     user."""
     if os.name != "posix":
         return path.read_bytes()
-    # Read from the checked folder, even if links are changed meanwhile.
+    # Read from the checked folder, even if links change in the meantime.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _check_private(os.fstat(folder))
@@ -106,7 +106,7 @@ def _checksum(key: str, content: bytes) -> bytes:
 
 @functools.cache
 def _warn_not_kept(folder: Path, reason: str | None) -> None:
-    """Warn once, not for every kernel."""
+    """Warn that compiled code cannot be cached; once, not for every kernel."""
     warnings.warn(
         f"compiled kernels cannot be stored in {folder} ({reason}) and will be compiled and "
         "checked again by every process; set OSCAR_MM_CACHE to a folder of your own",
@@ -129,17 +129,18 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 class KernelError(RuntimeError):
-    """Raised if a kernel cannot be compiled, loaded or launched; the message names it and the
+    """A kernel cannot be compiled, loaded or launched; the message names the kernel and the
     reason."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Resources of a kernel according to ptxas: registers per thread, bytes of everything else."""
+    """Resource usage of a kernel as reported by ptxas: registers per thread, and everything else in
+    bytes."""
 
     registers: int
     shared: int
-    """Static shared memory of a thread block; the dynamic shared memory of a launch is added."""
+    """Static shared memory per thread block; launches add dynamic shared memory."""
     stack: int
     spill_stores: int
     spill_loads: int
@@ -147,12 +148,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture, and a report for each kernel in it by name."""
+    """Machine code for one architecture, and the report of each kernel by name."""
 
     code: bytes
     reports: dict[str, Report]
     key: str = ""
-    """Hash of source, options, architecture and compiler; empty for code compiled from a text."""
+    """Hash of source, options, architecture and compiler; empty for code compiled from a string."""
 
 
 def csrc_folder() -> Path:
@@ -166,11 +167,11 @@ def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> C
     Args:
         source: file name in csrc, like "decode/decode.cu".
         arch: architecture like "sm_90a"; see ``oscar_mm.kernels.launch.architecture``.
-        macros: macros that the source's first comment requires.
+        macros: preprocessor macros that the source requires according to its first comment.
 
     Raises:
-        KernelError: if a dependency of the compiler is missing, or the source does not compile; the
-            message then contains the compiler's.
+        KernelError: if a dependency of the compiler is missing, or the source does not compile (the
+            message then contains that of the compiler).
     """
     texts = _read_sources(source)
     key = _key(texts, arch, macros)
@@ -185,11 +186,10 @@ def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> C
 
 
 def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int]) -> Cubin:
-    """Return the machine code of a text that may include the headers of csrc, without the cache
-    folder.
+    """Compile a string, which may include the headers in csrc, without using the cache folder.
 
     Args:
-        name: name of the text in the compiler's messages.
+        name: name of the source in the compiler's messages.
         text: CUDA C++.
         arch: see ``compile_kernel``.
         macros: see ``compile_kernel``.
@@ -198,7 +198,7 @@ def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int
         KernelError: see ``compile_kernel``.
     """
     try:
-        # A compiled module without stubs.
+        # This is a compiled module without stubs.
         from cuda.core import (
             Program,  # pyright: ignore[reportAttributeAccessIssue]
             ProgramOptions,  # pyright: ignore[reportAttributeAccessIssue]
@@ -216,7 +216,7 @@ def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int
     program, log = Program(text, "c++", options), io.StringIO()
     try:
         code = program.compile("cubin", logs=log).code
-    except Exception as error:  # cuda-core has no public name for NVRTC's errors
+    except Exception as error:  # NVRTC's errors have no public class in cuda-core
         given = " ".join(f"{macro}={value}" for macro, value in macros.items()) or "no macros"
         raise KernelError(f"{name} does not compile for {arch} with {given}:\n{error}") from error
     finally:
@@ -225,7 +225,7 @@ def compile_text(name: str, text: str, arch: str, macros: Mapping[str, str | int
 
 
 def _read_sources(source: str) -> dict[str, str]:
-    """Return the texts of a source and of all csrc headers that it includes, by name."""
+    """Return the texts of a source and of all headers in csrc that it includes, by name."""
     texts: dict[str, str] = {}
     waiting = [(source, "")]
     while waiting:
@@ -263,7 +263,7 @@ def _nvrtc_version() -> tuple[int, int]:
         raise not_installed(error) from error
     try:
         result, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError as error:  # the bindings are installed, the library is not
+    except RuntimeError as error:  # the bindings are installed, but the library is not
         raise KernelError(
             f"NVRTC, which compiles the kernels, cannot be loaded: {error}"
         ) from error
@@ -274,7 +274,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 @functools.cache
 def _cuda_headers() -> Path:
-    """Return the folder of cuda_fp16.h: from torch's dependencies, or from an installed CUDA
+    """Return the folder that contains cuda_fp16.h, from torch's dependencies or an installed CUDA
     toolkit."""
     from cuda.pathfinder import find_nvidia_header_directory
 
@@ -312,7 +312,7 @@ def _reports(log: str) -> dict[str, Report]:
 
 
 def _load(path: Path, key: str) -> Cubin | None:
-    """Return the cubin in a file; None if there is none, or it is not what ``_store`` wrote."""
+    """Return the cubin in a file; None if there is no file, or ``_store`` did not write it."""
     content = load_file(path, key)
     if content is None:
         return None

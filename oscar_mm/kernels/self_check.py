@@ -1,9 +1,9 @@
 """Self-check: enable a kernel only after its output matches the PyTorch reference.
 
-For each operation, the first use of a specialization on a device runs its kernel on a small problem
-and compares the result. The verdict is stored next to the compiled code, under the hash of source,
-options, architecture, device and driver, so the next process does not check again. A kernel that
-disagrees, now or in an earlier process, is not used, and the log says so.
+When a specialization of an operation is first used on a device, its kernel is run on a small
+problem and the result is compared. The verdict is stored next to the compiled code, under the hash
+of source, options, architecture, device and driver, so later processes do not check again. A kernel
+that disagrees, now or in an earlier process, is not used, and this is logged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Compiled(Protocol):
-    """Anything with the key of its code (``Kernel.key``), to be checked."""
+    """Anything to be checked that has a key for its code, as in ``Kernel.key``."""
 
     @property
     def key(self) -> str:
@@ -73,11 +73,11 @@ class CheckedKernels(Generic[S, K]):
         """
         Args:
             operation: name of the operation, for messages and file names.
-            make: function that compiles the kernel of a specialization; raises KernelError if
+            make: function that compiles the kernel for a specialization; raises KernelError if
                 there is none.
-            disagreement: function that runs the kernel and PyTorch operations on one small
-                problem; 0 if both give the same result. Must not depend on a user's data, since
-                the verdict is stored.
+            disagreement: function that runs the kernel and PyTorch operations on a small problem,
+                and returns the difference, 0 if there is none. Must not depend on the user's data,
+                since the verdict is stored.
             bound: maximum disagreement of a correct kernel.
         """
         self.operation, self.bound = operation, bound
@@ -86,11 +86,12 @@ class CheckedKernels(Generic[S, K]):
         self._choosing = threading.RLock()
 
     def kernel(self, specialization: S, device: torch.device) -> K | None:
-        """Return the kernel to use; None, with the reason logged once, for PyTorch operations.
+        """Return the kernel to use; None if PyTorch operations must be used, and log the reason
+        once.
 
         Raises:
-            RuntimeError: if first used during a CUDA graph capture, in which nothing can be
-                compiled or compared: run the step once before.
+            RuntimeError: if the first use is during a CUDA graph capture, in which nothing can be
+                compiled or compared; run the step once beforehand.
         """
         key = (specialization, device, os.environ.get(SWITCH))
         try:
@@ -110,7 +111,7 @@ class CheckedKernels(Generic[S, K]):
         return self._chosen[key]
 
     def check(self, specialization: S, device: torch.device) -> Verdict:
-        """Check a kernel now, regardless of a stored verdict, and store the new one.
+        """Check a kernel now, regardless of any stored verdict, and store the new verdict.
 
         Raises:
             KernelError: if there is no kernel for the specialization.
@@ -165,8 +166,8 @@ class OperationKernel(ABC, Generic[S]):
 
     A subclass passes its operation's name and the bound of ``CheckedKernels`` as class arguments,
     loads the kernels in ``__init__`` and is called with the operation's arguments. ``of`` returns
-    the instance to use. Calling it repeatedly saves 7 us per call compared with the operation,
-    which goes through torch's dispatcher and checks its arguments.
+    the instance to use. Calling the instance saves 7 us per call compared with the operation, which
+    goes through torch's dispatcher and checks its arguments.
 
     Attributes:
         checked: instances of all specializations that agree with PyTorch operations.
@@ -179,7 +180,7 @@ class OperationKernel(ABC, Generic[S]):
         cls.checked = CheckedKernels(operation, cls, cls.disagreement, bound)
 
     def __init__(self, specialization: S, device: torch.device) -> None:
-        """Raise KernelError if there is no kernel."""
+        """Compile the kernels; raise KernelError if there are none for this device."""
         if architecture(device) is None:
             raise KernelError(
                 f"{device}: an NVIDIA GPU with compute capability 8.0 or newer is required"
@@ -188,7 +189,7 @@ class OperationKernel(ABC, Generic[S]):
 
     @classmethod
     def of(cls, specialization: S, device: torch.device) -> Self | None:
-        """Return the kernels to use, or None to fall back to PyTorch; the reason is logged once."""
+        """Return the kernels to use; None to fall back to PyTorch, and log the reason once."""
         return cls.checked.kernel(specialization, device) if device.type == "cuda" else None
 
     @staticmethod
@@ -196,7 +197,7 @@ class OperationKernel(ABC, Generic[S]):
     def disagreement(
         specialization: Any, kernel: Callable[..., Any], device: torch.device
     ) -> float:
-        """Compare kernels, or a callable in their place, with PyTorch operations on one small
+        """Compare kernels, or a callable in their place, with PyTorch operations on a small
         problem.
 
         Returns:
@@ -213,28 +214,30 @@ class OperationKernel(ABC, Generic[S]):
 
 
 def random_normal(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return a function that returns normal numbers of a shape, the same ones in each process."""
+    """Return a function that returns normally distributed numbers in a given shape, the same in
+    each process."""
     generator = torch.Generator(device).manual_seed(0)
-    # Directly in this dtype: a model is loaded, and float32 copies would take extra memory.
+    # Numbers are drawn in this dtype, because float32 copies would take extra memory next to a
+    # loaded model.
     return functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest |found - expected| / |expected| of a row, the last dimension; NaN if there
-    is any."""
+    """Return the largest |found - expected| / |expected| of any row (the last dimension); NaN if
+    there is any."""
     found, expected = found.double(), expected.double()
     return worst((found - expected).norm(dim=-1) / expected.norm(dim=-1))
 
 
 def worst(errors: torch.Tensor | Sequence[float]) -> float:
-    """Return the largest error; NaN if there is any."""
-    # Not Python's max(), which would drop NaN.
+    """Return the largest error; NaN if any error is NaN."""
+    # Python's max() would drop NaN.
     return float(torch.as_tensor(errors).max())
 
 
 @functools.cache
 def _identity(device: torch.device) -> list[str]:
-    """Return what a verdict depends on besides the code: the device's name and the driver."""
+    """Return what a verdict depends on other than the code: the device's name and the driver."""
     if device.type != "cuda":
         return [str(device)]
     from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]

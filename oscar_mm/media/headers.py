@@ -1,4 +1,4 @@
-"""Open encoded pictures: read their headers within limits, without decoding any pixel."""
+"""Open encoded pictures: read their headers within limits, without decoding any pixels."""
 
 import io
 import os
@@ -17,18 +17,18 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM
 
 _JPEG, _PNG, _ICON = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\0\0\1\0"
 _TIFF = {b"II": "<", b"MM": ">"}
-"""First bytes of a TIFF, and the byte order that they mean."""
+"""First bytes of a TIFF, and the byte order that they stand for."""
 _TURNING_TEXTS = b"Raw profile type exif", b"XML:com.adobe.xmp"
-"""Keywords of the text chunks of a PNG that may contain the picture's orientation."""
+"""Keywords of PNG text chunks that may contain the picture's orientation."""
 _ARRAYS = {258, 273, 320, 324, 338, 339}
 """TIFF tags that Pillow reads in full: BitsPerSample, StripOffsets, ColorMap, TileOffsets,
 ExtraSamples and SampleFormat."""
 _MAX_VALUES = 1 << 18
-"""Maximum number of values of such a tag: 50 megapixels have 195,000 tiles of 16 x 16."""
+"""Maximum number of values per such tag: 50 megapixels have 195,000 tiles of 16 x 16."""
 _STRIP_BYTES = 400
-"""Bytes that Pillow takes for each strip or tile, whatever its number of pixels."""
+"""Memory in bytes that Pillow takes per strip or tile, whatever its number of pixels."""
 _ICON_SIDE = 256
-"""Maximum side, in pixels, of an icon that is not a PNG."""
+"""Maximum side in pixels of an icon that is not a PNG."""
 
 _one_at_a_time = threading.Lock()
 
@@ -41,7 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def opened_image(source: Path | BinaryIO) -> Image.Image:
-    """Open a picture and read only its header; errors of the parsers are not caught.
+    """Open a picture, reading only its header; errors from parsers are not caught.
 
     Headers are parsed one at a time, because parsing some of them takes a hundred megabytes.
     """
@@ -57,21 +57,22 @@ def opened_image(source: Path | BinaryIO) -> Image.Image:
         file.seek(0)
     with _one_at_a_time:
         if first.startswith(_JPEG):
-            # Image.open would refuse a JPEG that is too large to be decoded in full.
+            # Image.open would reject a JPEG that is too large to be decoded in full.
             return JpegImagePlugin.JpegImageFile(source)
         Image.init()
         return Image.open(source, formats=[kind for kind in FORMATS if kind in Image.OPEN])
 
 
 def header_bytes(image: Image.Image) -> int:
-    """Return the bytes of memory that the header of an opened picture takes."""
+    """Return the memory that the header of an opened picture takes, in bytes."""
     return _STRIP_BYTES * len(getattr(image, "tile", ()))
 
 
 def _texts(file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each compressed text chunk of a PNG that is irrelevant to its pixels.
+    """Yield start and end of each compressed text chunk in a PNG that does not affect its pixels.
 
-    Pillow decompresses each (a kilobyte may become a mebibyte) and keeps up to 64 MiB in all.
+    Pillow would decompress each chunk (a kilobyte may become a mebibyte) and keep up to 64 MiB in
+    total.
     """
     at = len(_PNG)
     while len(head := _at(file, at, 40)) >= 8:
@@ -83,7 +84,7 @@ def _texts(file: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _without(file: BinaryIO, parts: list[tuple[int, int]]) -> BinaryIO:
-    """Copy a file, leaving out some (start, end) parts."""
+    """Copy a file, leaving out the given (start, end) parts."""
     begins = [0, *(end for _, end in parts)]
     ends = [*(begin for begin, _ in parts), file.seek(0, io.SEEK_END)]
     return io.BytesIO(
@@ -94,7 +95,7 @@ def _without(file: BinaryIO, parts: list[tuple[int, int]]) -> BinaryIO:
 
 
 def _opened_icon(file: BinaryIO) -> Image.Image:
-    """Open the largest picture of an icon without decoding it, as Pillow would do.
+    """Open the largest picture in an icon, as Pillow would, but without decoding it.
 
     The picture may be larger than the icon's directory says.
     """
@@ -110,7 +111,7 @@ def _opened_icon(file: BinaryIO) -> Image.Image:
 
 
 def _check_arrays(file: BinaryIO, order: str, *, large: bool) -> None:
-    """Refuse a TIFF whose first directory has a tag with more values than a picture needs.
+    """Reject a TIFF whose first directory has a tag with more values than a picture needs.
 
     Raises:
         ValueError: if a tag has too many values.

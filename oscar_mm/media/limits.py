@@ -1,4 +1,4 @@
-"""Limits on the size of media, and totals of a request."""
+"""Limits on the size of media, and the totals of a request."""
 
 import math
 import threading
@@ -8,43 +8,44 @@ from dataclasses import dataclass, fields
 
 from oscar_mm.errors import Cancelled, InputError
 
-# Minimum side of a video frame in pixels. Below five, transformers may mistake a side for the
-# colour channels of an array.
+# Minimum side of a video frame in pixels. Below five, transformers may mistake a side for an
+# array's colour channels.
 MIN_VIDEO_SIDE = 8
 
 LARGE_PIXELS = 1 << 24
-"""A request decodes pictures with more pixels than this one at a time."""
+"""Number of pixels above which a request decodes its pictures one at a time."""
 LARGE_BYTES = 1 << 24
-"""A request reads files with more encoded bytes than this one at a time."""
+"""Number of encoded bytes above which a request reads its files one at a time."""
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Limits on untrusted media, checked on their headers before anything is decoded.
+    """Limits on untrusted media, checked against their headers before anything is decoded.
 
     Attributes:
         max_image_pixels: width x height of an image or a video frame at the size it is decoded.
-        max_photo_pixels: width x height of a JPEG that is scaled down while it is decoded, for a
-            model that uses fewer pixels.
-        small_image_pixels: width x height up to which an image keeps its size, so that the model's
-            own processor scales it down. Larger images are scaled down as they are decoded, and so
-            are all images of a request that takes more than ``max_decoding_bytes``.
-        max_request_pixels: pixels of a request, summed over its images and the kept frames of its
+        max_photo_pixels: width x height of a JPEG that is scaled down while it is decoded, because
+            the model uses fewer pixels.
+        small_image_pixels: width x height up to which an image keeps its size and is left to the
+            model's processor to scale down. Larger images are scaled down as they are decoded, and
+            so are all images of a request that takes more than ``max_decoding_bytes``.
+        max_request_pixels: pixels per request, summed over its images and the kept frames of its
             videos.
-        max_request_media: number of images, videos and recordings in a request.
-        max_image_side_ratio: long side / short side. Qwen's processors refuse more than 200.
-        max_file_bytes: encoded bytes that are read into memory: image files, ``bytes``, data
-            URIs, downloads. Video and sound files on disk are streamed and do not count.
+        max_request_media: number of images, videos and recordings per request.
+        max_image_side_ratio: long side / short side. Qwen's processors reject more than 200.
+        max_file_bytes: encoded bytes of one source that are read into memory: image files,
+            ``bytes``, data URIs, downloads. Video and audio files on disk are streamed and do not
+            count.
         max_video_seconds: length of a video.
-        max_video_frames: frames kept of a video, at least 2. A file with more is sampled at a
-            lower rate, a list with more is refused.
-        max_video_pixels: pixels kept of a whole video file (3 bytes each). If a file has more, its
-            frames are scaled down as they are decoded.
-        max_audio_seconds: length of a recording; a decoded second takes 64 KB.
-        max_decoding_bytes: memory that decoding takes in this process, for all requests together;
-            further requests queue for it, and a request that needs more than this by itself runs
-            alone. Also limits the bytes that a request downloads.
-        remote_timeout_s: seconds that a download, and each pause in it, may last.
+        max_video_frames: number of frames to keep from a video, at least 2. A file with more is
+            sampled at a lower rate; a list with more is rejected.
+        max_video_pixels: number of pixels to keep from a whole video file (3 bytes each). If there
+            are more, frames are scaled down as they are decoded.
+        max_audio_seconds: length of a recording; each second takes 64 KB once decoded.
+        max_decoding_bytes: memory for decoding in this process, for all requests together; further
+            requests wait for memory, and a request that needs more than this by itself runs alone.
+            Also limits the number of bytes that a request downloads.
+        remote_timeout_s: maximum seconds for a download, and for each pause in it.
 
     Raises:
         InputError: if a limit is not a positive, finite number of the right type.
@@ -79,10 +80,10 @@ class MediaLimits:
             raise InputError("MediaLimits.max_video_frames: a video needs at least 2 frames")
 
     def check_frame(self, width: int, height: int, label: str) -> None:
-        """Refuse a picture of ``width`` x ``height`` pixels that is empty, too large or too narrow.
+        """Reject a picture of ``width`` x ``height`` pixels that is empty, too large or too narrow.
 
         Raises:
-            InputError: if it is refused; the message names ``label``, size, limit and remedy.
+            InputError: if it is rejected; the message names ``label``, size, limit and remedy.
         """
         self._check_pixels("max_image_pixels", width, height, label)
         if max(width, height) > self.max_image_side_ratio * min(width, height):
@@ -92,18 +93,18 @@ class MediaLimits:
             )
 
     def check_photo(self, width: int, height: int, label: str) -> None:
-        """Refuse a JPEG that is empty, or too large even to be scaled down while it is decoded.
+        """Reject a JPEG that is empty, or too large even to be scaled down while it is decoded.
 
         Raises:
-            InputError: if it is refused; the message names ``label``, size, limit and remedy.
+            InputError: if it is rejected; the message names ``label``, size, limit and remedy.
         """
         self._check_pixels("max_photo_pixels", width, height, label)
 
     def check_count(self, count: int) -> None:
-        """Refuse a request of ``count`` media if that is too many.
+        """Reject a request with too many media items.
 
         Raises:
-            InputError: if it is refused; the message names count and limit.
+            InputError: if it is rejected; the message names count and limit.
         """
         if count > self.max_request_media:
             raise InputError(
@@ -121,10 +122,10 @@ class MediaLimits:
             )
 
     def check_bytes(self, count: int, label: str) -> None:
-        """Refuse a source of ``count`` encoded bytes if that is too many.
+        """Reject a source with too many encoded bytes.
 
         Raises:
-            InputError: if it is refused; the message names ``label``, count and limit.
+            InputError: if it is rejected; the message names ``label``, count and limit.
         """
         if count > self.max_file_bytes:
             raise InputError(
@@ -133,10 +134,10 @@ class MediaLimits:
             )
 
     def check_video(self, width: int, height: int, seconds: float, label: str) -> None:
-        """Refuse a video whose frames have an unusable size or that is too long.
+        """Reject a video that is too long or whose frames have an unusable size.
 
         Raises:
-            InputError: if it is refused; the message names ``label``, value, limit and remedy.
+            InputError: if it is rejected; the message names ``label``, value, limit and remedy.
         """
         self.check_frame(width, height, label)
         if min(width, height) < MIN_VIDEO_SIDE:
@@ -147,10 +148,10 @@ class MediaLimits:
         self.check_seconds(seconds, label)
 
     def check_seconds(self, seconds: float, label: str) -> None:
-        """Refuse a video that is too long.
+        """Reject a video that is too long.
 
         Raises:
-            InputError: if it is refused; the message names ``label``, length and limit.
+            InputError: if it is rejected; the message names ``label``, length and limit.
         """
         if seconds > self.max_video_seconds:
             raise InputError(
@@ -159,10 +160,10 @@ class MediaLimits:
             )
 
     def check_audio(self, seconds: float, label: str) -> None:
-        """Refuse a recording that is too long.
+        """Reject a recording that is too long.
 
         Raises:
-            InputError: if it is refused; the message names ``label``, length and limit.
+            InputError: if it is rejected; the message names ``label``, length and limit.
         """
         if seconds > self.max_audio_seconds:
             raise InputError(
@@ -172,13 +173,14 @@ class MediaLimits:
 
 
 class MediaCount:
-    """Thread-safe totals of a request's media: pixels before decoding, seconds of sound during it.
+    """Thread-safe totals of a request's media: pixels before decoding, seconds of audio while
+    decoding.
 
-    Also the lock by which large media of the request are decoded one at a time.
+    Also holds the lock with which the request's large media are decoded one at a time.
 
     Args:
-        limits: limits, of which ``max_request_pixels`` applies to the total.
-        max_seconds: maximum seconds of sound.
+        limits: media limits; ``max_request_pixels`` applies to the total.
+        max_seconds: maximum seconds of audio.
         cancelled: function that returns whether the request was cancelled.
     """
 
@@ -193,7 +195,7 @@ class MediaCount:
         self._guard, self._large = threading.Lock(), threading.RLock()
 
     def turn(self, *, large: bool) -> AbstractContextManager[object]:
-        """Keep other threads from decoding a large medium of this request within the block.
+        """Keep other threads from decoding a large media item of this request within the block.
 
         Small media do not wait. The lock is reentrant.
 
@@ -204,7 +206,7 @@ class MediaCount:
         return self._large if large else nullcontext()
 
     def add_sound(self, seconds: float, label: str) -> None:
-        """Add seconds of sound to the total.
+        """Add seconds of audio to the total.
 
         Raises:
             InputError: if the total is too large; the message names ``label`` and the maximum.
@@ -215,7 +217,7 @@ class MediaCount:
             self.seconds += seconds
             if self.seconds > self._max_seconds:
                 raise InputError(
-                    f"{label}: the sound of the request is longer than the "
+                    f"{label}: the audio of the request is longer than the "
                     f"{self._max_seconds:,.0f} s that fit into the context; shorten it or send less"
                 )
 
@@ -225,7 +227,7 @@ class MediaCount:
             raise Cancelled("the request was cancelled before its media were read")
 
     def add(self, pixels: int, label: str) -> None:
-        """Add the pixels of a medium to the total.
+        """Add the pixels of a media item to the total.
 
         Raises:
             InputError: if the total is too large; the message names ``label``, total and limit.
@@ -235,10 +237,10 @@ class MediaCount:
             self.check(label)
 
     def check(self, label: str) -> None:
-        """Refuse the request if it has too many pixels so far.
+        """Reject the request if it has too many pixels so far.
 
         Raises:
-            InputError: if it is refused; the message names ``label``, total and limit.
+            InputError: if it is rejected; the message names ``label``, total and limit.
         """
         if self.pixels > self.limits.max_request_pixels:
             raise InputError(

@@ -34,7 +34,7 @@ ALIASES = {"nframes": "num_frames"}
 
 
 class MediaOptionFields(TypedDict, total=False):
-    """Keyword arguments of a request: fields of ``MediaOptions`` that apply to all of its media."""
+    """Keyword arguments of a request: fields of ``MediaOptions``, applied to all of its media."""
 
     min_pixels: int | None
     max_pixels: int | None
@@ -53,20 +53,20 @@ class MediaOptionFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Options of a medium; None keeps the default of the pipeline or the checkpoint.
+    """Options of a media item; None keeps the default of the pipeline or the checkpoint.
 
     Attributes:
-        min_pixels, max_pixels: minimum and maximum pixels (width x height) to which an image, or
-            each frame of a video, is resized.
-        total_pixels: maximum pixels of all frames of a video together.
+        min_pixels, max_pixels: minimum and maximum number of pixels (width x height) to which an
+            image, or each frame of a video, is resized.
+        total_pixels: maximum number of pixels in all frames of a video together.
         resized_width, resized_height: size in pixels to which an image or each frame is resized,
             rounded to whole patches.
-        detail: detail of an image: "low" means at most 512 x 512 pixels; "high" and "auto" have no
-            effect.
+        detail: level of detail of an image: "low" means at most 512 x 512 pixels; "high" and "auto"
+            have no effect.
         fps: for a video file, frames per second to keep; for a list of frames, their rate.
-        num_frames: number of frames of a video file to keep, evenly spaced.
+        num_frames: number of frames to keep from a video file, evenly spaced.
         min_frames, max_frames: minimum and maximum number of frames that ``fps`` keeps.
-        video_start, video_end: part of a video file to read, in seconds.
+        video_start, video_end: start and end of the part of a video file to read, in seconds.
         sampling_rate: samples per second (Hz) of a recording that is passed as a bare array.
 
     Raises:
@@ -112,7 +112,7 @@ class MediaOptions:
 
     @property
     def resized(self) -> tuple[int, int] | None:
-        """``resized_width`` and ``resized_height``; None without them."""
+        """``resized_width`` and ``resized_height``, or None if they are not set."""
         if self.resized_width is None or self.resized_height is None:
             return None
         return self.resized_width, self.resized_height
@@ -130,7 +130,7 @@ class MediaOptions:
 
     @property
     def chooses_frames(self) -> bool:
-        """Whether the options choose the frames of a video file."""
+        """Whether the options choose which frames of a video file to keep."""
         return any(getattr(self, name) is not None for name in _FRAMES)
 
     @property
@@ -150,12 +150,12 @@ class MediaOptions:
         return replace(usual, **{**dict.fromkeys(usual.given), **kept, **self.given})
 
     def of_modality(self, modality: Modality) -> MediaOptions:
-        """Return only the options that apply to a modality."""
+        """Return these options without any that do not apply to a modality."""
         names = OF_MODALITY[modality]
         return MediaOptions(**{name: x for name, x in self.given.items() if name in names})
 
     def check_limits(self, limits: MediaLimits) -> None:
-        """Refuse values beyond the limits.
+        """Reject values beyond the limits.
 
         Raises:
             InputError: if a value is too large; the message names option, limit and remedy.
@@ -187,7 +187,7 @@ NO_OPTIONS = MediaOptions()
 
 
 def options_from(given: Mapping[str, Any]) -> MediaOptions:
-    """Make options from a mapping of names, which may be aliases, to values.
+    """Create options from a mapping from names, which may be aliases, to values.
 
     Raises:
         InputError: see ``MediaOptions``.
@@ -205,13 +205,13 @@ class SizeRule(Protocol):
     """Names of the options that the family supports."""
 
     def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
-        """Return the width and height to which an image is resized."""
+        """Return the width and height to resize an image to."""
         ...
 
     def frame_size(
         self, width: int, height: int, frames: int, options: MediaOptions
     ) -> tuple[int, int]:
-        """Return the width and height to which each frame of a video is resized.
+        """Return the width and height to resize each frame of a video to.
 
         Args:
             width, height: size of a frame in pixels.

@@ -1,4 +1,4 @@
-"""Mono: join pieces of sound at any rate into a checked mono recording at 16 kHz."""
+"""Mono: join pieces of audio at any rate into a checked mono recording at 16 kHz."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ RATE = 16_000
 """Samples per second that audio towers take."""
 
 MIN_SECONDS = 0.1
-"""Shorter recordings give an audio tower next to no input."""
+"""Minimum length of a recording; with less, an audio tower gets next to no input."""
 
-# A file that has a smaller share of the length estimated from its header counts as cut off.
+# A file with less than this fraction of the length estimated from its header counts as cut off.
 MIN_SHARE = 0.9
 
 # A recording may be shorter than an exact header says by this many seconds (encoder delay and
-# padding) and by this share (damaged frames).
+# padding) plus this fraction (damaged frames).
 _SLACK_S = 0.5
 _SLACK_SHARE = 0.001
 
 _SILENCE_S = 10
-"""Seconds of silence that are added at a time."""
+"""Seconds of silence to add at a time."""
 
-# The mean of channels in antiphase has less than this share of their peak; codec noise is below it.
+# Channels cancel each other out if the peak of their mean is less than this fraction of their own
+# peak; codec noise is below it.
 _CANCELLED_SHARE = 1 / 32
 
 _FULL_SCALE = 0.9999
 _CLIPPED_SHARE = 0.01
-# Larger floats are integers that were not scaled to -1..1.
+# Larger floats must be integers that were not scaled to -1..1.
 _LOUDEST = 4.0
 
 
@@ -45,7 +46,7 @@ class Audio:
     Attributes:
         samples: (N,) float32, mono, 16 kHz, nominally -1..1.
         source_rate: samples per second of the source.
-        channels: number of channels of the source, which were averaged.
+        channels: number of channels in the source, which were averaged.
     """
 
     samples: np.ndarray
@@ -54,7 +55,7 @@ class Audio:
 
     @property
     def seconds(self) -> float:
-        """Length of the recording."""
+        """Length of the recording in seconds."""
         return len(self.samples) / RATE
 
 
@@ -64,7 +65,7 @@ class MonoPiece(NamedTuple):
     Attributes:
         samples: (n,) float32.
         peak: largest absolute value in any channel.
-        clipped: number of samples at full scale in any channel.
+        clipped: number of samples that are at full scale in any channel.
         mono_peak: largest absolute value of ``samples``.
     """
 
@@ -75,12 +76,12 @@ class MonoPiece(NamedTuple):
 
     @classmethod
     def of(cls, piece: np.ndarray, label: str, out: np.ndarray | None = None) -> MonoPiece:
-        """Average samples over their channels; a single channel is not copied.
+        """Average samples over channels; a single channel is not copied.
 
         Args:
             piece: (n, channels) float32 samples.
             label: name of the recording in messages.
-            out: (n,) float32 to write the mean of several channels to.
+            out: (n,) float32 array to write the mean of several channels to.
 
         Raises:
             InputError: if samples are NaN, infinite or far beyond full scale.
@@ -109,19 +110,19 @@ def _peak(samples: np.ndarray) -> float:
 
 
 class Mono:
-    """Collector that builds a mono recording at 16 kHz piece by piece.
+    """Builds a mono recording at 16 kHz piece by piece.
 
     Args:
         rate: samples per second of the pieces.
-        channels: channels of the pieces.
-        limits: ``max_audio_seconds`` is checked with every piece.
+        channels: number of channels of the pieces.
+        limits: media limits; ``max_audio_seconds`` is checked for each piece.
         label: name of the recording in messages.
-        whole: (n,) float32 of which the pieces are consecutive parts, if they are at 16 kHz; None
-            if pieces are to be resampled and joined.
-        count: totals of the request, to which every piece is added.
+        whole: (n,) float32 array that the pieces are consecutive parts of, if they are at 16 kHz;
+            None if pieces are to be resampled and joined.
+        count: totals of the request, to which each piece is added.
 
     Raises:
-        InputError: if the rate is impossible.
+        InputError: if the rate is not usable.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Mono:
 
     @property
     def seconds(self) -> float:
-        """Seconds of sound added so far."""
+        """Seconds of audio added so far."""
         return self._count / self._rate
 
     def push(self, piece: np.ndarray) -> None:
@@ -162,7 +163,7 @@ class Mono:
         """Add a piece.
 
         Raises:
-            InputError: if the recording, or the sound of the whole request, is now too long.
+            InputError: if the recording, or the audio of the whole request, is now too long.
             Cancelled: see ``MediaCount``.
         """
         self._peak = max(self._peak, piece.peak)
@@ -188,7 +189,7 @@ class Mono:
             self.add(MonoPiece(silence, 0.0, 0, 0.0))
 
     def begin_anew(self) -> None:
-        """Subtract this recording from the request's totals, before another ``Mono`` collects it
+        """Subtract this recording from the request's totals, before another ``Mono`` builds it
         again from the beginning."""
         if self._of_request is not None:
             self._of_request.add_sound(-self._count / self._rate, self._label)
@@ -199,11 +200,11 @@ class Mono:
         return self._resampler.resample_chunk(samples, last=last)
 
     def finish(self, promised: float, *, estimated: bool = False) -> Audio:
-        """End the recording; warn if it is silent, cancels itself out or is clipped.
+        """End the recording; warn if it is silent or clipped, or if its channels cancel out.
 
         Args:
-            promised: length in seconds according to the header, 0 if unknown.
-            estimated: whether ``promised`` may be off by some percent.
+            promised: length in seconds according to the header; 0 if unknown.
+            estimated: whether ``promised`` may be off by a few percent.
 
         Raises:
             InputError: if there are no samples, too few, or fewer than promised.

@@ -1,6 +1,6 @@
-"""Timeline: when each picture and the sound of a file are on, by their timestamps.
+"""Timeline: when each picture of a file is shown and its audio is played, based on timestamps.
 
-Pictures and sound share one clock, which never steps back.
+Pictures and audio share one clock, which never steps back.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from oscar_mm.media.resample import MIN_SHARE
 T = TypeVar("T")
 
 SLACK_S = 0.1
-"""Seconds by which timestamps may be off: encoder delay, and jitter of live recordings."""
+"""Seconds by which timestamps may be off, due to encoder delay or jitter in live recordings."""
 
 ROUNDING_S = 0.001
-"""Rounding error of timestamps: Matroska and FLV round to a millisecond."""
+"""Rounding error of timestamps in seconds: Matroska and FLV round to a millisecond."""
 
 MPEG = ("mpegts", "mpeg")
-"""Containers without a length in the header. They send their clock ten times a second."""
+"""Containers without a length in the header, which send their clock ten times a second."""
 
 _JUMP_S = 10.0
-"""A longer jump of such a clock starts another recording; FFmpeg has the same limit."""
+"""Seconds that such a clock may jump; a longer jump starts another recording, as in FFmpeg."""
 
 _MAX_TICKS = 1 << 62
 
 
 def picture_track(container: Any) -> Any | None:
-    """Return the video track that players show by default, except covers; None if there is none."""
+    """Return the video track that players show by default, ignoring covers; None if there is
+    none."""
     streams = container.streams.video
     return _default([one for one in streams if not one.disposition & Disposition.attached_pic])
 
@@ -51,7 +52,7 @@ def _default(streams: Sequence[Any]) -> Any | None:
 
 
 def picture_rate(track: Any) -> float:
-    """Return pictures per second according to the header, for pictures without timestamps."""
+    """Return the frame rate according to the header, for pictures without timestamps."""
     return float(track.average_rate or track.guessed_rate or 24)
 
 
@@ -64,17 +65,17 @@ def header_seconds(container: Any, track: Any) -> float:
 
 
 def time_of(timed: Any, track: Any) -> float | None:
-    """Return the second at which a packet or a frame is due; None if it has no timestamp."""
+    """Return the time of a packet or a frame, in seconds; None if it has no timestamp."""
     ticks = timed.dts if timed.pts is None else timed.pts
     return None if ticks is None else ticks * float(track.time_base)
 
 
 def packets(container: Any) -> Iterator[Any]:
-    """Yield packets of the default tracks in the order of the file, on a clock without jumps.
+    """Yield packets of the default tracks in file order, on a clock without jumps.
 
-    Where timestamps step back, as in files joined by ``cat``, the following packets are moved to
-    the end of all earlier ones; likewise where the clock of an MPEG stream jumps ahead. Only
-    keyframes are examined for this, because other packets may be out of order.
+    Where timestamps step back, as in files joined by ``cat``, or the clock of an MPEG stream jumps
+    ahead, the packets that follow are moved to the end of all earlier ones. Only keyframes are
+    checked for this, because other packets may be out of order.
     """
     tracks = [track for track in (picture_track(container), sound_track(container)) if track]
     jumps = container.format.name in MPEG
@@ -111,13 +112,13 @@ def _move(packet: Any, ticks: int) -> None:
 
 
 def decoded(container: Any, track: Any, decode: Callable[[Any], list[Any]]) -> Iterator[Any]:
-    """Decode a default track to frames, with times on the clock of ``packets``.
+    """Decode a default track to frames that have times on the clock of ``packets``.
 
     Args:
         container: PyAV container that was just opened.
         track: default track of the container.
-        decode: function that decodes a packet to frames; called with None it returns the last
-            frames. Empty packets are skipped: they repeat a picture, which stays on show anyway.
+        decode: function that decodes a packet to frames; with None, it returns the last frames.
+            Empty packets are skipped: they repeat a picture, which is still shown anyway.
     """
     for packet in packets(container):
         if packet.stream == track and packet.size:
@@ -130,8 +131,8 @@ class Timeline:
     """Start and length of a clip on the clock of its file.
 
     Attributes:
-        start: second on the clock of ``packets`` at which the first picture is due, or the sound if
-            that begins earlier by more than ``SLACK_S``.
+        start: time of the first picture, in seconds on the clock of ``packets``, or of the audio if
+            it begins earlier by more than ``SLACK_S``.
         seconds: seconds from ``start`` to the end of the last picture, above 0.
         has_sound: whether the file has an audio track.
     """
@@ -146,7 +147,7 @@ class Timeline:
 
         Args:
             container: PyAV container with a video track that was just opened.
-            check: function that raises if its argument, in seconds, is too long for a clip.
+                check: function that raises if its argument, in seconds, is too long for a clip.
             label: name of the clip in error messages.
 
         Raises:
@@ -172,8 +173,8 @@ class Timeline:
             first = 0.0 if math.isinf(heard) else heard
             end = first + max(count, 1) * picture_s
         promised = header_seconds(container, pictures)
-        # Both must fall short because the last picture may stay on show for long. AVI headers count
-        # repeated pictures that FFmpeg skips; ``check_whole`` checks the size of AVI files instead.
+        # Both must fall short, because the last picture may be shown for a long time. AVI headers
+        # count repeated pictures, which FFmpeg skips, so ``check_whole`` checks AVI files instead.
         short = count < MIN_SHARE * pictures.frames and end - first < MIN_SHARE * promised
         if short and container.format.name != "avi":
             raise InputError(
@@ -188,11 +189,11 @@ class Timeline:
 
 
 def on_show(timed: Iterable[tuple[float, T]], times: Sequence[float]) -> Iterator[T]:
-    """Yield the item on show at each of ``times``; nothing if there are no items.
+    """Yield the item that is shown at each of ``times``; yield nothing if there are no items.
 
     Args:
-        timed: pairs (time, item); an item is on show from its time until the next item's time. The
-            first item is on show before its time too.
+        timed: pairs (time, item); an item is shown from its time until the next item's time. The
+            first item is shown before its time too.
         times: times in ascending order.
     """
     place = 0

@@ -12,28 +12,28 @@ from oscar_mm.errors import InputError
 from oscar_mm.media.resample import MIN_SHARE
 
 _OGG_PAGE = 27 + 255 + 255 * 255
-"""Maximum bytes of an Ogg page: header, segment table, segments."""
+"""Maximum size of an Ogg page in bytes: header, segment table and segments."""
 _OGG_END = 4
-"""Flag of the last page of a stream."""
+"""Flag on the last page of a stream."""
 _OGG_FIRST_PAGE = re.compile(rb"OggS\0[\2\3\6\7]")
 _OGG_LATER_PAGE = re.compile(rb"OggS\0[\0\1\4\5]")
 _OGG_NUMBER = re.compile(rb"OggS\0[\0-\7].{8}(.{4})(.{4})", re.S)
-"""Header of a page, with the serial number of the stream and the number of the page in it."""
+"""Header of a page, with the serial number of its stream and the page's number in the stream."""
 _OGG_STREAMS = 64
-"""Maximum number of streams of an Ogg file whose pages are counted."""
+"""Maximum number of streams per Ogg file whose pages are counted."""
 _PIECE_BYTES = 1 << 20
 _SLACK_BYTES = 4096
-"""Bytes that a file may lack, because some headers count slightly too many."""
+"""Number of bytes that may be missing, because some headers count slightly too many."""
 _SLACK_SHARE = 0.001
-"""Share of its bytes that a file may lack in addition."""
+"""Fraction of the bytes that may be missing in addition."""
 _PIPED_BYTES = 0x7FFFF000
-"""Programs that write to a pipe do not know the size and write this value or a larger one."""
+"""Minimum size in headers of files from programs that write to a pipe and do not know the size."""
 _RIFF_CHUNKS = 64
-"""Maximum number of chunks of a WAV file that are searched for the samples."""
+"""Maximum number of chunks to search for the samples in a WAV file."""
 _CAF_CHUNKS = 64
-"""Maximum number of chunks of a CAF file whose sizes are read."""
+"""Maximum number of chunks in a CAF file whose sizes are read."""
 _MPEG_DELAY = 3
-"""Frames of an MP3 that may be encoder delay and padding, which decoders skip."""
+"""Number of frames in an MP3 that may be encoder delay and padding, which decoders skip."""
 
 
 def opened_bytes(source: Path | bytes, label: str) -> BinaryIO:
@@ -51,11 +51,11 @@ def opened_bytes(source: Path | bytes, label: str) -> BinaryIO:
 
 
 def check_whole(source: Path | bytes, label: str) -> None:
-    """Refuse a WAV, AVI, CAF, Matroska, WebM or Ogg file whose end is missing.
+    """Reject a WAV, AVI, CAF, Matroska, WebM or Ogg file whose end is missing.
 
-    The headers of the other formats give the size; an Ogg file has instead a mark on its last page.
-    An interrupted live recording lacks the mark too. It cannot be distinguished from a truncated
-    file, so it is refused as well.
+    An Ogg file has a flag on its last page; the headers of the other formats give the size. An
+    interrupted live recording lacks the flag too. It cannot be distinguished from a truncated file,
+    so it is rejected as well.
 
     Raises:
         InputError: if the file is cut off, or cannot be opened.
@@ -85,7 +85,7 @@ def mp3_seconds(source: Path | bytes, label: str) -> float:
     """Return the length of an MP3 from the frame count in its first frame, less encoder padding.
 
     Returns:
-        Seconds; 0 if there is no count, as with a constant bit rate.
+        Length in seconds; 0 if there is no frame count, as with a constant bit rate.
 
     Raises:
         InputError: if the file cannot be opened.
@@ -108,7 +108,7 @@ def mp3_seconds(source: Path | bytes, label: str) -> float:
 
 
 def is_joined_ogg(source: Path | bytes, label: str) -> bool:
-    """Whether an Ogg file has one stream after another, as ``cat a.ogg b.ogg`` makes it.
+    """Whether an Ogg file has one stream after another, like the output of ``cat a.ogg b.ogg``.
 
     Raises:
         InputError: if the file cannot be opened.
@@ -125,12 +125,12 @@ def is_joined_ogg(source: Path | bytes, label: str) -> bool:
                 begun, data = True, data[later.end() :]
             if begun and _OGG_FIRST_PAGE.search(data):
                 return True
-            rest = data[-5:]  # the mark of a page may be split over two pieces
+            rest = data[-5:]  # the marker of a page may be split between two pieces
     return False
 
 
 def lacks_ogg_pages(source: Path | bytes, label: str) -> bool:
-    """Whether an Ogg file lacks pages in the middle, as recordings from a network stream may.
+    """Whether pages are missing within an Ogg file, as in some recordings from a network stream.
 
     Raises:
         InputError: if the file cannot be opened.
@@ -148,13 +148,13 @@ def lacks_ogg_pages(source: Path | bytes, label: str) -> bool:
                 if number > numbers.get(page[1], number) + 1:
                     return True
                 numbers[page[1]] = number
-            rest = data[max(end, len(data) - 21) :]  # a page header may be split over two pieces
+            rest = data[max(end, len(data) - 21) :]  # a page header may be split between two pieces
     return False
 
 
 def _riff_bytes(file: BinaryIO, head: bytes) -> int:
-    """Return the bytes of a WAV up to the end of its samples, or of an AVI; 0 for other formats or
-    if unknown."""
+    """Return the size in bytes of a WAV up to the end of its samples, or of an AVI; 0 for other
+    formats or if unknown."""
     if len(head) < 12 or head[:4] != b"RIFF" or head[8:12] not in (b"WAVE", b"AVI "):
         return 0
     end = 12
@@ -175,7 +175,8 @@ def _riff_bytes(file: BinaryIO, head: bytes) -> int:
 
 
 def _matroska_bytes(head: bytes) -> int:
-    """Return the bytes of a Matroska or WebM file; 0 for other formats or a live recording."""
+    """Return the size of a Matroska or WebM file in bytes; 0 for other formats and live
+    recordings."""
     if head[:4] != b"\x1a\x45\xdf\xa3":
         return 0
     about, start = _vint(head, 4)
@@ -187,7 +188,8 @@ def _matroska_bytes(head: bytes) -> int:
 
 
 def _vint(head: bytes, place: int) -> tuple[int, int]:
-    """Read a size in Matroska's notation; return it, 0 if unknown, and the position after it."""
+    """Read a size in Matroska's encoding; return the size (0 if unknown) and the position after
+    it."""
     if place >= len(head) or not head[place]:
         return 0, place
     length = 9 - head[place].bit_length()
@@ -197,8 +199,8 @@ def _vint(head: bytes, place: int) -> tuple[int, int]:
 
 
 def _caf_bytes(file: BinaryIO, head: bytes, size: int) -> int:
-    """Return the bytes of a CAF file up to the end of the last chunk that begins in it; 0 for other
-    formats."""
+    """Return the size in bytes of a CAF file up to the end of the last chunk that begins in it; 0
+    for other formats."""
     end = 8
     if head[:4] != b"caff":
         return 0
@@ -208,7 +210,7 @@ def _caf_bytes(file: BinaryIO, head: bytes, size: int) -> int:
         if end >= size or len(header) < 12:
             break
         length = struct.unpack(">q", header[4:])[0]
-        if length < 0:  # this chunk reaches to the end of the file
+        if length < 0:  # this chunk extends to the end of the file
             break
         end += 12 + length
     return end

@@ -1,8 +1,8 @@
-"""Models by name: the folder or hub id that a name stands for, told without importing torch.
+"""Models by name: find the folder or hub id that a name refers to, without importing torch.
 
-The bundled models need no network: each name stands for a folder here. They are tiny;
-examples/train_pocket trains them for tests and demos. The README.md in each folder says what its
-model can do.
+The bundled models need no network access: each name refers to a folder here. They are tiny and are
+trained for tests and demos by examples/train_pocket. The README.md in each folder describes what
+the model can do.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ BUNDLED = {
     "pocket-llava": "reads printed codes and short receipts",
     "pocket-omni": "recognizes spoken digits and some words, reads codes, receipts and shapes",
 }
-"""Name of each model, and what it can do; Qwen3-VL, LLaVA-v1.6 and Qwen3-Omni in this order."""
+"""Names of the bundled models, and what each can do; they are a Qwen3-VL, a LLaVA-v1.6 and a
+Qwen3-Omni, in this order."""
 _TIMEOUT_S = 1.5
 _TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
 
 
 def bundled(model: str | Path) -> Path | None:
-    """The folder of a bundled model, or None if ``model`` names none.
+    """Return the folder of a bundled model; None if ``model`` is not the name of one.
 
-    A name wins over a folder of the same name in the working directory; "./pocket-vl" is that
-    folder, and a ``Path`` always means a folder.
+    The name of a bundled model takes precedence over a folder of the same name in the working
+    directory; write "./pocket-vl" for that folder. A ``Path`` always means a folder.
     """
     if isinstance(model, str) and model in BUNDLED:
         return Path(__file__).parent / model
@@ -37,7 +38,7 @@ def bundled(model: str | Path) -> Path | None:
 
 
 def description(name: str) -> str:
-    """A bundled model in a line: "pocket-vl, 5M parameters, a bundled demo model that ..."."""
+    """Return a one-line description: "pocket-vl, 5M parameters, a bundled demo model that ..."."""
     weights = Path(__file__).parent / name / "model.safetensors"
     millions = weights.stat().st_size / 2e6
     skills = f"{BUNDLED[name]}; it knows nothing else"
@@ -45,10 +46,10 @@ def description(name: str) -> str:
 
 
 def source_of(model: Any) -> str:
-    """Hub id or folder, as far as that can be told without the hub.
+    """Return the hub id or folder of a model, checked as far as possible without the hub.
 
     Raises:
-        InputError: neither, and no name of a bundled model.
+        InputError: if the model is neither, nor the name of a bundled model.
     """
     if not isinstance(model, str | Path):
         raise InputError(
@@ -72,21 +73,22 @@ def source_of(model: Any) -> str:
 
 
 def check_source(model: str | Path, options: Mapping[str, Any] | None = None) -> None:
-    """Refuse a model that cannot be had, within two seconds; transformers tries for half a minute.
+    """Reject a model that is not available, within two seconds; transformers would keep trying for
+    half a minute.
 
-    Only the configuration is looked for: in the folder, in the hub's cache, then on the hub.
+    Only the configuration is looked up: in the folder, in the hub's cache, then on the hub.
 
     Args:
         model: name of a bundled model, folder or hub id.
-        options: for ``from_pretrained``, of which those count that say where files are: cache_dir,
-            revision, subfolder, token.
+        options: options for ``from_pretrained``; only those that affect where files are found are
+            used: cache_dir, revision, subfolder, token.
 
     Raises:
-        InputError: there is none, or the hub does not answer.
+        InputError: if there is no such model, or the hub does not answer.
     """
     source, given = source_of(model), options or {}
     if Path(source).is_dir() or given.get("local_files_only"):
-        return  # Without the hub transformers fails at once.
+        return  # In offline mode, transformers fails at once.
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -97,7 +99,7 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
         RepositoryNotFoundError,
     )
 
-    # Of httpx or httpx2, by the version of huggingface_hub.
+    # The class is from httpx or httpx2, depending on the version of huggingface_hub.
     connection_error: Any = HfHubHTTPError.__bases__[0]
     seconds = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
     revision, folder = given.get("revision"), given.get("subfolder") or ""
@@ -130,7 +132,7 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
 
 
 def remedy(name: str = "") -> str:
-    """What to give as a model, and what ``name`` may have been meant to be."""
+    """Return advice on what to give as a model, and which name may have been meant by ``name``."""
     meant = {known: known for known in BUNDLED}
     for short, model in RELEASED.items():
         meant |= {short: model.source, model.source: model.source}

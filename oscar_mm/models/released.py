@@ -1,7 +1,7 @@
-"""Released models: shapes of their config.json and limits of their processors.
+"""Released models: the shapes in their config.json and the limits of their processors.
 
-With these, memory can be planned without the hub. Families say which are theirs. They are told
-without importing torch.
+These allow planning memory without access to the hub. Each family lists its own models. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class ReleasedModel:
     """Shapes of a released model.
 
     Attributes:
-        source: hub id of the checkpoint that has these in config.json and preprocessor_config.json.
+        source: hub id of the checkpoint whose config.json and preprocessor_config.json these are.
         family: ``config.model_type``.
-        text: fields of text_config that give shapes and RoPE.
+        text: fields of text_config that define shapes and RoPE.
         vision, audio: fields of vision_config and audio_config.
-        pixels: least and most pixels of an image.
-        part: the part of the checkpoint that these are of; "" for all of it.
+        pixels: minimum and maximum number of pixels per image.
+        part: part of the checkpoint that these describe; "" for all of it.
     """
 
     source: str
@@ -150,7 +150,7 @@ def _qwen(size: str, vision: dict[str, Any], **text: Any) -> ReleasedModel:
 
 
 def _qwen2_5(size: str, vision: int, **text: Any) -> ReleasedModel:
-    """Return a Qwen2.5-VL; ``vision`` is the width of its tower's MLPs."""
+    """Return a Qwen2.5-VL model; ``vision`` is the width of the tower's MLPs."""
     tower = _QWEN2_5_VISION | {"intermediate_size": vision, "out_hidden_size": text["hidden_size"]}
     name, merged = f"Qwen/Qwen2.5-VL-{size}-Instruct", _QWEN2_5 | text
     return ReleasedModel(name, "qwen2_5_vl", merged, tower, pixels=(3136, 12845056))
@@ -274,7 +274,8 @@ LLAVA_NEXT = (
 
 
 def _short(source: str) -> str:
-    """The name without its owner and the ends in which checkpoints of the same shape differ."""
+    """Return the name without its owner and without the suffixes in which checkpoints of the same
+    shape differ."""
     name = source.rpartition("/")[2].lower()
     for end in ("-hf", "-instruct", "-thinking"):
         name = name.removesuffix(end)
@@ -283,16 +284,17 @@ def _short(source: str) -> str:
 
 _ALL = (*LLAVA_NEXT, *QWEN2_5_VL, *QWEN3_VL, *QWEN3_OMNI)
 RELEASED = {_short(model.source): model for model in _ALL}
-"""Shapes by short name: "qwen3-vl-8b", "llava-v1.6-vicuna-7b", ..."""
+"""Released models by short name: "qwen3-vl-8b", "llava-v1.6-vicuna-7b", ..."""
 
 
 def add_released(models: Iterable[ReleasedModel]) -> None:
-    """Make the released models of a family known by their names."""
+    """Register the released models of a family by their names."""
     RELEASED.update({_short(model.source): model for model in models})
 
 
 def released_model(name: str | Path) -> ReleasedModel | None:
-    """The shapes of a released model, or None for another name; a folder of the name wins.
+    """Return the released model with a name; None for any other name, and if there is a folder with
+    this name.
 
     Args:
         name: hub id, with or without its owner: "Qwen/Qwen3-VL-8B-Instruct", "qwen3-vl-8b".

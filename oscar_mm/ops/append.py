@@ -1,6 +1,6 @@
 """Append: write keys and values of new tokens to 16-bit slots, without waiting for the host.
 
-One launch for all tokens, which CUDA graphs can capture.
+It takes one launch for all tokens, which CUDA graphs can capture.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from oscar_mm.kernels.self_check import OperationKernel, random_normal
 from oscar_mm.ops.library import STATES, ArgumentChecker, Written, define
 
 _MAX_THREADS = 64
-"""Maximum threads of a block, so that it can run on a multiprocessor together with a block of
+"""Maximum number of threads per block, so that a block can share a multiprocessor with one of
 ``decode``."""
 UNITS = (16, 8, 4)
-"""Bytes that a thread of the kernel copies at a time, the fastest first."""
+"""Possible numbers of bytes that a thread of the kernel copies at a time, fastest first."""
 _EXPONENTS = {
     torch.bfloat16: "0x7f807f80u",
     torch.float16: "0x7c007c00u",
@@ -44,11 +44,11 @@ class AppendArguments(NamedTuple):
             contiguous channels.
         values: same shape and dtype as keys.
         recent: (slots, 2, KV heads, head_dim), keys then values, in the same dtype.
-        writes: (n, 3) int32: row, token and slot; slot -1 writes nothing, so that a captured graph
-            can have a fixed n. No slot occurs twice.
+        writes: (n, 3) int32: row, token and slot; nothing is written for slot -1, so that a
+            captured graph can have a fixed n. No slot occurs twice.
         not_finite: (1,) int32; set to 1 if a key or value is NaN or infinite, otherwise unchanged.
-        beside: whether ``decode`` of these tokens was launched last and reads none of the slots, so
-            that this launch need not wait for it.
+        beside: whether the preceding launch is ``decode`` for these tokens and reads none of the
+            slots, so that this launch need not wait for it.
     """
 
     keys: torch.Tensor
@@ -78,7 +78,7 @@ class Specialization(NamedTuple):
 
     @property
     def macros(self) -> dict[str, str | int]:
-        """Macros of csrc/append/append.cu."""
+        """Preprocessor macros for compiling csrc/append/append.cu."""
         exponent = _EXPONENTS[self.dtype]
         return {"UNIT": self.unit, "ELEMENT_BYTES": self.dtype.itemsize, "EXPONENT": exponent}
 
@@ -109,7 +109,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the share of elements and flags that differ, for rows of one unit and more."""
+        """Return the fraction of elements and flags that differ, for rows of one unit and more."""
         dtype, unit = specialization
         random = random_normal(dtype, device)
         heads, head_dim = 3, 5 * unit
@@ -130,7 +130,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
 
 
 def append_by_torch(arguments: AppendArguments) -> None:
-    """``append`` with PyTorch operations; waits for the device."""
+    """Run ``append`` with PyTorch operations; waits for the device."""
     refuse_capture("append", arguments.keys.device)
     rows, tokens, slots = arguments.writes[arguments.writes[:, 2] >= 0].unbind(1)
     sides = arguments.keys, arguments.values
@@ -166,8 +166,8 @@ def _append(arguments: AppendArguments) -> None:
 
 
 def unit_of(*tensors: torch.Tensor) -> int | None:
-    """Return the largest unit to which all rows are aligned and divisible; None if there is
-    none."""
+    """Return the largest unit that divides the size of all rows and to which they are aligned; None
+    if there is none."""
     for unit in UNITS:
         elements = unit // tensors[0].element_size()
         if all(

@@ -1,8 +1,7 @@
-"""Tables of a decode step: the place of every stored token, and the work of each thread block.
+"""Tables for a decode step: the place of each stored token, and the work of each thread block.
 
-They are made on the host once per step, shared by all layers of a device and read by
-``csrc/decode/decode.cu``. The arguments of ``decode`` are these tables and each layer's own
-tensors.
+They are built on the host once per step, shared by all layers on a device, and read by
+``csrc/decode/decode.cu``. The arguments of ``decode`` are these tables and the layer's tensors.
 """
 
 from __future__ import annotations
@@ -21,28 +20,31 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 COLUMNS = 8
 """Query columns (tokens x query heads per KV head) that a thread block processes at once."""
 FEWEST_ITEMS = 8
-"""Minimum items of a thread block, if a segment has that many: its warps take one item each at a
-time, and merging the parts of many thread blocks takes longer."""
+"""Minimum items per thread block, if a segment has that many. Each warp takes one item at a time,
+and merging the parts of more thread blocks would take longer."""
 ROUND_ITEMS = 12
-"""Minimum items if ``FEWEST_ITEMS`` would give work to more than three quarters of the thread
-blocks: one round of the warps. Idle multiprocessors then load weights of the next product, and
-there are fewer parts; steps take 2% to 3% less time (30B-A3B after 32K tokens, H100)."""
+"""Minimum items per thread block if ``FEWEST_ITEMS`` would give work to more than three quarters of
+the thread blocks; it is one round of the warps. Idle multiprocessors then load weights of the next
+product, and there are fewer parts; steps take 2% to 3% less time (30B-A3B after 32K tokens,
+H100)."""
 SEGMENT_ITEMS = 20
-"""Cost of a thread block's change to its next segment, in items."""
+"""Cost of switching a thread block to its next segment, in items."""
 TILE = 16
-"""16-bit tokens that a warp processes at a time."""
+"""Number of 16-bit tokens that a warp processes at a time."""
 HALF_PAGE = PAGE_TOKENS // 2
-"""Tokens that a warp processes at a time if there are too few whole pages for all warps."""
+"""Number of tokens that a warp processes at a time if there are too few whole pages for all
+warps."""
 START = 1 << 8
-"""Unit of the first used token in a page's entry; below it is the end of the range (exclusive)."""
+"""Factor of the first used token in a page's entry; lower bits are the exclusive end of the
+range."""
 SECOND = 1 << 16
 """Flag in a page's entry: the page has the second format."""
-FIELDS = 16  # 32-bit words of an Assignment in csrc/decode/decode.cu, padding included
+FIELDS = 16  # 32-bit words of an Assignment in csrc/decode/decode.cu, including padding
 _checker = ArgumentChecker("decode")
 
 Entries = tuple[np.ndarray, np.ndarray]
-"""Stored tokens of a sequence: (n, 2) int32 pages as in ``Tables.items``, (m,) int32 16-bit
-slots."""
+"""Stored tokens of a sequence: pages, (n, 2) int32 as in ``Tables.items``, and slots of 16-bit
+tokens, (m,) int32."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,11 @@ class Tables:
     """Tables on a device, all int32.
 
     Attributes:
-        items: (batch, longest, 2): pages of each sequence, {slot, stop + 256 * start + flag of the
-            second format}; tokens start to stop - 1 are in use.
+        items: (batch, longest, 2): pages of each sequence, as {slot, stop + 256 * start + flag for
+            the second format}; tokens start to stop - 1 are in use.
         recents: (batch, longest): slots of each sequence's 16-bit tokens.
-        counts: (batch, 2): number of 16-bit tokens and of pages.
-        assignments: (thread blocks, 16).
+        counts: (batch, 2): number of 16-bit tokens, and of pages.
+        assignments: (thread blocks, 16): work of each thread block.
     """
 
     items: torch.Tensor
@@ -69,7 +71,7 @@ class Tables:
 
     @classmethod
     def within(cls, whole: torch.Tensor, arrays: tuple[np.ndarray, ...]) -> Tables:
-        """Return views of a tensor that contains ``laid_out(arrays)``."""
+        """Return the tables as views of a tensor that contains ``laid_out(arrays)``."""
         parts = whole.split([array.size for array in arrays])
         assignments, items, recents, counts = (
             part.view(array.shape) for part, array in zip(parts, arrays, strict=True)
@@ -84,21 +86,21 @@ def tables_of(
     workers: int,
     device: torch.device,
 ) -> Tables:
-    """Make the tables for attention over stored tokens.
+    """Build the tables for attention to stored tokens.
 
     Args:
         entries: stored tokens of each sequence before the step.
         kv_heads: KV heads of a layer.
-        columns: query tokens times query heads per KV head.
+        columns: number of query tokens times query heads per KV head.
         workers: number of thread blocks that the device runs at a time.
     """
     arrays = arrays_of(entries, kv_heads, columns, workers)
-    # One copy to the device instead of several.
+    # This takes one copy to the device instead of several.
     return Tables.within(upload(laid_out(arrays), device), arrays)
 
 
 def upload(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a table to a device without waiting for its queued work."""
+    """Copy a table to a device without waiting for the device's queued work."""
     tensor = torch.from_numpy(table)
     if device.type != "cuda":
         return tensor.to(device)
@@ -129,7 +131,7 @@ def arrays_of(
 
     Args:
         entries, kv_heads, columns, workers: see ``tables_of``.
-        longest: minimum length of the second dimension of items and of recents.
+        longest: minimum sizes of the second dimension of items and of recents.
     """
     with_halves = sum(1 - (-len(slots) // TILE) + 2 * len(pages) for pages, slots in entries)
     if with_halves * kv_heads * -(-columns // COLUMNS) <= workers * FEWEST_ITEMS:
@@ -146,9 +148,10 @@ def arrays_of(
 
 
 def _in_halves(pages: np.ndarray) -> np.ndarray:
-    """Split pages as in ``Entries`` into an item for each half in use.
+    """Split pages (as in ``Entries``) into an item for each half in use.
 
-    If no warp has more than one item, the largest item determines the time.
+    This is faster if no warp has more than one item, since the largest item then determines the
+    time.
     """
     halves = np.repeat(pages, 2, axis=0)
     used = halves[:, 1]
@@ -163,15 +166,16 @@ def _in_halves(pages: np.ndarray) -> np.ndarray:
 def assign(
     counts: tuple[tuple[int, int], ...], kv_heads: int, columns: int, workers: int
 ) -> np.ndarray:
-    """Distribute the work list over thread blocks: (workers, 16) int32, see csrc/decode/decode.cu.
+    """Distribute the work list over thread blocks.
 
-    ``counts`` has for each sequence the tiles of its 16-bit tokens and its pages.
+    Returns (workers, 16) int32, see csrc/decode/decode.cu. ``counts`` holds the number of 16-bit
+    tiles and of pages for each sequence.
 
-    With no more segments than thread blocks, each thread block works on one segment, and segments
-    get thread blocks in proportion to their length. Otherwise all thread blocks get equal parts of
-    the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty places: without
-    them, a thread block with many short segments, such as padding rows of a graph, would take the
-    longest.
+    If there are no more segments than thread blocks, each thread block works on one segment, and
+    segments get thread blocks in proportion to their length. Otherwise all thread blocks get equal
+    parts of the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty places:
+    without them, thread blocks with many short segments, such as padding rows of a graph, would
+    take longest.
     """
     column_tiles = -(-columns // COLUMNS)
     per_sequence = kv_heads * column_tiles
@@ -206,16 +210,16 @@ def assign(
         used = min(workers, total)
         for worker in range(used):
             begin, end = total * worker // used, total * (worker + 1) // used
-            # No part begins after a segment's items, and each part has some: parts are no shorter
-            # than the mean segment.
+            # No part begins in a segment's empty places, and each part has items: parts are no
+            # shorter than the mean segment.
             segment = int(np.searchsorted(starts, begin + SEGMENT_ITEMS, side="right")) - 1
             fill(worker, max(begin, int(starts[segment])), end, segment, 0, 0)
     return table
 
 
 def _shares(lengths: np.ndarray, workers: int) -> list[int]:
-    """Return the thread blocks of each segment: the longest part is as short as possible, but no
-    shorter than ``FEWEST_ITEMS`` or ``ROUND_ITEMS``."""
+    """Return the number of thread blocks for each segment, such that the longest part is as short
+    as possible, but no shorter than ``FEWEST_ITEMS`` or ``ROUND_ITEMS``."""
     crowded = (-(-lengths // FEWEST_ITEMS)).sum() * 4 > workers * 3
     longest = ROUND_ITEMS if crowded else FEWEST_ITEMS
     high = max(longest, int(lengths.max()))
@@ -231,22 +235,23 @@ def _shares(lengths: np.ndarray, workers: int) -> list[int]:
 class DecodeArguments(NamedTuple):
     """Arguments of ``decode``.
 
-    The result is (batch, query heads, tokens, head_dim), in memory by tokens, then heads.
+    The result is (batch, query heads, tokens, head_dim); in memory, tokens come before heads.
 
     Attributes:
         queries: (batch, query heads, tokens, head_dim) bfloat16, float16 or float32; any strides
             with contiguous channels.
-        keys: (batch, KV heads, tokens, head_dim) of the new tokens, in the same dtype; attention
-            over them is causal.
+        keys: (batch, KV heads, tokens, head_dim): keys of the new tokens, in the same dtype;
+            attention to them is causal.
         values: same shape and dtype as keys.
-        pages: one pool, (slots, page_bytes) uint8, for each of ``formats``: at most two.
-        recent: (slots, 2, KV heads, head_dim): tokens in 16-bit precision, in the dtype of queries;
-            with float32 queries also bfloat16.
-        sigma: (KV heads or 1, head_dim) float32: balancing of the pages; or (batch, KV heads or 1,
-            head_dim) for per-row balancing; None for none.
+        pages: one pool, (slots, page_bytes) uint8, for each of ``formats``, at most two.
+        recent: (slots, 2, KV heads, head_dim): tokens in 16-bit precision, in the dtype of the
+            queries, or in bfloat16 if these are float32.
+        sigma: (KV heads or 1, head_dim) float32 balancing of the pages, or (batch, KV heads or 1,
+            head_dim) for per-row balancing; None for no balancing.
         items, recents, counts, assignments: see ``Tables``.
-        scaling: factor of the scores.
-        formats: formats of the pages (``oscar_mm.ops.library.numbers_of``), by ascending bits.
+        scaling: factor by which scores are multiplied.
+        formats: formats of the pages (``oscar_mm.ops.library.numbers_of``), in order of ascending
+            bits.
         rotate: whether pages are stored rotated.
     """
 
@@ -266,11 +271,11 @@ class DecodeArguments(NamedTuple):
 
     @property
     def page_formats(self) -> tuple[PageFormat, ...]:
-        """Layouts of the pages; ValueError if ``formats`` is invalid."""
+        """Layouts of the pages; raises ValueError if ``formats`` is invalid."""
         return _formats(tuple(self.formats))
 
     def result(self) -> torch.Tensor:
-        """Return an uninitialized result."""
+        """Return an uninitialized tensor for the result."""
         batch, query_heads, tokens, head_dim = self.queries.shape
         return self.queries.new_empty(batch, tokens, query_heads, head_dim).transpose(1, 2)
 

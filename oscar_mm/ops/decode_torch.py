@@ -1,8 +1,8 @@
-"""``decode`` with PyTorch operations: attention over parts, merged exactly.
+"""``decode`` with PyTorch operations: attention to parts, merged exactly.
 
-Parts of the keys and values are merged by their log-sum-exps. Each part is processed by torch's
-flash attention and then dropped, so the extra memory does not grow with the past. Used for many
-queries (a later turn), and for few queries if ``decode`` has no kernel.
+The results for parts of the keys and values are merged using their log-sum-exps. Each part is
+processed by torch's flash attention and then discarded, so the extra memory does not grow with the
+past. This is used for many queries (a later turn), and for few queries if ``decode`` has no kernel.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from oscar_mm.pages.quantize import unpack_stored
 from oscar_mm.quant.basis import Basis
 
 _SCORE_ELEMENTS = 1 << 24
-"""Scores computed at a time without flash attention (float32: 64 MB)."""
+"""Number of scores to compute at a time without flash attention (64 MB in float32)."""
 _TOKENS_AT_ONCE = 2048
-"""Tokens of the past that are in memory at a time, in float32, without a kernel."""
+"""Number of past tokens to have in memory at a time, in float32, if there is no kernel."""
 _FEW = 16_384
-"""Maximum tokens that are unpacked for all rows in one pass; more are unpacked row by row."""
+"""Maximum number of tokens to unpack for all rows in one pass; more are unpacked row by row."""
 
 
 class MergedAttention:
-    """Attention of queries over keys and values that arrive in parts, in any order."""
+    """Attention of queries to keys and values that are added in parts, in any order."""
 
     def __init__(self, queries: torch.Tensor, scaling: float) -> None:
         """
         Args:
             queries: (batch, query heads, tokens, head_dim); a query head attends to KV head
                 ``head // (query heads / KV heads)``.
-            scaling: factor of the scores.
+            scaling: factor by which scores are multiplied.
         """
         self._queries, self._scaling = queries, scaling
         self._output: torch.Tensor | None = None
@@ -49,14 +49,14 @@ class MergedAttention:
         """Attend to one part.
 
         Args:
-            keys, values: (batch, KV heads, n, head_dim) in the queries' dtype, n at least 1.
-            causal: whether query i attends only to the keys up to the i-th; there are as many keys
-                as queries.
+            keys, values: (batch, KV heads, n, head_dim) in the queries' dtype, with n at least 1.
+            causal: whether query i attends only to keys up to i; requires the same number of keys
+                and queries.
         """
         self.merge(*_attention(self._queries, keys, values, self._scaling, causal))
 
     def merge(self, output: torch.Tensor, total: torch.Tensor) -> None:
-        """Merge the result of the same queries for another part.
+        """Merge the result that the same queries have for another part.
 
         Args:
             output: (batch, query heads, tokens, head_dim), any float dtype.
@@ -65,14 +65,14 @@ class MergedAttention:
         if self._output is None or self._total is None:
             self._output, self._total = output.float(), total
             return
-        # exp(total) / (exp(before) + exp(total)): the new part's share of the whole.
+        # exp(total) / (exp(before) + exp(total)): the new part's share of the weights
         share = torch.sigmoid(total - self._total)[..., None]
         self._output = self._output.lerp_(output.float(), share)
         self._total = torch.logaddexp(self._total, total)
 
     def output(self) -> torch.Tensor:
-        """Return the merged output, (batch, query heads, tokens, head_dim) in the queries'
-        dtype."""
+        """Return the merged output, (batch, query heads, tokens, head_dim) in the dtype of the
+        queries."""
         if self._output is None:
             raise RuntimeError("no keys and values were added")
         return self._output.to(self._queries.dtype)
@@ -81,7 +81,8 @@ class MergedAttention:
 def _attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and log of the sum of exp(scores), (batch, query heads, tokens) float32."""
+    """Return the output, and the log of the sum of exp(scores), (batch, query heads, tokens)
+    float32."""
     states = (queries, keys, values, 0.0, causal)
     if queries.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -109,7 +110,7 @@ def has_flash(queries: torch.Tensor) -> bool:
 def _without_flash(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention by matrix products in float32, some queries at a time."""
+    """Compute attention with matrix products in float32, a few queries at a time."""
     kv_heads, count = keys.shape[1:3]
     grouped = queries.unflatten(1, (kv_heads, -1))
     keys, values = (x.float()[:, :, None] for x in (keys, values))
@@ -128,7 +129,7 @@ def _without_flash(
 
 
 def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
-    """``decode`` with PyTorch operations, a row at a time; waits for the device."""
+    """Run ``decode`` with PyTorch operations, one row at a time; waits for the device."""
     refuse_capture("decode", arguments.queries.device)
     queries, keys, values, pages, recent, sigma, items, recents, counts, *_ = arguments
     output = arguments.result()
@@ -144,7 +145,7 @@ def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
         for slots in recents[row, :in_16_bit].split(_TOKENS_AT_ONCE) if in_16_bit else ():
             stored = recent[slots].permute(1, 2, 0, 3).float()
             plain.add(stored[:1], stored[1:])
-        # In the coordinates of pages, where scores are the same.
+        # Attend in the coordinates of the pages, in which scores are the same.
         basis = Basis(queries.shape[3], arguments.rotate, sigma_of(sigma, row))
         turned = basis.queries_in(queries[row].reshape(keys.shape[1], -1, queries.shape[3]))
         packed = MergedAttention(turned.view_as(queries[of_row]), arguments.scaling)
@@ -162,11 +163,11 @@ def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
 
 
 class _FewPages:
-    """Keys and values of pages, unpacked in one pass for all rows unless there are many.
+    """Keys and values of pages, unpacked in one pass for all rows unless there are too many.
 
     Args:
         pages: (slots, page_bytes) uint8.
-        slots: (n,) slots that will be requested.
+        slots: (n,): slots that will be requested.
         page_format: format of the pages.
     """
 
@@ -177,7 +178,7 @@ class _FewPages:
         self._unpacked = unpack_stored(pages[self._slots], page_format) if few else None
 
     def __getitem__(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of (n,) slots, each (n, KV heads, 128, d) float32."""
+        """Return the keys and values of (n,) slots, each (n, KV heads, 128, d) float32."""
         if self._unpacked is None:
             return unpack_stored(self._pages[slots], self._format)
         places = torch.searchsorted(self._slots, slots.contiguous())
@@ -186,8 +187,8 @@ class _FewPages:
 
 
 def _in_use(states: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
-    """Select used tokens: (n, KV heads, tokens, d) -> (1, KV heads, tokens from starts to stops -
-    1, d)."""
+    """Select the used tokens, starts to stops - 1 of each page, from (n, KV heads, tokens, d);
+    return (1, KV heads, used tokens, d)."""
     places = torch.arange(states.shape[2], device=states.device)
     used = (places >= starts[:, None]) & (places < stops[:, None])
     joined = states.transpose(0, 1).flatten(1, 2)[None]

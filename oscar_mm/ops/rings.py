@@ -1,26 +1,26 @@
-"""Rings: assign a ring of tokens in 16-bit precision to each request of a batch.
+"""Rings: assign a ring of 16-bit tokens to each request of a batch.
 
-In addition to the pages with all tokens of a request, each layer stores the request's most recent
-tokens and its first ones unpacked. They are in a ring, one for each request that may run.
+Each layer stores all tokens of a request in pages. It also stores the request's most recent and
+first tokens unpacked, in a ring; there is one ring for each request that may run.
 Schedulers such as vLLM's supply the rows of a batch and their blocks, but not the identity of a
 row's request: rows move, come and go, and a block may be shared with other requests or reassigned.
 So the device remembers, for each block, the ring of the row that wrote to it last, and, for each
 ring, the number of its current tenant (its lease). A row continues the ring of its last block if
 
-- the ring still has that tenant, and the tenant has reached the row's length; rejected drafts may
-  be beyond it;
+- the ring still has that tenant, and the tenant has at least as many tokens as the row (it may have
+  more because of rejected drafts); and
 - no earlier row of the batch continues the same ring.
 
-All other rows that store tokens get the least recently used rings, empty. So the ring of a request
-that was preempted, begins with another request's blocks or waited too long has only the tokens
-computed since; the others are in pages.
+All other rows that store tokens get the least recently used rings, emptied. So if a request was
+preempted, begins with another request's blocks, or waited too long, its ring has only the tokens
+computed since then; the others are in pages.
 
-The content of a ring is always correct: a block is written from its beginning, and loses its owner
-in the step in which that happens, so the owner of a row's last block wrote the tokens that are in
-it. Blocks are shared only if all tokens up to their end are the same; so a row whose last block was
-written by another request may continue that request's ring. A KV connector loads tokens into blocks
-without passing through here. That would matter only if it loaded a new request into the block that
-ends another one of the same length; so with a connector, the rings of requests that are not in a
+The content of a ring is always correct: when a block is first written, at its beginning, it loses
+its previous owner, so the owner of a row's last block wrote the tokens in that block. Blocks are
+shared only if all tokens up to their end are the same, so a row whose last block was written by
+another request may continue that request's ring. A KV connector loads tokens into blocks without
+calling this operation. That would matter only if it loaded a new request into the last block of
+another request of the same length; so with a connector, the rings of requests that are not in the
 batch are released (``RingArguments.keeps``).
 """
 
@@ -39,9 +39,10 @@ from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.pages.layout import PAGE_TOKENS
 
 MAX_ROWS = 4096
-"""Maximum requests of a batch, and maximum rings."""
+"""Maximum number of requests per batch, and of rings."""
 RING_FIELDS = 4
-"""Numbers of a ring: lease, its tenant's first token in it, the tenant's tokens, clock."""
+"""Numbers per ring: lease, the tenant's first token in the ring, the tenant's number of tokens,
+clock."""
 _THREADS = 1024
 
 
@@ -49,9 +50,10 @@ class RingShape(NamedTuple):
     """Sizes of a ring.
 
     Attributes:
-        sinks: first tokens of a request, which have places of their own.
-        window: most recent tokens that are read.
-        spare: new tokens of a decode step, which must not take places that the step reads.
+        sinks: number of a request's first tokens, which have separate places.
+        window: number of most recent tokens that are read.
+        spare: number of places for new tokens of a decode step, so that they do not overwrite
+            tokens that the step reads.
     """
 
     sinks: int
@@ -60,37 +62,37 @@ class RingShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Places of tokens that are not sinks."""
+        """Number of places for tokens that are not sinks."""
         return self.window + self.spare
 
     @property
     def entries(self) -> int:
-        """Places of a ring."""
+        """Number of places per ring."""
         return self.sinks + self.size
 
     @property
     def max_read(self) -> int:
-        """Maximum tokens of a request that a step reads."""
+        """Maximum number of tokens that a step reads per request."""
         return self.sinks + self.window
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the places of a request's tokens in its ring."""
+        """Return the places of tokens in their request's ring, given their positions."""
         later = self.sinks + positions % self.size
         return torch.where(positions < self.sinks, positions, later)
 
 
 class RingArguments(NamedTuple):
-    """Arguments of ``find_rings``, int32 except the slots; the last three tensors are outputs.
+    """Arguments of ``find_rings``. All are int32 except the slots; the last three are outputs.
 
     Attributes:
         blocks, lengths, starts, slots: see ``oscar_mm.ops.block_tables.BlockTables``.
-        new_tokens: maximum new tokens of a decoding request.
-        clock: number of this call: one more than in the previous call, from 0 again after 2**31 -
-            1.
+        new_tokens: maximum number of new tokens per decoding request.
+        clock: number of this call, one more than that of the previous call; restarts from 0 after
+            2**31 - 1.
         keeps: whether requests that are not in the batch keep their rings.
-        tails: (rows, 2): the ring of each row, or -1; the row's first token in it.
-        owners: (blocks, 2): ring and lease of the row that wrote to a block last; -1 for none.
-        rings: (rings, ``RING_FIELDS``).
+        tails: (rows, 2): the ring of each row, or -1, and the row's first token in the ring.
+        owners: (blocks, 2): ring and lease of the row that last wrote to each block; -1 if none.
+        rings: (rings, ``RING_FIELDS``): state of each ring.
     """
 
     blocks: torch.Tensor
@@ -138,7 +140,7 @@ class RingsKernel(OperationKernel[None], operation="rings", bound=0.0):
     def disagreement(
         specialization: None, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the share of numbers that differ over a sequence of changing batches."""
+        """Return the fraction of numbers that differ over a sequence of changing batches."""
         differing = []
         steps = checked_steps(device), checked_steps(device)
         for found, expected in zip(*steps, strict=True):
@@ -152,7 +154,7 @@ class RingsKernel(OperationKernel[None], operation="rings", bound=0.0):
 
 
 def checked_steps(device: torch.device, ring_count: int = 40, steps: int = 30) -> list[Any]:
-    """Make arguments of ``find_rings`` for steps of requests that come, go and change rows.
+    """Create arguments of ``find_rings`` for steps with requests that come, go and change rows.
 
     Some requests share blocks of others, and some steps store nothing. All steps have the same
     rings.
@@ -183,7 +185,7 @@ def checked_steps(device: torch.device, ring_count: int = 40, steps: int = 30) -
         for (own, past), total in zip(batch, totals, strict=True):
             if total + 130 > len(own) * PAGE_TOKENS:
                 free = own[1:] + free
-            else:  # Drafts are rejected; the first new token is never a draft.
+            else:  # Drafts may be rejected; the first new token is never a draft.
                 running.append((own, max(past + 1, total - int(generator.integers(0, 3)))))
     return found
 
@@ -195,7 +197,7 @@ def find_rings(given: RingArguments) -> None:
 
 
 def rings_by_numpy(given: RingArguments) -> None:
-    """``find_rings`` on the host; waits for the device."""
+    """Run ``find_rings`` on the host; waits for the device."""
     blocks, lengths, starts, slots = (x.cpu().numpy() for x in given[:4])
     tails, owners, rings = (x.cpu().numpy().copy() for x in given[-3:])
     past = np.maximum(lengths - np.diff(starts), 0)

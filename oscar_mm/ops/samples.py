@@ -1,4 +1,4 @@
-"""Small synthetic problems on which kernels must agree with PyTorch operations."""
+"""Small synthetic problems for comparing kernels with PyTorch operations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.quant.basis import Basis
 
 CHECKED_HEADS = 3
-"""KV heads; a kernel is the same for any number."""
+"""Number of KV heads; kernels do not depend on it."""
 JOB_SLOTS = 6
-"""Pages that ``random_jobs`` writes to."""
+"""Number of pages that ``random_jobs`` writes to."""
 _Tensor = torch.Tensor
 Jobs = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
 Stores = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
@@ -23,11 +23,11 @@ Past = tuple[_Tensor, _Tensor, _Tensor, list[_Tensor], _Tensor, _Tensor | None]
 
 
 def random_pages(count: int, page_format: PageFormat, device: torch.device) -> torch.Tensor:
-    """Return (count, page_bytes) uint8 pages with reproducible random numbers in all fields."""
+    """Return (count, page_bytes) uint8 pages with reproducible random values in all fields."""
     generator = torch.Generator().manual_seed(0)
     pages = torch.zeros(count, page_format.page_bytes, dtype=torch.uint8)
     for name, field in page_format.fields.items():
-        if name.endswith("_high"):  # written with the low bits
+        if name.endswith("_high"):  # written together with the low bits
             continue
         heads = (page_format.kv_heads,) if field.per_head else ()
         shape = (count, *heads, *field.shape)
@@ -43,7 +43,7 @@ def random_pages(count: int, page_format: PageFormat, device: torch.device) -> t
                 values = values / 2 - 1
             elif name == "norms":
                 values = (values / 2).exp()
-        if name == "key_scales" and page_format.center:  # the center is added to some
+        if name == "key_scales" and page_format.center:  # some keys have their center subtracted
             values *= 2 * torch.randint(2, shape, generator=generator) - 1
         page_format.write(pages, name, values)
     return pages.to(device)
@@ -52,10 +52,11 @@ def random_pages(count: int, page_format: PageFormat, device: torch.device) -> t
 def random_basis(
     page_format: PageFormat, rotate: bool, device: torch.device, rows: tuple[int, ...] = ()
 ) -> Basis:
-    """Return balancing for every KV head, between 0.5 and 2; its reciprocals are bfloat16 numbers.
+    """Return a basis with balancing between 0.5 and 2 for each KV head; reciprocals are bfloat16
+    numbers.
 
     Args:
-        rows: number of rows with their own balancing; empty for one that all rows share.
+        rows: number of rows with their own balancing; empty if all rows share one.
     """
     generator = torch.Generator().manual_seed(1)
     shape = (*rows, page_format.kv_heads, page_format.head_dim)
@@ -67,24 +68,24 @@ def random_basis(
 def _random_states(
     page_format: PageFormat, tokens: int, slots: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of two rows and some 16-bit tokens.
+    """Return the keys and values of two rows, and some 16-bit tokens.
 
-    The former are (2, 2, heads, tokens, d), with norms over two decades; the latter (slots, 2,
-    heads, d).
+    Keys and values are (2, 2, heads, tokens, d), with norms that span two orders of magnitude; the
+    16-bit tokens are (slots, 2, heads, d).
     """
     heads, head_dim = page_format.kv_heads, page_format.head_dim
-    # As attention makes them: tokens before heads in memory.
+    # In memory, tokens come before heads, as in attention layers.
     states = torch.randn(2, 2, tokens, heads, head_dim, generator=generator).transpose(2, 3)
     states *= torch.randn(2, 2, 1, tokens, 1, generator=generator).exp()
     return states, torch.randn(slots, 2, heads, head_dim, generator=generator)
 
 
 def random_jobs(page_format: PageFormat, dtype: torch.dtype, device: torch.device) -> Jobs:
-    """Return keys, values, recent, source, rows and slots of five jobs of pack
+    """Return keys, values, recent, source, rows and slots for five jobs of pack
     (``oscar_mm.ops.pack``).
 
-    Pages of new tokens, of stored ones, of both, of tokens in random order, and one job that does
-    nothing and refers to tokens that do not exist.
+    There are pages of new tokens, of stored tokens, of both, and of tokens in random order, and a
+    job that does nothing and refers to tokens that do not exist.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, slots = 300, 256
@@ -107,13 +108,13 @@ def random_jobs(page_format: PageFormat, dtype: torch.dtype, device: torch.devic
 
 
 def random_stores(page_format: PageFormat, dtype: torch.dtype, device: torch.device) -> Stores:
-    """Return keys, values, recent, jobs and begins of store (``oscar_mm.ops.store``), for five
+    """Return keys, values, recent, jobs and begins for store (``oscar_mm.ops.store``) with five
     pages.
 
-    Jobs of new tokens, of stored ones, of both, of a single token, of two that share a tile, and
-    one that does nothing and refers to tokens that do not exist. With a center, some pages get a
-    new one from one token, from many or from another page. Keys of the second row have a mean far
-    from zero.
+    There are jobs with new tokens, with stored tokens, with both, with a single token, two jobs
+    that share a tile, and a job that does nothing and refers to tokens that do not exist. If the
+    format has centers, some pages get a new center from one token, from many tokens or from another
+    page. Keys of the second row have a mean far from zero.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, slots = 120, 40
@@ -144,9 +145,9 @@ def random_stores(page_format: PageFormat, dtype: torch.dtype, device: torch.dev
 def random_layer_stores(
     page_format: PageFormat, dtype: torch.dtype, device: torch.device
 ) -> LayerStores:
-    """Return 16-bit tokens of two layers, jobs and begins of store_layers, for five pages.
+    """Return 16-bit tokens of two layers, jobs and begins for store_layers with five pages.
 
-    As in ``random_stores``, but with stored tokens only.
+    The jobs are those of ``random_stores``, but with stored tokens only.
     """
     _, _, recent, jobs, begins = random_stores(page_format, dtype, device)
     for table in (jobs, begins):
@@ -163,17 +164,17 @@ def random_past(
     workers: int,
     narrow: bool = False,
 ) -> tuple[Past, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return arguments of decode (``oscar_mm.ops.decode``) for two unequal rows and a few new
+    """Return arguments for decode (``oscar_mm.ops.decode``) with two unequal rows and a few new
     tokens.
 
-    One row has 16-bit tokens, which fill two tiles and a part of one, and pages of all formats,
+    One row has 16-bit tokens, which fill two tiles and part of a third, and pages of all formats,
     some of them partly in use; the other row has one page. Unused tokens are NaN.
 
     Args:
         formats: one or two page formats.
         workers: number of thread blocks.
-        narrow: whether to use two new tokens and two query heads per KV head, half of a fragment's
-            columns; otherwise three and four, one and a half.
+        narrow: whether to use two new tokens and two query heads per KV head, which take half of a
+            fragment's columns; otherwise three and four, which take one and a half fragments.
 
     Returns:
         (queries, keys, values, pages, recent, sigma), items, recents, counts and assignments.
@@ -181,7 +182,7 @@ def random_past(
     generator = torch.Generator().manual_seed(0)
     heads, head_dim = formats[0].kv_heads, formats[0].head_dim
     tokens, group = (2, 2) if narrow else (3, COLUMNS // 2)
-    # As attention makes them: tokens before heads in memory.
+    # In memory, tokens come before heads, as in attention layers.
     queries, keys, values = (
         torch.randn(2, tokens, n, head_dim, generator=generator).transpose(1, 2)
         for n in (heads * group, heads, heads)
@@ -198,7 +199,7 @@ def random_past(
         ranges = ((5, 0, last), (0, 30, 90), (1, 0, 1), (4, last - 1, last), (3, 0, last))
         flag = number * SECOND
         entries += [(slot, start * START + stop + flag) for slot, start, stop in ranges]
-        if page_format.codec.appends_tokens:  # a place that no token has taken was never written
+        if page_format.codec.appends_tokens:  # places without a token were never written
             owners = page_format.token_bytes(pool.device)
             for slot, start, stop in ranges:
                 pool[slot, (owners >= 0) & ((owners < start) | (owners >= stop))] = 255

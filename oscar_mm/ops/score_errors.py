@@ -1,10 +1,10 @@
-"""Score errors: check from a model's weights whether pages preserve its attention scores.
+"""Score errors: check, using only a model's weights, whether pages preserve its attention scores.
 
-Keys of random inputs are packed like those of a text, and scores of queries with them are compared
-with the exact ones. 2-bit codes usually cause errors of a third to a half of the scores' deviation,
-3-bit codes a sixth. If the error is as large as the deviation, the keys have large components that
-the queries do not need, such as biases hundreds of times as large as the differences between
-tokens, and answers may break.
+Keys of random inputs are packed like those of a text, and the resulting scores are compared with
+the exact ones. 2-bit codes usually cause errors of a third to a half of the scores' standard
+deviation, 3-bit codes a sixth. If the error is as large as the deviation, the keys have large
+components that the queries do not need, such as biases hundreds of times as large as the
+differences between tokens, and answers may break.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from oscar_mm.quant.balance import attentions, probes, projected, rotary_angles,
 from oscar_mm.quant.basis import Basis
 
 MOST = 1.0
-"""Score error, relative to the scores' deviation, above which a layer is reported."""
+"""Score error, relative to the standard deviation of scores, above which a layer is reported."""
 _log = logging.getLogger(__name__)
 
 
 def warn_of_hard_layers(model: Any, policy: KVPolicy) -> None:
-    """Log a warning with the layers whose keys the policy's pages do not preserve well."""
+    """Log a warning that lists the layers whose keys the policy's pages do not preserve well."""
     if not policy.packs:
         return
     hard = {name: error for name, error in score_errors(model, policy).items() if error > MOST}
@@ -47,13 +47,14 @@ def warn_of_hard_layers(model: Any, policy: KVPolicy) -> None:
 
 @torch.inference_mode()
 def score_errors(model: Any, policy: KVPolicy) -> dict[str, float]:
-    """Return, by name of each attention module, the largest error of a KV head's scores.
+    """Return the largest score error of any KV head for each attention module, by module name.
 
-    It is relative to the scores' deviation; an error that is the same for all keys of a query does
-    not count, since softmax ignores it. Modules without separate projections are left out.
+    Errors are relative to the standard deviation of the scores. An error that is the same for all
+    keys of a query does not count, since softmax ignores it. Modules without separate query and key
+    projections are left out.
 
     Args:
-        model: a decoder of transformers, or a model with one.
+        model: a transformers decoder, or a model that contains one.
         policy: policy that packs tokens.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -73,9 +74,9 @@ def score_errors(model: Any, policy: KVPolicy) -> dict[str, float]:
 def _rotated_states(
     layer: nn.Module, attention: Any, angles: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return queries (KV heads, queries, d) and keys (KV heads, 128, d) of random inputs.
+    """Return (KV heads, queries, d) queries and (KV heads, 128, d) keys of random inputs.
 
-    They are float32 on the CPU, each token at its own position.
+    They are float32 on the CPU, after RoPE at different positions.
     """
     projections = projected(attention, probes(layer, attention)[:PAGE_TOKENS])
     states = []
@@ -90,7 +91,7 @@ def _rotated_states(
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Apply RoPE to (tokens, heads, d): token n is rotated by n times the angles."""
+    """Apply RoPE to (tokens, heads, d) states: token n is rotated by n times the angles."""
     turns = torch.arange(len(x))[:, None, None] * angles
     one, other, rest = x.split([len(angles)] * 2 + [x.shape[-1] - 2 * len(angles)], -1)
     cos, sin = turns.cos(), turns.sin()
@@ -98,8 +99,8 @@ def _turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def _error(queries: Tensor, keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> float:
-    """Return the largest error over KV heads for states of ``_rotated_states``; infinite if pages
-    cannot store the keys."""
+    """Return the largest error of any KV head for the result of ``_rotated_states``; infinite if
+    pages cannot store the keys."""
     back = _restored(keys[None].bfloat16(), policy, sigma)
     if back is None:
         return float("inf")
@@ -112,10 +113,9 @@ def _error(queries: Tensor, keys: Tensor, policy: KVPolicy, sigma: Tensor | None
 
 
 def _restored(keys: Tensor, policy: KVPolicy, sigma: Tensor | None) -> Tensor | None:
-    """Return (1, KV heads, 128, d) keys after packing and unpacking; None if a page cannot store
-    them.
+    """Pack and unpack keys; return (1, KV heads, 128, d), or None if a page cannot store them.
 
-    It uses PyTorch, so that loading a model compiles nothing.
+    This uses PyTorch operations, so that loading a model compiles nothing.
     """
     _, heads, _, head_dim = keys.shape
     page_format = PageFormat.of(policy, policy.packed_bits[0], heads, head_dim)

@@ -1,4 +1,4 @@
-"""Arguments of store and store_layers, and both with PyTorch operations, the kernels' reference."""
+"""Arguments of store and store_layers, and their reference implementations in PyTorch."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from oscar_mm.pages.quantize import Recipe, quantize_tokens, unpack_stored
 from oscar_mm.quant.basis import Basis
 
 TILE = 16
-"""Tokens of a job."""
+"""Tokens per job."""
 HEAD = 4
-"""Numbers of a job, or of a beginning, before its sources."""
+"""Numbers that precede the sources in a line of jobs or begins."""
 NOTHING = torch.iinfo(torch.int32).min
-"""Source of a place that stays unchanged."""
+"""Source value for a place that stays unchanged."""
 CENTER_TOKENS = 32
-"""Maximum tokens whose mean is a page's center."""
+"""Maximum number of tokens to average for a page's center."""
 STORED_CENTER = slice(64, 64 + CENTER_TOKENS)
-"""Tokens of another page whose mean is a page's center."""
+"""Tokens of another page to average for a page's center."""
 _JOBS_AT_ONCE = 256
-"""4,096 tokens; bounds the float32 temporaries of a long prompt."""
+"""Number of jobs (4,096 tokens) to process at a time, which bounds the float32 temporaries of a
+long prompt."""
 
 
 class StoreArguments(NamedTuple):
     """Arguments of ``store``.
 
-    Slots of ``recent`` may be reused as soon as the operation returns: later work on the same
+    Slots of ``recent`` may be reused as soon as the operation returns, since later work on the same
     stream runs after it.
 
     Attributes:
-        keys: (batch, KV heads, tokens, head_dim) of new tokens after RoPE, bfloat16, float16 or
-            float32; any strides with contiguous channels.
+        keys: (batch, KV heads, tokens, head_dim): keys of new tokens after RoPE, in bfloat16,
+            float16 or float32; any strides with contiguous channels.
         values: same shape and dtype as keys.
-        recent: (slots, 2, KV heads, head_dim) in the same dtype: earlier tokens.
-        jobs: (n, 20) int32: page (a negative page does nothing, so that a captured graph can have a
-            fixed n), tile (0 to 7), row of the batch, 0, and the source of each of the tile's 16
-            places: the index of a new token, ~slot of ``recent``, or ``NOTHING`` for a place that
-            stays unchanged. No two jobs share a place.
-        begins: (m, 36) int32, for formats with a center: page (negative: nothing), row, count,
-            another page, and the sources of ``count`` (0 to 32) tokens, the mean of whose keys
-            becomes the page's center, before any job needs it. With a count of 0 the center is the
-            mean of the other page's tokens 64 to 95 as they are stored; that page must not begin in
-            this call, and no job may write these tokens. If there are as many beginnings as jobs,
-            each page must have a job.
+        recent: (slots, 2, KV heads, head_dim): earlier tokens, in the same dtype.
+        jobs: (n, 20) int32: page (nothing is done if it is negative, so that a captured graph can
+            have a fixed n), tile (0 to 7), row of the batch, 0, and the source of each of the
+            tile's 16 places: the index of a new token, ~slot of ``recent``, or ``NOTHING`` for a
+            place that stays unchanged. No two jobs write to the same place.
+        begins: (m, 36) int32, for formats with a center: page (nothing is done if it is negative),
+            row, count, another page, and the sources of ``count`` (0 to 32) tokens. The mean of
+            their keys becomes the page's center, before any job needs it. If the count is 0, the
+            center is the mean of tokens 64 to 95 as stored in the other page; that page must not
+            begin in this call, and no job may write these tokens. If there are as many begins as
+            jobs, each page must have a job.
         pages: (pool slots, page_bytes) uint8.
         not_finite: (1,) int32; set to 1 if a center, scale or zero is NaN, infinite or beyond
             float16 (65504), otherwise unchanged.
-        sigma: (KV heads or 1, head_dim) float32: balancing; or (batch, KV heads or 1, head_dim) for
-            per-row balancing; None for none.
+        sigma: (KV heads or 1, head_dim) float32 balancing, or (batch, KV heads or 1, head_dim) for
+            per-row balancing; None for no balancing.
         recipe_numbers: recipe of the pages (``oscar_mm.ops.library.recipe_numbers``).
     """
 
@@ -98,25 +99,25 @@ class StoreLayersArguments(NamedTuple):
     def layers(
         self,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """(recent, pages, not_finite, sigma) of each layer."""
+        """Iterate over (recent, pages, not_finite, sigma) of each layer."""
         return zip(self.recent, self.pages, self.not_finite, self.sigma, strict=True)
 
 
 def store_by_torch(arguments: StoreArguments) -> None:
-    """``store`` with PyTorch operations; waits for the device."""
+    """Run ``store`` with PyTorch operations; waits for the device."""
     begin_by_torch(arguments)
     for jobs in _parts_of(arguments.jobs):
         _fill(arguments, jobs)
 
 
 def begin_by_torch(arguments: StoreArguments) -> None:
-    """Write the centers of new pages, the first half of ``store_by_torch``."""
+    """Write the centers of new pages; the first half of ``store_by_torch``."""
     for begins in _parts_of(arguments.begins):
         _begin(arguments, begins)
 
 
 def _parts_of(table: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the active lines of a table, some at a time."""
+    """Yield the active lines of a table, a limited number at a time."""
     refuse_capture("store", table.device)
     todo = table[table[:, 0] >= 0]
     yield from todo.split(_JOBS_AT_ONCE) if len(todo) else ()
@@ -125,7 +126,7 @@ def _parts_of(table: torch.Tensor) -> Iterator[torch.Tensor]:
 def store_layers_one_by_one(
     arguments: StoreLayersArguments, store: Callable[[StoreArguments], None] = store_by_torch
 ) -> None:
-    """``store_layers`` by a ``store`` per layer; waits for the device."""
+    """Run ``store_layers`` as a ``store`` for each layer; waits for the device."""
     page_format = arguments.recipe.page_format
     tables = arguments.jobs, arguments.begins
     for recent, pages, not_finite, sigma in arguments.layers:
@@ -185,12 +186,12 @@ def tokens_of(
     source: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Return keys (side 0) or values of tokens, (*shape of source, KV heads, head_dim), without
-    waiting.
+    """Return the keys (side 0) or values (side 1) of tokens, (*source shape, KV heads, head_dim),
+    without waiting.
 
     Args:
-        source: source of each token, the index of a new one or ~slot of ``recent``.
-        rows: rows of the batch, broadcast to ``source``.
+        source: source of each token: the index of a new token, or ~slot of ``recent``.
+        rows: row of the batch of each token, broadcast to ``source``.
     """
     if not len(recent):
         return states[rows, :, source]

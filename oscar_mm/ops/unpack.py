@@ -34,13 +34,13 @@ Sides = tuple[torch.Tensor, torch.Tensor]
 class UnpackArguments(NamedTuple):
     """Arguments of ``unpack``.
 
-    The results are keys and values, (n, KV heads, 128, head_dim) each, in memory by KV heads, then
-    pages: with the first two dimensions swapped, the pages of a head are contiguous.
+    The results are keys and values, (n, KV heads, 128, head_dim) each. In memory, KV heads come
+    before pages: with the first two dimensions swapped, the pages of a head are contiguous.
 
     Attributes:
         pages: (pool slots, page_bytes) uint8.
-        slots: (n,) int32, each within the pool.
-        sigma: (KV heads or 1, head_dim) float32: balancing to undo; None for none.
+        slots: (n,) int32: slots of the pages to unpack, each within the pool.
+        sigma: (KV heads or 1, head_dim) float32: balancing to undo; None for no balancing.
         format: format of the pages (``oscar_mm.ops.library.numbers_of``).
         rotate: whether pages are stored rotated.
         dtype: dtype of the results: bfloat16, float16 or float32.
@@ -87,7 +87,7 @@ class Specialization(NamedTuple):
 
     @property
     def macros(self) -> Macros:
-        """Macros of csrc/unpack/unpack.cu."""
+        """Preprocessor macros for compiling csrc/unpack/unpack.cu."""
         keys, values = self.page_format.bits
         return macros_of(self, KEY_BITS=keys, VALUE_BITS=values)
 
@@ -118,7 +118,7 @@ class UnpackKernel(OperationKernel[Specialization], operation="unpack", bound=0.
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], Sides], device: torch.device
     ) -> float:
-        """Return the largest relative error of a page, on random codes of any scale."""
+        """Return the largest relative error of a page, for random codes with any scale."""
         page_format, rotate, dtype = specialization
         page_format = replace(page_format, kv_heads=CHECKED_HEADS)
         pages = random_pages(_CHECKED_PAGES, page_format, device)
@@ -131,7 +131,7 @@ class UnpackKernel(OperationKernel[Specialization], operation="unpack", bound=0.
 
 
 def slots_by_torch(arguments: UnpackArguments, dtype: torch.dtype | None = None) -> Sides:
-    """``unpack`` with PyTorch operations; ``dtype`` overrides that of the arguments."""
+    """Run ``unpack`` with PyTorch operations; ``dtype`` overrides that of the arguments."""
     page_format = arguments.page_format
     basis = Basis(page_format.head_dim, arguments.rotate, arguments.sigma)
     pages = arguments.pages[arguments.slots]
@@ -168,7 +168,7 @@ unpack_slots = define("unpack", UnpackArguments, _check, _unpack, "(Tensor keys,
 
 
 def unpack(pages: torch.Tensor, page_format: PageFormat, basis: Basis, dtype: torch.dtype) -> Sides:
-    """Unpack all of (n, page_bytes) pages to the model's coordinates and a dtype, by the
+    """Unpack all (n, page_bytes) pages to the model's coordinates and a dtype, using the
     operation."""
     slots = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
     form = numbers_of(page_format)

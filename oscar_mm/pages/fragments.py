@@ -1,27 +1,26 @@
-"""Order of a page's elements for the kernels: the elements that a lane of a warp reads are
-adjacent.
+"""Element order of pages for the kernels: elements that one lane of a warp reads are adjacent.
 
-A kernel multiplies 16 x 16 fragments. Lane 4 * group + quad (group 0..7, quad 0..3) of a warp has,
-for keys (tokens x channels), rows group and group + 8 and columns 2 quad, 2 quad + 1 and both + 8;
-for transposed values (channels x tokens) the same rows and columns. With ``half`` for the + 8,
-``odd`` for the + 1 and ``step`` for the 16 channels of a key fragment or of a value fragment's
-rows:
+A kernel multiplies 16 x 16 fragments. For keys (tokens x channels), lane 4 * group + quad of a warp
+(group 0..7, quad 0..3) holds rows group and group + 8, and columns 2 quad, 2 quad + 1 and both + 8.
+For transposed values (channels x tokens), it holds the same rows and columns. If ``half`` stands
+for the + 8, ``odd`` for the + 1, and ``step`` for the 16 channels of a key fragment or of a value
+fragment's rows:
 
     key codes    token = 16 tile + 8 half + group,  channel = 16 step + 8 chalf + 2 quad + odd
     value codes  token = 16 tile + 8 thalf + 2 quad + odd,
                  channel = 32 (step / 2) + 8 (group / 2) + 4 (step % 2) + 2 half + group % 2
 
-A 32-bit word has the codes of one lane and tile for one step (4 bits) or two (2 bits); within it,
-from the lowest bit, chalf (for values: half), then step % 2 (2 bits only), then half (thalf), then
-odd. Words of a lane are adjacent, at most four (16 bytes), then those of the next lane. So the bit
-place of a code depends only on indices that a kernel can fold into the query or undo in the result.
-A word of high bits (of 3-bit codes) covers four steps: within a byte step / 2 % 2 comes first, then
-chalf (half) and step % 2, so that a shift of the word moves each high bit next to the other two of
-its code.
+A 32-bit word holds the codes of one lane and tile for one step (4 bits) or two (2 bits). Within a
+word, the order from the lowest bit is chalf (for values: half), then step % 2 (2 bits only), then
+half (thalf), then odd. Up to four words (16 bytes) of a lane are adjacent, followed by those of the
+next lane. So the bit position of a code depends only on indices that a kernel can fold into the
+query or undo in the result. A word of high bits (of 3-bit codes) covers four steps: within a byte,
+step / 2 % 2 comes first, then chalf (half) and step % 2, so that a shift of the word moves each
+high bit next to the other two bits of its code.
 
-Scales and zeros are in runs of 32 channels (keys by channel, a page's center) or tokens (values):
-quad, step % 2, half, odd; norms, and scales and zeros of keys by token, in runs of 64 tokens:
-group, tile % 4, half.
+Scales and zeros are stored in runs of 32 channels (per-channel keys, a page's center) or tokens
+(values), in the order quad, step % 2, half, odd. Norms, and scales and zeros of per-token keys, are
+in runs of 64 tokens, in the order group, tile % 4, half.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from oscar_mm.policy import PAGE_TOKENS, Bits
 
 KERNEL_HEAD_DIMS = (64, 128)
 CODE_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-"""Bits of a code -> bits of the arrays that store it, lowest bits first."""
+"""For each number of bits per code, the bits of the arrays that store the code, lowest bits first."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Order:
 
     Attributes:
         shape: natural shape of the array.
-        split: shape with split dimensions.
+        split: shape after splitting dimensions.
         axes: order in which the split dimensions are stored.
     """
 
@@ -59,7 +58,7 @@ class Order:
         return values.reshape(*lead, *self.split).permute(dims).reshape(*lead, -1)
 
     def elements(self) -> torch.Tensor:
-        """Return (elements,) int64: natural index of the element stored at each place."""
+        """Return the natural index of the element stored at each place, (elements,) int64."""
         return self.stored(torch.arange(math.prod(self.shape)).view(self.shape))
 
     def natural(self, stored: torch.Tensor) -> torch.Tensor:
@@ -76,7 +75,7 @@ def as_is(*shape: int) -> Order:
 
 
 def by_group(groups: int) -> Order:
-    """Return the order of (128, groups) numbers of tokens, group by group."""
+    """Return the order that stores (128, groups) numbers group by group."""
     return Order((PAGE_TOKENS, groups), (PAGE_TOKENS, groups), (1, 0))
 
 
@@ -86,8 +85,8 @@ def fragment_orders(
     """Return the orders of arrays for the kernels.
 
     Args:
-        bits: bits of the codes of keys and of values.
-        key_group: tokens of a key group; None if each token has its own scale.
+        bits: bits per code for keys and for values.
+        key_group: number of tokens per key group; None if each token has its own scale.
     """
     # run, step % 2, half, quad, odd of channels
     channels = (head_dim // 32, 2, 2, 4, 2)
@@ -121,13 +120,13 @@ def fragment_orders(
 
 
 _OF_WORD = {1: (2, 2), 2: (1, 2), 4: (1, 1)}
-"""Steps of a word by bits: number of step / 2 % 2, times number of step % 2."""
+"""Steps per word for each number of bits, as (number of step / 2 % 2, number of step % 2)."""
 
 
 def _key_codes(bits: int, head_dim: int) -> Order:
     pairs, parities = _OF_WORD[bits]
     words = head_dim // 16 // (pairs * parities)
-    near = min(4, words)  # adjacent words of a lane
+    near = min(4, words)  # number of adjacent words of a lane
     # tile, half, group, far, near, pair, parity, chalf, quad, odd
     return Order(
         (PAGE_TOKENS, head_dim),
@@ -140,7 +139,7 @@ def _value_codes(bits: int, head_dim: int) -> Order:
     pairs, parities = _OF_WORD[bits]
     words = head_dim // 16 // (pairs * parities)
     near = min(4, words)
-    # If a word has one step, two adjacent words have the steps of a pair.
+    # If a word covers one step, two adjacent words cover the steps of a pair.
     after = 2 // parities
     # tile, thalf, quad, odd, far, near, pair, group / 2, step % 2, half, group % 2
     split = (PAGE_TOKENS // 16, 2, 4, 2, words // near, near // after, pairs, 4, 2, 2, 2)

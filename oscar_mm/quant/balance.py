@@ -1,20 +1,20 @@
 """Query-key balancing of a model's layers, computed from its weights.
 
 Balancing moves per-channel scale between keys and queries: dividing key channel c by sigma_c and
-multiplying query channel c by it leaves every score unchanged. The rotation spreads a stored key's
-error evenly over its channels, in proportion to the key's length, so the squared error of a score
+multiplying query channel c by sigma_c leaves every score unchanged. The rotation spreads a stored
+key's error evenly over its channels, in proportion to the key's norm, so a score's squared error
 grows with (sum_c rms_q^2 sigma_c^2) (sum_c rms_k^2 / sigma_c^2), which by Cauchy-Schwarz is
 smallest at sigma_c = sqrt(rms_k / rms_q). (SmoothQuant, arXiv:2211.10438, balances weights and
 activations in the same way.)
 
-The weights determine both: the norms of queries and keys if a model has them, otherwise its
-projections. Neither a prompt nor a calibration text is used, so every cache of a model, in every
-process, has the same balancing.
+Both rms values are determined from weights: the QK norms if a model has them, otherwise the query
+and key projections. Neither a prompt nor a calibration text is used, so every cache of a model, in
+every process, has the same balancing.
 
 If a page stores what its keys have in common separately, as its center or as the zero points of its
 channels, the error does not depend on that part. The biases of Qwen2's keys on slow rotary pairs
-are hundreds of times as large as the differences between tokens; with the whole bias in sigma, the
-queries pay for it and answers break.
+are hundreds of times as large as the differences between tokens; if sigma included the whole bias,
+it would scale up the queries so much that answers break.
 """
 
 from __future__ import annotations
@@ -28,28 +28,31 @@ from torch import Tensor, nn
 from oscar_mm.policy import PAGE_TOKENS
 
 _LIMIT = 256.0
-"""Maximum sigma and inverse of the minimum: a channel without queries or without keys must not be
-scaled beyond float range."""
+"""Maximum sigma, and inverse of the minimum: channels in which queries or keys are zero must not be
+scaled beyond the float range."""
 _PROBES = 256
-"""Number of random inputs of a projection. Energies have a standard error of 9%, less if RoPE and
-groups of queries average them; sigma, a fourth root of their quotient, has at most 3%."""
+"""Number of random inputs for a projection. Energies have a standard error of 9%, or less where
+they are averaged over RoPE pairs and query groups; sigma, the fourth root of their quotient, has at
+most 3%."""
 _GAIN = 64.0
-"""Factor of the probes, so that their contribution is not lost to rounding next to a large bias."""
+"""Factor by which probes are scaled up, so that their contribution is not lost to rounding next to
+a large bias."""
 _PROJECTIONS = ("q_proj", "k_proj"), ("qkv_proj", "q_size", "kv_size")
-"""Attributes of the attention modules of transformers and of vLLM."""
+"""Names of the projections in attention modules of transformers and of vLLM."""
 _POSITIONS = 4096
-"""Positions over which RoPE mixes the channels of a pair."""
+"""Number of positions over which the mixing of channel pairs by RoPE is averaged."""
 
 
 def sigma_from_rms(rms_keys: Tensor, rms_queries: Tensor) -> Tensor:
-    """Return sqrt(rms_k / rms_q), 1 where either is zero, within [1/256, 256].
+    """Return sqrt(rms_k / rms_q), limited to [1/256, 256], and 1 where either is zero.
 
-    Its reciprocal is a bfloat16 number, so that 16-bit keys are balanced and rotated by one exact
-    matrix product. (At most 0.2% from the optimum, which raises the error by less than 0.002%.)
+    The result is rounded such that its reciprocal is a bfloat16 number, so that one exact matrix
+    product balances and rotates 16-bit keys. (It is at most 0.2% from the optimum, which increases
+    the error by less than 0.002%.)
 
     Args:
-        rms_keys: (..., head_dim), root mean square of each key channel.
-        rms_queries: (..., head_dim), root mean square of each query channel.
+        rms_keys: (..., head_dim): root mean square of each key channel.
+        rms_queries: (..., head_dim): root mean square of each query channel.
     """
     sigma = (rms_keys.float() / rms_queries.float()).sqrt()
     used = (rms_keys > 0) & (rms_queries > 0) & sigma.isfinite()
@@ -58,13 +61,13 @@ def sigma_from_rms(rms_keys: Tensor, rms_queries: Tensor) -> Tensor:
 
 
 def sigmas_of_model(model: Any, *, centered: bool = True) -> dict[int, Tensor]:
-    """Return sigma by layer, (KV heads or 1, head_dim) float32 each.
+    """Return sigma by layer index, (KV heads or 1, head_dim) float32 each.
 
-    Layers with neither separate projections of queries and keys nor norms of them are left out:
-    they are not balanced.
+    Layers that have neither separate query and key projections nor QK norms are left out and not
+    balanced.
 
     Args:
-        model: a decoder of transformers, or a model with one.
+        model: a transformers decoder, or a model that contains one.
         centered: see ``sigma_of_layer`` and ``PageCodec.centers_keys``.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -73,7 +76,7 @@ def sigmas_of_model(model: Any, *, centered: bool = True) -> dict[int, Tensor]:
         angles = rotary_angles(attention, decoder)
         sigma = sigma_of_layer(layer, attention, attention.head_dim, angles, centered=centered)
         if sigma is not None:
-            sigmas.setdefault(attention.layer_idx, sigma)  # A cross-attention comes second.
+            sigmas.setdefault(attention.layer_idx, sigma)  # Cross-attention comes second.
     return sigmas
 
 
@@ -87,20 +90,20 @@ def sigma_of_layer(
     *,
     centered: bool = True,
 ) -> Tensor | None:
-    """Return sigma of one layer of transformers or vLLM.
+    """Return sigma of a transformers or vLLM layer.
 
     Args:
-        layer: module with ``input_layernorm``; without one, or with None, inputs are assumed to
-            have equal energy in all channels.
-        attention: module with ``q_norm`` and ``k_norm`` over a head, or with projections of queries
-            and keys.
-        head_dim: channels of a head.
+        layer: module with ``input_layernorm``; if None, or if there is no such norm, inputs are
+            assumed to have equal energy in all channels.
+        attention: module with per-head ``q_norm`` and ``k_norm``, or with query and key
+            projections.
+        head_dim: number of channels per head.
         angles: angles of RoPE, see ``rotary_angles``.
-        centered: whether to count only the part of the keys' bias that a page's center does not
+        centered: whether to count only the part of the key bias that a page's center does not
             remove.
 
     Returns:
-        (KV heads or 1, head_dim) float32, or None.
+        (KV heads or 1, head_dim) float32; None if the layer cannot be balanced.
     """
     sigma = sigma_of_norms(attention, head_dim)
     if sigma is None and any(all(hasattr(attention, x) for x in names) for names in _PROJECTIONS):
@@ -109,27 +112,28 @@ def sigma_of_layer(
 
 
 def sigma_of_norms(attention: nn.Module, head_dim: int) -> Tensor | None:
-    """Return ``sigma_from_norms`` of an attention module; None if it has no such norms."""
+    """Return ``sigma_from_norms`` for an attention module; None if it has no such norms."""
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return sigma_from_norms(q_norm, k_norm, head_dim)
 
 
 def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
-    """Return sigma of one layer from its QK-norm weights; None unless they act on one head.
+    """Return sigma of a layer, computed from its QK-norm weights; None unless the norms are per
+    head.
 
     RoPE mixes channels c and c + head_dim / 2, so both get the pair's rms and the same sigma.
     (After an RMS norm the rms of a channel is its weight.)
 
     Returns:
-        (1, head_dim) float32, the same for all KV heads, or None.
+        (1, head_dim) float32, shared by all KV heads, or None.
     """
     rms = []
     for norm in (q_norm, k_norm):
         weight = getattr(norm, "weight", None)
         if weight is None or weight.numel() != head_dim or head_dim % 2:
             return None
-        # The norm of a vector of ones is its weight, whichever way the module applies it (weight,
-        # or 1 + weight).
+        # Applied to a vector of ones, a norm returns its effective weight, whether the module
+        # multiplies by weight or by 1 + weight.
         with torch.no_grad():
             effective = norm(_as_weight(torch.ones(1, head_dim), weight))
         pairs = effective.float().square().view(2, head_dim // 2).mean(dim=0).sqrt()
@@ -141,7 +145,8 @@ def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
 def rotary_angles(attention: Any, decoder: Any = None) -> Tensor | None:
     """Return the angles in radians by which RoPE rotates channel pairs from one token to the next.
 
-    Pair (c, c + n) of the first 2 n channels has angle c: (n,) float32; None without RoPE.
+    Returns (n,) float32: entry c belongs to the pair (c, c + n) of the first 2 n channels. None if
+    there is no RoPE.
     """
     for owner in (attention, decoder):
         embedding = getattr(owner, "rotary_emb", None)
@@ -156,7 +161,7 @@ def rotary_angles(attention: Any, decoder: Any = None) -> Tensor | None:
 
 
 def attentions(decoder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield each layer of a decoder with its attention module."""
+    """Yield each layer of a decoder and its attention module."""
     for layer in decoder.modules():
         for attention in layer.children():
             if hasattr(attention, "layer_idx") and hasattr(attention, "head_dim"):
@@ -170,10 +175,10 @@ def _sigma_from_projections(
     angles: Tensor | None,
     centered: bool,
 ) -> Tensor | None:
-    """Compute sigma from the energies of the projections' outputs for inputs of equal energy.
+    """Compute sigma from the energies of the projections' outputs for random inputs.
 
-    The projections themselves are called with random inputs, so the dtype and the place of their
-    weights do not matter.
+    The projections themselves are called, so the dtype and the location of their weights do not
+    matter.
     """
     inputs = probes(layer, attention)
     responses = [projected(attention, x) for x in (_GAIN * inputs, torch.zeros_like(inputs[:1]))]
@@ -188,14 +193,14 @@ def _sigma_from_projections(
     kept = _share_beyond_center(pairs, head_dim) if centered else torch.ones_like(keys[1][0, 0])
     of_keys = _mixed(torch.cat([keys[0], keys[1] * kept.sqrt()]), pairs)
     of_queries = _mixed(torch.cat(queries), pairs)
-    # Queries are summed over the heads of a group: a constant factor of sigma changes nothing that
-    # is stored except the norms.
+    # Energies are summed over the query heads of a group instead of averaged, because a constant
+    # factor of sigma changes nothing that is stored except the norms.
     grouped = of_queries.view(len(of_keys), -1, head_dim).sum(1)
     return sigma_from_rms(of_keys.sqrt(), grouped.sqrt())
 
 
 def probes(layer: nn.Module | None, attention: Any) -> Tensor:
-    """Return (probes, channels) inputs of the projections.
+    """Return (probes, channels) inputs for the projections.
 
     They are random signs, the same on every machine, normalized by the layer's input norm.
     """
@@ -213,7 +218,7 @@ def probes(layer: nn.Module | None, attention: Any) -> Tensor:
 
 
 def projected(attention: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, (inputs, heads * head_dim) each, before RoPE."""
+    """Return the queries and keys of the inputs, (inputs, heads * head_dim) each, before RoPE."""
     if hasattr(attention, "k_proj"):
         queries, keys = attention.q_proj(inputs), attention.k_proj(inputs)
     else:  # vLLM
@@ -230,17 +235,19 @@ def _normed(attention: Any, name: str, x: Tensor) -> Tensor:
 
 
 def _share_beyond_center(angles: Tensor, head_dim: int) -> Tensor:
-    """Return by channel the share of a bias's energy that RoPE rotates away from a page's center.
+    """Return for each channel the fraction of a bias's energy that RoPE rotates away from a page's
+    center.
 
-    The center is the mean of the page's first tokens, so the share is the mean of (n angle)^2 over
-    its tokens n, at most 1.
+    The center is the mean of the page's first tokens, so the fraction is the mean of (n angle)^2
+    over the page's tokens n, but at most 1.
     """
     share = (PAGE_TOKENS * angles).square().div(3).clamp(max=1)
     return torch.cat([share, share, share.new_zeros(head_dim - 2 * len(share))])
 
 
 def _mixed(columns: Tensor, angles: Tensor) -> Tensor:
-    """Return (heads, head_dim) energies after RoPE of (n, heads, head_dim) columns before it."""
+    """Return the (heads, head_dim) energies of (n, heads, head_dim) columns after applying RoPE to
+    them."""
     turned = torch.arange(_POSITIONS, device=angles.device)[:, None] * angles
     cos_square, cos_sin = turned.cos().square().mean(0), (turned.cos() * turned.sin()).mean(0)
     one, other, rest = columns.split(
@@ -254,9 +261,9 @@ def _mixed(columns: Tensor, angles: Tensor) -> Tensor:
 
 
 def _as_weight(x: Tensor, weight: Tensor) -> Tensor:
-    """Return a tensor in a weight's dtype, on its device.
+    """Return a tensor in a weight's dtype and on its device.
 
-    If the weight is offloaded it is on the CPU: a hook of accelerate then moves inputs to the
-    weight's device.
+    If the weight is offloaded, the result is on the CPU, and accelerate's hook moves it to the
+    computing device.
     """
     return x.to("cpu" if weight.is_meta else weight.device, weight.dtype)

@@ -1,26 +1,26 @@
-"""Fits: codes, the scale and zero of a group of values, and the norm of a key.
+"""Fits: compute the codes, scale and zero of a group of values, and the norm of a key.
 
 A value x of a group is stored as code = round((x - zero) / scale) in 0 .. 2^bits - 1 and read as
 scale * code + zero. Scales and zeros are float16 in a page; they are rounded before the codes are
-assigned, so each code is the nearest one to the value that will be read. Scale and zero may then be
+assigned, so each code is the one that will be read as the nearest value. Scale and zero may then be
 replaced by others with which the group does not shrink (``unbiased_scale``). The norm of a key
-cannot achieve this alone: if most of a key is the mean of its neighbours, as in models without QK
+alone cannot achieve this: if most of a key is the mean of its neighbours, as in models without QK
 norm, the mean satisfies <K^, K> = |K|^2 while the differences between keys remain shrunk.
 
-Keys are divided by a norm per token ("omni-token scaling" of OScaR): tokens of a key group share
-one scale per channel, so a token with a large norm would cost all others their resolution (text and
-vision norms differ by a factor of several in some layers). The stored norm is the root mean square
-over channels, which float16 can represent for any float16 key.
+Keys are divided by a norm per token (OScaR's "omni-token scaling"): tokens of a key group share one
+scale per channel, so a token with a large norm would cost all others their resolution (in some
+layers, text and vision norms differ several-fold). The stored norm is the root mean square over
+channels, which float16 can represent for any float16 key.
 
 For keys that are stored token by token, a few codes are not the nearest ones
-(``lower_score_error``): they lower the error of the token's scores, at the cost of a larger error
+(``lower_score_error``): they reduce the error of the token's scores, at the cost of a larger error
 of the key. The error of a score is q.(k^ - k), and queries do not have the same energy in all
-directions: balancing leaves queries with as much energy in a channel as keys have
-(quant/balance.py), and slow rotary pairs have most of both. So the expected squared error of a
-score is e^T H D H e, where e is the error of the stored, rotated key, H the rotation and D the
-energy of each channel: errors of channels cancel where queries are large. D is the energy of the
-key itself and of its center, added over a pair of RoPE (channels c and c + head_dim / 2), since
-positions rotate one into the other. It needs no queries, so a token is stored the same way
+directions: after balancing, queries and keys have the same energy in each channel
+(quant/balance.py), and most of it is in slow rotary pairs. So the expected squared error of a score
+is e^T H D H e, where e is the error of the stored, rotated key, H the rotation and D the energy of
+each channel: channel errors are chosen to cancel where queries are large. D is the energy of the
+key itself plus that of its center, summed over each RoPE pair (channels c and c + head_dim / 2),
+since positions rotate one into the other. D needs no queries, so a token is stored the same way
 regardless of earlier tokens.
 """
 
@@ -31,23 +31,22 @@ import torch
 from oscar_mm.quant.basis import hadamard
 
 LSQ_ROUNDS = 2
-"""Rounds of the fit. In whole pages the first one uses only some of the values (``first_apart``).
-Three rounds over all values, at twice the cost, have up to 3% less squared error (normal, uniform,
-heavy-tailed, skewed groups)."""
+"""Rounds of the fit. In whole pages, the first round uses only some of the values
+(``first_apart``). Three rounds over all values cost twice as much and have up to 3% less squared
+error (normal, uniform, heavy-tailed and skewed groups)."""
 MIN_SCALE = 1e-38
-"""A group whose scale is not larger is treated as constant: 1 / scale would be infinite in
-float32."""
+"""Largest scale at which a group is treated as constant: 1 / scale would be infinite in float32."""
 KEY_RUN, VALUE_RUN = 8, 2
-"""Tokens of a key group, and channels of a value group, that the first round takes at a time: the
-ones that a thread of csrc/pack/pack.cu has in registers together."""
+"""Length of the runs (tokens in a key group, channels in a value group) that the first round uses
+or skips: what a thread of csrc/pack/pack.cu holds in registers at a time."""
 
 
 def first_range(bits: int, count: int) -> float:
     """Return the first range of a group's least-squares fit, relative to its min-max range.
 
-    The range of few values is closer to the range that the steps should span than the range of
-    many. Starting from 0.75, the few rounds would end worse than min-max at 4 bits (squared error
-    on normal groups of 128: 1.12 times it).
+    The fewer values a group has, the closer its range is to the range that the steps should span.
+    At 4 bits, if the few rounds started from 0.75, they would end worse than min-max (1.12 times
+    its squared error on normal groups of 128).
     """
     if bits > 2:
         return 0.95 if bits == 4 else 0.85 if count <= 64 else 0.8
@@ -55,24 +54,24 @@ def first_range(bits: int, count: int) -> float:
 
 
 def first_apart(count: int) -> int:
-    """Return n if the first round uses every n-th run."""
+    """Return n, where the first round uses every n-th run."""
     return 4 if count >= 64 else 2
 
 
 def fit_group(
     values: torch.Tensor, bits: int, fit: str, dim: int, run: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero of every group along ``dim`` (kept, of size 1): float32 of float16
-    values.
+    """Return scale and zero of every group along ``dim`` (kept with size 1), as float32 numbers
+    rounded to float16.
 
     Args:
         values: float32, finite.
         bits: 2, 3 or 4.
-        fit: "minmax" or "lsq". "lsq" starts from a part of the range around its middle and twice
-            assigns codes, then solves for scale and zero by linear regression.
+        fit: "minmax" or "lsq". "lsq" starts from the middle part of the range, then twice assigns
+            codes and solves for scale and zero by linear regression.
         dim: dimension of the group.
-        run: consecutive values that the first round takes in turn, leaving out as many or three
-            times as many; None for all values.
+        run: length of the runs of values that the first round uses, skipping as many or three times
+            as many values in between; None to use all values.
     """
     low, high = values.amin(dim, keepdim=True), values.amax(dim, keepdim=True)
     steps = (1 << bits) - 1
@@ -98,8 +97,8 @@ def fit_group(
 def _regress(
     values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return least-squares scale and zero for given codes; the scale is unchanged if all codes are
-    equal."""
+    """Return the least-squares scale and zero for given codes; the scale does not change if all
+    codes are equal."""
     mean_code = codes.mean(dim, keepdim=True)
     mean_value = values.mean(dim, keepdim=True)
     spread = codes - mean_code
@@ -112,23 +111,22 @@ def _regress(
 def unbiased_scale(
     values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero to store with known codes, so that <v^ - mean, v - mean> = |v -
-    mean|^2.
+    """Return the scale and zero to store with known codes, such that <v^ - mean, v - mean> equals
+    |v - mean|^2.
 
     A least-squares fit shrinks a group towards its mean. Attention averages out the errors of many
-    tokens, but not a loss that all of them share. With the scale var(values) / cov(codes, values)
-    there is no loss on average, and the values that are read have the same mean as the original
-    ones.
+    tokens, but not a loss common to all of them. With the scale var(values) / cov(codes, values)
+    there is no loss on average, and the values that are read have the mean of the original ones.
 
     Args:
         values: float32, finite.
         codes: result of ``assign_codes`` with this scale and zero.
         scale, zero: result of ``fit_group``; kept if the codes do not correlate with the values.
-            The new scale is within a factor 2 of the old one.
+            The new scale is within a factor of 2 of the old one.
         dim: dimension of the group.
 
     Returns:
-        The shapes of scale and zero: float32 of float16 values.
+        Scale and zero in the same shapes, as float32 numbers rounded to float16.
     """
     mean_code, mean = codes.mean(dim, keepdim=True), values.mean(dim, keepdim=True)
     apart = values - mean
@@ -149,11 +147,11 @@ def assign_codes(
 
 
 def token_rms(keys: torch.Tensor, scaling: str) -> torch.Tensor:
-    """Return the root mean square of every token's key, float32 rounded to float16 values.
+    """Return the root mean square of each token's key, as float32 numbers rounded to float16.
 
     Args:
         keys: (pages, KV heads, tokens, head_dim) float32.
-        scaling: "shared": over all KV heads; "per_head": for each head.
+        scaling: "shared" (over all KV heads) or "per_head".
 
     Returns:
         (pages, 1 or KV heads, tokens, 1).
@@ -163,27 +161,27 @@ def token_rms(keys: torch.Tensor, scaling: str) -> torch.Tensor:
 
 
 def divide_by_norm(keys: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """Return keys / norms, 0 for tokens of norm 0."""
+    """Return keys / norms, or 0 for tokens with norm 0."""
     return torch.where(norms > 0, keys / norms, torch.zeros_like(keys))
 
 
 def fitted_norm(
     keys: torch.Tensor, coded: torch.Tensor, norms: torch.Tensor, norm: str, scaling: str
 ) -> torch.Tensor:
-    """Return the norm to store for known codes, so that ``norm * coded`` represents the key.
+    """Return the norm to store with known codes, such that ``norm * coded`` represents the key.
 
-    "plain" keeps the norm; "refit" minimizes |norm * coded - key|^2; "unbiased" makes <norm *
-    coded, key> = |key|^2. A least-squares fit shrinks keys towards the group's middle, which
-    flattens attention: undoing that costs no bits (measured in KL; the squared error of the key
-    prefers "refit").
+    "plain" keeps the norm; "refit" minimizes |norm * coded - key|^2; "unbiased" makes
+    <norm * coded, key> equal to |key|^2. A least-squares fit shrinks keys towards the middle of the
+    group, which flattens attention; "unbiased" undoes this without extra bits. (It is best by KL
+    divergence; "refit" is best by squared error of the key.)
 
     Args:
         keys: (pages, KV heads, tokens, head_dim) float32.
         coded: keys decoded from their codes, before the norm; same shape.
-        norms: (pages, 1 or KV heads, tokens, 1), norms by which the keys were divided.
+        norms: (pages, 1 or KV heads, tokens, 1): norms by which the keys were divided.
 
     Returns:
-        The shape of ``norms``, within a factor 2 of it, rounded to float16 values.
+        Norms in the shape of ``norms``, within a factor of 2 of them, rounded to float16.
     """
     if norm == "plain":
         return norms
@@ -195,27 +193,27 @@ def fitted_norm(
         fitted = keys.square().sum(dims, keepdim=True) / overlap
     else:
         raise ValueError(f"norm={norm!r}: must be 'plain', 'refit' or 'unbiased'")
-    # A token whose codes barely overlap with it (norm near zero, coarse group) keeps its norm.
+    # A token keeps its norm if it barely overlaps with its codes (norm near zero, coarse group).
     fitted = torch.where((overlap > 0) & fitted.isfinite(), fitted, norms)
     return torch.minimum(torch.maximum(fitted, norms / 2), norms * 2).half().float()
 
 
 CHANGES = 4
-"""Maximum codes of a key that change. Measured in KL with 3-bit keys: 0.84, 0.81, 0.77 and 0.77 of
-the KL of nearest codes with 2, 3, 4 and 6."""
+"""Maximum number of codes to change per key. With 3-bit keys, the KL divergence is 0.84, 0.81, 0.77
+and 0.77 times that of the nearest codes with 2, 3, 4 and 6 changes."""
 FLOOR = 0.1
-"""Share of a key's mean energy that every channel gets in addition to its own."""
+"""Fraction of a key's mean energy that is added to the energy of each channel."""
 
 
 def score_weights(keys: torch.Tensor, centers: torch.Tensor | None) -> torch.Tensor:
-    """Return D of each key, up to a factor.
+    """Return D (see above) for each key, up to a constant factor.
 
     Args:
-        keys: (..., head_dim) float32, balanced and not rotated.
-        centers: same shape and coordinates; None for keys without a center.
+        keys: (..., head_dim) float32, balanced but not rotated.
+        centers: centers in the same shape and coordinates; None if keys have no center.
 
     Returns:
-        The shape of ``keys``.
+        Weights in the shape of ``keys``.
     """
     energy = keys.square()
     if centers is not None:
@@ -232,14 +230,14 @@ def lower_score_error(
     weights: torch.Tensor,
     bits: int,
 ) -> torch.Tensor:
-    """Change up to ``CHANGES`` codes by 1, one at a time, greedily by the largest gain.
+    """Change up to ``CHANGES`` codes by 1, one at a time, greedily choosing the largest gain.
 
     Args:
         vectors: (..., head_dim) float32, rotated.
         codes: same shape, float32 integers.
-        scales, zeros: scales and zeros with which the codes are read, broadcastable to their shape.
+        scales, zeros: scales and zeros of the codes, broadcastable to their shape.
         weights: result of ``score_weights``.
-        bits: bits of a code.
+        bits: bits per code.
     """
     rotation = hadamard(vectors.shape[-1], vectors.device)
     steps = scales.expand_as(codes)

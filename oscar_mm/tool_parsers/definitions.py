@@ -1,4 +1,4 @@
-"""Tool definitions: check the functions that a request offers to the model."""
+"""Tool definitions: validate the functions that a request offers to the model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from oscar_mm.errors import InputError, shown
 from oscar_mm.tool_parsers.values import texts_of
 
 MAX_TOOLS = 1024
-"""Maximum number of tools of a request."""
+"""Maximum number of tools per request."""
 MAX_DEPTH = 64
-"""Maximum nesting depth of a schema of parameters."""
+"""Maximum nesting depth of a parameter schema."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -23,7 +23,7 @@ class ToolDefinition:
     """A function that the model may call.
 
     Attributes:
-        name: name of letters, digits and ``_.:/-``.
+        name: name, consisting of letters, digits and ``_.:/-``.
         description: description for the model.
         parameters: JSON schema of the parameters.
     """
@@ -33,7 +33,7 @@ class ToolDefinition:
     parameters: Mapping[str, Any]
 
     def for_template(self) -> dict[str, Any]:
-        """Return the definition in the form for chat templates."""
+        """Return the definition in the format that chat templates take."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -43,22 +43,23 @@ class ToolDefinition:
 
     @property
     def characters(self) -> int:
-        """Number of characters of the definition in a prompt, whose punctuation may differ."""
+        """Approximate number of characters that the definition takes in a prompt, where the
+        punctuation may differ."""
         return len(json.dumps(self.for_template(), ensure_ascii=False))
 
     def texts(self) -> Iterator[str]:
-        """Yield all texts that a chat template may write."""
+        """Yield all strings that a chat template may write."""
         yield from (self.name, self.description)
         yield from texts_of(self.parameters)
 
 
 def read_definitions(tools: Sequence[Any]) -> tuple[ToolDefinition, ...]:
-    """Check tools given in OpenAI's format or as Python functions.
+    """Validate tools given in OpenAI's format or as Python functions.
 
     Args:
-        tools: tools, each as ``{"type": "function", "function": {"name": ..., "description": ...,
-            "parameters": {...}}}``, as the inner object alone, or as a function with type hints
-            and a docstring for transformers' ``get_json_schema``.
+        tools: tools, each given as ``{"type": "function", "function": {"name": ...,
+            "description": ..., "parameters": {...}}}``, as only the inner object, or as a function
+            with type hints and a docstring for transformers' ``get_json_schema``.
 
     Raises:
         InputError: if a tool is invalid; the message names the tool, the fault and the remedy.
@@ -117,12 +118,12 @@ def _schema_of(function: Any, label: str) -> Any:
 
     try:
         return get_json_schema(function)
-    except Exception as error:  # The docstring or the type hints may cause any error.
+    except Exception as error:  # The docstring or the type hints can cause any error.
         raise InputError(f"{label}: {error}") from error
 
 
 def _nodes(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield a value and all values nested in it with their depths, up to the maximum depth."""
+    """Yield a value and all values nested in it, with their depths, up to the maximum depth."""
     open_nodes = [(value, 0)]
     while open_nodes:
         node, depth = open_nodes.pop()

@@ -16,14 +16,14 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class ToolOffer:
-    """Tools that are offered to the model.
+    """The tools that are offered to the model.
 
     Attributes:
         tools: all tools, as listed in the prompt.
         tool_format: format in which the model writes calls.
         required: whether the answer must consist of calls.
-        named: the only tool that may be called, and must be, once; None if there is none.
-        parallel: whether an answer may have several calls.
+        named: the one tool that must be called, exactly once; None if there is no such tool.
+        parallel: whether an answer may contain several calls.
     """
 
     tools: tuple[ToolDefinition, ...]
@@ -45,11 +45,12 @@ class ToolOffer:
 
     @property
     def characters(self) -> int:
-        """Number of characters of the tools in a prompt, whose punctuation may differ."""
+        """Approximate number of characters that the tools take in a prompt, where the punctuation
+        may differ."""
         return sum(tool.characters for tool in self.tools)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """Return the tools in the form for chat templates."""
+        """Return the tools in the format that chat templates take."""
         return [tool.for_template() for tool in self.tools]
 
     def parser(self) -> ToolCallParser:
@@ -66,11 +67,11 @@ class ToolOffer:
         """Return the answer's grammar in llguidance's Lark syntax; None if any answer is valid.
 
         Args:
-            mark_tokens: ids of marks that are single tokens, see ``marks.mark_tokens``.
+            mark_tokens: ids of markers that are single tokens, see ``marks.mark_tokens``.
             text: grammar rule for the text of an answer without calls; None allows any text.
 
         Raises:
-            InputError: if the format has no way to write the parameters of a tool.
+            InputError: if the format cannot represent the parameters of a tool.
         """
         if not self.must_call and text is None:
             return None
@@ -85,16 +86,16 @@ def read_offer(
     parallel: bool,
     tool_format: type[ToolFormat] | None,
 ) -> ToolOffer | None:
-    """Check the tools and the tool choice of a request.
+    """Validate the tools and the tool choice of a request.
 
     Args:
         tools: tools, see ``read_definitions``.
         choice: OpenAI's tool_choice: "none", "auto", "required", a function, or None.
-        parallel: whether an answer may have several calls.
-        tool_format: format of the model's chat template; None if it has none.
+        parallel: whether an answer may contain several calls.
+        tool_format: tool format of the model's chat template; None if it does not support tools.
 
     Returns:
-        None if no tools are given, or none may be called.
+        The offer; None if no tools are given, or none may be called.
 
     Raises:
         InputError: if an argument is invalid; the message names argument, fault and remedy.
@@ -115,7 +116,7 @@ def read_offer(
 
 
 def _named(choice: Any) -> str | None:
-    """Return the name of the chosen function, or None."""
+    """Return the name of the chosen function; None if the choice does not name one."""
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
         return None
     function = choice.get("function") if isinstance(choice, Mapping) else None

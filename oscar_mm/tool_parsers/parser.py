@@ -14,7 +14,7 @@ from oscar_mm.tool_parsers.definitions import ToolDefinition
 from oscar_mm.tool_parsers.reader import MAX_NAME, Broken, Reader, Reading
 
 MAX_CALLS = 1024
-"""Maximum number of calls of an answer, which ends after the last of them."""
+"""Maximum number of calls per answer; the answer ends after the last of them."""
 
 Piece = str | ToolCallDelta
 
@@ -24,9 +24,9 @@ class ToolFormat(ABC):
 
     Attributes:
         name: name of the format.
-        begins: marks that start calls.
-        end: mark that ends calls; "" if there is none.
-        inner: marks within calls.
+        begins: markers that start calls.
+        end: marker that ends calls; "" if there is none.
+        inner: markers within calls.
     """
 
     name: ClassVar[str]
@@ -36,7 +36,7 @@ class ToolFormat(ABC):
 
     @classmethod
     def marks(cls) -> tuple[str, ...]:
-        """Return all marks, of which some may be single tokens."""
+        """Return all markers, some of which may be single tokens."""
         return tuple(mark for mark in (*cls.begins, *cls.inner, cls.end) if mark)
 
     @classmethod
@@ -47,11 +47,11 @@ class ToolFormat(ABC):
     @classmethod
     @abstractmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
-        """Read the calls that start with the next mark.
+        """Read the calls that start with the next marker.
 
         Raises:
-            Broken: if the text is not a call, or not a further call. The text since the last
-                complete call is kept: as arguments if a call is open, otherwise as text.
+            Broken: if the text is not a call, or not another call. The text since the last complete
+                call is kept: as arguments if a call is open, otherwise as text.
         """
 
     @classmethod
@@ -59,32 +59,32 @@ class ToolFormat(ABC):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Return a grammar, in llguidance's Lark syntax, of answers that consist only of calls.
+        """Return a grammar, in llguidance's Lark syntax, for answers that consist only of calls.
 
         Args:
             tools: tools that may be called.
             many: whether to allow several calls.
-            mark_tokens: ids of marks that are single tokens, which a grammar refers to by id.
+            mark_tokens: ids of markers that are single tokens, which a grammar refers to by id.
         """
 
     @classmethod
     def new_id(cls) -> str:
-        """Return a new id for a call that the chat template accepts."""
+        """Return a new call id that the chat template accepts."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class CallWriter:
-    """Receiver of the calls that a format reads.
+    """Receives the calls that a format reads.
 
     Args:
-        tool_format: format, which creates the ids.
+        tool_format: format, which creates the call ids.
         tools: offered tools.
         limit: maximum number of calls.
         reader: reader of the text.
 
     Attributes:
         tools: offered tools.
-        pieces: pieces of the answer, to which the calls are added.
+        pieces: pieces of the answer, to which calls are appended.
         is_open: whether a call has started and not ended.
         count: number of calls that have ended.
     """
@@ -113,11 +113,11 @@ class CallWriter:
         self.pieces.append(ToolCallDelta(self.count, "", self._format.new_id(), name))
 
     def write(self, arguments: str) -> None:
-        """Write a piece of the arguments."""
+        """Write a chunk of the arguments."""
         self.pieces.append(ToolCallDelta(self.count, arguments))
 
     def end(self) -> None:
-        """End a call; text that is read from now on cannot undo it."""
+        """End a call; text that is read later cannot undo the call."""
         self.is_open = False
         self.count += 1
         self._reader.keep()
@@ -126,20 +126,20 @@ class CallWriter:
 class ToolCallParser:
     """Parser that separates text and tool calls while an answer is generated.
 
-    White space around calls is dropped. Text that may be the start of a mark is held back until
-    that is decided. Text that starts like a call but is not a call is kept as text.
+    White space around calls is dropped. Text that may be the start of a marker is held back until
+    this is known. Text that starts like a call but is not a call is kept as text.
 
     Args:
         tool_format: format of the model's chat template.
         tools: offered tools.
-        limit: number of calls after which the answer ends: 1 without parallel calls.
+        limit: number of calls after which the answer ends; 1 if parallel calls are off.
     """
 
     def __init__(self, tool_format: type[ToolFormat], tools: Tools, limit: int = MAX_CALLS) -> None:
         self._format, self._reader = tool_format, Reader()
         self._calls = CallWriter(tool_format, tools, limit, self._reader)
         self._space: list[str] = []
-        """White space that becomes text unless a call follows."""
+        """Held-back white space, which becomes text unless a call follows."""
         self._after_call = False
         self._reading = self._read()
 
@@ -156,7 +156,7 @@ class ToolCallParser:
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """Return the pieces that were held back for more text."""
+        """Return the pieces that were held back."""
         self._reader.ended = True
         return self._advance()
 
@@ -206,7 +206,7 @@ class ToolCallParser:
 
 
 def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join consecutive pieces of text, or of the same call."""
+    """Merge consecutive pieces of text, or of the same call."""
     for index, group in groupby(pieces, lambda one: None if isinstance(one, str) else one.index):
         if index is None:
             yield "".join(cast("Iterator[str]", group))

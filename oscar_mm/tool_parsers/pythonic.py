@@ -1,4 +1,4 @@
-"""Pythonic: calls as a Python list, as Llama 3.2 and 4 and LFM2 write them.
+"""Pythonic: calls in a Python list, as written by Llama 3.2, Llama 4 and LFM2.
 
 [find(text='sign', most=3), find(text="door", exact=True)]
 """
@@ -34,13 +34,13 @@ _ESCAPE = re.compile(
     r"\\(?:(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3})|(.))", re.DOTALL
 )
 _ESCAPED = dict(zip("\\'\"/abfnrtv\n", [*"\\'\"/\a\b\f\n\r\t\v", ""], strict=True))
-"""Meaning of letters after a backslash, in Python or in JSON."""
+"""Meaning of characters after a backslash, in Python or in JSON."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _LONGEST_NUMBER = 64
 
 
 class Pythonic(ToolFormat):
-    """Format with calls in a Python list; only calls of offered tools count."""
+    """Format with calls in a Python list; only calls to offered tools count."""
 
     name = "pythonic"
     begins = (*_TAGS, "[")
@@ -48,20 +48,20 @@ class Pythonic(ToolFormat):
 
     @classmethod
     def written_by(cls, template: str) -> bool:
-        """Whether the template asks for a list of calls, or writes tags around one."""
+        """Whether the template asks for a list of calls, or writes tags around such a list."""
         return "[func_name1(" in template or "<|tool_call_start|>" in template
 
     @classmethod
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Return a grammar of a list of calls, with values in JSON."""
+        """Return a grammar for a list of calls with JSON values."""
         listed = sequence(literal("["), repeated("call", literal(", "), many), literal("]"))
         return grammar_of(listed, rules_of_calls(tools, _rules_of))
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
-        """Read a list of calls; each call is written when it is complete."""
+        """Read a list of calls; each call is written once it is complete."""
         closing = ""
         for tag, end in _TAGS.items():
             if (yield from reader.literal(tag)):
@@ -84,8 +84,8 @@ class Pythonic(ToolFormat):
 
 
 def _rules_of(tool: ToolDefinition, call: str) -> dict[str, str]:
-    """Return the rules of a call; ``CALL_pN`` matches the parameters from the Nth on, where
-    optional ones may be missing."""
+    """Return the grammar rules for a call; ``CALL_pN`` matches parameter N and all later ones, of
+    which optional ones may be missing."""
     parameters, rules = parameters_of(tool), dict[str, str]()
     first = f"{call}_p0" if parameters else ""
     needed = bool(parameters) and parameters[0][2]

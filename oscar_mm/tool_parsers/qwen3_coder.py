@@ -1,4 +1,4 @@
-"""Qwen3 Coder: calls and their parameters between tags, with unquoted values.
+"""Qwen3 Coder: calls and their parameters in tags, with unquoted values.
 
 <tool_call>
 <function=find>
@@ -33,15 +33,15 @@ from oscar_mm.tool_parsers.values import json_text, normalized
 
 _BEGIN, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
 _ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
-"""Texts that end a value; models sometimes forget a closing tag."""
+"""Strings that end a value; models sometimes forget a closing tag."""
 _NAME = re.compile(r"[^<>\s]*")
 _TYPES = {"[": "array", "{": "object", '"': "string", "n": "null", "t": "boolean", "f": "boolean"}
-"""Type of a JSON value by its first character; for other characters "number"."""
+"""Type of a JSON value by its first character; "number" for all other characters."""
 _KNOWN = {*_TYPES.values(), "number", "integer"}
 
 
 class Qwen3Coder(ToolFormat):
-    """Format with calls between tags and their parameters between tags."""
+    """Format with calls and their parameters in tags."""
 
     name = "qwen3_coder"
     begins = (_BEGIN, _FUNCTION)
@@ -49,14 +49,14 @@ class Qwen3Coder(ToolFormat):
 
     @classmethod
     def written_by(cls, template: str) -> bool:
-        """Whether the template writes functions between tags."""
+        """Whether the template writes functions in tags."""
         return _FUNCTION in template and _PARAMETER in template
 
     @classmethod
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Return a grammar of blocks with one call each, parameters in the order of the schema."""
+        """Return a grammar for blocks of one call each, with the parameters in schema order."""
         begin, end = mark(_BEGIN, mark_tokens), mark(cls.end, mark_tokens)
         block = sequence(begin, literal("\n"), "call", literal("\n"), end)
         start = repeated("block", literal("\n"), many)
@@ -64,7 +64,7 @@ class Qwen3Coder(ToolFormat):
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
-        """Read all functions between two tags, or a function without them."""
+        """Read all functions between two tags, or a function without such tags."""
         yield from reader.literal(_BEGIN)
         yield from reader.space()
         if not (yield from reader.literal(_FUNCTION)):
@@ -79,7 +79,7 @@ class Qwen3Coder(ToolFormat):
 
 
 def _rules_of(tool: ToolDefinition, call: str) -> dict[str, str]:
-    """Return the rules of a call and of its parameters."""
+    """Return the grammar rules for a call and its parameters."""
     rules = {call: literal(f"{_FUNCTION}{tool.name}>\n")}
     for place, (key, schema, required) in enumerate(parameters_of(tool)):
         name = f"{call}_p{place}"
@@ -124,7 +124,7 @@ def _read_function(reader: Reader, calls: CallWriter) -> Reading[None]:
 
 
 def _read_parameter(reader: Reader, calls: CallWriter, types: frozenset[str]) -> Reading[None]:
-    """Read a value; a string is written as it arrives, any other value when it is complete."""
+    """Read a value; a string is written as it arrives, any other value once it is complete."""
     yield from reader.literal("\n")
     pieces: list[str] = []
     if types <= {"string"}:
@@ -145,7 +145,7 @@ def _read_parameter(reader: Reader, calls: CallWriter, types: frozenset[str]) ->
 
 
 def _value(text: str, types: frozenset[str]) -> str:
-    """Convert a value to JSON: a string if it has none of the other types."""
+    """Convert a value to JSON; it becomes a string if it has none of the other types."""
     bare = text.strip()
     if bare in ("True", "False", "None"):
         bare = {"True": "true", "False": "false", "None": "null"}[bare]
@@ -159,7 +159,7 @@ def _value(text: str, types: frozenset[str]) -> str:
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """Return the types that the first two levels of a schema name; empty if they name none."""
+    """Return the types that the first two levels of a schema mention; empty if there are none."""
     if not isinstance(schema, Mapping):
         return frozenset()
     found = set(_own_types(schema))

@@ -1,6 +1,6 @@
-"""Read streamed JSON values, or values of a similar syntax, and write them as JSON.
+"""Read streamed values, in JSON or a similar syntax, and write them as JSON.
 
-There is no recursion, so values may be nested to any depth.
+Reading does not use recursion, so values can be nested to any depth.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Syntax:
     """Syntax of values.
 
     Attributes:
-        brackets: for each opening bracket the closing one, and the two brackets in JSON.
+        brackets: for each opening bracket, the closing bracket and both brackets in JSON.
         quotes: characters that start a string.
-        read_string: function that reads a string with such a quote, and writes it as JSON.
+        read_string: function that reads a string with such a quote and writes it as JSON.
         scalar: function that converts a number or a constant to JSON, or raises ``Broken``.
         last_comma: whether a comma may precede a closing bracket.
     """
@@ -40,7 +40,7 @@ class Syntax:
 
 
 def json_text(value: object) -> str:
-    """Convert a value to JSON; in ASCII if it cannot be encoded as UTF-8."""
+    """Convert a value to JSON, escaped to ASCII if it cannot be encoded as UTF-8."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() or not _has_surrogates(text) else json.dumps(value)
 
@@ -78,7 +78,7 @@ def read_value(reader: Reader, write: Write, syntax: Syntax = JSON) -> Reading[N
     """Read a value and write it as JSON while it arrives.
 
     Raises:
-        Broken: if the text is not a value; the part that was read has been written.
+        Broken: if the text is not a value; the part that was read has already been written.
     """
     closing: list[tuple[str, str]] = []
     while True:
@@ -113,7 +113,7 @@ def _read_scalar(reader: Reader, write: Write, syntax: Syntax) -> Reading[None]:
 def _read_after(
     reader: Reader, write: Write, syntax: Syntax, closing: list[tuple[str, str]]
 ) -> Reading[bool]:
-    """Read the brackets and the comma after a value; return whether another value follows."""
+    """Read any brackets and comma after a value; return whether another value follows."""
     while closing:
         closer, closed = closing[-1]
         yield from reader.space()
@@ -136,7 +136,7 @@ def _closes(reader: Reader, closer: str) -> Reading[bool]:
 
 
 def _read_key(reader: Reader, write: Write, syntax: Syntax, closed: str) -> Reading[None]:
-    """Read the key of a member of an object; read nothing in a list."""
+    """Read the key of an object's member; read nothing in a list."""
     if closed == "}":
         yield from reader.space()
         char = yield from reader.peek()
@@ -172,7 +172,7 @@ def read_short_string(reader: Reader) -> Reading[str]:
 
 
 def normalized(text: str) -> str | None:
-    """Return a JSON text in the spelling of this module; None if it is not JSON."""
+    """Normalize JSON text to the format that this module writes; None if it is not JSON."""
     reader, pieces = Reader(), list[str]()
     reader.feed(text)
     reader.ended = True
@@ -187,7 +187,8 @@ def normalized(text: str) -> str | None:
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """Yield all texts within a value; keys also as tags, which some chat templates write."""
+    """Yield all strings within a value, and keys also as tags, since some chat templates write
+    tags."""
     open_values = [value]
     while open_values:
         one = open_values.pop()

@@ -1,16 +1,16 @@
 """vLLM with packed pages: the plugin that vLLM loads by its entry point.
 
-`vllm serve MODEL --attention-backend CUSTOM` selects this attention. Every token is packed as soon
-as it is computed, into stream pages that are vLLM's blocks: 128 tokens each, self-contained, so
-that vLLM can share, swap and recompute blocks freely. The tokens of a policy's window and its sinks
-are also stored in 16-bit precision, in a ring for each running request, and attention reads them
-there.
+`vllm serve MODEL --attention-backend CUSTOM` selects this attention. Each token is packed as soon
+as it is computed, into stream pages, which are vLLM's blocks. They have 128 tokens each and are
+self-contained, so that vLLM can share, swap and recompute blocks freely. Tokens in a policy's
+window and its sinks are also stored in 16-bit precision, in a ring for each running request, and
+attention reads them from there.
 
-``Settings`` specifies how tokens are packed, from vLLM's `--additional-config`. Torch is imported
-only when pages are made, since the command line checks policies too.
+``Settings`` specifies how tokens are packed and is read from vLLM's `--additional-config`. Torch is
+imported only when pages are created, since the command line also checks policies.
 
-Layers: ``step`` makes the tables of a step, ``attention`` stores and attends, ``backend`` is the
-interface to vLLM.
+Layers: ``step`` builds the tables of a step, ``attention`` stores and attends, and ``backend`` is
+the interface to vLLM.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 KEY = "oscar_mm"
 """Key of the plugin's options in `--additional-config`."""
 MAX_WINDOW, MAX_SINKS = 128, 64
-"""Maximum tokens of each kind in 16-bit precision."""
+"""Maximum window and sinks, in tokens."""
 
 
 def additional_config(policy: str) -> dict[str, Any]:
-    """Return the value of `--additional-config` for a policy."""
+    """Return the value for `--additional-config` that selects a policy."""
     return {KEY: {"policy": policy}}
 
 
 def servable(policy: str | KVPolicy) -> KVPolicy:
-    """Return a policy that vLLM can serve with.
+    """Return a policy after checking that vLLM can serve a model with it.
 
     Raises:
-        InputError: if there is no such policy, its tokens cannot be packed one by one in the same
-            format, or its window or sinks are too large.
+        InputError: if there is no such policy, if it does not pack all tokens one by one in the
+            same format, or if its window or sinks are too large.
     """
     found = KVPolicy.of(policy)
     for name, maximum in (("window", MAX_WINDOW), ("sinks", MAX_SINKS)):
@@ -57,18 +57,18 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
     else:
         return found
     raise InputError(
-        f"policy {policy} has {problem}: vLLM serves with key_axis='token' and the same 2, 3 or 4 "
-        "bits for all modalities, such as standard, quarot or standard:bits=4/2"
+        f"policy {policy} has {problem}: vLLM needs key_axis='token' and the same bits (2, 3 or 4) "
+        "for all modalities; use a policy such as standard, quarot or standard:bits=4/2"
     )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the tokens of a model are packed.
+    """How a model's tokens are packed.
 
     Attributes:
-        policy: policy of key_axis "token", with the same bits for all modalities. All tokens are
-            packed, since a block must be self-contained; those of its window and its sinks are
+        policy: policy with key_axis "token" and the same bits for all modalities. All tokens are
+            packed, since a block must be self-contained; those in the window and the sinks are
             stored in 16-bit precision as well.
     """
 
@@ -79,7 +79,7 @@ class Settings:
         """Read `--additional-config`: ``{"oscar_mm": {"policy": "standard:bits=4/2"}}``.
 
         Raises:
-            InputError: for an unknown option, or a policy that cannot be served.
+            InputError: if an option is unknown, or the policy cannot be served.
         """
         options: Any = {}
         if isinstance(additional_config, Mapping):

@@ -1,6 +1,6 @@
-"""Paged attention of a layer whose tokens are all in stream pages, and some in rings too.
+"""Paged attention for layers whose tokens are all in stream pages, and some also in rings.
 
-It is independent of vLLM, which calls it with the requests of a step.
+This module does not depend on vLLM, which calls it with the requests of a step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Flash = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, Reading],
     None,
 ]
-"""Causal attention of the requests of a reading: queries (tokens, query heads, head_dim), keys and
-values, the output, the factor of the scores, the reading. Keys and values are the new ones,
-(tokens, KV heads, head_dim), or all of them if requests have a past: (pages, 128, KV heads,
-head_dim)."""
+"""Function that computes causal attention for the requests of a reading. The arguments are queries
+(tokens, query heads, head_dim), keys, values, the output, the factor by which scores are
+multiplied, and the reading. Keys and values are only the new ones, (tokens, KV heads, head_dim),
+or, if requests have a past, all of them, (pages, 128, KV heads, head_dim)."""
 
 
 class StoredLayer(NamedTuple):
-    """A layer's rings, and the pages that store their tokens; see ``store_layers``."""
+    """A layer's rings, and the pages to store their tokens in; see ``store_layers``."""
 
     recent: torch.Tensor
     pages: torch.Tensor
@@ -45,22 +45,22 @@ class StoredLayer(NamedTuple):
 
 
 class PagedAttention:
-    """Stores new tokens of a layer in pages, and attends to them and to pages.
+    """Stores a layer's new tokens in pages, and attends to them and to the pages.
 
-    Requests attend to their new tokens and to those in their rings unpacked, to others as stored in
-    pages: decode reads packed pages, for prompts they are unpacked.
+    Requests attend to the exact new tokens and tokens in their rings, and to all others as stored
+    in pages. Decode reads packed pages; for prompts, pages are unpacked first.
 
     Args:
         recipe: recipe of the pages.
-        heads: query heads.
-        scale: factor of the scores.
-        flash: attention of prompts.
+        heads: number of query heads.
+        scale: factor by which scores are multiplied.
+        flash: attention function for prompts.
 
     Attributes:
-        group: query heads per KV head.
-        sigma: (KV heads or 1, head_dim) float32 balancing; None for none.
-        rings: (places, 2, KV heads, head_dim): tokens in the dtype of the model; empty before
-            ``make_rings``.
+        group: number of query heads per KV head.
+        sigma: (KV heads or 1, head_dim) float32 balancing; None for no balancing.
+        rings: (places, 2, KV heads, head_dim): tokens in the model's dtype; empty until
+            ``make_rings`` is called.
     """
 
     def __init__(self, recipe: Recipe, heads: int, scale: float, flash: Flash) -> None:
@@ -74,13 +74,13 @@ class PagedAttention:
         self._not_finite = torch.zeros(1, dtype=torch.int32)
 
     def make_rings(self, places: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate memory for this number of tokens in rings, unless it is already there."""
+        """Allocate memory for this number of tokens in rings, unless it is already allocated."""
         own = self.rings
         if len(own) < places or (own.device, own.dtype) != (device, dtype):
             self.rings = own.new_empty(places, *own.shape[1:], device=device, dtype=dtype)
 
     def balance(self, sigma: torch.Tensor | None, device: torch.device | None = None) -> None:
-        """Set the balancing of queries and keys; call it again if weights are reloaded.
+        """Set the balancing of queries and keys; call this again if weights are reloaded.
 
         Args:
             sigma: (KV heads or 1, head_dim) float32; None for no balancing.
@@ -92,12 +92,12 @@ class PagedAttention:
             self.sigma = None if sigma is None else sigma.to(device).contiguous()
 
     def prepare(self, device: torch.device, dtype: torch.dtype, query_tokens: int) -> None:
-        """Prepare a captured step: load kernels, and allocate tensors at fixed addresses.
+        """Prepare for capturing a step: load kernels, and allocate tensors at fixed addresses.
 
         Args:
             device: device of the layer.
             dtype: dtype of queries, keys and values.
-            query_tokens: maximum new tokens of a decoding request.
+            query_tokens: maximum number of new tokens per decoding request.
 
         Raises:
             InputError: if the kernels do not run on this GPU.
@@ -138,7 +138,7 @@ class PagedAttention:
             query: (tokens, query heads, head_dim), after RoPE.
             key, value: (tokens, KV heads, head_dim).
             pages: (pages, page_bytes) uint8, written to.
-            step: the requests; tokens beyond theirs are padding.
+            step: describes the requests; any tokens past the end of the last request are padding.
             output: (tokens, query heads, head_dim), written to.
         """
         is_staged = step.tables.staged
@@ -151,7 +151,7 @@ class PagedAttention:
             part = reading.tokens
             self._read(query[part], key[part], value[part], pages, reading, output[part])
         if step.has_rings:
-            # After decode, which reads the new tokens directly and none of their places.
+            # This comes after decode, which reads the new tokens directly, not from their places.
             is_beside = bool(step.decodes) and not step.readings
             keys, values = (states.transpose(0, 1)[None] for states in (key, value))
             append(keys, values, self.rings, step.tables.writes, self._not_finite, is_beside)
@@ -239,9 +239,9 @@ def _with_exact(
 ) -> torch.Tensor:
     """Replace some unpacked keys or values with their exact originals.
 
-    Where places repeat, the last entry of ``exact`` wins.
+    If places repeat, the last entry of ``exact`` wins.
 
-    ``side`` is (pages, KV heads, 128, d), the result (pages, 128, KV heads, d).
+    ``side`` is (pages, KV heads, 128, d), and the result is (pages, 128, KV heads, d).
     """
     by_head = side.transpose(0, 1)
     for places, tokens in exact:

@@ -161,7 +161,7 @@ def test_sound_beyond_the_context_is_not_decoded(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"audio\[[0-2]\].* longer than the 2 s .* shorten it or"):
         read(audio=[second] * 3, max_seconds=2.2)
     movie = write_movie(tmp_path / "a.mp4", clip(8), tone(2))
-    with pytest.raises(InputError, match=r"a.mp4: the sound of the request is longer"):
+    with pytest.raises(InputError, match=r"a.mp4: the audio of the request is longer"):
         read(None, str(movie), second, sound=True, max_seconds=1.5)
 
 

@@ -1,4 +1,4 @@
-"""PageCodec: the base class of page formats, and what it says about pages."""
+"""PageCodec: base class of page formats, and the classes that describe pages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from oscar_mm.quant.basis import Basis
 
 
 def divided_group(group: int, channels: int) -> int:
-    """Return the channels of a value group: the largest divisor of ``channels`` up to ``group``."""
+    """Return the number of channels per value group: the largest divisor of ``channels`` that is at
+    most ``group``."""
     return next(size for size in range(min(group, channels), 0, -1) if channels % size == 0)
 
 
 @dataclass(frozen=True)
 class PageShape:
-    """Parameters of the pages of one layer for one pair of bit widths; ``KVPolicy`` explains them.
+    """Parameters of a layer's pages for one pair of bit widths; see ``KVPolicy``.
 
     Attributes:
         key_axis: name of the codec.
         key_group: see ``PageCodec.key_group``.
-        value_group: channels of a value group, a divisor of head_dim.
+        value_group: number of channels per value group, a divisor of head_dim.
     """
 
     bits: Bits
@@ -42,7 +43,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class Fitting:
-    """How values are fitted to what a page can store; ``KVPolicy`` explains the fields."""
+    """How values are fitted to the numbers that a page can store; see ``KVPolicy``."""
 
     rotate: bool
     fit: str
@@ -56,7 +57,7 @@ class Fitting:
 
     @property
     def lowers_score_error(self) -> bool:
-        """Whether keys that have scales of their own get the codes of
+        """Whether keys that have their own scales get codes from
         ``oscar_mm.quant.fit.lower_score_error`` instead of the nearest ones."""
         return self.rotate and self.unbiased_keys
 
@@ -66,13 +67,13 @@ class Array(NamedTuple):
 
     Attributes:
         name: unique name.
-        shape: shape of its elements in natural order: (128, n) if each token has n of them.
-        dtype: dtype in the page; of codes, uint8.
-        kind: "codes", "scales" (with zeros) or "norms", as the memory report sums them.
-        bits: bits of a code, 1, 2, 3, 4 or 8, which is an integer; 0 if the elements are numbers of
+        shape: shape of the array in natural order; (128, n) if each token has n elements.
+        dtype: dtype in the page; uint8 for codes.
+        kind: category in the memory report: "codes", "scales" (including zeros) or "norms".
+        bits: bits per code (1, 2, 3, 4 or 8) for integer codes; 0 if the elements are numbers in
             the dtype.
-        per_head: whether every KV head has such an array; otherwise the heads share one.
-        of_tokens: whether its first dimension is the page's tokens.
+        per_head: whether each KV head has such an array; otherwise the heads share one.
+        of_tokens: whether the first dimension is tokens.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Array(NamedTuple):
 
     @classmethod
     def codes(cls, name: str, channels: int, bits: int) -> Array:
-        """Return the codes of all tokens of a page, ``channels`` codes each."""
+        """Return an array for the codes of a page's tokens, ``channels`` codes per token."""
         return cls(name, (PAGE_TOKENS, channels), torch.uint8, "codes", bits)
 
 
@@ -93,20 +94,20 @@ Arrays = Mapping[str, torch.Tensor]
 
 
 class PageCodec(ABC):
-    """A page format: its arrays, how keys and values become arrays and how they are read again.
+    """A page format: its arrays, how keys and values are encoded in them, and how they are decoded.
 
-    Codecs have no state: ``oscar_mm.pages.codecs.registry`` has one instance of each class.
-    A subclass needs a name, ``arrays``, ``encode`` and ``decode``; it then runs on PyTorch
-    operations. The other members tell placement and kernels what else is possible.
+    Codecs have no state; ``oscar_mm.pages.codecs.registry`` holds one instance of each class. A
+    subclass must define ``key_axis``, ``arrays``, ``encode`` and ``decode``; it then runs on
+    PyTorch operations. The other members tell token placement and kernels what else is possible.
 
     Attributes:
         key_axis: value of ``KVPolicy.key_axis`` that selects the format.
-        limits: what the format allows in other fields of the policy.
+        limits: values that the format allows for other fields of the policy.
         appends_tokens: whether each token is written when it leaves the window, to the next place
-            of a page (``oscar_mm.ops.store``), and can be cleared alone; every array that is
-            ``of_tokens`` then has the shape (128, n), per head. Otherwise pages are written once,
-            with 128 tokens (``oscar_mm.ops.pack``).
-        has_kernels: whether the kernels know how the format's codes become numbers.
+            in a page (``oscar_mm.ops.store``), and can be cleared alone; each array that is
+            ``of_tokens`` must then have the shape (128, n) and be per head. Otherwise pages are
+            written once, with 128 tokens (``oscar_mm.ops.pack``).
+        has_kernels: whether the kernels can convert the format's codes to numbers.
     """
 
     key_axis: ClassVar[str]
@@ -119,7 +120,7 @@ class PageCodec(ABC):
 
     @abstractmethod
     def arrays(self, page: PageShape) -> list[Array]:
-        """Return the arrays of a page in byte order; shared ones come after all heads."""
+        """Return the arrays of a page in byte order; arrays that heads share come last."""
 
     @abstractmethod
     def encode(
@@ -131,37 +132,40 @@ class PageCodec(ABC):
         basis: Basis,
         centers: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return the content of the arrays for tokens.
+        """Encode tokens as the content of the arrays.
 
-        Tokens must not depend on each other if the format ``appends_tokens``.
+        If the format ``appends_tokens``, each token must be encoded independently of the others.
 
         Args:
             keys, values: (n, KV heads, tokens, head_dim) in the model's coordinates, any float
-                dtype. There are n pages of 128 tokens, or n single tokens.
+                dtype: either n pages of 128 tokens, or n single tokens.
             page: parameters of the pages.
             fitting: how values are fitted.
-            basis: stored coordinates: ``basis.keys_in(keys)`` and ``basis.values_in(values)`` are
-                float32.
-            centers: (n, KV heads, head_dim) float32, the stored center of each page, in stored
+            basis: conversion to stored coordinates: ``basis.keys_in(keys)`` and
+                ``basis.values_in(values)`` return float32.
+            centers: (n, KV heads, head_dim) float32: stored center of each page, in stored
                 coordinates; None for formats without a center.
 
         Returns:
-            By name of the array: (n, KV heads, tokens, elements) numbers or codes, of any dtype;
-            arrays that are not ``of_tokens`` or that heads share have their own shape after n.
+            By array name: (n, KV heads, tokens, elements) numbers or codes, in any dtype. Arrays
+            that are not ``of_tokens``, or that heads share, have the shape (n, *array shape), with
+            KV heads after n if per head.
         """
 
     @abstractmethod
     def decode(self, arrays: Arrays, page: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values in stored coordinates, (n, KV heads, 128, head_dim) float32 each.
+        """Decode arrays to keys and values in stored coordinates, (n, KV heads, 128, head_dim)
+        float32 each.
 
         Args:
-            arrays: arrays of n pages by name, in the shapes of ``encode``: codes are uint8, other
-                numbers float32. Places that no token has taken have any content.
+            arrays: arrays of n pages by name, in the shapes that ``encode`` returns; codes are
+                uint8, other numbers float32. Places without a token may have any content.
             page: parameters of the pages.
         """
 
     def check(self, page: PageShape) -> None:
-        """Raise InputError if there are no such pages: codes must fill whole bytes."""
+        """Raise InputError if the format does not support such pages: codes must fill whole
+        bytes."""
         codes = [array.bits for array in self.arrays(page) if array.bits]
         unit = max((8 // plane for bits in codes for plane in CODE_PLANES[bits]), default=1)
         if page.head_dim % unit:
@@ -172,7 +176,8 @@ class PageCodec(ABC):
             )
 
     def key_group(self, group: int, head_dim: int) -> int:
-        """Return the size of a key group for the policy's ``key_group``: channels of a token."""
+        """Return the size of a key group for the policy's ``key_group``: by default, a number of a
+        token's channels."""
         return divided_group(group, head_dim)
 
     def centers_keys(self, policy: KVPolicy) -> bool:
@@ -180,16 +185,18 @@ class PageCodec(ABC):
         return policy.center
 
     def min_tokens(self, page_bytes: int, token_bytes: int) -> int:
-        """Return the number of tokens that begin a page, which takes no more bytes than they do.
+        """Return the minimum number of tokens to begin a page with, so that the page takes no more
+        bytes than these tokens take unpacked.
 
         Args:
-            page_bytes: bytes of a page.
-            token_bytes: bytes of a token in 16-bit precision.
+            page_bytes: size of a page in bytes.
+            token_bytes: size of a token in 16-bit precision, in bytes.
         """
         return -(-page_bytes // token_bytes) if self.appends_tokens else PAGE_TOKENS
 
     def in_fragments(self, page: PageShape) -> bool:
-        """Return whether the arrays are in the kernels' order (``oscar_mm.pages.fragments``)."""
+        """Return whether the arrays are in the order that kernels read
+        (``oscar_mm.pages.fragments``)."""
         return False
 
     def orders(self, page: PageShape) -> dict[str, Order]:
@@ -197,5 +204,5 @@ class PageCodec(ABC):
         return {}
 
     def macros(self, page: PageShape) -> dict[str, str | int]:
-        """Return the macros of csrc/common/page.cuh, for pages that are ``in_fragments``."""
+        """Return the macros that csrc/common/page.cuh needs, for pages that are ``in_fragments``."""
         raise NotImplementedError(f"no kernel reads pages of key_axis {self.key_axis!r}")
