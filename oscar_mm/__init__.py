@@ -1,10 +1,10 @@
-"""Questions about images, videos and sound with a 2-bit KV cache.
+"""Answer questions about images, videos and audio with a 2-bit KV cache.
 
 Names are loaded on first use (PEP 562), so that `import oscar_mm` and the command line's help need
 not import torch.
 
-Even so, transformers supports ``attn_implementation="oscar"`` after the import, in whichever order
-the two are imported. To this end a finder stays in ``sys.meta_path`` (PEP 302) until transformers
+Even so, transformers supports ``attn_implementation="oscar"`` once both packages are imported, in
+either order. To achieve this, a finder stays in ``sys.meta_path`` (PEP 302) until transformers
 imports the base class of its models: it lets the other finders find that module, then imports
 ``oscar_mm.attention`` and removes itself. Nothing in transformers is changed.
 """
@@ -62,7 +62,7 @@ _HOME = {
     "roundtrip": "oscar_mm.inspect.quantization_errors",
 }
 _MODELS = "transformers.modeling_utils"
-"""Module of ``AttentionInterface``, imported by every transformers model."""
+"""Module that defines ``AttentionInterface``, imported by every transformers model."""
 _ATTENTION = "oscar_mm.attention"
 
 
@@ -79,10 +79,10 @@ def __dir__() -> list[str]:
 
 
 class _Registration:
-    """Finder for the module ``_MODELS``; its import registers attention "oscar"."""
+    """Finder for the module ``_MODELS`` that makes its import register attention "oscar"."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return a spec of ``_MODELS`` that also registers attention; None for other modules."""
+        """Return a spec for ``_MODELS`` that also registers attention; None for other modules."""
         if name != _MODELS:
             return None
         for finder in sys.meta_path:
@@ -120,10 +120,11 @@ class _Loader:
 
 
 def _register() -> None:
-    """Register attention "oscar" now if transformers' models are imported, else on import."""
+    """Register attention "oscar": now if transformers' models are imported, otherwise when they
+    are."""
     if _MODELS in sys.modules:
         importlib.import_module(_ATTENTION)
-    # By name: if this module is reloaded, an existing finder is of the old class.
+    # Compare by name, because the class of an existing finder differs if this module was reloaded.
     elif not any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _Registration())
 

@@ -1,4 +1,4 @@
-"""The `oscar-mm` command line: registers the commands of apps/ and prints errors as one line."""
+"""The `oscar-mm` command line: register the commands in apps/, and print errors as one line."""
 
 import atexit
 import os
@@ -26,7 +26,7 @@ DEBUG_VARIABLE = "OSCAR_MM_DEBUG"
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 
-# Since 0.2x typer ships its own click, and exports only this subclass of its usage errors.
+# Since 0.2x, typer ships its own click, and this is the only subclass of usage errors it exports.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
@@ -98,8 +98,9 @@ def main() -> None:
                 stream.flush()
         os._exit(code)
 
-    # Python takes a second to free the objects of torch and transformers one by one. Exit functions
-    # run in reverse order, so those of the libraries, which register later, run before this one.
+    # Exit without freeing the objects of torch and transformers one by one, which takes a second.
+    # Exit functions run in reverse order, so those of the libraries, which are registered later,
+    # run before this one.
     atexit.register(leave)
     code = run()
     sys.exit(code)

@@ -1,17 +1,17 @@
-"""Errors that address the user and need no traceback."""
+"""Errors meant for the user, shown without a traceback."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 
 _MAX_SHOWN = 80
-"""Maximum characters of a value in a message."""
+"""Maximum number of characters of a value to show in a message."""
 
 
 class InputError(ValueError):
-    """Invalid input of the user.
+    """Invalid input from the user.
 
-    The message is one line that names the file or the argument, says what is wrong with it and
-    what would be valid; the command line prints it unchanged.
+    The message is one line that names the file or argument, says what is wrong with it and what
+    would be valid; the command line prints the message unchanged.
     """
 
 
@@ -19,8 +19,8 @@ class RequestTooLarge(InputError):
     """A request is larger than the context or the memory, even if everything else is freed.
 
     Attributes:
-        asked: tokens that the request needs: earlier turns, the prompt with its media, and
-            ``max_new_tokens``.
+        asked: number of tokens that the request needs: earlier turns, the prompt with its media,
+            and ``max_new_tokens``.
         fits: number of tokens that would fit.
     """
 
@@ -30,11 +30,11 @@ class RequestTooLarge(InputError):
 
 
 class MemoryBusy(InputError):
-    """Other requests occupy the memory that a request needs; it fits once they end."""
+    """Other requests occupy the memory that a request needs; it will fit once they end."""
 
 
 class Cancelled(Exception):
-    """A request was cancelled before its first word."""
+    """A request was cancelled before its answer began."""
 
 
 def shown(value: object) -> str:
@@ -47,15 +47,15 @@ def shown(value: object) -> str:
 
 
 def suggestion(name: str, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """Return the end of a message about an unknown name: "; did you mean X?", or "".
+    """Return an ending for a message about an unknown name: "; did you mean X?", or "".
 
     Args:
         name: name given by the user.
-        choices: known names, or a mapping from names to what is suggested for each.
+        choices: known names, or a mapping from known names to the suggestion for each.
     """
     suggested = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
     by_lower = {known.lower(): given for known, given in suggested.items()}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    # The name itself may be a valid choice: that of a model which is not on this machine.
+    # The name itself may be a valid choice: a model that is not on this machine.
     is_meant = close and by_lower[close[0]] != name
     return f"; did you mean {by_lower[close[0]]}?" if is_meant else ""

@@ -1,4 +1,4 @@
-"""Text files named by users, and files that are written completely or not at all."""
+"""Read text files that users name, and write files completely or not at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_text(path: Path, argument: str = "--text") -> str:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Convert OSErrors within a block that writes a file, so that they name the file.
+    """Convert any OSError within a block that writes a file to an error that names the file.
 
     Raises:
         InputError: if the block raises an ``OSError``, for example because the disk is full.
@@ -51,14 +51,14 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Yield an empty file in the same folder; at the end of the block it replaces ``path``.
+    """Yield an empty file in the same folder, which replaces ``path`` at the end of the block.
 
-    The new file is flushed to disk before it replaces the old one, so ``path`` is a complete file
-    at any time. An error in the block keeps the old file and removes the new one.
+    The new file is flushed to disk before it replaces the old one, so ``path`` is always a complete
+    file. If the block raises an error, the old file is kept and the new one is removed.
 
     Args:
         path: file to write or replace, in an existing folder. Links are followed.
-        private: let only the owner read the file; otherwise the process's umask decides.
+        private: whether only the owner may read the file; otherwise the process's umask decides.
 
     Raises:
         OSError: if the file cannot be written, or ``path`` exists and is not a regular file, such
@@ -78,7 +78,7 @@ def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # Some systems cannot open a folder.
+    with suppress(OSError):  # Some systems cannot open folders.
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)

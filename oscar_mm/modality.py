@@ -1,4 +1,4 @@
-"""The modality of every token: text, image, video or audio, as spans of a sequence."""
+"""The modality of each token (text, image, video or audio), as spans of a sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PADDING = -1
 
 
 class Modality(IntEnum):
-    """Modality ids, the same as ``mm_token_type_ids`` of transformers' processors."""
+    """Modality ids, the same as in ``mm_token_type_ids`` from transformers' processors."""
 
     TEXT = 0
     IMAGE = 1
@@ -31,12 +31,12 @@ class Modality(IntEnum):
 
 
 MEDIA = {kind.label: kind for kind in Modality if kind is not Modality.TEXT}
-"""Modalities of media by their labels."""
+"""Modalities of media by label."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """``length`` consecutive tokens of one modality, from index ``start`` of the sequence."""
+    """A run of ``length`` tokens of one modality, from index ``start`` of the sequence."""
 
     modality: Modality
     start: int
@@ -49,7 +49,7 @@ class Span:
 
 
 def spans_of(modalities: Iterable[int]) -> list[Span]:
-    """Return the runs of one sequence of modality ids as spans; padding (-1) is skipped."""
+    """Return the runs of modality ids in a sequence as spans; padding (-1) is skipped."""
     spans, start = [], 0
     for modality, run in groupby(int(m) for m in modalities):
         length = sum(1 for _ in run)
@@ -61,12 +61,12 @@ def spans_of(modalities: Iterable[int]) -> list[Span]:
 
 @dataclass(frozen=True)
 class MediumSpan:
-    """One image, video or recording in a row of tokens.
+    """An image, video or recording in a row of tokens.
 
     Attributes:
-        modality: modality of the medium. A video may contain tokens of other modalities: timestamps
-            between its frames are text, its sound is audio.
-        label: name for display: a file's name, or the place in the request such as images[2].
+        modality: modality of the media item. A video may contain tokens of other modalities:
+            timestamps between frames are text, and the audio track is audio.
+        label: name to display: the file's name, or the place in the request, such as images[2].
         start: index of the first token.
         stop: index after the last token.
         digest: hexadecimal SHA-256 of the decoded content; see ``oscar_mm.media.media``.
@@ -84,7 +84,7 @@ class MediumSpan:
         return self.stop - self.start
 
     def shifted(self, tokens: int) -> MediumSpan:
-        """Return the span moved ``tokens`` to the right."""
+        """Return the span moved ``tokens`` tokens to the right."""
         return replace(self, start=self.start + tokens, stop=self.stop + tokens)
 
 
@@ -95,7 +95,7 @@ def token_modalities(
     mm_token_type_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the modality id of every token of a batch.
+    """Return the modality id of each token in a batch.
 
     Args:
         input_ids: (batch, tokens) integer token ids.

@@ -73,7 +73,7 @@ def computing_device(module: nn.Module) -> torch.device:
         for weight in part._parameters.values():
             if weight is not None and not weight.is_meta:
                 return weight.device
-    raise ValueError(f"{type(module).__name__}: it has no weights on any device")
+    raise ValueError(f"{type(module).__name__}: no device has its weights")
 
 
 def run_as_written(modules: Sequence[nn.Module]) -> bool:

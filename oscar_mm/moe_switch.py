@@ -1,9 +1,9 @@
-"""Experts "oscar" for transformers: a mixture of experts that is fast for few and for many tokens.
+"""Experts "oscar" for transformers: a mixture of experts that is fast for few and many tokens.
 
 Transformers' "batched_mm" gathers the weights of each token's experts, which is fast for a few
-tokens and runs out of memory for a prompt; its "grouped_mm" sorts the tokens by expert, which suits
-a prompt. ``generate`` switches between the two; experts "oscar" choose by the number of tokens, in
-any decode loop.
+tokens but runs out of memory for a prompt; its "grouped_mm" sorts the tokens by expert, which suits
+a prompt. Transformers switches between the two only in ``generate``; "oscar" chooses by the number
+of tokens, in any decode loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 IMPLEMENTATION = "oscar"
 _GROUPED, _BATCHED = "grouped_mm", "batched_mm"
 MAX_BATCHED = 16
-"""Maximum number of tokens for "batched_mm": up to here it was the faster one in all measurements,
+"""Maximum number of tokens for "batched_mm", which was faster up to this number in all measurements
 with 8 of 128 experts per token (benchmarks/results/full_size-nvidia-h200.json)."""
 
 
@@ -26,13 +26,13 @@ def forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Experts function of transformers' ExpertsInterface.
+    """Experts function for transformers' ExpertsInterface.
 
     Args:
         experts: the module with the stacked weights.
         hidden_states: (tokens, hidden size).
         top_k_index: (tokens, experts per token) integers.
-        top_k_weights: (tokens, experts per token) factors of the experts' outputs.
+        top_k_weights: (tokens, experts per token) factors for the experts' outputs.
 
     Returns:
         (tokens, hidden size).
@@ -43,9 +43,9 @@ def forward(
 
 
 def choose_experts(model: Any) -> None:
-    """Replace "grouped_mm", the default, by "oscar" in a transformers model.
+    """Replace the default, "grouped_mm", with "oscar" in a transformers model.
 
-    Any other choice of the user is kept, and quantized experts are left alone.
+    Any other choice by the user is kept, and quantized experts are left unchanged.
     """
     chosen = model.get_experts_implementation()
     if _GROUPED in chosen.values() and not _has_quantized_experts(model):
@@ -56,8 +56,8 @@ def choose_experts(model: Any) -> None:
 
 
 def _has_quantized_experts(model: torch.nn.Module) -> bool:
-    """Whether experts have 8-bit weights: such modules (transformers' FP8Experts) accept only
-    functions of their own, not "oscar"."""
+    """Whether experts have 8-bit weights; such modules (transformers' FP8Experts) accept only their
+    own functions, not "oscar"."""
     return any(
         weight.itemsize == 1
         for name, experts in model.named_modules()

@@ -1,4 +1,4 @@
-"""Rank watch: ends this process if another rank of a tensor-parallel group is killed or crashes.
+"""Rank watch: end this process if another rank of a tensor-parallel group is killed or crashes.
 
 Otherwise the next collective would wait for the lost rank: NCCL does so for ten minutes, in a call
 that Python's signal handlers cannot interrupt.
@@ -23,28 +23,28 @@ from oscar_mm.tensor_parallel import TPGroup
 
 try:
     import fcntl
-except ImportError:  # Windows, where torch has no tensor parallelism either.
+except ImportError:  # on Windows, where torch does not support tensor parallelism either
     fcntl = None
 
 _ENDED = b"ended"
-"""Content of a rank's file after a regular end."""
+"""Content of a rank's file after it has exited normally."""
 _PATIENCE_S = 1.0
-"""Seconds that a rank with an exception waits for its watchers to report the cause."""
+"""Seconds that a rank waits after an exception for its watchers to report the cause."""
 
 
 @cache
 def watch(ranks: TPGroup) -> None:
-    """Watch the other ranks of this machine until this process ends; all ranks must call it.
+    """Watch the other ranks on this machine until this process ends; all ranks must call this.
 
-    Each rank locks a file of its own. The system releases the lock when the process is gone,
-    whatever the reason, and a thread of every other rank waits for that.
+    Each rank locks its own file. The system releases the lock when the process ends, for whatever
+    reason, and a thread of each other rank waits for that.
     """
     if ranks.count == 1 or fcntl is None:
         return
     number, path = tempfile.mkstemp(prefix="oscar-mm-rank-")
     file = os.fdopen(number, "r+b", buffering=0)
-    # Not lockf, which does not let two processes wait for each other. The lock of flock would be
-    # kept by a forked child, hence the handler.
+    # lockf is not used, since it does not let two processes wait for each other. A forked child
+    # would keep the lock of flock, hence the handler.
     fcntl.flock(file, fcntl.LOCK_EX)
     os.register_at_fork(after_in_child=file.close)
     watchers: list[Thread] = []
@@ -59,12 +59,12 @@ def watch(ranks: TPGroup) -> None:
 
 
 def _end(file: BinaryIO, path: str, watchers: Sequence[Thread]) -> None:
-    """Tell the other ranks that this one exits normally, unless an exception ends it."""
+    """Tell the other ranks that this rank exits normally, unless an exception is ending it."""
     if not hasattr(sys, "last_value") and sys.exc_info()[0] in (None, SystemExit):
         file.write(_ENDED)
         Path(path).unlink(missing_ok=True)
         return
-    # The exception may be a closed connection; then a watcher names the lost rank.
+    # The exception may be a closed connection, in which case a watcher names the lost rank.
     for watcher in watchers:
         watcher.join(_PATIENCE_S / len(watchers))
 
@@ -73,8 +73,8 @@ def _wait(path: str, rank: int, ranks: TPGroup, own: str) -> None:
     """Wait for the end of another rank, and end this process if that rank was lost.
 
     Args:
-        path, own: files of the other rank and of this one.
-        rank: number of the other rank.
+        path, own: files of the other rank and of this rank.
+        rank: index of the other rank.
         ranks: tensor-parallel group.
     """
     assert fcntl is not None

@@ -1,4 +1,4 @@
-"""Sizes in bytes, in human-readable form, and the memory of GPUs by name."""
+"""Parse and format sizes in bytes; memory of GPUs by name."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ GPUS = {
     "H200": 141,
     "B200": 180,
 }
-"""Memory in 10^9 bytes."""
+"""Memory of GPUs in units of 10^9 bytes."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(name: str, size: Any) -> int:
-    """Parse a whole number of bytes or text such as "8GB", "512 MiB" (1 GB is 10^9, 1 GiB 2^30).
+    """Parse a number of bytes or text such as "8GB", "512 MiB" (1 GB is 10^9, 1 GiB is 2^30).
 
     Args:
         name: name of the argument in error messages.
-        size: the number or the text.
+        size: the whole number or the text.
 
     Raises:
-        InputError: if ``size`` is neither, or less than a byte.
+        InputError: if ``size`` is neither, or is less than one byte.
     """
     count: float = 0
     if isinstance(size, int) and not isinstance(size, bool):

@@ -1,4 +1,4 @@
-"""TPGroup: processes among which the heads of a model are divided (tensor parallelism)."""
+"""TPGroup: processes that share the heads of a model (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, of which each rank has a part or a copy."""
-    # Not by class: importing it takes a while, and models in one process do not need it.
+    """Whether a tensor is a DTensor, of which each rank holds a part or a copy."""
+    # The class is not used, since importing it takes a while and only several ranks need it.
     return type(tensor) is not nn.Parameter and hasattr(tensor, "to_local")
 
 
@@ -27,21 +27,21 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor: ...
 @overload
 def local_shard(tensor: None) -> None: ...
 def local_shard(tensor: Any) -> torch.Tensor | None:
-    """Return this rank's part of a DTensor; any other tensor, or None, is returned unchanged."""
+    """Return this rank's part of a DTensor; return any other tensor, or None, unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @dataclass(frozen=True)
 class TPGroup:
-    """Tensor-parallel group: the number of ranks, and this process's rank.
+    """A tensor-parallel group: the number of ranks, and the rank of this process.
 
     Each rank stores the keys and values of its own heads. All ranks get the same requests, in the
     same order.
 
     Attributes:
-        count: number of ranks; 1 for a model that is not divided.
-        rank: number of this rank, from 0.
-        group: process group of ``torch.distributed``; None for one process.
+        count: number of ranks; 1 if the model is not divided.
+        rank: index of this rank, from 0.
+        group: process group of ``torch.distributed``; None if there is only one process.
     """
 
     count: int = 1
@@ -50,7 +50,8 @@ class TPGroup:
 
     @classmethod
     def of(cls, model: nn.Module) -> TPGroup:
-        """Return the group among which transformers has divided a model or a part of it."""
+        """Return the group of ranks among which transformers has divided a model or a part of
+        it."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         for weight in model.parameters():
@@ -60,25 +61,25 @@ class TPGroup:
         return cls()
 
     def check(self, policy: KVPolicy) -> None:
-        """Refuse a policy that needs the keys of other ranks' heads.
+        """Reject a policy that needs keys of heads on other ranks.
 
         Raises:
-            InputError: if the policy has one norm for a token's keys of all heads.
+            InputError: if the policy uses one norm per token over the keys of all heads.
         """
         if self.count > 1 and policy.token_scaling == "shared":
             raise InputError(
-                f"policy: token_scaling='shared' is one norm over all heads, which are on "
-                f"{self.count} ranks here: use policy 'channel', or the same policy with "
+                f"policy: token_scaling='shared' uses one norm over all heads, but they are on "
+                f"{self.count} ranks: use policy 'channel', or the same policy with "
                 "token_scaling='per_head'"
             )
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite the tensor of every rank with that of rank 0."""
+        """Overwrite the tensor on each rank with that of rank 0."""
         if self.count > 1:
             distributed.broadcast(tensor, group=self.group, group_src=0)
 
     def all_min(self, number: int, device: torch.device) -> int:
-        """Return the smallest number of all ranks; a single rank does not wait for the device."""
+        """Return the smallest number on any rank; a single rank does not wait for the device."""
         if self.count == 1:
             return number
         tensor = torch.tensor(number, device=device)
@@ -86,16 +87,19 @@ class TPGroup:
         return int(tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace each rank's tensor with the sum over all ranks, identical to the last bit."""
+        """Replace each rank's tensor with the sum over all ranks, which is bitwise identical on
+        all of them."""
         if self.count > 1:
             distributed.all_reduce(tensor, group=self.group)
 
     def all(self, holds: bool, device: torch.device) -> bool:
-        """Whether ``holds`` is True on every rank; the ranks vote with a tensor on ``device``."""
+        """Return whether ``holds`` is True on every rank; the ranks exchange a tensor on
+        ``device``."""
         return bool(self.all_min(int(holds), device))
 
     def path(self, path: str | Path) -> Path:
-        """Return this rank's file: ``chat.0-of-2.safetensors`` for ``chat.safetensors``."""
+        """Return the path of this rank's file: ``chat.0-of-2.safetensors`` for
+        ``chat.safetensors``."""
         path = Path(path)
         if self.count == 1:
             return path

@@ -1,4 +1,4 @@
-"""Thread pool that decodes and processes media, several at a time, with results in order."""
+"""Thread pool for decoding and processing several media at a time, with results in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _beginning = threading.Lock()
 
 @cache
 def thread_count() -> int:
-    """Number of worker threads for all requests of this process: one per core."""
+    """Return the number of worker threads for all requests of this process: one per core."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only.
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(cores, _MAX_THREADS)
@@ -34,18 +34,18 @@ def _threads() -> ThreadPoolExecutor:
 
     def begin() -> None:
         _this_thread.is_of_pool = True
-        torch.get_num_threads()  # Otherwise lazy initialization resets it later.
+        torch.get_num_threads()  # Otherwise lazy initialization would reset the number later.
         torch.set_num_threads(1)
         started.wait()
 
     wait([pool.submit(begin) for _ in range(count)])
-    # set_num_threads applies to the thread itself, and is the default of later threads.
+    # set_num_threads applies to the calling thread, and sets the default for later threads.
     torch.set_num_threads(usual)
     return pool
 
 
 def _pool() -> ThreadPoolExecutor:
-    """Return the thread pool of this process; torch uses one core in each of its threads."""
+    """Return the thread pool of this process; torch uses one core in each of the pool's threads."""
     with _beginning:
         return _threads()
 
@@ -63,11 +63,12 @@ if hasattr(os, "register_at_fork"):
 def parallel_map(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield the results of ``call`` for all items in order, computed ahead by the thread pool.
 
-    At most twice ``thread_count`` results are kept ready. The first error in the order of the items
-    is raised once the running calls are done; no other call is started.
+    At most 2 * ``thread_count`` results are kept ready. The first error, in the order of the items,
+    is raised once the running calls have ended; no further calls are started.
 
     Args:
-        call: function of an item; calls of this function within the pool run in their own thread.
+        call: function to call with an item; if it calls ``parallel_map`` itself, those calls run in
+            its own thread.
         items: arguments of the calls; a single item is processed in the calling thread.
     """
     listed = list(items)
@@ -90,7 +91,7 @@ def submit_all(call: Callable[[T], R], items: Iterable[T]) -> list[Future[R]]:
     """Submit one task per item to the shared pool and return the futures.
 
     Args:
-        call: function of an item, which must not use the pool itself.
+        call: function to call with an item, which must not use the pool itself.
         items: arguments of the calls.
     """
     return [_pool().submit(call, item) for item in items]

@@ -1,8 +1,8 @@
-"""Modes of torch that callers may use, and that the arithmetic of a cache turns off.
+"""Torch modes that callers may use, but that are turned off for a cache's arithmetic.
 
-Under ``torch.autocast`` attention over a cache computes in autocast's dtype, like all attention in
-transformers, but packing and unpacking choose their own dtypes. Under ``torch.compile`` a graph
-breaks at each call of a cache, whose tables are Python objects.
+Under ``torch.autocast``, attention to a cache computes in autocast's dtype, like all attention in
+transformers, but packing and unpacking choose their own dtypes. Under ``torch.compile``, the graph
+breaks at each call to a cache, because its tables are Python objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REASON = (
 
 
 def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make a function run eagerly and without autocast, whatever the mode of its caller."""
+    """Make a function run eagerly and without autocast, whatever the caller's mode."""
 
     @wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -41,6 +41,6 @@ def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which attention computes with a tensor, considering autocast."""
+    """Return the dtype in which attention computes with a tensor, taking autocast into account."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

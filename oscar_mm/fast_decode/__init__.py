@@ -1,2 +1,2 @@
-"""Decode steps of supported decoders in few launches, as CUDA graphs; the cache works without
-them."""
+"""Run decode steps of supported decoders in few launches, as CUDA graphs; optional for the
+cache."""

@@ -1,4 +1,4 @@
-"""Arguments of ``mixture``, its implementation in PyTorch, and a measure of the kernels' error."""
+"""Arguments of ``mixture``, its implementation in PyTorch, and a measure of kernel errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from oscar_mm.kernels.self_check import relative_error
 
 
 class Experts(NamedTuple):
-    """Weights of a mixture.
+    """Weights of a mixture of experts.
 
     Attributes:
         router: (experts, width).
-        gate_and_up: (experts, 2 * between, width), the gates' outputs first.
+        gate_and_up: (experts, 2 * between, width), gate outputs first.
         down: (experts, width, between).
         chosen: number of experts per row.
-        normalized: whether the shares of a row's experts add up to 1.
+        normalized: whether the shares of a row's experts are normalized to add up to 1.
     """
 
     router: torch.Tensor
@@ -36,7 +36,7 @@ class MixtureArguments(NamedTuple):
 
     Attributes:
         x: (rows, width), contiguous.
-        norm: (width,), weight of the RMSNorm of x.
+        norm: (width,): weight of the RMSNorm applied to x.
         epsilon: epsilon of the norm.
         router, gate_and_up, down, chosen, normalized: see ``Experts``.
     """
@@ -51,7 +51,7 @@ class MixtureArguments(NamedTuple):
     normalized: bool
 
     def result(self) -> torch.Tensor:
-        """Return an uninitialized result, (rows, width)."""
+        """Return an uninitialized (rows, width) tensor for the result."""
         return torch.empty_like(self.x)
 
 
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 
 
 def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
-    """``mixture`` with PyTorch operations, for a few rows: weights are copied."""
+    """Run ``mixture`` with PyTorch operations; only for a few rows, since weights are copied."""
     x, weight, epsilon, router, gate_and_up, down, count, normalized = arguments
     normed = Norm(weight, epsilon)(x)
     shares, chosen = _choices(linear(normed, router), count, normalized)
@@ -77,7 +77,7 @@ def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
 def _choices(
     logits: torch.Tensor, count: int, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the shares and indices of the chosen experts, (rows, count) float32 and int64."""
+    """Return the shares (float32) and indices (int64) of the chosen experts, (rows, count) each."""
     shares, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, -1)
     return shares / shares.sum(-1, keepdim=True) if normalized else shares, chosen
 
@@ -89,18 +89,19 @@ def clear_choices(
     between: int,
     device: torch.device,
 ) -> MixtureArguments:
-    """Return a mixture of random experts with unambiguous routing: rounding does not change the top
-    logits.
+    """Return a mixture of random experts with unambiguous routing, in which rounding does not
+    change which logits are largest.
 
     Args:
-        kinds: kind of each row; rows of a kind are equal.
+        kinds: kind of each row; rows of the same kind are equal.
         choice: routing parameters and dtype.
         width: width of a row.
-        between: width between an expert's matrices.
+        between: inner width of an expert, between its matrices.
     """
     count, dtype = choice.experts, choice.dtype
     generator = torch.Generator(device).manual_seed(0)
-    # Directly in this dtype: a model is loaded, and float32 copies would take extra memory.
+    # Numbers are drawn in this dtype, because float32 copies would take extra memory next to a
+    # loaded model.
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     norm, different = Norm(random(width), 1e-5), max(kinds) + 1
     # Kinds have nonzero elements in disjoint places.
@@ -123,6 +124,6 @@ def clear_choices(
 
 
 def error_of(kernel: Callable[[Any], torch.Tensor], arguments: MixtureArguments) -> float:
-    """Return the largest relative error of a row, without the residual stream."""
+    """Return the largest relative error of any row, without the residual stream."""
     x = arguments.x
     return relative_error(kernel(arguments) - x, experts_by_torch(arguments) - x)

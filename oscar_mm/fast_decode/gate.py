@@ -1,4 +1,4 @@
-"""Gate: silu(gate) * up of a feed-forward layer's products, in one launch."""
+"""Gate: compute silu(gate) * up from a feed-forward layer's products, in one launch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Params(ctypes.Structure):
 
 
 class GateKernel(OperationKernel[torch.dtype], operation="gate", bound=0.01):
-    """CUDA kernel of ``gate_`` for a dtype."""
+    """CUDA kernel of ``gate_`` for one dtype."""
 
     def __init__(self, specialization: torch.dtype, device: torch.device) -> None:
         super().__init__(specialization, device)
         self._kernel = self._load("linear/gate.cu", {"ELEMENT": ELEMENTS[specialization]})
 
     def __call__(self, gates: torch.Tensor, ups: torch.Tensor) -> None:
-        """Launch; requires at least one row."""
+        """Launch the kernel; requires at least one row."""
         rows, width = gates.shape
         params = Params(*addresses(gates, ups), gates.stride(0), rows, width)
         blocks = -(-rows * width // (_AT_ONCE * THREADS))
@@ -45,7 +45,7 @@ class GateKernel(OperationKernel[torch.dtype], operation="gate", bound=0.01):
         kernel: Callable[[torch.Tensor, torch.Tensor], None],
         device: torch.device,
     ) -> float:
-        """Return the largest relative error of a row, for halves of wider rows."""
+        """Return the largest relative error of any row, for halves of wider rows."""
         both = random_normal(specialization, device)(37, 2 * 264)
         expected = both.clone()
         kernel(*both.chunk(2, -1))
@@ -54,7 +54,7 @@ class GateKernel(OperationKernel[torch.dtype], operation="gate", bound=0.01):
 
 
 def gate_(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
-    """Write silu(gates) * ups into gates, and return gates.
+    """Write silu(gates) * ups to gates, and return gates.
 
     Args:
         gates, ups: (rows, width) of the same dtype, contiguous or halves of wider rows.

@@ -1,1 +1,1 @@
-"""CUDA kernels: compiled at first use, launched, and enabled once they agree with PyTorch."""
+"""Kernels: compile them on first use, launch them, and enable them if they agree with PyTorch."""

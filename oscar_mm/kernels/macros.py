@@ -1,7 +1,7 @@
-"""Macros: compile-time parameters of a kernel, declared as the fields of its specialization.
+"""Macros: compile-time parameters of a kernel, declared as fields of its specialization.
 
-A specialization is a ``NamedTuple``, not a dataclass: outside CUDA graphs one is made and hashed
-before each launch, which takes less than half the time.
+Specializations are ``NamedTuple`` classes, not dataclasses: outside CUDA graphs, one is created and
+hashed before each launch, which takes less than half the time of a dataclass.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from oscar_mm.kernels.launch import ELEMENTS, page_macros
 from oscar_mm.pages.layout import PageFormat
 
 Macros = dict[str, str | int]
-"""Values by name, as ``oscar_mm.kernels.launch.load_kernel`` takes them."""
+"""Macro values by name, as ``oscar_mm.kernels.launch.load_kernel`` takes them."""
 
 
 def macros_of(specialization: Any, **more: int) -> Macros:
-    """Return the macros of a NamedTuple: its fields by their names in capitals, and ``more``.
+    """Return the macros for a NamedTuple: its fields by capitalized name, and ``more``.
 
-    A dtype is ELEMENT, a page format the macros of csrc/common/page.cuh; a NamedTuple in a field
-    adds its own fields.
+    A dtype becomes the macro ELEMENT, a page format the macros for csrc/common/page.cuh, and a
+    nested NamedTuple the macros for its own fields.
     """
     macros: Macros = {}
     for name, value in (specialization._asdict() | more).items():

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 _PATIENCE_S = 0.05
-"""Seconds after which a wait checks again, since an interrupt may have swallowed the
+"""Seconds after which a wait checks again, because an interrupt may have caused it to miss the
 notification."""
 
 
 def run_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
-    """Call functions with their arguments, in parallel if torch has several threads, including this
-    one.
+    """Call functions with their arguments, in parallel if torch uses several threads; the calling
+    thread takes part.
 
-    Runs each call exactly once; on an exception, pending calls are dropped. No call is still
-    running on return.
+    Each call runs exactly once; on an exception, pending calls are dropped. No call is still
+    running when the function returns.
 
     The executors of the standard library are not safe enough: an interrupt at the wrong time leaves
     one of their locks locked, and a thread that cannot be started leaves its call in the queue.
@@ -51,13 +51,13 @@ def run_parallel(calls: Sequence[tuple[Any, ...]]) -> None:
 
 
 class _Call:
-    """A call that exactly one thread makes, or none.
+    """A call that is made by at most one thread.
 
     Its state changes are atomic with respect to signals.
 
     Attributes:
-        function, arguments: function to call and its arguments.
-        error: exception that the function raised in another thread.
+        function, arguments: function to call, and its arguments.
+        error: exception that the function raised in another thread, if any.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -68,12 +68,12 @@ class _Call:
         self._signal.acquire()
 
     def is_mine(self) -> bool:
-        """Return whether this thread makes the call: the first one that asks."""
+        """Claim the call for this thread; return whether no other thread claimed it first."""
         me = threading.get_ident()
         return self._owner.setdefault(None, me) == me
 
     def make(self) -> None:
-        """Make the call for a waiting thread."""
+        """Make the call on behalf of a waiting thread."""
         try:
             self.function(*self.arguments)
         except BaseException as error:
@@ -105,7 +105,7 @@ class _Workers:
         self._count = 0
 
     def hand_over(self, calls: Sequence[_Call], threads: int) -> None:
-        """Queue calls for up to ``threads`` workers; fewer if no more can be started."""
+        """Queue calls for up to ``threads`` workers, or fewer if no more can be started."""
         try:
             while self._count < threads:
                 _thread.start_new_thread(_work, (self._line,))
@@ -126,5 +126,5 @@ def _work(line: SimpleQueue[_Call]) -> None:
 
 @lru_cache(maxsize=1)
 def _workers(process: int) -> _Workers:
-    """Return the workers of a process; a fork has none of its parent's."""
+    """Return the workers of a process; a forked process does not inherit those of its parent."""
     return _Workers()

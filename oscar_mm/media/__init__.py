@@ -1,7 +1,7 @@
 """Load pictures, videos and recordings from files or memory, within limits.
 
-Names are imported on first use (PEP 562): pictures need no audio or video decoders, and the help
-text of a command needs no decoder at all.
+Names are imported on first use (PEP 562), since pictures need no audio or video decoders, and the
+help text of a command needs no decoder at all.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Decode a picture in a separate process.
 
-This is for decoders that keep the GIL and so block all other Python threads. The process has hard
-limits on memory and CPU time, whatever the header of the picture says.
+This is for decoders that hold the GIL and so block all other Python threads. The process has hard
+limits on memory and CPU time, whatever the picture's header says.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from collections.abc import Callable
 from PIL import Image
 
 _MAX_SECONDS = 30
-"""Maximum CPU seconds for a picture."""
+"""Maximum CPU time per picture, in seconds."""
 _OWN_BYTES = 1 << 30
-"""Address space of the process itself, in addition to the memory of the picture."""
+"""Address space for the process itself, in addition to the memory for the picture."""
 _PIXEL_BYTES = 40
-"""Maximum bytes per pixel of a picture: OpenJPEG stores 4 for each channel, twice."""
+"""Maximum memory per pixel of a picture, in bytes: OpenJPEG stores 4 bytes per channel, twice."""
 _POLL_S = 0.05
 _ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""One thread per core of a large machine would use up the address space."""
+"""Environment variables for a single thread: on a large machine, one thread per core would use up
+the address space."""
 
 
 def decoded_elsewhere(
@@ -33,12 +34,13 @@ def decoded_elsewhere(
     *,
     check_wanted: Callable[[], None] | None = None,
 ) -> Image.Image:
-    """Decode a picture to mode RGB, transparent parts on white, without applying its orientation.
+    """Decode a picture to mode RGB, with transparent parts on white, without applying its
+    orientation.
 
     Args:
         data: the encoded picture.
-        image: the opened picture, of which only the header has been read.
-        size: width and height of the result, at most those of the picture.
+        image: the opened picture, with only its header read.
+        size: width and height of the result, no larger than those of the picture.
         check_wanted: function that raises if the request was cancelled.
 
     Raises:
@@ -47,7 +49,7 @@ def decoded_elsewhere(
     max_bytes = _OWN_BYTES + _PIXEL_BYTES * image.width * image.height
     # The package may be importable only through the paths of this process.
     paths = os.pathsep.join(filter(None, sys.path))
-    # A file and not a pipe: in Python 3.11 communicate() stops writing to stdin after a timeout.
+    # Use a file, not a pipe: in Python 3.11 communicate() stops writing to stdin after a timeout.
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.seek(0)
@@ -64,7 +66,7 @@ def decoded_elsewhere(
         process.kill()
         process.wait()
     if process.returncode < 0:
-        raise ValueError(f"it takes more than {_MAX_SECONDS} s or {max_bytes:,} bytes")
+        raise ValueError(f"decoding takes more than {_MAX_SECONDS} s or {max_bytes:,} bytes")
     if process.returncode:
         raise ValueError(said.decode(errors="replace").strip().rpartition("\n")[2])
     return Image.frombytes("RGB", size, pixels)

@@ -1,4 +1,4 @@
-"""Choose the frames of a video file to keep, as qwen-vl-utils does."""
+"""Choose which frames of a video file to keep, as qwen-vl-utils does."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.options import MediaOptions
 
 _PAIR = 2
-"""Models read the frames of a video in pairs."""
+"""Number of video frames that models read together."""
 _USUAL_FEWEST = 4
 _WITHIN = 0.25
-"""Fraction of a frame's duration after which the frame is on show despite rounded timestamps."""
+"""Fraction of a frame's duration after which it is certainly shown despite rounded timestamps."""
 
 
 class FrameChoice(NamedTuple):
-    """Frames to keep of a video.
+    """Frames to keep from a video.
 
     Attributes:
-        times: seconds after the start of the video at which each frame begins, ascending.
-        due: seconds at which each frame is certainly on show, even with rounded timestamps.
-        fps: kept frames per second of the part that is read.
+        times: time at which each frame begins, in seconds after the start of the video, ascending.
+        due: time in seconds at which each frame is certainly shown, even with rounded timestamps.
+        fps: number of frames to keep per second of the part that is read.
         span: start and end of the part that is read, in seconds after the start of the video; None
             for the whole video.
     """
@@ -43,15 +43,15 @@ def chosen_frames(
     limits: MediaLimits,
     label: str,
 ) -> FrameChoice:
-    """Choose frames of a video file.
+    """Choose frames from a video file.
 
     Args:
         seconds: length of the file, above 0.
         rate: frames per second of the file.
         usual_fps: frames per second to keep unless options set another number.
-        options: options of which at least one chooses frames.
+        options: options, at least one of which chooses frames.
         limits: ``max_video_frames`` bounds the choice.
-        label: name of the video in errors.
+        label: name of the video in error messages.
 
     Raises:
         InputError: if the part to be read has fewer than two frames.
@@ -71,7 +71,7 @@ def chosen_frames(
 
 
 def _range(total: int, rate: float, options: MediaOptions, label: str) -> tuple[int, int]:
-    """Return the indices of the first and the last frame of the part that is read."""
+    """Return the indices of the first and last frame in the part that is read."""
     start, end = options.video_start, options.video_end
     if start is None and end is None:
         return 0, total - 1
@@ -90,7 +90,8 @@ def _range(total: int, rate: float, options: MediaOptions, label: str) -> tuple[
 def _kept(
     count: int, rate: float, usual_fps: float, options: MediaOptions, limits: MediaLimits
 ) -> int:
-    """Return how many of ``count`` frames to keep, an even number; a single frame is kept twice."""
+    """Return how many of ``count`` frames to keep, an even number (a single frame is kept
+    twice)."""
     max_frames = min(limits.max_video_frames, count)
     if options.num_frames is not None:
         kept = round(options.num_frames / _PAIR) * _PAIR

@@ -1,4 +1,4 @@
-"""Detect the kind of a media file (images, videos or audio) by its content."""
+"""Detect the kind of a media file (images, videos or audio) from its content."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SUFFIXES = {
     ),
 }
 KIND = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
-"""Kind of medium that a suffix suggests; a container such as MP4 may contain only sound."""
+"""Kind of media that a suffix suggests; a container such as MP4 may contain only audio."""
 _OF_TYPE = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def kind_of(source: str | Path) -> str | None:
-    """Detect the kind of a file by its content, of a data URI by its media type.
+    """Detect the kind of a file from its content, or of a data URI from its media type.
 
-    For a file that cannot be read, and for an address, the suffix decides.
+    For a file that cannot be read, and for an http(s) URL, the suffix decides.
 
     Returns:
         A key of SUFFIXES; None if the kind is unknown.
@@ -45,7 +45,7 @@ def _kind_of_file(source: str | Path) -> str | None:
     try:
         path = existing_file(source, "")
         return "images" if _is_image(path) else _kind_of_container(path)
-    except Exception:  # any parser may raise anything; reading the file reports the error
+    except Exception:  # parsers may raise anything; reading the file later reports the error
         return None
 
 

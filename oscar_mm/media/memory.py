@@ -1,4 +1,4 @@
-"""DecodingMemory: memory for decoding in this process, for which requests queue."""
+"""DecodingMemory: limit on the memory for decoding in this process, for which requests wait."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 _POLL_S = 0.1
-"""Seconds between two checks of a waiting request for cancellation."""
+"""Seconds between checks of whether a waiting request was cancelled."""
 _TRIM_BYTES = 1 << 26
-"""Freed memory is returned to the system after requests have used this many bytes in total."""
+"""Number of bytes used by requests in total after which freed memory is returned to the system."""
 _TRIM_S = 1.0
-"""Seconds from the end of the last request until memory is returned."""
+"""Seconds between the end of the last request and the return of memory."""
 
 
 class DecodingMemory:
-    """Limit on the memory that all requests together take for decoding, first come, first served.
+    """Limits the memory that all requests together take for decoding, first come, first served.
 
-    A request takes all of its bytes at once, so that no request waits for more memory while others
-    wait for what it already has.
+    A request takes all of its memory at once, so that no request that holds memory waits for more.
 
     Attributes:
-        used: bytes that requests have taken at present.
+        used: number of bytes that requests currently hold.
     """
 
     def __init__(self) -> None:
@@ -37,11 +36,11 @@ class DecodingMemory:
     def taken(self, count: int, limit: int, check_wanted: Callable[[], None]) -> Iterator[None]:
         """Reserve ``count`` bytes within the block, after waiting until they are available.
 
-        A request that needs more than ``limit`` by itself waits until no other has any bytes.
+        A request that needs more than ``limit`` by itself waits until no other request holds any.
 
         Args:
-            count: bytes of the request; with 0 it does not wait.
-            limit: maximum bytes of all requests together.
+            count: number of bytes for the request; if 0, it does not wait.
+            limit: maximum number of bytes for all requests together.
             check_wanted: function that raises if the request was cancelled, which ends the wait.
         """
         if not count:
@@ -73,14 +72,14 @@ class DecodingMemory:
             self._changed.notify_all()
             if not self.used and self._since_trim >= _TRIM_BYTES:
                 self._since_trim = 0
-                # A second later the caller has released its media.
+                # A second later, the caller will have released its media.
                 trim = threading.Timer(_TRIM_S, _trim)
                 trim.daemon = True
                 trim.start()
 
 
 def _trim() -> None:
-    """Return freed memory, which glibc keeps in an arena per thread, to the system."""
+    """Return freed memory, which glibc keeps in per-thread arenas, to the system."""
     with suppress(OSError, AttributeError):  # Only glibc has malloc_trim.
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -94,4 +93,4 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)  # A child has none of the parent's requests.
+    os.register_at_fork(after_in_child=_begin_anew)  # A child does not inherit requests.

@@ -1,4 +1,4 @@
-"""MediaPart: an image, a video or a recording as passed by the user, before decoding."""
+"""MediaPart: an image, video or recording as passed by the user, before decoding."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MediaPart:
     Attributes:
         modality: IMAGE, VIDEO or AUDIO.
         source: source for ``load_image``, ``load_video`` or ``load_audio``.
-        place: argument that the medium was passed in, such as images[2], for error messages.
-        sound: whether to read the sound of a video too.
-        options: sizes, frames and rates to read the medium with.
+        place: argument that the media item was passed in, such as images[2], for error messages.
+        sound: whether to use the audio track of a video too.
+        options: sizes, frames and rates for reading the media item.
     """
 
     modality: Modality
@@ -34,19 +34,20 @@ class MediaPart:
 
     @property
     def described(self) -> str:
-        """Name in error messages: the path or address, otherwise the place."""
+        """Name in error messages: the path or URL if there is one, otherwise the place."""
         return describe(self.source, self.place)
 
     @property
     def samples(self) -> Any:
-        """Source of a recording; a bare array is paired with the rate (Hz) from ``options``."""
+        """Source of a recording; a bare array is paired with its rate (Hz) from ``options``."""
         rate = self.options.sampling_rate
         is_bare = isinstance(self.source, np.ndarray) and rate is not None
         return (self.source, rate) if is_bare else self.source
 
     @property
     def label(self) -> str:
-        """Name to display: the name of the file, otherwise the name in error messages."""
+        """Name to display: the file's name if there is one, otherwise the name in error
+        messages."""
         source = self.source
         is_path = isinstance(source, str | Path) and not is_address(source)
         return Path(source).name if is_path else self.described
@@ -55,15 +56,15 @@ class MediaPart:
 def media_parts(
     images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
 ) -> list[MediaPart]:
-    """List media that were passed by kind: images, then videos, then recordings.
+    """List media given by kind: images, then videos, then recordings.
 
     Args:
-        images: None, an image or a list of images.
-        videos: None, a video or a list of videos; a list of frames is one video, and so is an
+        images: an image, a list of images, or None.
+        videos: a video, a list of videos, or None; a list of frames is one video, and so is an
             array of shape (T, H, W, 3).
-        audio: None, a recording or a list of recordings; a pair of samples and rate is one
+        audio: a recording, a list of recordings, or None; a pair of samples and rate is one
             recording.
-        sound: whether to read the sound of the videos too.
+        sound: whether to use the audio tracks of the videos too.
     """
     kinds = (
         (Modality.IMAGE, "images", _listed(images)),

@@ -218,7 +218,7 @@ class Mono:
         if seconds < min_seconds:
             raise InputError(
                 f"{self._label}: ends after {seconds:.1f} of {promised:.1f} s; the file is cut "
-                "off, copy or download it again"
+                "off: copy or download it again"
             )
         if seconds < MIN_SECONDS:
             raise InputError(

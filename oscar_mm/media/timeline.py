@@ -178,7 +178,7 @@ class Timeline:
         short = count < MIN_SHARE * pictures.frames and end - first < MIN_SHARE * promised
         if short and container.format.name != "avi":
             raise InputError(
-                f"{label}: ends after {end - first:.1f} of {promised:.1f} s; the file is cut off, "
+                f"{label}: ends after {end - first:.1f} of {promised:.1f} s; the file is cut off: "
                 "copy or download it again"
             )
         if pictures.duration or not sound:

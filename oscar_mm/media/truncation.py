@@ -69,14 +69,14 @@ def check_whole(source: Path | bytes, label: str) -> None:
             if not _ends_ogg(file.read()):
                 raise InputError(
                     f"{label}: does not end with the last page of an Ogg stream; the file is cut "
-                    "off, copy or download it again (for a live recording, ffmpeg -i FILE -c copy "
+                    "off: copy or download it again (for a live recording, ffmpeg -i FILE -c copy "
                     "NEW adds the last page)"
                 )
             return
         promised = _riff_bytes(file, head) or _matroska_bytes(head) or _caf_bytes(file, head, size)
     if size < max(MIN_SHARE * promised, (1 - _SLACK_SHARE) * promised - _SLACK_BYTES):
         raise InputError(
-            f"{label}: has {size:,} of {promised:,} bytes; the file is cut off, copy or download "
+            f"{label}: has {size:,} of {promised:,} bytes; the file is cut off: copy or download "
             "it again"
         )
 

@@ -1,5 +1,5 @@
 """Operations on pages, ``torch.ops.oscar_mm``: append, decode (attention), pack, store and unpack.
 
-Each of the modules of these names defines its operation when imported, with a CUDA kernel of csrc
-on NVIDIA GPUs and PyTorch operations elsewhere.
+Importing the module of the same name defines an operation. Operations use CUDA kernels from csrc on
+NVIDIA GPUs, and PyTorch operations elsewhere.
 """

@@ -186,7 +186,7 @@ def assign(
     starts = np.concatenate([[0], np.cumsum(lengths)])
     total = int(starts[-1])
     if total * workers >= 1 << 31:
-        raise ValueError(f"{total} items are more than one launch can distribute")
+        raise ValueError(f"{total} items cannot be distributed in a single launch")
     table = np.zeros((workers, FIELDS), dtype=np.int32)
 
     def fill(worker: int, begin: int, end: int, segment: int, first: int, parts: int) -> None:

@@ -158,10 +158,10 @@ class ArgumentChecker:
         if tensor.device != device:
             raise ValueError(self._said(name, f"on {tensor.device}", f"on {device}"))
         if not rows:
-            raise ValueError(self._said(name, f"of strides {strides}", "contiguous"))
+            raise ValueError(self._said(name, f"laid out with strides {strides}", "contiguous"))
         if found[-1] > 1:
             wanted = "contiguous in its last dimension"
-            raise ValueError(self._said(name, f"of strides {strides}", wanted))
+            raise ValueError(self._said(name, f"laid out with strides {strides}", wanted))
 
     def check_sigma(
         self,

@@ -34,7 +34,7 @@ from oscar_mm.policy import PAGE_TOKENS, Bits
 
 KERNEL_HEAD_DIMS = (64, 128)
 CODE_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-"""For each number of bits per code, the bits of the arrays that store the code, lowest bits first."""
+"""Bits per code -> bits per code in each array that stores it, lowest bits first."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Keys and values to page bytes and back with PyTorch, the kernels' reference."""
+"""Convert keys and values to page bytes and back with PyTorch, as the reference for kernels."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from oscar_mm.policy import PAGE_TOKENS, KVPolicy
 from oscar_mm.quant.basis import Basis
 
 _CHUNK_ELEMENTS = 1 << 22
-"""Keys packed at a time; bounds the float32 temporaries of a long prompt to about 200 MB."""
+"""Number of key elements to pack at a time; limits the float32 temporaries of a long prompt to
+about 200 MB."""
 
 
 @dataclass(frozen=True)
 class Recipe(Fitting):
-    """Parameters by which pages are written: how values are fitted, and the pages' format."""
+    """Parameters for writing pages: how values are fitted, and the format of the pages."""
 
     page_format: PageFormat
 
     @classmethod
     def of(cls, page_format: PageFormat, policy: KVPolicy) -> Recipe:
-        """Return the recipe of a policy for pages of a format."""
+        """Return a policy's recipe for pages of a format."""
         how = (policy.rotate, policy.fit, policy.norm, policy.value_scale)
         return cls(*how, page_format)
 
@@ -38,11 +39,11 @@ def quantize(
         keys, values: (pages, KV heads, 128, head_dim), any float dtype.
         recipe: recipe of the pages.
         sigma: (KV heads or 1, head_dim) float32 balancing, with a leading dimension for per-page
-            balancing; or None.
+            balancing; None for no balancing.
 
     Returns:
-        (pages, page_bytes) uint8, and () bool: whether all scales, zeros and norms are finite
-        numbers in their dtypes.
+        Pages, (pages, page_bytes) uint8, and whether all scales, zeros and norms are finite in
+        their dtypes, () bool.
     """
     page_format = recipe.page_format
     basis = Basis(page_format.head_dim, recipe.rotate, sigma)
@@ -64,18 +65,19 @@ def quantize_tokens(
 
     Args:
         keys, values: (tokens, KV heads, head_dim), any float dtype.
-        centers: (tokens, KV heads, head_dim) float32, center of each token's page in stored
+        centers: (tokens, KV heads, head_dim) float32: center of each token's page, in stored
             coordinates; None for formats without a center.
         recipe: recipe of the pages.
         sigma: (KV heads or 1, head_dim) float32 balancing, with a leading dimension for per-token
-            balancing; or None.
+            balancing; None for no balancing.
 
     Returns:
-        Arrays of a page by name, each (tokens, KV heads, elements), and () bool: see ``quantize``.
+        Arrays by name, each (tokens, KV heads, elements), and whether all numbers are finite, see
+        ``quantize``.
     """
     page_format = recipe.page_format
     basis = Basis(page_format.head_dim, recipe.rotate, sigma)
-    # Tokens come after heads, and each has a page of its own.
+    # Tokens come after heads, and each is in a separate page.
     sides = keys[:, :, None], values[:, :, None]
     arrays = page_format.codec.encode(*sides, page_format, recipe, basis, centers)
     finite = _are_finite(arrays, page_format)
@@ -83,20 +85,20 @@ def quantize_tokens(
 
 
 def _are_finite(arrays: Mapping[str, torch.Tensor], page_format: PageFormat) -> torch.Tensor:
-    """Return () bool: whether all numbers but codes are finite in the dtypes of their arrays."""
+    """Return whether all numbers other than codes are finite in their arrays' dtypes, () bool."""
     fields = page_format.fields
     finite = [
         array.to(fields[name].dtype).float().isfinite().all()
         for name, array in arrays.items()
         if not fields[name].is_codes
     ]
-    # Formats need not have numbers besides codes.
+    # A format may have no numbers other than codes.
     some = next(iter(arrays.values()))
     return torch.stack(finite).all() if finite else some.new_ones((), dtype=torch.bool)
 
 
 def parts_of(pages: int, page_format: PageFormat) -> Iterator[slice]:
-    """Yield slices of pages that bound the size of temporaries."""
+    """Yield slices of pages that are small enough to limit the size of temporaries."""
     step = max(1, _CHUNK_ELEMENTS // (page_format.kv_heads * PAGE_TOKENS * page_format.head_dim))
     return (slice(start, start + step) for start in range(0, pages, step))
 
@@ -119,7 +121,7 @@ def unpack_stored(
 def unpack_by_torch(
     pages: torch.Tensor, page_format: PageFormat, basis: Basis, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values in the model's coordinates and a dtype, (n, KV heads, 128, head_dim)
-    each."""
+    """Return keys and values in the model's coordinates and the given dtype, (n, KV heads, 128,
+    head_dim) each."""
     keys, values = unpack_stored(pages, page_format)
     return basis.keys_out(keys).to(dtype), basis.values_out(values).to(dtype)

@@ -1,1 +1,1 @@
-"""The method as tensor math: rotation, balancing, token scaling, fits, page bytes and back."""
+"""The quantization method in tensor operations: rotation, balancing, token scaling and fits."""

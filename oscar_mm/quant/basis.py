@@ -1,7 +1,7 @@
 """Basis: the coordinates in which a layer's keys and values are quantized, balanced and rotated.
 
-The rotation is a Hadamard matrix along head_dim ("canalized rotation" of OScaR, the online rotation
-of QuaRot).
+The rotation is a Hadamard matrix along head_dim (OScaR's "canalized rotation", QuaRot's online
+rotation).
 
 ``oscar_mm.quant.balance`` computes the balancing.
 """
@@ -27,10 +27,10 @@ def rotation_blocks(head_dim: int) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # shared with callers that need gradients
 def hadamard(head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the normalized Hadamard matrix, block-diagonal if head_dim is not a power of two.
+    """Return the normalized Hadamard matrix; block-diagonal if head_dim is not a power of two.
 
-    Built by Sylvester's doubling [[H, H], [H, -H]] / sqrt(2), so it is symmetric, orthonormal and
-    its own inverse.
+    It is built by Sylvester's doubling [[H, H], [H, -H]] / sqrt(2), and so is symmetric,
+    orthonormal and its own inverse.
 
     Returns:
         (head_dim, head_dim) float32 on ``device``. Shared between callers: do not write to it.
@@ -46,16 +46,17 @@ def hadamard(head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Basis:
-    """Balancing (sigma) and rotation (H) of one layer.
+    """Balancing (sigma) and rotation (H) for one layer.
 
-    Keys are stored as (k / sigma) H and values as v H; with queries (q sigma) H the scores are
-    unchanged, and another H restores the attention output (H is its own inverse).
+    Keys are stored as (k / sigma) H and values as v H. If queries are converted to (q sigma) H, the
+    scores are unchanged; multiplying by H again restores the attention output, since H is its own
+    inverse.
 
     Attributes:
-        head_dim: channels of a head.
-        rotate: whether H is the Hadamard matrix; otherwise the identity.
-        sigma: (..., KV heads or 1, head_dim) float32, or None for no balancing. Leading dimensions
-            are the same as those of keys and queries, for example with per-row balancing.
+        head_dim: number of channels per head.
+        rotate: whether H is the Hadamard matrix rather than the identity.
+        sigma: (..., KV heads or 1, head_dim) float32, or None for no balancing. Any leading
+            dimensions, such as rows for per-row balancing, are those of keys and queries.
     """
 
     head_dim: int
@@ -71,19 +72,19 @@ class Basis:
         return self._rotated(self.balanced(keys))
 
     def balanced(self, keys: torch.Tensor) -> torch.Tensor:
-        """Divide keys by sigma without rotation: same shape, float32, norms as in stored
-        coordinates."""
+        """Divide keys by sigma without rotating them; the result is float32 and has the same norms
+        as in stored coordinates."""
         keys = keys.float()
         return keys if self.sigma is None else keys / self.sigma.unsqueeze(-2)
 
     def keys_out(self, keys: torch.Tensor) -> torch.Tensor:
-        """Convert float32 keys from stored coordinates, the inverse of ``keys_in``."""
+        """Convert float32 keys from stored coordinates; inverse of ``keys_in``."""
         keys = self._rotated(keys)
         return keys if self.sigma is None else keys * self.sigma.unsqueeze(-2)
 
     def queries_in(self, queries: torch.Tensor) -> torch.Tensor:
-        """Convert (..., KV heads, n, head_dim) queries to float32 coordinates with the same
-        scores."""
+        """Convert (..., KV heads, n, head_dim) queries to float32 such that their scores with
+        stored keys are unchanged."""
         queries = queries.float()
         return self._rotated(queries if self.sigma is None else queries * self.sigma.unsqueeze(-2))
 
@@ -93,6 +94,6 @@ class Basis:
         return self._rotated(values.float())
 
     def values_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert values or the attention output from stored coordinates, the inverse of
+        """Convert values or the attention output from stored coordinates; inverse of
         ``values_in``."""
         return self._rotated(values)

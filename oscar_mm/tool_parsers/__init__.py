@@ -1,1 +1,1 @@
-"""Tool parsers: formats in which models write tool calls, one file each."""
+"""Tool parsers: formats in which models write tool calls. Each format has its own file."""

@@ -1,4 +1,4 @@
-"""Read calls written as JSON objects with a name and arguments, which several formats share."""
+"""Read calls written as JSON objects with a name and arguments, as in several formats."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Readi
     """Read an object with a name and arguments, in any order.
 
     Args:
-        bare: whether no mark precedes the object. Then only an object with the name of an offered
-            tool before the arguments counts as a call.
+        bare: whether no marker precedes the object. If so, only an object that has the name of an
+            offered tool before the arguments counts as a call.
 
     Raises:
         Broken: if the text is not such an object, or ends within it.
@@ -42,7 +42,7 @@ def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Readi
         elif bare and not written:
             if key not in _BEFORE:
                 raise Broken
-            yield from read_short_string(reader)  # Only short values: text is held back meanwhile.
+            yield from read_short_string(reader)  # Values must be short: text is held back.
         else:
             pieces: list[str] = []
             yield from read_value(reader, pieces.append)
@@ -59,10 +59,10 @@ def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Readi
 
 
 def read_arguments(reader: Reader, calls: CallWriter) -> Reading[None]:
-    """Read the arguments of an open call, and write them as they arrive.
+    """Read the arguments of an open call, writing them as they arrive.
 
     Raises:
-        Broken: if they are not JSON.
+        Broken: if the arguments are not JSON.
     """
     yield from reader.space()
     if (yield from reader.peek()) == "{":
@@ -93,7 +93,7 @@ def _check(name: str, calls: CallWriter, bare: bool) -> None:
 
 
 def _as_object(arguments: str) -> str:
-    """Return arguments as an object; some models write none, or JSON in a string."""
+    """Return arguments as an object, since some models write none, or JSON within a string."""
     if arguments == "null":
         return _NO_ARGUMENTS
     inner = normalized(json.loads(arguments)) if arguments.startswith('"') else None

@@ -1,4 +1,4 @@
-"""Tool calls: complete, in streamed pieces, and in the form for chat templates."""
+"""Tool calls: complete, as streamed pieces, and in the format for chat templates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ToolCall:
     """A tool call requested by the model.
 
     Attributes:
-        id: id of the call, to which the tool's result refers.
+        id: id of the call, which the tool's result refers to.
         name: name of the tool, possibly one that was not offered.
-        arguments: JSON text of an object; if the model wrote invalid JSON or was cut off, the text
-            that it wrote.
+        arguments: JSON text of an object, or, if the model wrote invalid JSON or was cut off, the
+            text that it wrote.
     """
 
     id: str
@@ -26,7 +26,7 @@ class ToolCall:
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form for chat templates; valid arguments become an object."""
+        """Return the call in the format for chat templates; valid arguments become an object."""
         arguments: Any = self.arguments
         try:
             parsed = json.loads(arguments)
@@ -39,7 +39,7 @@ class ToolCall:
 
     @property
     def unescaped(self) -> str:
-        """Return the arguments as a chat template may write them, with escapes decoded."""
+        """Return the arguments with escapes decoded, as a chat template may write them."""
         arguments = self.for_template()["function"]["arguments"]
         return arguments if isinstance(arguments, str) else json_text(arguments)
 
@@ -51,7 +51,7 @@ class ToolCallDelta:
     Attributes:
         index: index of the call in the answer, from 0.
         arguments: next characters of the call's arguments.
-        id, name: id and name of the call, in its first piece only.
+        id, name: id and name of the call, only in its first piece.
     """
 
     index: int
@@ -61,11 +61,11 @@ class ToolCallDelta:
 
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""JSON schema of the parameters of each tool, by the tool's name."""
+"""JSON schema of each tool's parameters, by tool name."""
 
 
 def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """Join pieces to calls."""
+    """Assemble streamed pieces into complete calls."""
     heads: list[tuple[str, str]] = []
     arguments: list[list[str]] = []
     for delta in deltas:

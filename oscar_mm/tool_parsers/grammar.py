@@ -1,4 +1,4 @@
-"""Grammar rules of calls in llguidance's Lark syntax, from which formats build their grammars."""
+"""Grammar rules for calls, in llguidance's Lark syntax, from which formats build grammars."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from oscar_mm.tool_parsers.definitions import ToolDefinition
 from oscar_mm.tool_parsers.schema import without_unknown_formats
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Options for JSON with fixed spacing, so that a model cannot write white space forever."""
+"""Options for JSON with fixed spacing, so that a model cannot write white space endlessly."""
 
 
 def literal(text: str) -> str:
-    """Return a rule that matches a text."""
+    """Return a rule that matches a string."""
     return json.dumps(text)
 
 
 def mark(text: str, mark_tokens: Mapping[str, int]) -> str:
-    """Return a rule that matches a mark: by id if it is a single token, otherwise as text."""
+    """Return a rule that matches a marker: by id if it is a single token, otherwise as text."""
     return f"<[{mark_tokens[text]}]>" if text in mark_tokens else literal(text)
 
 
 def sequence(*parts: str) -> str:
-    """Return a rule that matches parts one after the other."""
+    """Return a rule that matches the parts one after the other."""
     return " ".join(part for part in parts if part)
 
 
 def choice(names: Iterable[str]) -> str:
-    """Return a rule that matches any of some rules."""
+    """Return a rule that matches any one of the given rules."""
     return " | ".join(names)
 
 
 def rules_of_calls(
     tools: Sequence[ToolDefinition], rules_of: Callable[[ToolDefinition, str], dict[str, str]]
 ) -> dict[str, str]:
-    """Return the rule ``call``, which matches a call of any tool, and the rules that it needs.
+    """Return the rule ``call``, which matches a call to any tool, and the rules that it needs.
 
     Args:
         tools: tools that may be called.
-        rules_of: function from a tool and a name to rules, of which one has this name.
+        rules_of: function from a tool and a name to rules, one of which has this name.
     """
     rules: dict[str, str] = {}
     for place, tool in enumerate(tools):
@@ -50,13 +50,14 @@ def rules_of_calls(
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """Return a rule that matches JSON valid under a schema."""
+    """Return a rule that matches JSON that is valid under a schema."""
     served = without_unknown_formats(schema)
     return f"%json {json.dumps({**served, 'x-guidance': _SPACING})}"
 
 
 def schema_of_arguments(tool: ToolDefinition) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments; an empty object if it has no parameters."""
+    """Return the JSON schema of a tool's arguments; that of an empty object if it has no
+    parameters."""
     schema = dict(tool.parameters)
     if schema == {"type": "object", "properties": {}}:
         schema["additionalProperties"] = False
@@ -64,21 +65,21 @@ def schema_of_arguments(tool: ToolDefinition) -> dict[str, Any]:
 
 
 def arguments_of(tool: ToolDefinition) -> str:
-    """Return the grammar rule of a tool's arguments as JSON."""
+    """Return the grammar rule for a tool's arguments as JSON."""
     return json_of(schema_of_arguments(tool))
 
 
 def grammar_of(start: str, rules: Mapping[str, str]) -> str:
-    """Return a grammar with a start rule and further rules by name."""
+    """Return a grammar with a start rule and other rules by name."""
     return "".join(f"{name}: {rule}\n" for name, rule in {"start": start, **rules}.items())
 
 
 def calls_or(text: str, calls: str) -> str:
-    """Return a grammar of answers that are either calls or a text.
+    """Return a grammar for answers that are either calls or text.
 
     Args:
-        text: rule of the text.
-        calls: grammar of calls, see ``grammar_of``.
+        text: rule for the text.
+        calls: grammar for calls, see ``grammar_of``.
     """
     return f"start: calls | text\ntext: {text}\n{calls.replace('start:', 'calls:', 1)}"
 
@@ -100,12 +101,14 @@ def call_rules(
 
 
 def repeated(rule: str, between: str, many: bool) -> str:
-    """Return a rule that matches ``rule`` once, or if ``many`` several times with ``between``."""
+    """Return a rule that matches ``rule`` once or, if ``many``, repeatedly, separated by
+    ``between``."""
     return f"{rule} ({sequence(between, rule)})*" if many else rule
 
 
 def parameters_of(tool: ToolDefinition) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return name, schema and whether it is required for each parameter of a tool, required first.
+    """Return each parameter of a tool as (name, schema, whether it is required), required ones
+    first.
 
     Raises:
         InputError: if the schema does not list the parameters.

@@ -1,4 +1,4 @@
-"""Hermes: calls as JSON objects between tags, as Hermes 2 Pro, Qwen2.5 and Qwen3 write them.
+"""Hermes: calls as JSON objects in tags, as written by Hermes 2 Pro, Qwen2.5 and Qwen3.
 
 <tool_call>
 {"name": "find", "arguments": {"text": "sign"}}
@@ -19,7 +19,7 @@ _BEGIN = "<tool_call>"
 
 
 class Hermes(ToolFormat):
-    """Format with calls in JSON between tags."""
+    """Format with JSON calls in tags."""
 
     name = "hermes"
     begins = (_BEGIN,)
@@ -35,7 +35,7 @@ class Hermes(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Return a grammar of blocks with one call each, separated by line breaks."""
+        """Return a grammar for blocks with one call each, separated by line breaks."""
         rules = call_rules(tools, '\n{"name": "', '", "arguments": ', "}\n")
         block = sequence(mark(_BEGIN, mark_tokens), "call", mark(cls.end, mark_tokens))
         return grammar_of(repeated("block", literal("\n"), many), {"block": block, **rules})

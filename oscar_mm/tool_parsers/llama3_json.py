@@ -1,4 +1,4 @@
-"""Llama 3 JSON: calls as bare JSON objects, as Llama 3.1 and 3.2 write them.
+"""Llama 3 JSON: calls as bare JSON objects, as written by Llama 3.1 and 3.2.
 
 {"name": "find", "parameters": {"text": "sign"}}; {"name": "find", "parameters": {"text": "door"}}
 """
@@ -25,7 +25,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolFormat):
-    """Format with bare JSON objects; only calls of offered tools count."""
+    """Format with bare JSON objects; only calls to offered tools count."""
 
     name = "llama3_json"
     begins = (_TAG, "{")
@@ -39,7 +39,7 @@ class Llama3Json(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Return a grammar of JSON objects separated by semicolons.
+        """Return a grammar for JSON objects separated by semicolons.
 
         Calls are ``%json`` rules, not literals: llguidance takes the longest matching literal, so a
         literal that begins with a bracket would hide a JSON answer.
@@ -49,7 +49,7 @@ class Llama3Json(ToolFormat):
 
     @classmethod
     def read(cls, reader: Reader, calls: CallWriter) -> Reading[None]:
-        """Read an object, and the separator after it."""
+        """Read an object and the separator after it."""
         yield from reader.literal(_TAG)
         yield from reader.space()
         yield from read_call(reader, calls, bare=True)
@@ -62,7 +62,8 @@ class Llama3Json(ToolFormat):
 
 
 def _call_schema(tool: ToolDefinition) -> dict[str, Any]:
-    """Return the JSON schema of a call; definitions move to its root, where references resolve."""
+    """Return the JSON schema of a call; definitions are moved to its root, where references
+    resolve."""
     arguments = schema_of_arguments(tool)
     shared = {key: arguments[key] for key in ("$defs", "definitions") if key in arguments}
     return {

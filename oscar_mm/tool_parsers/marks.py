@@ -1,4 +1,4 @@
-"""Find the marks of tool calls that are single tokens, and decode those that are special."""
+"""Find tool-call markers that are single tokens, and decode those that are special tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from oscar_mm.tool_parsers.parser import ToolFormat
 
 
 def mark_tokens(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]:
-    """Return the ids of a format's marks that are single tokens, by their texts."""
+    """Return the ids of a format's markers that are single tokens, by marker text."""
     added = {one.content: number for number, one in tokenizer.added_tokens_decoder.items()}
     return {mark: added[mark] for mark in tool_format.marks() if mark in added}
 
 
 def special_marks(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, int]:
-    """Return the ids of a format's marks that are special tokens, which decoding skips.
+    """Return the ids of a format's markers that are special tokens, which decoding skips.
 
     "[TOOL_CALLS]" of Mistral's tokenizers and "<|python_tag|>" of Llama's are special, and
     "<tool_call>" of Qwen's is not.
@@ -29,11 +29,11 @@ def special_marks(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, in
 
 
 class MarkDecoder:
-    """Decoder that works like the tokenizer, but keeps marks that are special tokens.
+    """Decodes like the tokenizer, but keeps markers that are special tokens.
 
     Args:
         tokenizer: tokenizer of the model.
-        marks: ids of the marks that are special tokens, by their texts.
+        marks: ids of the markers that are special tokens, by marker text.
     """
 
     def __init__(self, tokenizer: Any, marks: dict[str, int]) -> None:

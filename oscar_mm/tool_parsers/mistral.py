@@ -32,7 +32,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class Mistral(ToolFormat):
-    """Format with calls after a control token."""
+    """Format in which calls follow a control token."""
 
     name = "mistral"
     begins = (_BEGIN,)
@@ -47,7 +47,7 @@ class Mistral(ToolFormat):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Return a grammar of a list of objects after the control token."""
+        """Return a grammar for the control token followed by a list of objects."""
         rules = call_rules(tools, '{"name": "', '", "arguments": ', "}")
         calls = repeated("call", literal(", "), many)
         begin = mark(_BEGIN, mark_tokens)
@@ -55,7 +55,7 @@ class Mistral(ToolFormat):
 
     @classmethod
     def new_id(cls) -> str:
-        """Return nine letters or digits; the templates refuse other ids."""
+        """Return an id of nine letters or digits; the templates reject other ids."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     @classmethod
@@ -78,7 +78,7 @@ class Mistral(ToolFormat):
 
 
 class MistralNamed(Mistral):
-    """Format of newer models: a control token before each call, then its name and arguments."""
+    """Format of newer models: each call is a control token, the name and the arguments."""
 
     name = "mistral_named"
 
@@ -91,7 +91,7 @@ class MistralNamed(Mistral):
     def grammar(
         cls, tools: Sequence[ToolDefinition], many: bool, mark_tokens: Mapping[str, int]
     ) -> str:
-        """Return a grammar of calls one after the other."""
+        """Return a grammar for consecutive calls."""
         rules: dict[str, str] = {}
         begin, middle = mark(_BEGIN, mark_tokens), mark(_ARGUMENTS, mark_tokens)
         for place, tool in enumerate(tools):

@@ -1,6 +1,6 @@
-"""Reader: streamed text that a generator reads from its beginning.
+"""Reader: streamed text, read from its beginning by generators.
 
-Generators that read yield when they need more text, and return what they have read.
+The generators yield when they need more text, and return what they have read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Reading = Generator[None, None, T]
 """Generator that yields when it needs more text, and returns a T."""
 Write = Callable[[str], object]
 MAX_NAME = 256
-"""Maximum characters of the name of a tool, a parameter or a key."""
+"""Maximum number of characters in the name of a tool, a parameter or a key."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -23,7 +23,7 @@ class Broken(Exception):
 
 
 class Reader:
-    """Streamed text with a read position; the cost of a piece does not depend on earlier pieces.
+    """Streamed text with a read position; the cost of a chunk does not depend on earlier chunks.
 
     Attributes:
         ended: whether the text is complete.
@@ -32,7 +32,7 @@ class Reader:
     def __init__(self) -> None:
         self._text, self._at = "", 0
         self._kept: list[str] = []
-        """Text read since ``keep`` that was removed from ``_text``."""
+        """Text that was read since ``keep`` and removed from ``_text``."""
         self._keep = 0
         self.ended = False
 
@@ -54,7 +54,7 @@ class Reader:
         self._at = self._keep
 
     def take(self, size: int) -> str:
-        """Read characters that are available already."""
+        """Read characters that are already available."""
         taken = self._text[self._at : self._at + size]
         self._at += len(taken)
         return taken
@@ -66,7 +66,7 @@ class Reader:
         return self._text[self._at : self._at + size]
 
     def literal(self, word: str) -> Reading[bool]:
-        """Read a word if it is next; return whether it was."""
+        """Read a word if it comes next; return whether it did."""
         while not self._text.startswith(word, self._at):
             left = len(self._text) - self._at
             if self.ended or left >= len(word) or not word.startswith(self._text[self._at :]):
@@ -79,8 +79,8 @@ class Reader:
         """Read the next characters as long as they match.
 
         Args:
-            pattern: repetition of a pattern for a single character.
-            write: function that gets the characters, piece by piece.
+            pattern: a repeated pattern for a single character.
+            write: function that gets the characters, chunk by chunk.
         """
         while True:
             match = pattern.match(self._text, self._at)
@@ -97,10 +97,10 @@ class Reader:
         return self.run(_SPACE)
 
     def word(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Read a short run.
+        """Read a short run of characters that match.
 
         Raises:
-            Broken: if it is longer than ``MAX_NAME``.
+            Broken: if the run is longer than ``MAX_NAME``.
         """
         pieces: list[str] = []
         size = 0
@@ -116,14 +116,14 @@ class Reader:
         return "".join(pieces)
 
     def until(self, marks: Sequence[str], write: Write) -> Reading[str]:
-        """Read up to a mark, but not the mark.
+        """Read up to the next marker, but not the marker.
 
         Args:
-            marks: marks, none of them empty.
-            write: function that gets the text before the mark, piece by piece.
+            marks: markers, none of them empty.
+            write: function that gets the text before the marker, chunk by chunk.
 
         Returns:
-            The mark; "" at the end of the text.
+            The marker; "" at the end of the text.
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
@@ -136,7 +136,7 @@ class Reader:
             yield
 
     def _possible(self, marks: Sequence[str]) -> int:
-        """Return how many characters at the end may be the start of a mark."""
+        """Return how many characters at the end may be the start of a marker."""
         if self.ended:
             return 0
         end = self._text[max(self._at, len(self._text) - max(map(len, marks))) :]

@@ -1,4 +1,4 @@
-"""Registry: formats of tool calls by name, and detection of a chat template's format."""
+"""Registry: tool-call formats by name, and detection of a chat template's format."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FORMATS: dict[str, type[ToolFormat]] = {
 
 
 def format_of(template: str) -> type[ToolFormat] | None:
-    """Return the format in which a chat template asks for calls; None if it is not a known one.
+    """Return the format in which a chat template asks for calls; None if it is unknown.
 
     Args:
         template: text of the template.
     """
-    text = template.replace('\\"', '"')  # Most marks are within strings of the template.
+    text = template.replace('\\"', '"')  # Most markers are within strings of the template.
     return next((one for one in FORMATS.values() if one.written_by(text)), None)

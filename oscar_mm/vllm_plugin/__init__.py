@@ -57,8 +57,8 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
     else:
         return found
     raise InputError(
-        f"policy {policy} has {problem}: vLLM needs key_axis='token' and the same bits (2, 3 or 4) "
-        "for all modalities; use a policy such as standard, quarot or standard:bits=4/2"
+        f"policy {policy} has {problem}: vLLM serves with key_axis='token' and the same 2, 3 or 4 "
+        "bits for all modalities; use a policy such as standard, quarot or standard:bits=4/2"
     )
 
 
@@ -101,10 +101,10 @@ class Settings:
         return Recipe.of(page_format, self.policy)
 
     def token_bytes(self, kv_heads: int, head_dim: int) -> int:
-        """Return the bytes of a page per token and KV head.
+        """Return the size of a page in bytes, divided by its tokens and KV heads.
 
         Raises:
-            InputError: if they are not an integer, which vLLM requires.
+            InputError: if the result is not an integer, as vLLM requires.
         """
         from oscar_mm.pages.layout import PAGE_TOKENS
 
@@ -119,7 +119,7 @@ class Settings:
 
 
 def register() -> None:
-    """Register the attention with vLLM, in each of its processes; may be called repeatedly."""
+    """Register the attention with vLLM in the current process; can be called repeatedly."""
     from vllm.v1.attention.backends.registry import (  # pyright: ignore[reportMissingImports]
         AttentionBackendEnum,
         register_backend,

@@ -1,1 +1,1 @@
-"""Page formats: one class each, found by the policy's key_axis."""
+"""Page formats: each has a class, which is selected by the policy's key_axis."""

@@ -204,5 +204,5 @@ class PageCodec(ABC):
         return {}
 
     def macros(self, page: PageShape) -> dict[str, str | int]:
-        """Return the macros that csrc/common/page.cuh needs, for pages that are ``in_fragments``."""
+        """Return the macros for csrc/common/page.cuh, for pages that are ``in_fragments``."""
         raise NotImplementedError(f"no kernel reads pages of key_axis {self.key_axis!r}")

@@ -1,4 +1,4 @@
-"""Whole pages, key_axis "channel": a key channel has one scale for a group of tokens."""
+"""Whole pages, key_axis "channel": each key channel has a scale per group of tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from oscar_mm.quant.fit import (
 
 
 class ChannelCodec(GroupCodec):
-    """Each channel of the keys has a scale and a zero for each group of tokens.
+    """Format in which each key channel has a scale and a zero per group of tokens.
 
-    Keys may be divided by a norm per token. Values of a token have a scale and a zero for each
-    group of channels.
+    Keys may be divided by a norm per token. The values of a token have a scale and a zero per group
+    of channels.
     """
 
     key_axis: ClassVar[str] = "channel"
@@ -36,7 +36,7 @@ class ChannelCodec(GroupCodec):
     stream: ClassVar[bool] = False
 
     def key_group(self, group: int, head_dim: int) -> int:
-        """Return the tokens of a key group."""
+        """Return the number of tokens per key group."""
         return group
 
     def key_scales(self, page: PageShape) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class ChannelCodec(GroupCodec):
         return PAGE_TOKENS // page.key_group, page.head_dim
 
     def centers_keys(self, policy: KVPolicy) -> bool:
-        """Return True: the zeros of the channels are the common part of the keys."""
+        """Return True, since the zeros of the channels are the common part of the keys."""
         return True
 
     def in_fragments(self, page: PageShape) -> bool:
@@ -65,7 +65,7 @@ class ChannelCodec(GroupCodec):
         return arrays | _packed_values(basis.values_in(values), page, fitting)
 
     def decode(self, arrays: Arrays, page: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale * code + zero, for keys times the norm."""
+        """Return scale * code + zero, multiplied by the norm for keys."""
         keys = decoded(arrays, "key", page.key_group, 2)
         if page.token_scaling is not None:
             norms = arrays["norms"]

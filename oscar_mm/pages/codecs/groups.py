@@ -1,7 +1,7 @@
-"""Formats whose codes have a scale and a zero for each group of values; the kernels read them.
+"""Formats that have a scale and a zero for each group of values, which the kernels support.
 
-A head consists of these arrays (g: key group, c: value group, d: head_dim, b: bits of keys or of
-values, 2, 3 or 4):
+A head consists of these arrays (g: key group, c: value group, d: head_dim, b: bits of keys or
+values, which are 2, 3 or 4):
 
     array         shape                        dtype    key_axis "channel" / "token"
     center        (d,)                         float16  only with center
@@ -32,9 +32,9 @@ from oscar_mm.policy import ALLOWED_BITS, PAGE_TOKENS, TOKEN_SCALINGS
 
 
 class GroupCodec(PageCodec):
-    """A value is scale * code + zero, with the same scale and zero for a group of values.
+    """Base class of formats that store scale * code + zero, with one scale and zero per group.
 
-    Groups of values are channels of a token; those of keys differ between subclasses.
+    A value group consists of channels of a token; subclasses define key groups.
     """
 
     has_kernels: ClassVar[bool] = True
@@ -46,7 +46,8 @@ class GroupCodec(PageCodec):
         """Return the shape of the keys' scales in a head."""
 
     def arrays(self, page: PageShape) -> list[Array]:
-        """Return codes, scales and zeros of keys and of values; center and norms if there are."""
+        """Return codes, scales and zeros of keys and values, and center and norms if there are
+        any."""
         tokens, d = PAGE_TOKENS, page.head_dim
         center = [Array("center", (d,), of_tokens=False)] if page.center else []
         norms = Array("norms", (tokens,), kind="norms", per_head=page.token_scaling == "per_head")
@@ -63,13 +64,15 @@ class GroupCodec(PageCodec):
         ]
 
     def check(self, page: PageShape) -> None:
-        """Raise InputError if there are no such pages: bits must be 2, 3 or 4, and fill bytes."""
+        """Raise InputError if the format does not support such pages: codes must have 2, 3 or 4
+        bits and fill whole bytes."""
         if not set(page.bits) <= set(ALLOWED_BITS):
-            raise InputError(f"pages of {page.bits} bits: must be 2, 3 or 4 bits")
+            raise InputError(f"bits={page.bits}: must be 2, 3 or 4")
         super().check(page)
 
     def orders(self, page: PageShape) -> dict[str, Order]:
-        """Return the orders for the kernels; for other pages scales of tokens group by group."""
+        """Return the orders for the kernels; for other pages, scales of tokens are stored group by
+        group."""
         if self.in_fragments(page):
             key_group = None if self.stream else page.key_group
             return fragment_orders(page.head_dim, page.bits, key_group, page.value_group)
@@ -77,7 +80,7 @@ class GroupCodec(PageCodec):
         return {"value_scales": grouped, "value_zeros": grouped}
 
     def macros(self, page: PageShape) -> dict[str, str | int]:
-        """Return the macros of csrc/common/page.cuh."""
+        """Return the macros for csrc/common/page.cuh."""
         return {
             "HEAD_DIM": page.head_dim,
             "KEY_GROUP": page.key_group,

@@ -11,14 +11,14 @@ from oscar_mm.policy import KEY_AXES, KVPolicy
 
 C = TypeVar("C", bound=PageCodec)
 _CODECS: dict[str, PageCodec] = {codec.key_axis: codec() for codec in (ChannelCodec, StreamCodec)}
-"""Codecs by key_axis; a codec's index is its number in arguments of operations, in this process."""
+"""Codecs by key_axis; a codec's index is its number in arguments of operations in this process."""
 
 
 def register_codec(codec: type[C]) -> type[C]:
-    """Register a page format; a class decorator.
+    """Class decorator that registers a page format.
 
-    Policies then accept its ``key_axis``. Register the format before such a policy is made, or a
-    file with one is loaded.
+    Policies then accept its ``key_axis``. Register the format before creating such a policy or
+    loading a file that contains one.
 
     Raises:
         ValueError: if another format has this key_axis.
@@ -34,7 +34,7 @@ def register_codec(codec: type[C]) -> type[C]:
 
 
 def codec_of(owner: KVPolicy | PageShape) -> PageCodec:
-    """Return the page format of a policy, or of pages."""
+    """Return the page format of a policy or of pages."""
     return _CODECS[owner.key_axis]
 
 
@@ -44,9 +44,9 @@ def codec_number(key_axis: str) -> int:
 
 
 def key_axis_of(number: int) -> str:
-    """Return the key_axis of the page format with a number.
+    """Return the key_axis of the page format with the given number.
 
     Raises:
-        IndexError: if there is none.
+        IndexError: if there is no such format.
     """
     return list(_CODECS)[number]

@@ -1,4 +1,4 @@
-"""Stream pages, key_axis "token": each token has its own scales, and is written by itself."""
+"""Stream pages, key_axis "token": each token has its own scales and is written separately."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from oscar_mm.quant.fit import (
 
 
 class StreamCodec(GroupCodec):
-    """Keys and values of a token have a scale and a zero for each group of channels.
+    """Format in which the keys and values of a token have a scale and a zero per channel group.
 
-    With center, the sign bit of a key's scale says whether to add the page's center; the scale is
-    its absolute value.
+    If the format has a center, the sign bit of a key's scale indicates whether to add the page's
+    center; the scale is the absolute value.
     """
 
     key_axis: ClassVar[str] = "token"
@@ -36,11 +36,12 @@ class StreamCodec(GroupCodec):
         return PAGE_TOKENS, page.head_dim // page.key_group
 
     def in_fragments(self, page: PageShape) -> bool:
-        """Return whether a key has one group, of a number of channels that the kernels support."""
+        """Return whether a key has a single group, with a number of channels that the kernels
+        support."""
         return page.head_dim in KERNEL_HEAD_DIMS and page.key_group == page.head_dim
 
     def orders(self, page: PageShape) -> dict[str, Order]:
-        """Return the orders for the kernels; for other pages scales group by group."""
+        """Return the orders for the kernels; for other pages, scales are stored group by group."""
         grouped = by_group(page.head_dim // page.key_group)
         return {"key_scales": grouped, "key_zeros": grouped} | super().orders(page)
 
@@ -84,7 +85,7 @@ class StreamCodec(GroupCodec):
         }
 
     def decode(self, arrays: Arrays, page: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale * code + zero, plus the center where the sign of a scale says so."""
+        """Return scale * code + zero, plus the center where the sign of the scale requires it."""
         values = decoded(arrays, "value", page.value_group, 3)
         if not page.center:
             return decoded(arrays, "key", page.key_group, 3), values
@@ -97,7 +98,8 @@ class StreamCodec(GroupCodec):
 def in_codes(
     vectors: torch.Tensor, bits: int, group: int, fit: str, unbiased: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes (..., d), scale and zero (..., groups), and squared error (...) of vectors."""
+    """Return codes (..., d), scales and zeros (..., groups), and squared error (...) for
+    vectors."""
     grouped = vectors.unflatten(-1, (-1, group))
     scale, zero = fit_group(grouped, bits, fit, -1)
     codes = assign_codes(grouped, scale, zero, bits)
