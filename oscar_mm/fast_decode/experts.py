@@ -72,7 +72,7 @@ _checker = ArgumentChecker("mixture")
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/experts/experts.cu, field for field."""
+    """Mirror of ``Params`` in csrc/experts/experts.cu, field for field."""
 
     _fields_ = (
         *pointers("x", "norm", "logits", "weights", "residual", "output"),
@@ -163,7 +163,7 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
 
 
 class GroupedParams(ctypes.Structure):
-    """``Params`` of csrc/experts/route.cu, field for field."""
+    """Mirror of ``Params`` in csrc/experts/route.cu, field for field."""
 
     _fields_ = (
         *pointers("logits", "shares", "places", "rows_of", "groups", "count"),
@@ -172,7 +172,7 @@ class GroupedParams(ctypes.Structure):
 
 
 class CombineParams(ctypes.Structure):
-    """``Params`` of csrc/experts/combine.cu, field for field."""
+    """Mirror of ``Params`` in csrc/experts/combine.cu, field for field."""
 
     _fields_ = (*pointers("found", "shares", "places", "residual", "output"), *ints("width"))
 
@@ -295,7 +295,7 @@ class GroupedKernels(
 
 
 class PromptParams(ctypes.Structure):
-    """``Params`` of csrc/experts/prompt.cu, field for field."""
+    """Mirror of ``Params`` in csrc/experts/prompt.cu, field for field."""
 
     _fields_ = (
         *pointers("logits", "x", "shares", "choices", "counts", "places", "ends", "copies"),

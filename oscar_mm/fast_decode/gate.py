@@ -15,7 +15,7 @@ THREADS, _AT_ONCE = 256, 8
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/linear/gate.cu, field for field."""
+    """Mirror of ``Params`` in csrc/linear/gate.cu, field for field."""
 
     _fields_ = (
         *pointers("gates", "ups"),

@@ -109,7 +109,7 @@ def _kernels(
 
 
 class Matrices(ctypes.Structure):
-    """``Matrices`` of csrc/linear/matrices.cuh, field for field."""
+    """Mirror of ``Matrices`` in csrc/linear/matrices.cuh, field for field."""
 
     _fields_ = (
         *((name, _ADDRESSES) for name in ("weights", "biases")),
@@ -132,7 +132,7 @@ class Matrices(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/linear/linear.cu, field for field."""
+    """Mirror of ``Params`` in csrc/linear/linear.cu, field for field."""
 
     _fields_ = (*pointers("x", "norm"), ("matrices", Matrices), ("epsilon", ctypes.c_float))
 
@@ -205,7 +205,7 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
 
 
 class RowsParams(ctypes.Structure):
-    """``Params`` of csrc/linear/linear_rows.cu, field for field."""
+    """Mirror of ``Params`` in csrc/linear/linear_rows.cu, field for field."""
 
     _fields_ = (
         *pointers("x"),
@@ -216,7 +216,7 @@ class RowsParams(ctypes.Structure):
 
 
 class NormParams(ctypes.Structure):
-    """``Params`` of csrc/linear/rms_norm.cu, field for field."""
+    """Mirror of ``Params`` in csrc/linear/rms_norm.cu, field for field."""
 
     _fields_ = (
         *pointers("x", "weight", "output"),

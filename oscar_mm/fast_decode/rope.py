@@ -45,7 +45,7 @@ class RopeArguments(NamedTuple):
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/rope/rope.cu, field for field."""
+    """Mirror of ``Params`` in csrc/rope/rope.cu, field for field."""
 
     _fields_ = (
         *pointers("heads", "query_norm", "key_norm", "cosine", "sine"),

@@ -86,8 +86,7 @@ class CheckedKernels(Generic[S, K]):
         self._choosing = threading.RLock()
 
     def kernel(self, specialization: S, device: torch.device) -> K | None:
-        """Return the kernel to use; None if PyTorch operations must be used, and log the reason
-        once.
+        """Return the kernel to use, or None to use PyTorch operations; log the reason once.
 
         Raises:
             RuntimeError: if the first use is during a CUDA graph capture, in which nothing can be

@@ -233,7 +233,7 @@ def image_outline(
         _count(upright, count, "")
         used = _drafted(image, fit, limits, "")
         limits.check_frame(*image.size, "")
-        # The encoded bytes are in memory twice, because a decoder process may get a copy.
+        # Encoded bytes count twice, because a decoder process may get a copy.
         header = 2 * encoded + header_bytes(image)
         return _outline(image.format, image.size, used or _fitting(*upright, fit, limits), header)
 

@@ -147,7 +147,7 @@ class Timeline:
 
         Args:
             container: PyAV container with a video track that was just opened.
-                check: function that raises if its argument, in seconds, is too long for a clip.
+            check: function that raises if its argument, in seconds, is too long for a clip.
             label: name of the clip in error messages.
 
         Raises:

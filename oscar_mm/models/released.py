@@ -293,8 +293,7 @@ def add_released(models: Iterable[ReleasedModel]) -> None:
 
 
 def released_model(name: str | Path) -> ReleasedModel | None:
-    """Return the released model with a name; None for any other name, and if there is a folder with
-    this name.
+    """Return the released model with the given name; None if the name is unknown or is a folder.
 
     Args:
         name: hub id, with or without its owner: "Qwen/Qwen3-VL-8B-Instruct", "qwen3-vl-8b".

@@ -60,7 +60,7 @@ class AppendArguments(NamedTuple):
 
 
 class AppendParams(ctypes.Structure):
-    """``Params`` of csrc/append/append.cu, field for field."""
+    """Mirror of ``Params`` in csrc/append/append.cu, field for field."""
 
     _fields_ = (
         *pointers("keys", "values", "recent", "writes", "not_finite"),

@@ -105,7 +105,7 @@ def begin_count(rows: int, tokens: int, of_row: int) -> int:
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/block_tables/block_tables.cu, field for field."""
+    """Mirror of ``Params`` in csrc/block_tables/block_tables.cu, field for field."""
 
     _fields_ = (
         *pointers("blocks", "lengths", "starts", "slots", "tails"),

@@ -55,7 +55,7 @@ _checker = ArgumentChecker("decode")
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/decode/decode.cu, field for field."""
+    """Mirror of ``Params`` in csrc/decode/decode.cu, field for field."""
 
     _fields_ = (
         *pointers("queries", "keys", "values", "output", "pages_a", "pages_b", "recent", "recents"),
@@ -279,8 +279,7 @@ def decode_kernel(
     columns: int,
     device: torch.device,
 ) -> DecodeKernel | None:
-    """Return the kernel for a layer; None if PyTorch operations must be used, and log the reason
-    once.
+    """Return the kernel for a layer, or None to use PyTorch operations; log the reason once.
 
     Args:
         formats: formats of the layer's pages, at most two.
@@ -361,7 +360,7 @@ def max_total_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.
 
 
 def _loops(formats: tuple[PageFormat, ...]) -> Callable[[DecodeArguments], torch.Tensor] | None:
-    """Return the CPU kernel; None if PyTorch operations must be used, and log the reason once."""
+    """Return the CPU kernel, or None to use PyTorch operations; log the reason once."""
     if not cpu_kernels_available("decode"):
         return None
     # Imported on first use, since it loads a compiler.

@@ -96,7 +96,7 @@ class PackArguments(NamedTuple):
 
 
 class PackParams(ctypes.Structure):
-    """``Params`` of csrc/pack/pack.cu, field for field."""
+    """Mirror of ``Params`` in csrc/pack/pack.cu, field for field."""
 
     _fields_ = (
         *pointers("keys", "values", "recent", "source", "rows", "slots", "pages", "sigma"),
@@ -107,7 +107,7 @@ class PackParams(ctypes.Structure):
 
 
 class NormsParams(ctypes.Structure):
-    """``Params`` of csrc/pack/norms.cu, field for field."""
+    """Mirror of ``Params`` in csrc/pack/norms.cu, field for field."""
 
     _fields_ = (
         *pointers("keys", "recent", "source", "rows", "slots", "sigma", "norms"),

@@ -108,7 +108,7 @@ class RingArguments(NamedTuple):
 
 
 class Params(ctypes.Structure):
-    """``Params`` of csrc/block_tables/rings.cu, field for field."""
+    """Mirror of ``Params`` in csrc/block_tables/rings.cu, field for field."""
 
     _fields_ = (
         *pointers("blocks", "lengths", "starts", "slots", "tails", "owners", "rings"),

@@ -56,7 +56,7 @@ _checker, _layers_checker = ArgumentChecker("store"), ArgumentChecker("store_lay
 
 
 class Work(ctypes.Structure):
-    """``Work`` of csrc/store/store.cu, field for field."""
+    """Mirror of ``Work`` in csrc/store/store.cu, field for field."""
 
     _fields_ = (
         *pointers("keys", "values", "jobs", "begins"),
@@ -66,7 +66,7 @@ class Work(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """``Layer`` of csrc/store/store.cu, field for field."""
+    """Mirror of ``Layer`` in csrc/store/store.cu, field for field."""
 
     _fields_ = (
         *pointers("recent", "pages", "sigma", "not_finite"),
@@ -86,13 +86,13 @@ class Layer(ctypes.Structure):
 
 
 class StoreParams(ctypes.Structure):
-    """``Params`` of csrc/store/store.cu, field for field."""
+    """Mirror of ``Params`` in csrc/store/store.cu, field for field."""
 
     _fields_ = (("work", Work), ("layer", Layer))
 
 
 class LayersParams(ctypes.Structure):
-    """``LayersParams`` of csrc/store/store.cu, field for field."""
+    """Mirror of ``LayersParams`` in csrc/store/store.cu, field for field."""
 
     _fields_ = (("work", Work), ("layers", Layer * _MAX_LAYERS))
 

@@ -69,7 +69,7 @@ class UnpackArguments(NamedTuple):
 
 
 class UnpackParams(ctypes.Structure):
-    """``Params`` of csrc/unpack/unpack.cu, field for field."""
+    """Mirror of ``Params`` in csrc/unpack/unpack.cu, field for field."""
 
     _fields_ = (
         *pointers("pages", "slots", "sigma", "keys", "values"),

@@ -2,7 +2,7 @@
 
 A value x of a group is stored as code = round((x - zero) / scale) in 0 .. 2^bits - 1 and read as
 scale * code + zero. Scales and zeros are float16 in a page; they are rounded before the codes are
-assigned, so each code is the one that will be read as the nearest value. Scale and zero may then be
+assigned, so each code is the one whose decoded value is nearest. Scale and zero may then be
 replaced by others with which the group does not shrink (``unbiased_scale``). The norm of a key
 alone cannot achieve this: if most of a key is the mean of its neighbours, as in models without QK
 norm, the mean satisfies <K^, K> = |K|^2 while the differences between keys remain shrunk.

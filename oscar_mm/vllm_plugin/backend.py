@@ -63,7 +63,7 @@ class OscarMetadata(Step, AttentionMetadata):
 
 
 class OscarBackend(AttentionBackend):
-    """Attention over stream pages, which are vLLM's blocks.
+    """Attention backend over stream pages, which are vLLM's blocks.
 
     Attributes:
         settings: settings of the model created last, the only one that vLLM's calls on the class
@@ -284,7 +284,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         layer, attention, decoder_layer, *_ = *(owner() for owner in self._owners), None, None, None
         if layer is None:
             return
-        if type(layer) is not Attention:  # A subclass may use another mask or other blocks.
+        if type(layer) is not Attention:  # Other classes may use another mask or other blocks.
             raise _unsupported([f"layers of {type(layer).__name__}"])
         sigma = None
         if self._policy.balances and attention is not None:
