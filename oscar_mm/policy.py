@@ -312,8 +312,8 @@ def _checked_width(name: str, width: Any) -> Bits:
         if bits == PLAIN or (bits.keys in ALLOWED_BITS and bits.values in ALLOWED_BITS):
             return bits
     raise InputError(
-        f"KVPolicy bits of {name} = {width!r}: must be 2, 3, 4 or 16, or 2, 3 or 4 of keys and of "
-        "values, like (3, 2)"
+        f"KVPolicy bits of {name} = {width!r}: must be 2, 3, 4 or 16, or a pair of 2, 3 or 4 for "
+        "keys and values, such as (3, 2)"
     )
 
 

@@ -88,8 +88,8 @@ def test_bad_bits(bits: object, modality: str, width: object) -> None:
     with pytest.raises(InputError) as error:
         KVPolicy(bits=bits)
     assert str(error.value) == (
-        f"KVPolicy bits of {modality} = {width!r}: must be 2, 3, 4 or 16, or 2, 3 or 4 of keys and "
-        "of values, like (3, 2)"
+        f"KVPolicy bits of {modality} = {width!r}: must be 2, 3, 4 or 16, or a pair of 2, 3 or 4 "
+        "for keys and values, such as (3, 2)"
     )
 
 

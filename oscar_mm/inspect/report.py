@@ -315,8 +315,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
-            "plots need matplotlib: pip install '.[plots]' in a clone, or omit --out to print "
-            "only the tables"
+            "plots require matplotlib: run pip install '.[plots]' in a clone of the repository, or "
+            "omit --out to print only the tables"
         ) from None
 
 

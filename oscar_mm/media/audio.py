@@ -189,7 +189,8 @@ def _require_packages(label: str) -> None:
         import soxr  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"{label}: audio needs the package {error.name}; pip install '.[audio]' in a clone"
+            f"{label}: audio requires the {error.name} package: run pip install '.[audio]' in a "
+            "clone of the repository"
         ) from error
 
 

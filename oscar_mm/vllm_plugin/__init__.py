@@ -88,7 +88,7 @@ class Settings:
             raise InputError(f"additional_config {KEY}={options!r}: must be a mapping of options")
         if unknown := sorted(set(map(str, options)) - {"policy"}):
             raise InputError(
-                f"additional_config {KEY} has no option {', '.join(unknown)}: must be 'policy'"
+                f"additional_config {KEY} has no option {', '.join(unknown)}: use only 'policy'"
             )
         return cls(servable(options.get("policy", DEFAULT)))
 

@@ -159,7 +159,7 @@ class OscarMetadataBuilder(AttentionMetadataBuilder[OscarMetadata]):
         named = vllm_config.compilation_config.static_forward_context
         self._impls: list[OscarImpl] = [named[name].impl for name in layer_names]
         if not all(impl.is_loaded for impl in self._impls):
-            raise _unsupported(["--model-impl transformers, nor other layers outside of modules"])
+            raise _unsupported(["--model-impl transformers or other layers that are not modules"])
         config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
         self._longest = config.max_model_len
