@@ -50,7 +50,7 @@ FITS = ("minmax", "lsq")
 NORMS = ("plain", "refit", "unbiased")
 VALUE_SCALES = ("plain", "unbiased")
 TOKEN_SCALINGS = (None, "per_head", "shared")
-"""Allowed values of the policy fields; their indices are the values of the kernels' macros."""
+"""Allowed values of policy fields; a value's index is the value of the kernels' macro."""
 _ALLOWED: dict[str, tuple] = {
     "key_group": (32, 64, 128),
     "value_group": (32, 64, 128),

@@ -90,7 +90,7 @@ class Specialization(NamedTuple):
     between: int
 
     def macros(self, down: bool, limit: int, tma: bool) -> Macros:
-        """Return the macros of csrc/experts/experts.cu.
+        """Return the macros for csrc/experts/experts.cu.
 
         Args:
             down: whether the macros are for the second kernel.

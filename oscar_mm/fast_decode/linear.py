@@ -55,7 +55,7 @@ MAX_COLUMNS = 24
 """Maximum rows of x for the kernel for more rows. On an H200, cuBLAS is as fast with 32 rows, a
 fifth slower with 16 and a third slower with 8."""
 _FRAGMENT = 8
-"""Columns of a matrix product, and half its rows."""
+"""Number of columns in a matrix unit's product, and half its number of rows."""
 MAX_DEPTH = 16
 WIDEST_NORM = 16384
 NORM_THREADS = 512
@@ -145,7 +145,7 @@ class Specialization(NamedTuple):
     dtype: torch.dtype
 
     def macros(self, depth: int, tma: bool) -> Macros:
-        """Return the macros of csrc/linear/linear.cu."""
+        """Return the macros for csrc/linear/linear.cu."""
         return macros_of(self, WARPS=WARPS, DEPTH=depth, PIECE=PIECE, USE_TMA=tma)
 
 
@@ -265,7 +265,7 @@ class Tiling(NamedTuple):
     span: int = 512
 
     def macros(self, specialization: RowsSpecialization) -> Macros:
-        """Return the macros of csrc/linear/linear_rows.cu."""
+        """Return the macros for csrc/linear/linear_rows.cu."""
         return macros_of(specialization) | macros_of(self, USE_TMA=1)
 
     @property

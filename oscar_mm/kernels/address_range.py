@@ -254,7 +254,7 @@ def free_dropped() -> None:
 
 
 def bytes_in_ranges(device: torch.device) -> tuple[int, int]:
-    """Return ``size`` and ``nbytes`` of all ranges on a GPU, or on all GPUs for a device without
-    index."""
+    """Return the total ``size`` and ``nbytes`` of all ranges on a GPU, or on all GPUs if the device
+    has no index."""
     there = [one for one in list(_ranges) if device.index in (None, one.device.index)]
     return sum(one.size for one in there), sum(one.nbytes for one in there)

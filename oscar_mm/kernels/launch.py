@@ -59,7 +59,7 @@ def architecture(device: torch.device) -> str | None:
 
 
 def uses_tma(device: torch.device) -> bool:
-    """Return whether kernels copy by TMA (csrc/common/copy.cuh): since sm_90, unless disabled.
+    """Return whether kernels copy with TMA (csrc/common/copy.cuh), the default since sm_90.
 
     Raises:
         KernelError: if the device does not support the kernels.
@@ -95,14 +95,14 @@ def exclusive_shared_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 1 for another device."""
+    """Return the number of multiprocessors of a GPU; 1 for other devices."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-"""Dtypes of keys and values that the kernels support, as values of their macro ELEMENT."""
+"""Supported dtypes of keys and values, and the value of the kernels' macro ELEMENT for each."""
 OUT_OF_ORDER = (
     f"the kernels support a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel', the same 2 or "
     "4 bits for keys and values; with 'token', one key group for the whole head"
@@ -296,7 +296,7 @@ class Kernel:
                 self._launch(*how)
 
     def capture_on(self, stream: int) -> int | None:
-        """Return the id of the CUDA graph capture of a stream; None if there is none."""
+        """Return the id of a stream's CUDA graph capture; None if it is not being captured."""
         active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         asking = "asking for a capture"
         if self._checked(asking, self._driver.cuStreamIsCapturing(stream)) != active:
@@ -407,7 +407,7 @@ def recipe_macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def check_pages(page_format: PageFormat, dtype: torch.dtype) -> None:
-    """Raise KernelError unless kernels support a page format and a dtype of states."""
+    """Raise KernelError unless the kernels support the page format and the dtype of states."""
     if not page_format.in_fragments:
         raise KernelError(OUT_OF_ORDER)
     if dtype not in ELEMENTS:

@@ -260,7 +260,7 @@ def store(typing: Any, array: types.Array, index: types.Type, vector: VectorType
 
 @_intrinsic
 def splat(typing: Any, number: types.Type) -> Any:
-    """Make a vector of copies of a float32 number, or of the low 32 bits of an integer."""
+    """Return a vector of 16 copies of a float32 number, or of the low 32 bits of an integer."""
     is_float = number == types.float32
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -272,7 +272,7 @@ def splat(typing: Any, number: types.Type) -> Any:
 
 @_intrinsic
 def splat_one(typing: Any, array: types.Array, index: types.Type) -> Any:
-    """Make a vector of copies of one number of a contiguous array; see ``load``."""
+    """Return a vector of 16 copies of one number in a contiguous array; see ``load``."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         array = context.make_array(sig.args[0])(context, builder, values[0])
@@ -307,7 +307,7 @@ def as_floats(typing: Any, words: VectorType) -> Any:
 
 
 def _reinterpret(vector: VectorType) -> Callable[..., Any]:
-    """Return a function that reinterprets the bits of a vector as another type of numbers."""
+    """Return a function that reinterprets the bits of a vector as numbers of another type."""
 
     @_intrinsic
     def reinterpreted(typing: Any, bits: VectorType) -> Any:

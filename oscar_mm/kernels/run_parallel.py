@@ -1,4 +1,4 @@
-"""Run compiled CPU kernels in parallel, on as many threads as torch has."""
+"""Run compiled CPU kernels in parallel, on the number of threads that torch uses."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class _Call:
 
 
 def _settle(calls: Sequence[_Call]) -> None:
-    """Settle all calls even on Ctrl-C, since their output arrays may be reused afterwards."""
+    """Settle all calls, even on Ctrl-C, since their output arrays may be reused afterwards."""
     try:
         for call in calls:
             call.settle()

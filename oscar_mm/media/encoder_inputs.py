@@ -56,7 +56,7 @@ class PixelScale(NamedTuple):
 
     @classmethod
     def of(cls, processor: Any) -> PixelScale | None:
-        """Return how an image or video processor scales; None if scaling cannot be deferred."""
+        """Return the scaling of an image or video processor; None if it cannot be deferred."""
         by_torch = getattr(processor, "backend", None) == "torchvision"
         if not (by_torch and processor.do_rescale and processor.do_normalize):
             return None

@@ -174,7 +174,7 @@ class Media:
         return [MediaPart(one.modality, one.content, one.label) for one in self]
 
     def __add__(self, later: Media) -> Media:
-        """Return the media of this turn followed by those of a later turn, kind by kind."""
+        """Return the media of this turn followed by those of a later turn, for each kind."""
         both = {
             name: [*getattr(self, name), *getattr(later, name)]
             for name in ("images", "videos", "audio")

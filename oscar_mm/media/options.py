@@ -17,7 +17,7 @@ from oscar_mm.modality import Modality
 
 _DETAILS = "auto", "low", "high"
 LOW_PIXELS = 512 * 512
-"""Maximum number of pixels of an image with ``detail="low"``, as in OpenAI's API."""
+"""Maximum number of pixels in an image with ``detail="low"``, as in OpenAI's API."""
 _SIZES = "min_pixels", "max_pixels", "resized_width", "resized_height"
 _FRAMES = "fps", "num_frames", "min_frames", "max_frames", "video_start", "video_end"
 OF_MODALITY = {
@@ -30,7 +30,7 @@ _NUMBERS = "fps", "video_start", "video_end"
 _MAX_NUMBER = 1 << 63
 """Numbers must be below this; a larger whole number might not convert to a float."""
 ALIASES = {"nframes": "num_frames"}
-"""Alternative names of options in message parts."""
+"""Alternative names for options in message parts."""
 
 
 class MediaOptionFields(TypedDict, total=False):

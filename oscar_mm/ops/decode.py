@@ -68,7 +68,7 @@ class Params(ctypes.Structure):
 
 
 class Specialization(NamedTuple):
-    """Compile-time parameters of the kernel; equal ones share a kernel."""
+    """Compile-time parameters of the kernel; equal parameters share a kernel."""
 
     formats: tuple[PageFormat, ...]
     """One or two page formats, with one KV head."""
@@ -121,7 +121,7 @@ class Specialization(NamedTuple):
         return max(page_format.head_bytes for page_format in self.formats)
 
     def macros(self, warps: int, buffers: int, tma: bool) -> dict[str, str | int]:
-        """Return the macros of csrc/decode/decode.cu."""
+        """Return the macros for csrc/decode/decode.cu."""
         first, *more = (page_format.bits for page_format in self.formats)
         second = more[0] if more else Bits(0, 0)
         return page_macros(self.formats[0]) | {

@@ -113,7 +113,7 @@ def laid_out(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
 
 
 def lengths_of(arrays: tuple[np.ndarray, ...]) -> tuple[int, int]:
-    """Return the lengths of items and recents in a result of ``arrays_of``."""
+    """Return the lengths of items and recents in the result of ``arrays_of``."""
     _, items, recents, _ = arrays
     return items.shape[1], recents.shape[1]
 

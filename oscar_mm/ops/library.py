@@ -144,7 +144,7 @@ class ArgumentChecker:
         device: torch.device,
         rows: bool,
     ) -> None:
-        """Raise an error for the first mismatch; return if there is none after all."""
+        """Raise an error for the first mismatch; return normally if there is none."""
         dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         found, strides = tensor.shape, tensor.stride()
         if tensor.dtype not in dtypes:
@@ -192,7 +192,7 @@ class ArgumentChecker:
             self.refuse("norm", repr(recipe.norm), f"one of {norms}")
 
     def refuse(self, name: str, found: object, wanted: object) -> None:
-        """Raise a ValueError for an argument that is not a tensor, or for a combination of
+        """Raise a ValueError about an argument that is not a tensor, or about a combination of
         arguments."""
         raise ValueError(self._said(name, found, wanted))
 

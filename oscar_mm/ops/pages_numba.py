@@ -117,7 +117,7 @@ def plain_layout(page_format: PageFormat) -> tuple[Any, ...]:
 
 
 def _codes_layout(page_format: PageFormat, side: str) -> CodesLayout:
-    """Return the layout of the codes of keys or of values."""
+    """Return the layout of the codes for keys ("key") or values ("value")."""
     (name, _, bits), *high = page_format.planes(f"{side}_codes")
     head_dim, group = page_format.head_dim, page_format.value_group
     parts = 4 // bits

@@ -149,7 +149,7 @@ class ToolCallParser:
         return self._calls.full
 
     def feed(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that are now certain, none of them empty."""
+        """Add text; return the pieces that are now certain, none of which is empty."""
         if self.complete:
             return []
         self._reader.feed(text)

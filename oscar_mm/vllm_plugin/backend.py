@@ -307,7 +307,7 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.attention.make_rings(places, device, dtype)
 
     def rings(self, config: VllmConfig, device: torch.device) -> Rings:
-        """Return the rings of the requests, shared by all metadata builders of the layer."""
+        """Return the requests' rings, which all metadata builders of the layer share."""
         cache = config.cache_config
         blocks = (cache.num_gpu_blocks or 0) * max(cache.block_size // PAGE_TOKENS, 1)
         if self._rings is None or self._rings.blocks != blocks:

@@ -181,7 +181,7 @@ class PageCodec(ABC):
         return divided_group(group, head_dim)
 
     def centers_keys(self, policy: KVPolicy) -> bool:
-        """Return whether a page stores the common part of its keys separately, without error."""
+        """Return whether a page stores what its keys have in common separately and exactly."""
         return policy.center
 
     def min_tokens(self, page_bytes: int, token_bytes: int) -> int:
