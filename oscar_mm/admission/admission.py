@@ -1,4 +1,4 @@
-"""Admission: checks whether requests fit before any tower runs, and reserves their memory."""
+"""Admission: checks that requests fit before any encoder runs, and reserves their memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
 
 _DOUBT = 0.05
-"""Assumed maximum error of a recording's or video's header, as a share of its length."""
+"""Assumed maximum error of the length in a recording's or video's header, as a share of it."""
 _BLOCK = 1 << 16
-"""Characters tokenized at a time by the length check; shorter texts skip this check."""
+"""Number of characters that the length check tokenizes at a time; shorter texts skip the check."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Past:
 
     Attributes:
         cache: cache with the past.
-        tokens: number of its tokens that count toward the context.
-        remedies: returns what would free some of them.
+        tokens: number of the past's tokens that count toward the context.
+        remedies: function that returns ways to free some of these tokens.
     """
 
     cache: OscarCache
@@ -58,18 +58,19 @@ class Past:
 
 @dataclass(eq=False)
 class Admission:
-    """Size checks of requests, and memory reservations for running ones.
+    """Size checks for requests, and memory reservations for running requests.
 
-    The exact size is checked on the prompt, before the model runs. For a request with media it is
-    also estimated before these are decoded, from texts and headers. A refusal changes nothing.
+    The exact size is checked on the prompt, before the model runs. For a request with media, the
+    size is also estimated before the media are decoded, from texts and headers. A refusal changes
+    nothing.
 
     Attributes:
-        family: model family, which counts tokens and has the model.
+        family: model family, which counts tokens and holds the model.
         store: page store of the caches.
-        max_context: maximum tokens of a conversation including its answer.
-        prefill_chunk: tokens per chunk of a long prompt; None if prompts are not split.
-        budget: limit on the bytes of all caches; None for no limit.
-        thread: the engine thread, which looks at the caches.
+        max_context: maximum number of tokens of a conversation, including its answer.
+        prefill_chunk: number of tokens per chunk of a long prompt; None if prompts are not split.
+        budget: limit on the total size of all caches; None for no limit.
+        thread: engine thread, which accesses the caches.
     """
 
     family: Family
@@ -81,7 +82,8 @@ class Admission:
     _known: tuple[tuple[int, torch.device], dict[torch.device, dict[Bits, int]]] | None = field(
         default=None, init=False, repr=False
     )
-    """Bytes of a slot by device, and the layers and the device of the model that they are of."""
+    """Cache of ``_slot_bytes_by_device``, with the number of layers and the model's device for
+    which it is valid."""
 
     @property
     def model(self) -> Any:
@@ -90,9 +92,10 @@ class Admission:
 
     @property
     def max_seconds(self) -> float:
-        """Seconds of sound that fill the context.
+        """Seconds of audio that fill the context.
 
-        60 if the family does not support audio: reading stops early, before the sound is refused.
+        60 if the family does not support audio, so that reading stops early before the audio is
+        refused.
         """
         if Modality.AUDIO not in self.family.reads:
             return 60.0
@@ -104,13 +107,13 @@ class Admission:
     ) -> None:
         """Refuse text that is invalid, empty or longer than the context.
 
-        It does not wait for the engine.
+        Does not wait for the engine.
 
         Args:
-            name: name of the argument, for the error.
+            name: name of the argument, for the error message.
             text: value given by a user.
-            may_be_empty: allow an empty text.
-            calls: allow marks of tool calls, which answers may contain.
+            may_be_empty: whether to allow an empty text.
+            calls: whether to allow tool-call markers, which answers may contain.
 
         Raises:
             InputError: if the text is refused, ``RequestTooLarge`` if it is too long; names the
@@ -136,8 +139,8 @@ class Admission:
             messages: messages of a turn or of a whole conversation.
 
         Raises:
-            InputError: if a message or medium is refused, ``RequestTooLarge`` if texts are too
-                long; names the message or the medium.
+            InputError: if a message or media item is refused, ``RequestTooLarge`` if texts are too
+                long; names the message or the media item.
         """
         for message in messages:
             self.check_message(message)
@@ -152,7 +155,7 @@ class Admission:
 
         Raises:
             InputError: if the message is refused, ``RequestTooLarge`` if a text is too long; names
-                the message or the medium.
+                the message or the media item.
         """
         self.family.check_reads(message.media)
         calls = message.role == "assistant"
@@ -162,16 +165,17 @@ class Admission:
             self.check_text(message.place, text, may_be_empty=True)
 
     def check_text_length(self, name: str, text: str) -> None:
-        """Refuse a text that alone exceeds the context; does not wait for the engine.
+        """Refuse a text that by itself exceeds the context. Does not wait for the engine.
 
         Raises:
-            RequestTooLarge: if it is too long; names the argument, its characters and the limit.
+            RequestTooLarge: if the text is too long; names the argument, its number of characters
+                and the limit.
         """
         self.check_characters(name, len(text))
         self._check_tokens(name, text)
 
     def check_characters(self, name: str, count: int) -> None:
-        """Refuse more characters than can fit into the context, by their number alone.
+        """Refuse more characters than can fit into the context, without tokenizing them.
 
         Raises:
             RequestTooLarge: see ``check_text_length``.
@@ -188,19 +192,19 @@ class Admission:
         past: Past | None = None,
         template: TemplateOptions = USUAL,
     ) -> None:
-        """Refuse a request that does not fit, by the sizes of its media, before these are decoded.
+        """Refuse a request that does not fit, judging by the sizes of its media before decoding.
 
-        If others may close the cache of ``past``, call it in the engine thread.
+        If other threads may close the cache of ``past``, call this in the engine thread.
 
         Args:
             messages: checked messages of the turn.
             shown: media of the messages, as sized by ``MediaReader.outline``.
-            max_new_tokens: maximum tokens of the answer.
-            past: what the request continues.
+            max_new_tokens: maximum number of tokens of the answer.
+            past: past that the request continues.
             template: chat-template options of a request without a past.
 
         Raises:
-            RequestTooLarge: if the request does not fit; with numbers and remedies.
+            RequestTooLarge: if the request does not fit; states numbers and remedies.
             InputError: if the model does not support the media.
         """
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
@@ -218,8 +222,8 @@ class Admission:
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
         doubt = int(_DOUBT * (tokens["audio"] + tokens["video"]))
         self._check_context(size, doubt)
-        # Text last, so that as many media tokens as possible are in full pages. In another order
-        # other tokens may be in the window, and fewer may wait for a page.
+        # Text last, so that as many media tokens as possible are in full pages. In a different
+        # order, other tokens may be in the window, and fewer may wait for a page.
         row = [np.full(tokens[kind.label], int(kind), np.int8) for kind in reversed(Modality)]
         policy = self.store.policy
         waiting = sum(min_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
@@ -227,16 +231,16 @@ class Admission:
         self._check(size, np.concatenate(row)[doubt:], past, order)
 
     def check_prompt(self, prompt: Prompt, max_new_tokens: int, past: Past | None = None) -> None:
-        """Refuse a prompt that does not fit with its answer into context, budget or memory.
+        """Refuse a prompt that, with its answer, does not fit into context, budget or memory.
 
         Args:
             prompt: prompt of a single row.
-            max_new_tokens: maximum tokens of the answer.
-            past: what the prompt continues.
+            max_new_tokens: maximum number of tokens of the answer.
+            past: past that the prompt continues.
 
         Raises:
             MemoryBusy: if other chats occupy the memory of a device.
-            RequestTooLarge: if it can never fit; with numbers and remedies.
+            RequestTooLarge: if the prompt can never fit; states numbers and remedies.
         """
         size = RequestSize.of(prompt, max_new_tokens)
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
@@ -249,7 +253,7 @@ class Admission:
         Args:
             prompt: prompt of a single row.
             max_new_tokens: requested answer length in tokens.
-            past: what the prompt continues.
+            past: past that the prompt continues.
 
         Returns:
             From 1 to ``max_new_tokens`` tokens.
@@ -272,10 +276,10 @@ class Admission:
         return self._growth(np.full(1, Modality.TEXT, np.int8), self.max_context, None)
 
     def fair_answer(self, answers: int) -> int:
-        """Return the answer length in tokens if so many requests share the memory evenly.
+        """Return the answer length in tokens if this number of requests shares the memory evenly.
 
-        At most the context. Memory that other caches use now counts as available; the memory of
-        prompts is ignored.
+        At most the length of the context. Memory that other caches use now counts as available; the
+        memory for prompts is ignored.
         """
         growth = self._longest_growth
         shares = [] if self.budget is None else [self.budget.limit / self.growth_bytes(growth)]
@@ -283,7 +287,8 @@ class Admission:
         return int(self.max_context * min(1.0, min(shares, default=math.inf) / answers))
 
     def _device_shares(self, growth: SlotForecast) -> list[float]:
-        """Return how many times a forecast fits into each GPU's memory, that of caches included."""
+        """Return how many times a forecast fits into each GPU's memory, including the memory that
+        caches use now."""
         shares = []
         for device, sizes in self._slot_bytes_by_device().items():
             if (free := free_bytes(device)) is not None:
@@ -298,7 +303,7 @@ class Admission:
 
         Args:
             prompt: prompt of a single row.
-            max_new_tokens: maximum tokens of the answer.
+            max_new_tokens: maximum number of tokens of the answer.
             cache: cache that the prompt continues.
         """
         return self._growth(prompt.modalities[0].numpy(), max_new_tokens, cache)
@@ -315,18 +320,18 @@ class Admission:
         Args:
             growth: slot forecast of prompt and answer.
             prompt: prompt of a single row.
-            cache: cache that the request continues; its chat is not spilled while it is answering.
+            cache: cache that the request continues; its chat is not spilled while answering.
 
         Returns:
             The reservation in the budget, in effect until it is dropped; None without a budget.
 
         Raises:
-            MemoryBusy: if there is not enough memory at present; nothing has changed.
+            MemoryBusy: if there is not enough memory at present; nothing has changed then.
         """
         for device, needed, available in self._short_devices(growth, prompt.modalities.numel()):
             raise MemoryBusy(
-                f"this needs about {format_bytes(needed)}, but only {format_bytes(available)} are "
-                f"free on {device}: close() chats, or send smaller requests"
+                f"this needs about {format_bytes(needed)}, but only {format_bytes(available)} is "
+                f"free on {device}: close() some chats or send smaller requests"
             )
         if self.budget is None:
             return None
@@ -335,11 +340,11 @@ class Admission:
         return self.budget.reserve(cache, prompt.tokens, added)
 
     def shortage(self, needed: int, what: str) -> str | None:
-        """Return why the budget has no memory for more bytes without spilling; None if it has.
+        """Return why more bytes do not fit into the budget without spilling; None if they fit.
 
         Args:
             needed: additional bytes.
-            what: subject and verb of the error, such as "the row takes".
+            what: subject and verb of the error message, such as "the row takes".
         """
         total = needed + (0 if self.budget is None else self.budget.used_bytes)
         if self.budget is None or total <= self.budget.limit:
@@ -348,14 +353,14 @@ class Admission:
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        """Shapes of each layer's keys and values, for the heads of this rank."""
+        """Shape of each layer's keys and values, for the heads of this rank."""
         shape = ModelShape.of(self.model.config, 0)
         heads = max(1, shape.kv_heads // self.store.ranks.count)
         dtype = self.model.get_input_embeddings().weight.dtype
         return [LayerShape(heads, shape.head_dim, dtype)] * shape.layers
 
     def _check_tokens(self, name: str, text: str) -> None:
-        """Refuse a long text block by block, in a time bounded by the longest text that fits.
+        """Refuse a text that is too long, tokenizing it block by block and no further than needed.
 
         Short texts are skipped; they are counted with the whole request.
         """
@@ -391,9 +396,9 @@ class Admission:
             raise size.refusal(self.max_context, "the context")
 
     def _check(self, size: RequestSize, new: np.ndarray, past: Past | None, doubt: int = 0) -> None:
-        """Run ``_check_bytes``, in the engine thread if it looks at a past or talks to ranks.
+        """Run ``_check_bytes``, in the engine thread if there is a past or tensor parallelism.
 
-        Otherwise it only reads counters, and a request need not wait for a step.
+        Otherwise the check only reads counters, so that a request need not wait for a step.
         """
         check = partial(self._check_bytes, size, new, past, doubt)
         if past is None and self.store.ranks.count == 1:
@@ -404,17 +409,17 @@ class Admission:
     def _check_bytes(
         self, size: RequestSize, new: np.ndarray, past: Past | None, doubt: int = 0
     ) -> None:
-        """Refuse what does not fit into the budget or a device.
+        """Refuse a request that does not fit into the budget or a device.
 
         Args:
             size: size of the request.
             new: (tokens,) int8 modalities of the prompt.
-            past: what the request continues.
-            doubt: tokens that may be packed although ``new`` implies 16-bit precision.
+            past: past that the request continues.
+            doubt: number of tokens that may be packed although ``new`` implies 16-bit precision.
 
         Raises:
             MemoryBusy: if other chats occupy the memory of a device.
-            RequestTooLarge: if it would not fit even without other chats.
+            RequestTooLarge: if the request would not fit even without other chats.
         """
         cache = None if past is None else past.cache
         whole = self._growth(new, size.answer, cache)
@@ -452,7 +457,7 @@ class Admission:
     def _short_devices(
         self, growth: SlotForecast, tokens: int
     ) -> Iterator[tuple[torch.device, int, int]]:
-        """Yield the GPUs with too little memory, with the needed and the free bytes."""
+        """Yield each GPU with too little memory, with the needed and the available bytes."""
         for device in self._slot_bytes_by_device():
             if (free := free_bytes(device)) is None:
                 continue
@@ -494,7 +499,7 @@ class Admission:
         return activation_bytes(read, weight.shape[1], weight.element_size())
 
     def _slot_bytes(self) -> dict[Bits, int]:
-        """Bytes of a slot by bits, summed over all layers."""
+        """Return bits -> bytes of a slot, summed over all layers."""
         sums: dict[Bits, int] = {}
         for sizes in self._slot_bytes_by_device().values():
             for bits, size in sizes.items():
@@ -502,7 +507,7 @@ class Admission:
         return sums
 
     def _slot_bytes_by_device(self) -> dict[torch.device, dict[Bits, int]]:
-        """Bytes of a slot by bits, summed over the layers of each device."""
+        """Return device -> bits -> bytes of a slot, summed over the layers of the device."""
         # Recomputed when layers have created their pools, or the model has moved.
         known_for, known = (len(self.store.layers), self.family.device), self._known
         if known is None or known[0] != known_for:
@@ -528,12 +533,12 @@ class Admission:
         return sum(count * sizes[bits] for bits, count in counts.items())
 
     def _free_bytes(self, device: torch.device) -> int:
-        """Bytes of free slots on a device, which are used before pools grow."""
+        """Return the bytes of free slots on a device, which are used before pools grow."""
         free = {bits: allocator.free for bits, allocator in self.store.allocators.items()}
         return self.store.bytes_of(free, device)
 
     def _others_bytes(self, device: torch.device, cache: OscarCache | None) -> int:
-        """Bytes of slots on a device that are used by other caches only."""
+        """Return the bytes of slots on a device that only other caches use."""
         used = {bits: allocator.used for bits, allocator in self.store.allocators.items()}
         if cache is not None:
             for bits, count in SlotSet.of(cache.kv_manager.streams()).counts.items():

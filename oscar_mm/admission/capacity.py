@@ -1,6 +1,7 @@
-"""Capacity: the memory of a conversation by the model's shape, and the memory of devices.
+"""Capacity: memory that a conversation takes for a model's dimensions, and memory of devices.
 
-KVBudget: a limit on the bytes of all chats, which spills the least recently used chat to disk.
+KVBudget: limit on the total size of all chats, enforced by spilling the least recently used to
+disk.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 HIDDEN_STATES = 6
-"""Minimum number of hidden states alive at once during prefill.
+"""Minimum number of hidden-state tensors alive at once during prefill.
 
-LLaVA with grouped queries has six: the layer's input and its norm, and queries, keys and values
+LLaVA with grouped queries needs six: the layer's input and its norm, and queries, keys and values
 during RoPE. Qwen's features and wider queries, towers and experts need more. The number is low so
-that no request is refused that would run.
+that requests that would run are never refused.
 """
 
 
@@ -46,7 +47,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def activation_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Return the minimum bytes that prefill of so many tokens takes in addition to the cache."""
+    """Return the minimum bytes that prefill of ``tokens`` takes in addition to the cache."""
     return HIDDEN_STATES * tokens * hidden_size * itemsize
 
 
@@ -56,14 +57,14 @@ RESERVED = 0.1
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model that determine the bytes of its weights, keys and values.
+    """Dimensions of a model that determine the size of its weights, keys and values.
 
     Attributes:
         layers: number of decoder layers, without those that keep a state instead of keys and
             values.
         kv_heads: number of KV heads per layer.
         head_dim: channels per head.
-        parameters: number of parameters of the whole model, including towers.
+        parameters: number of parameters of the whole model, including its encoder towers.
     """
 
     layers: int
@@ -73,7 +74,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> ModelShape:
-        """Return the shape of a model from its transformers configuration."""
+        """Return the dimensions of a model from its transformers configuration."""
         text = config.get_text_config()
         heads = text.num_attention_heads
         return cls(
@@ -84,10 +85,10 @@ class ModelShape:
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
-        """Return the bytes of a page of one layer by bits; under ``PLAIN``, of a 16-bit token.
+        """Return bits -> bytes of a page in one layer; under ``PLAIN``, of a 16-bit token.
 
         Args:
-            policy: policy that says how keys and values are stored.
+            policy: how keys and values are stored.
             itemsize: bytes per number that is not packed.
         """
         sizes = {PLAIN: 2 * self.kv_heads * self.head_dim * itemsize}
@@ -97,18 +98,18 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in 16-bit precision."""
+        """Size of the weights in bytes, in 16-bit precision."""
         return 2 * self.parameters
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Return the bytes of a conversation's pages and 16-bit tokens; the latest ones are text.
+        """Return the bytes of a conversation's pages and 16-bit tokens, assuming it ends with text.
 
-        Tables and free slots are not included: tables take below 1% of any long conversation, and
-        free slots depend on the other contents of the store.
+        Tables and free slots are not included: tables take less than 1% of any long conversation,
+        and free slots depend on the other contents of the store.
 
         Args:
-            policy: policy that says how keys and values are stored.
-            tokens: token counts by modality ("text", "image", "video", "audio"); the sinks are
+            policy: how keys and values are stored.
+            tokens: modality ("text", "image", "video", "audio") -> number of tokens; the sinks are
                 text.
         """
         text = tokens.get(Modality.TEXT.label, 0)
@@ -120,7 +121,8 @@ class ModelShape:
         return self.layers * int(bytes_over_time(held, self.slot_bytes(policy))[0])
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Return how many such conversations fit next to the weights; 0 if the weights do not."""
+        """Return how many conversations with these token counts fit next to the weights; 0 if the
+        weights do not fit."""
         available = gpu_bytes * (1 - RESERVED) - self.weight_bytes
         return max(0, int(available // max(1, self.kv_bytes(policy, tokens))))
 
@@ -129,7 +131,7 @@ def layers_of_states(config: Any) -> list[str]:
     """Return the types of the layers that keep a state instead of keys and values.
 
     Args:
-        config: transformers configuration, which names them "linear_attention", "mamba", ...
+        config: transformers configuration, with layer types such as "linear_attention" or "mamba".
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
@@ -170,7 +172,7 @@ class Reservation:
 
     @property
     def outstanding(self) -> int:
-        """Bytes that the answer may still take."""
+        """Number of bytes that the answer may still take."""
         if self.cache.closed:
             return 0
         written = min(self.cache.get_seq_length() - self.begin, len(self.added) - 1)
@@ -179,21 +181,21 @@ class Reservation:
 
 
 class KVBudget:
-    """Limit on the bytes of stores; drops prefixes and spills chats to keep it.
+    """Limit on the total size of stores, enforced by dropping prefixes and spilling chats.
 
-    Use it in the engine thread. The budget counts pages and 16-bit tokens of all chats,
-    prefixes and requests, each once. To free memory, prefixes are dropped first; then idle chats
-    are written to files, least recently used first, and loaded again at their next use. The bytes
-    of a turn are forecast slot by slot (``oscar_mm.cache.placement``), up to its longest answer,
-    and reserved; later requests get the rest.
+    For use in the engine thread. The budget counts pages and 16-bit tokens of all chats, prefixes
+    and requests, each once. To free memory, prefixes are dropped first; then idle chats are written
+    to files, least recently used first, and loaded again at their next use. The size of a turn is
+    forecast slot by slot (``oscar_mm.cache.placement``), up to its longest possible answer, and
+    reserved; later requests get the rest.
 
     Args:
-        store: page store of the pipeline; stores that share the budget are added to ``stores``,
-            a weak set.
-        limit: maximum bytes.
+        store: page store of the pipeline; stores that share the budget are added to ``stores``, a
+            weak set.
+        limit: maximum size in bytes.
         folder: folder for the files, created if missing. True: a temporary folder. False: nothing
             is written, and a turn that does not fit is refused.
-        prefixes: prefix cache of the pipeline.
+        prefixes: prefix cache of the pipeline; None if there is none.
 
     Raises:
         InputError: if the folder cannot be created.
@@ -208,7 +210,7 @@ class KVBudget:
         self.folder: Path | None = None
         try:
             if folder is True:
-                # Removed with this object, at the latest at exit.
+                # Removed with this object, or at exit at the latest.
                 self._temporary = tempfile.TemporaryDirectory(
                     prefix="oscar-mm-", ignore_cleanup_errors=True
                 )
@@ -223,23 +225,24 @@ class KVBudget:
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Remove the temporary folder; chats are not spilled any more."""
+        """Remove the temporary folder; no chats are spilled from then on."""
         if self._temporary is not None:
             self._temporary.cleanup()
             self.folder = None
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use in all stores."""
+        """Number of bytes in use in all stores."""
         return sum(store.memory().used_bytes for store in self.stores)
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes in use in all stores, and those that running requests may still take."""
+        """Number of bytes in use in all stores, plus the bytes that running requests may still
+        take."""
         return self.used_bytes + sum(reservation.outstanding for reservation in self._reservations)
 
     def reserve(self, cache: OscarCache, prompt: int, added: np.ndarray) -> Reservation:
-        """Reserve the bytes that ``free_memory`` has freed for a request.
+        """Reserve for a request the bytes that ``free_memory`` has freed.
 
         Args:
             cache: cache that the request continues, before the prompt.
@@ -268,11 +271,11 @@ class KVBudget:
 
         Args:
             needed: bytes to free.
-            chat: chat that needs them; it is not spilled, and neither are answering chats.
+            chat: chat that needs the bytes; it is not spilled, and neither are answering chats.
 
         Raises:
             MemoryBusy: if dropping and spilling everything possible would not suffice; nothing has
-                changed.
+                changed then.
         """
         used = self.taken_bytes
         short = used + needed - self.limit
@@ -281,11 +284,12 @@ class KVBudget:
         self._give_way(needed, chat)
 
     def settle(self, chat: Spillable) -> None:
-        """After a turn of ``chat``: spill other chats until the budget holds."""
+        """Spill other chats after a turn of ``chat``, until the budget is met."""
         self._give_way(0, chat)
 
     def _give_way(self, needed: int, chat: Spillable | None) -> None:
-        """Drop prefixes and spill other chats until ``needed`` bytes fit, or nothing is left."""
+        """Drop prefixes and spill other chats until ``needed`` bytes fit, or nothing is left to
+        drop or spill."""
         while self.taken_bytes + needed > self.limit:
             if self.prefixes:
                 self.prefixes.drop_oldest()
@@ -301,13 +305,13 @@ class KVBudget:
         return [other for other in self._last_use if other is not chat and other.can_be_spilled]
 
     def _could_go(self, chat: Spillable | None) -> int:
-        """Bytes of slots used only by prefixes and other chats."""
+        """Return the bytes of slots used only by prefixes and other chats."""
         others = [other.cache for other in self._others(chat)]
         prefixes = [] if self.prefixes is None else self.prefixes.caches
         return self._freed([*others, *prefixes])
 
     def _freed(self, caches: Sequence[OscarCache]) -> int:
-        """Bytes of slots used only by these caches."""
+        """Return the bytes of slots used only by these caches."""
         total = 0
         for store in self.stores:
             kv_managers = [cache.kv_manager for cache in caches if cache.store is store]

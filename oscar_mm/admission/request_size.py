@@ -1,4 +1,4 @@
-"""RequestSize: the tokens of a request by modality, and the error if there are too many."""
+"""RequestSize: token counts of a request by modality, and the error if there are too many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def count_tokens(family: Family, media: Media) -> dict[str, int]:
     """Count the tokens of a first turn with ``media`` and a minimal question, by modality.
 
     Raises:
-        InputError: if the family does not support the modality of a medium.
+        InputError: if the family does not support the modality of a media item.
     """
     counts = dict.fromkeys((modality.label for modality in Modality), 0)
     counts["text"] = text_tokens(family, [user_message(_QUESTION, media.parts)])
@@ -38,13 +38,13 @@ def count_tokens(family: Family, media: Media) -> dict[str, int]:
 
 
 def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
-    """Count the tokens that a medium adds to a turn, by modality.
+    """Count the tokens that a media item adds to a turn, by modality.
 
-    Sizes suffice: the family's estimate is exact for images and recordings, and for videos the
-    processor runs on frames on the meta device.
+    Needs only the sizes of media: the family's estimate is exact for images and recordings, and for
+    videos the processor runs on frames on the meta device.
 
     Raises:
-        InputError: if the family does not support the modality of the medium.
+        InputError: if the family does not support the modality of the media item.
     """
     family.check_reads([medium])
     if medium.modality is not Modality.VIDEO:
@@ -67,31 +67,31 @@ def text_tokens(
     """Count the text tokens of a conversation rendered with the chat template.
 
     Raises:
-        InputError: if the family does not support the modality of a medium.
+        InputError: if the family does not support the modality of a media item.
     """
     text = family.render(messages, template=template)
     return family.tokenize(text).shape[1] - len(media_of(messages))
 
 
 _NAMED = 3
-"""Maximum number of media per modality that an error names."""
+"""Maximum number of media items per modality that an error names."""
 _TEMPLATE = 32
-"""Approximate number of tokens from the chat template, which a shorter prompt does not save."""
+"""Approximate number of chat-template tokens, which a shorter prompt does not save."""
 
 
 @dataclass(frozen=True)
 class RequestSize:
-    """Tokens of a request by modality.
+    """Token counts of a request by modality.
 
     Attributes:
-        tokens: tokens of the prompt by modality: "text", "image", "video", "audio".
+        tokens: number of prompt tokens by modality: "text", "image", "video", "audio".
         answer: max_new_tokens.
-        media: labels and token counts of the media by modality. A video includes the text of its
-            timestamps and its sound.
-        past: tokens of earlier turns.
-        frees: returns what a chat can do to free some of the past.
-        at_least: whether the true size may be larger: media were counted by their headers, and a
-            later turn without the chat template's additions.
+        media: labels and token counts of the media, by modality. A video includes its timestamps
+            and its audio track.
+        past: number of tokens of earlier turns.
+        frees: function that returns what a chat can do to free some of the past.
+        at_least: whether the true size may be larger, because media were sized by their headers, or
+            because a later turn was counted without the chat template's additions.
     """
 
     tokens: Mapping[str, int]
@@ -116,7 +116,7 @@ class RequestSize:
 
     @property
     def total(self) -> int:
-        """Tokens of past, prompt and answer together."""
+        """Total number of tokens of past, prompt and answer."""
         return self.past + sum(self.tokens.values()) + self.answer
 
     def refusal(self, fits: int, bound: str, otherwise: str = "") -> RequestTooLarge:
@@ -149,7 +149,7 @@ class RequestSize:
         return f" ({', '.join([*named, *more])})" if named else ""
 
     def _remedies(self, excess: int) -> list[str]:
-        """Return what to reduce: the largest parts, until the rest fits."""
+        """Return the parts to reduce, largest first, until the rest fits."""
         sizes = {"past": self.past, "answer": self.answer} | dict(self.tokens)
         sizes["text"] = max(0, sizes["text"] - _TEMPLATE)
         remedies: dict[str, str] = {}
@@ -172,7 +172,7 @@ class RequestSize:
         return f"{what} ({fits} fit)" if left > 0 else what
 
     def _medium_remedy(self, name: str, left: int) -> tuple[str, str]:
-        """Return what to reduce in the prompt, and at least how much of it fits."""
+        """Return what to reduce in the prompt, and how much of it fits at least."""
         share = f"{left / max(1, self.tokens[name]):.0%}"
         if name == "text":
             return "give a shorter prompt", f"{left:,} tokens"

@@ -50,9 +50,9 @@ class BatchView(OscarCache):
             self.replayed(StepPlan())
 
     def can_take(self, cache: OscarCache) -> bool:
-        """Return whether a cache may be a row.
+        """Return whether a cache can be a row.
 
-        It needs the same store, attention in all layers and the same balancing.
+        It must have the same store, the same balancing and no linear-attention layers.
         """
         fits = cache.store is self.store and not cache.linear_layers
         return fits and balanced_alike(self, cache)

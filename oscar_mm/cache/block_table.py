@@ -41,12 +41,12 @@ class SlotPool:
 
     @property
     def free(self) -> int:
-        """Slots without an owner."""
+        """Number of slots without an owner."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Slots with at least one owner."""
+        """Number of slots with at least one owner."""
         return self.capacity - self.free
 
     def allocate(self, count: int) -> list[int]:
@@ -69,8 +69,8 @@ class SlotPool:
         return slots
 
     def plan_ahead(self, index: int) -> int | None:
-        """Return the slot that is allocated after ``index`` others; None if the pool must grow for
-        it."""
+        """Return the slot that would be allocated after ``index`` others; None if the pool would
+        have to grow."""
         self.epoch += 1
         return self._free[-1 - index] if index < len(self._free) else None
 
@@ -234,7 +234,7 @@ class ModalityTable:
         return bool(self.pages) and self.starts[-1] <= STORED_CENTER.start
 
     def move_last_page(self, page: int) -> None:
-        """Replace the last entry's page by another one with the same tokens."""
+        """Replace the last entry's page with another page that has the same tokens."""
         self.pages = (*self.pages[:-1], page)
 
     def fill(self, in_last: int, pages: list[int], in_new: int) -> None:
@@ -254,7 +254,7 @@ class ModalityTable:
     def drop_last(self, count: int) -> tuple[list[int], list[int]]:
         """Remove the last ``count`` tokens and return the ids of the pages and slots to release.
 
-        A cut page keeps its bytes with fewer tokens in use; these are never quantized again.
+        A page that is cut keeps its bytes, with fewer tokens in use; nothing is quantized again.
         """
         left = len(self.slots) - min(count, len(self.slots))
         count -= len(self.slots) - left
@@ -273,8 +273,8 @@ class ModalityTable:
         """Remove the packed tokens start to stop - 1 of the stream.
 
         Returns:
-            Pages of the entries that were replaced, and pages of their replacements: the caller
-            adds owners to the latter, then removes owners from the former.
+            Pages of the replaced entries, and pages of their replacements: the caller must add an
+            owner to the latter, then remove an owner from the former.
         """
         ends = np.cumsum(np.subtract(self.stops, self.starts))
         first = int(np.searchsorted(ends, start, side="right"))
@@ -304,18 +304,18 @@ _CHANNELS = 64
 
 @lru_cache(maxsize=64)
 def min_page_tokens(policy: KVPolicy, bits: Bits) -> int:
-    """Return the number of tokens that begin a page; all of a page that is written as a whole.
+    """Return the minimum number of tokens to begin a page; a full page if it is written as a whole.
 
-    With so many, the page takes no more bytes than the tokens take in 16-bit precision if heads
-    have 64 channels, and fewer with larger heads.
+    With heads of 64 channels, a page with this many tokens takes no more bytes than the tokens do
+    in 16-bit precision; with larger heads it takes fewer.
     """
     page = PageFormat.of(policy, bits, 1, _CHANNELS)
     return page.codec.min_tokens(page.page_bytes, 2 * 2 * _CHANNELS)
 
 
 SINK = len(Modality)
-"""Offset of the stream codes of sinks: a code is the modality, plus this for the sinks of a packed
-modality."""
+"""Offset of the stream codes of sinks: a stream's code is its modality, plus this offset for the
+sinks of a packed modality."""
 NOWHERE = 255
 """Stream code of padding and forgotten tokens, which have an index but are not stored."""
 _NOWHERE = bytes([NOWHERE])
@@ -324,14 +324,14 @@ _SECOND = np.array([0, SECOND], np.int32)
 
 @dataclass
 class SequenceTable:
-    """Block table of one row of the batch: the stream of every token, and the streams.
+    """Block table of one row of the batch: its streams, and which stream each token is in.
 
     Attributes:
         codes: stream code of every token.
         streams: streams by code.
         stored: number of tokens in streams.
-        spare: unused 16-bit slots that this sequence owns; a token that leaves the window in a
-            decode step leaves its slot to later tokens.
+        spare: unused 16-bit slots that this sequence owns; when a token leaves the window in a
+            decode step, its slot is kept for later tokens.
     """
 
     codes: bytearray = field(default_factory=bytearray)
@@ -397,7 +397,7 @@ class SequenceTable:
 
     def recent(self, window: int) -> bytes:
         """Return the stream codes of the last ``window`` stored tokens."""
-        # More than one pass only if many consecutive tokens are padding or forgotten.
+        # Takes more than one pass only if many consecutive tokens are padding or forgotten.
         size = window + 1
         while True:
             stored = self.codes[-size:].replace(_NOWHERE, b"")
@@ -421,7 +421,7 @@ class SlotSet:
 
     @classmethod
     def of(cls, streams: Iterable[ModalityTable]) -> SlotSet:
-        """Return the slots of streams of one store."""
+        """Return the slots of streams that belong to the same store."""
         found = cls()
         for stream in streams:
             for bits, slots in ((stream.bits, stream.pages), (PLAIN, stream.slots)):

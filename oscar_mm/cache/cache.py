@@ -49,7 +49,7 @@ _ARGUMENT = "cache" if "cache" in signature(create_causal_mask).parameters else 
 def as_argument(cache: Any) -> dict[str, Any]:
     """Return a cache as the keyword argument of models and ``generate``.
 
-    It is ``cache`` since transformers 5.24, ``past_key_values`` before.
+    The argument is called ``cache`` since transformers 5.24, ``past_key_values`` before.
     """
     return {_ARGUMENT: cache}
 
@@ -60,7 +60,7 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
 
 
 def balancing_of(model: torch.nn.Module, policy: KVPolicy) -> dict[int, torch.Tensor]:
-    """Return a model's sigma by layer for a policy; empty if nothing is balanced.
+    """Return a model's balancing vectors (sigma) by layer; empty if the policy does not balance.
 
     Raises:
         InputError: if the policy does not fit a model that is divided among ranks.
@@ -91,9 +91,9 @@ class OscarCache(Cache):
     Args:
         policy: a KVPolicy or a preset's name.
         model: model whose keys and values the cache will store; its weights give the query-key
-            balancing. Without it keys are stored unbalanced, and the cache warns once.
-        store: page store to share with other caches of the same model and policy; by default a new
-            one.
+            balancing. If omitted, keys are stored unbalanced, and the cache warns once.
+        store: page store to share with other caches of the same model and policy; by default, a new
+            store.
 
     Raises:
         InputError: if the store has another policy, or the policy does not fit a model that is
@@ -105,7 +105,7 @@ class OscarCache(Cache):
     step: StepPlan | None
     """Plan of the latest forward pass; None before the first one."""
     sigmas: Mapping[int, torch.Tensor | None] | None
-    """Balancing by layer, for layers without keys so far; None if unknown."""
+    """Balancing by layer, for layers that have no keys yet; None if unknown."""
 
     def __init__(
         self,
@@ -166,7 +166,8 @@ class OscarCache(Cache):
         """Add a layer's new keys and values, (batch, KV heads, tokens, head_dim) after RoPE.
 
         Returns:
-            With attention "oscar" the new tokens, marked for it; otherwise past and new tokens.
+            With attention "oscar", the new tokens, tagged for that attention; otherwise past and
+            new tokens.
         """
         dtype = autocast_dtype(key_states)
         return self._take(key_states.to(dtype), value_states.to(dtype), layer_idx)
@@ -200,7 +201,7 @@ class OscarCache(Cache):
 
     @property
     def balancing(self) -> Mapping[int, torch.Tensor | None] | None:
-        """Sigma by layer: of the stored tokens, or of future ones if none is stored yet.
+        """Sigma by layer, for the stored tokens, or for future tokens if none are stored yet.
 
         None if nothing is stored and the model is unknown.
         """
@@ -268,9 +269,9 @@ class OscarCache(Cache):
         return step
 
     def replayed(self, step: StepPlan) -> None:
-        """Record a step as carried out by all layers without their code having run.
+        """Record that all layers have completed a step without running their code.
 
-        A CUDA graph did it, or the pages come from a file or from other caches.
+        A CUDA graph ran the step, or the pages come from a file or from other caches.
         """
         for layer in self.packed_layers:
             step.finish(layer.index)
@@ -278,8 +279,8 @@ class OscarCache(Cache):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the store's other caches make whole passes within the block, between two layers of
-        this pass.
+        """Let other caches of the store run complete forward passes within the block, between two
+        layers of this pass.
 
         Slots that this cache's pass has yet to read are not reallocated.
         """
@@ -302,20 +303,20 @@ class OscarCache(Cache):
 
     @eager
     def end_step(self, indices: Iterable[int] | None = None) -> None:
-        """Pack the tokens that a step on fixed tables leaves for its end, in one launch per kind of
+        """Pack the tokens that a step on fixed tables defers to its end, in one launch per kind of
         layer.
 
         Args:
-            indices: layers that have stored the step's tokens; by default all.
+            indices: layers that have stored the step's tokens; all by default.
         """
         if self.step is not None and self.step.packs_at_end:
             some = self.packed_layers if indices is None else [self.layers[i] for i in indices]
             pack_together(some, self.step)
 
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
-        """Check what a layer has stored for this number of new tokens per row.
+        """Check what a layer has stored in a step with this number of new tokens per row.
 
-        It never waits for a GPU, where a prompt is checked before the next step.
+        Never waits for a GPU: there, a prompt is checked before the next step.
 
         Raises:
             FloatingPointError: on a CPU, for keys or values that ``OscarLayer.check_stored``
@@ -333,7 +334,8 @@ class OscarCache(Cache):
 
         Raises:
             RuntimeError: if the cache is incomplete; it can only be reset or closed.
-            FloatingPointError: for a prompt on a GPU; on a CPU its forward pass raises it.
+            FloatingPointError: if a prompt on a GPU could not be stored; on a CPU, the forward pass
+                itself raises it.
         """
         layers = self.packed_layers
         if self.step is not None:
@@ -369,7 +371,7 @@ class OscarCache(Cache):
         )
 
     def memory(self) -> MemoryReport:
-        """Return the stored bytes by modality and by kind."""
+        """Return the memory usage in bytes, by modality and by kind."""
         return measure(self.kv_manager, self.packed_layers, self.linear_layers)
 
     def shrink(self) -> None:
@@ -390,7 +392,7 @@ class OscarCache(Cache):
         """Return a cache with the same past over the same pages: only tables are copied.
 
         Both caches continue independently and may be cropped, reset or closed: a shared page is
-        copied before either adds a token to it. The fork has the balancing of this cache.
+        copied before either adds a token to it. The fork inherits this cache's balancing.
 
         Raises:
             RuntimeError: during a forward pass, or after an interrupted one.
@@ -411,7 +413,7 @@ class OscarCache(Cache):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:
-        """Return a fork: as independent as a copy, without copied pages."""
+        """Return a fork, which is as independent as a copy but shares the pages."""
         return self.fork()
 
     __copy__ = fork
@@ -429,9 +431,9 @@ class OscarCache(Cache):
         """Drop the tokens ``start`` to ``stop - 1`` of a row and release their pages at once.
 
         The row's length and the other tokens' positions (which are part of the keys) stay the same:
-        the tokens become like padding. Nothing is quantized again; later 16-bit tokens close the
-        gap. With an attention other than "oscar", the attention_mask must be 0 for them from then
-        on.
+        the tokens are treated like padding from then on. Nothing is quantized again; later 16-bit
+        tokens close the gap. With an attention other than "oscar", later calls must pass an
+        attention_mask that is 0 for the dropped tokens.
 
         Args:
             start, stop: indices in the row, counted from 0, padding included.
@@ -449,7 +451,7 @@ class OscarCache(Cache):
 
     @eager
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens of each row, padding included."""
+        """Return the number of tokens in each row, padding included."""
         return self.kv_manager.length
 
     @eager
@@ -459,14 +461,14 @@ class OscarCache(Cache):
         return KeyLength(self.kv_manager.length + query_length, self), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: unbounded."""
+        """Return -1, which means unbounded."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens of every row (the sign is transformers').
+        """Remove the last ``-tokens_to_remove`` tokens of every row (negative, as in transformers).
 
-        Tokens in 16-bit precision are dropped; a cut page keeps its codes with fewer tokens in use.
-        Nothing is quantized again.
+        Tokens in 16-bit precision are dropped; a page that is cut keeps its codes, with fewer
+        tokens in use. Nothing is quantized again.
 
         Raises:
             NotImplementedError: if a linear-attention layer's state already includes them.
@@ -481,7 +483,7 @@ class OscarCache(Cache):
         self.kv_manager.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Replace each row i by row ``beam_idx[i]``; beams share the slots of their history."""
+        """Replace each row i with row ``beam_idx[i]``; beams share the slots of their history."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -522,14 +524,14 @@ class OscarCache(Cache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Store a convolution's state; the first such update makes the layer a linear one."""
+        """Store a convolution state; the first such update makes the layer a ``LinearLayer``."""
         self._use_linear(layer_idx, state_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Store a recurrence's state; the first such update makes the layer a linear one."""
+        """Store a recurrent state; the first such update makes the layer a ``LinearLayer``."""
         self._use_linear(layer_idx, state_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
@@ -551,7 +553,7 @@ class OscarCache(Cache):
             self.layers[index] = LinearLayer()
 
     def reset(self) -> None:
-        """Remove all tokens and the balancing; a store of its own is replaced by an empty one."""
+        """Remove all tokens and the balancing; replace the store if this cache created it."""
         self.kv_manager.clear()
         if self._own_store:
             self.store = PageStore(self.policy)
@@ -584,7 +586,10 @@ class OscarCache(Cache):
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: pools take their shape from the first keys."""
-        raise NotImplementedError("OscarCache.early_initialization: the first keys create pools")
+        raise NotImplementedError(
+            "OscarCache.early_initialization is not supported: pools are created when the first "
+            "keys are stored"
+        )
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> None:
         """Not supported: there are no pages for the indexer keys of sparse attention."""

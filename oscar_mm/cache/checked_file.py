@@ -3,8 +3,8 @@
 The file's metadata contains a SHA-256 of the texts and of the tensors' names, dtypes, shapes and
 bytes. Any reader of safetensors can read the file.
 
-Older files contain a SHA-256 of the whole file instead, computed with zeros in the place of the
-checksum; they can still be read.
+Older files, which can still be read, contain a SHA-256 of the whole file instead, computed with
+zeros in place of the checksum.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _BLANK = "0" * 64
 _OLD_PLACE = f'"{_OLD_NAME}":"'.encode()
 _END_OF_TENSOR = re.compile(rb'"data_offsets":\[\d+,(\d+)\]')
 _MAX_HEADER = 1 << 24
-"""Maximum bytes of a header; enough for a text of a million tokens. The parsed header may take
-twenty times as much."""
+"""Maximum header size in bytes; enough for a text of a million tokens. The parsed header may take
+twenty times as much memory."""
 _SHOWN = 200
-"""Maximum characters shown of other libraries' errors."""
+"""Maximum number of characters shown from other libraries' errors."""
 
 
 class Kind(NamedTuple):
@@ -51,8 +51,8 @@ Content = tuple[dict[str, torch.Tensor], dict[str, str]]
 def write_checked(
     path: str | Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]
 ) -> None:
-    """Write tensors and texts, readable by the owner only; an old file stays until the new one is
-    complete.
+    """Write tensors and texts to a file that only its owner can read; an old file is kept until the
+    new one is complete.
 
     Raises:
         InputError: if the file cannot be written, or the texts are too long to be read again; no
@@ -75,7 +75,7 @@ def write_checked(
 def read_checked(path: str | Path, accept: Accept) -> Content:
     """Return the tensors, on the CPU, and the texts of a file written by ``write_checked``.
 
-    The checksum detects accidents, not forgery: anyone can compute it.
+    The checksum detects accidental changes, not forgery: anyone can compute it.
 
     Args:
         accept: callback for the texts and the tensors' kinds, called before anything but the header
@@ -94,7 +94,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
                 old = _NAME not in texts
                 digest = texts.pop(_OLD_NAME if old else _NAME, "")
                 if len(digest) != len(_BLANK) or (old and header.count(_OLD_PLACE) != 1):
-                    raise InputError(f"{path}: is a safetensors file that oscar_mm did not save")
+                    raise InputError(f"{path} is a safetensors file that oscar_mm did not save")
                 slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
                 kinds = {
                     name: Kind(one.get_dtype(), tuple(one.get_shape()))
@@ -104,7 +104,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
                 tensors = {name: content.get_tensor(name) for name in kinds}
             found = _old_digest(file, header) if old else _digest(tensors, texts)
         if digest != found:
-            raise InputError(f"{path}: was altered after it was saved (checksum mismatch)")
+            raise InputError(f"{path} was altered after it was saved (checksum mismatch)")
         return tensors, texts
     except SafetensorError:
         raise _refusal(path, header) from None
@@ -113,16 +113,16 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
 
 
 def _header(file: BinaryIO, path: Path) -> bytes:
-    """Return the bytes of the header, checked for length only; safetensors parses them."""
+    """Return the raw header; only its length is checked, since safetensors parses it."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= _MAX_HEADER:
-        raise InputError(f"{path}: is not a safetensors file")
+        raise InputError(f"{path} is not a safetensors file")
     header = file.read(length)
     if header[:1] != b"{":
-        raise InputError(f"{path}: is not a safetensors file")
+        raise InputError(f"{path} is not a safetensors file")
     if len(header) < length:
-        raise InputError(f"{path}: is truncated: {size:,} bytes end within its header")
+        raise InputError(f"{path} is truncated: {size:,} bytes end within its header")
     return header
 
 
@@ -131,13 +131,13 @@ def _refusal(path: Path, header: bytes) -> InputError:
     size, ends = path.stat().st_size, [int(end) for end in _END_OF_TENSOR.findall(header)]
     whole = 8 + len(header) + max(ends, default=0)
     if not ends or size == whole:
-        return InputError(f"{path}: is not a safetensors file")
+        return InputError(f"{path} is not a safetensors file")
     state = "is truncated" if size < whole else "has extra bytes at its end"
-    return InputError(f"{path}: {state}: {size:,} bytes, but its header says {whole:,}")
+    return InputError(f"{path} {state}: {size:,} bytes, but its header says {whole:,}")
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> str:
-    """SHA-256 of texts and of tensors' names, dtypes, shapes and bytes."""
+    """Return a SHA-256 of the texts and of the tensors' names, dtypes, shapes and bytes."""
     kinds = {name: [str(tensor.dtype), [*tensor.shape]] for name, tensor in tensors.items()}
     checksum = hashlib.sha256(json.dumps([dict(texts), kinds], sort_keys=True).encode())
     for name in sorted(tensors):
@@ -149,7 +149,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> st
 
 
 def _old_digest(file: BinaryIO, header: bytes) -> str:
-    """Return the SHA-256 of a whole file, with zeros in the place of its checksum."""
+    """Return the SHA-256 of a whole file, with zeros in place of its checksum."""
     place = header.index(_OLD_PLACE) + len(_OLD_PLACE)
     blank = header[:place] + _BLANK.encode() + header[place + len(_BLANK) :]
     checksum = hashlib.sha256(len(header).to_bytes(8, "little") + blank)

@@ -76,7 +76,7 @@ class PendingModalities:
         self._ids = ids
 
     def attention(self, *, packed: bool, padding: torch.Tensor | None = None) -> None:
-        """Set the attention of the next forward pass: "oscar" (``packed``) or another one.
+        """Set the kind of attention of the next forward pass: "oscar" (``packed``) or another.
 
         Args:
             packed: whether attention reads the past from its pages.
@@ -102,11 +102,10 @@ class PendingModalities:
         return ids
 
     def take_packed(self) -> bool:
-        """Return whether attention "oscar" runs the current forward pass, and reset the
-        announcement.
+        """Return whether the current forward pass uses attention "oscar", and clear that flag.
 
-        Each pass announces itself. A pass with a four-dimensional mask does not: it gets past and
-        new tokens unpacked, whatever its attention is.
+        Each such pass sets the flag before it runs, except a pass with a four-dimensional mask: it
+        gets past and new tokens unpacked, whatever its attention implementation.
         """
         packed, self._packed = self._packed, False
         return packed
@@ -148,7 +147,7 @@ class KVCacheManager:
             store.register(self, self.sequences)
 
     def fork(self) -> KVCacheManager:
-        """Return a KV cache manager with copies of the sequences that share their slots."""
+        """Return a KV cache manager with copies of the sequences; the copies share the slots."""
         twin = KVCacheManager(self.store)
         twin.hold([sequence.copy() for sequence in self.sequences])
         return twin
@@ -164,7 +163,7 @@ class KVCacheManager:
 
     @property
     def length(self) -> int:
-        """Tokens of each row, padding included; the same for all rows."""
+        """Number of tokens in each row, padding included; the same for all rows."""
         return len(self.sequences[0].codes) if self.sequences else 0
 
     @property
@@ -176,8 +175,9 @@ class KVCacheManager:
         """Add new tokens to the sequences and return the plan that stores them.
 
         Args:
-            modalities: (batch, tokens) modality ids, -1 for padding; or a list of (tokens,) for
-                rows of different lengths, whose new tokens are concatenated into a batch of one.
+            modalities: (batch, tokens) modality ids, -1 for padding; or a list of (tokens,) arrays
+                for rows of different lengths, whose new tokens are concatenated into a batch of
+                one.
         """
         self.store.collect()
         version = self.version
@@ -197,14 +197,14 @@ class KVCacheManager:
         return step
 
     def planned(self, modalities: np.ndarray) -> StepPlan | None:
-        """Plan the ``StepPlan`` of ``advance`` for (batch, 1) tokens without changing any sequence.
+        """Plan the step of ``advance`` for (batch, 1) tokens in advance, changing no sequence.
 
-        If ``advance`` then receives the same tokens, its plan has this one as ``planned``. What a
-        layer writes for this plan becomes visible only after ``advance``. Free slots may be planned
-        for other sequences too (see ``SlotPool.epoch``).
+        If ``advance`` then receives the same tokens, the plan it returns refers to this one as
+        ``planned``. What a layer writes for this plan becomes visible only after ``advance``. Free
+        slots may also be planned for other sequences (see ``SlotPool.epoch``).
 
         Returns:
-            The plan; None if a page would be copied, a pool would grow or no token would be stored.
+            The plan; None if a page must be copied, a pool must grow or no token is to be stored.
         """
         self.store.collect()
         self._planned_step = None
@@ -253,7 +253,7 @@ class KVCacheManager:
             del sequence.codes[-count:]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Replace the batch by these of its rows, in this order; repeated rows share slots."""
+        """Keep only the given rows of the batch, in this order; repeated rows share slots."""
         for row in rows:
             if not 0 <= row < len(self.sequences):
                 raise IndexError(
@@ -325,16 +325,16 @@ class KVCacheManager:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables: one per token, four per 16-bit slot, eight per page entry."""
+        """Size of the tables in bytes: 1 per token, 4 per 16-bit slot, 8 per page entry."""
         ids = sum(2 * len(stream.pages) + len(stream.slots) for stream in self.streams())
         return sum(len(sequence.codes) for sequence in self.sequences) + 4 * ids
 
 
 class _SequenceSnapshot(NamedTuple):
-    """State of a sequence for a later comparison.
+    """State of a sequence, to tell later whether the sequence has changed.
 
     Attributes:
-        length: tokens of the sequence, padding included.
+        length: number of tokens, padding included.
         stored: number of stored tokens.
         streams: streams of the sequence; a step replaces each stream that it changes.
     """
@@ -368,7 +368,7 @@ class _PlannedStep(NamedTuple):
         modalities: (batch, 1) ids of the tokens.
         codes: stream code of each row's token.
         rows: sequences after the step, without their codes.
-        given: slots that the step allocates.
+        given: slots that the step allocates, by kind.
         freed: 16-bit slots that each row releases.
         owners: number of owners of each slot that the step writes to or empties.
     """
@@ -391,8 +391,8 @@ class _PlannedStep(NamedTuple):
         version: tuple[int, ...],
         store: PageStore,
     ) -> bool:
-        """Return whether the plan is valid for these tokens; padding in rows that have ended is
-        allowed."""
+        """Return whether the plan is valid for these tokens; rows that have ended may have padding
+        instead."""
         if modalities.shape != self.modalities.shape:
             return False
         changed = modalities != self.modalities

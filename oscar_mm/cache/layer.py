@@ -1,7 +1,7 @@
 """Cache layer: moves the bytes of one layer in and out of the store's pools.
 
-``TokenPlaces`` locates the tokens of streams in the pools. ``LinearLayer`` is a layer of linear
-attention in the same cache.
+``TokenPlaces`` locates the tokens of streams in the pools. ``LinearLayer`` is a linear-attention
+layer in the same cache.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from oscar_mm.policy import Bits, KVPolicy
 from oscar_mm.quant.basis import Basis
 
 _GPU_PAGES = 256
-"""Pages that a GPU unpacks at a time: 32,768 tokens, 134 MB with 8 heads of 128 channels in 16-bit
-precision."""
+"""Number of pages that a GPU unpacks at a time: 32,768 tokens, 134 MB with 8 heads of 128 channels
+in 16-bit precision."""
 _CPU_PAGES = 16
-"""Pages that a CPU unpacks at a time; small parts stay in its caches."""
+"""Number of pages that a CPU unpacks at a time; few enough to stay in the CPU's caches."""
 
 
 class LayerCache(Protocol):
@@ -50,7 +50,7 @@ class LayerCache(Protocol):
         ...
 
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
-        """Check what a layer has stored for this number of new tokens per row."""
+        """Check what a layer has stored in a step with this number of new tokens per row."""
         ...
 
     def real_tokens(self, count: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ class LayerCache(Protocol):
         ...
 
     def get_seq_length(self) -> int:
-        """Return the tokens of each row, padding included."""
+        """Return the number of tokens in each row, padding included."""
         ...
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -70,8 +70,8 @@ class Pages(NamedTuple):
     """Packed pages of one format.
 
     Attributes:
-        slots: (n,) int32.
-        used: first and end of the used tokens of each page; None if all pages are full.
+        slots: (n,) int32, page ids.
+        used: (start, stop) of the used tokens of each page; None if all pages are full.
     """
 
     slots: torch.Tensor
@@ -83,7 +83,7 @@ class TokenPlaces(NamedTuple):
 
     Attributes:
         pages: bits -> pages.
-        slots: (n,) int64, slots of the tokens in 16-bit precision.
+        slots: (n,) int64, slot ids of the tokens in 16-bit precision.
     """
 
     pages: dict[Bits, Pages]
@@ -131,7 +131,7 @@ class OscarLayer(CacheLayerMixin):
 
     @property
     def cache(self) -> LayerCache:
-        """The cache of this layer; RuntimeError if it was garbage-collected."""
+        """Cache that owns this layer; RuntimeError if it was garbage-collected."""
         cache = self._cache()
         if cache is None:
             raise RuntimeError("the cache of this layer no longer exists")
@@ -139,7 +139,7 @@ class OscarLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor:
-        """Always raises: models read it for cross-attention, whose keys do not grow."""
+        """Always raise: models read ``keys`` only for cross-attention, whose keys do not grow."""
         raise NotImplementedError(
             "OscarLayer.keys: keys and values are in pages (OscarCache.unpacked makes a copy); for "
             "cross-attention use a DynamicCache"
@@ -148,7 +148,7 @@ class OscarLayer(CacheLayerMixin):
     values = keys  # pyright: ignore[reportAssignmentType] no attribute, so that none is taken
 
     def fork(self, cache: LayerCache) -> OscarLayer:
-        """Return this layer for a fork of the cache, with the same pools and basis."""
+        """Return a copy of this layer for a fork of the cache, with the same pools and basis."""
         twin = copy.copy(self)
         twin._cache = weakref.ref(cache)
         if self.is_initialized:
@@ -156,7 +156,7 @@ class OscarLayer(CacheLayerMixin):
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Read shape, dtype and device from the first keys: (batch, KV heads, tokens, d)."""
+        """Take shape, dtype and device from the first keys, (batch, KV heads, tokens, head_dim)."""
         if key_states.shape != value_states.shape:
             raise InputError(
                 f"layer {self.index}: keys {tuple(key_states.shape)} and values "
@@ -185,18 +185,18 @@ class OscarLayer(CacheLayerMixin):
 
     @property
     def basis(self) -> Basis:
-        """Coordinates of the pages."""
+        """Coordinate system of the pages."""
         return Basis(self.head_dim, self.cache.policy.rotate, self.sigma)
 
     @torch.no_grad()
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan, *, beside: bool = False
     ) -> None:
-        """Store a chunk, (batch, KV heads, tokens, head_dim) each, as the step says.
+        """Store a chunk's keys and values as the step plans.
 
         Args:
-            keys, values: keys and values of the chunk.
-            step: plan of where its tokens go.
+            keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
+            step: plan of where the chunk's tokens go.
             beside: see ``oscar_mm.ops.append``.
 
         Raises:
@@ -225,10 +225,10 @@ class OscarLayer(CacheLayerMixin):
             pages[target] = pages[source]
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan) -> None:
-        """Execute a step's pack jobs on tokens in 16-bit precision and new ones.
+        """Run a step's pack jobs on stored 16-bit tokens and on new tokens.
 
-        Keys and values are (batch, KV heads, tokens, head_dim) each; they are not read if the step
-        packs no new token.
+        ``keys`` and ``values`` of the new tokens, (batch, KV heads, tokens, head_dim) each, are not
+        read if the step packs no new token.
         """
         if self._appends_tokens:
             tables, write = step.slots_on(self.device), store
@@ -241,7 +241,7 @@ class OscarLayer(CacheLayerMixin):
             )
 
     def check_stored(self) -> None:
-        """Check that everything stored can be read again; waits for the device.
+        """Check that everything stored can be read back; waits for the device.
 
         Raises:
             FloatingPointError: if keys or values contained NaN, infinity or numbers beyond float16.
@@ -305,11 +305,11 @@ class OscarLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Internal: call it through ``OscarCache``, where all layers receive the same chunk."""
+        """Internal: use ``OscarCache.update``, through which all layers get the same chunk."""
         return self.cache.update(key_states, value_states, self.index)
 
     def get_seq_length(self) -> int:
-        """Return the tokens of each row, padding included."""
+        """Return the number of tokens in each row, padding included."""
         return self.cache.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -317,12 +317,12 @@ class OscarLayer(CacheLayerMixin):
         return self.cache.get_mask_sizes(query_length, self.index)
 
     def get_max_length(self) -> int:
-        """Return -1: unbounded."""
+        """Return -1, which means unbounded."""
         return -1
 
 
 class LinearLayer(LinearAttentionLayer):
-    """Layer of linear attention of transformers, which stores a state instead of tokens."""
+    """transformers' linear-attention layer, which stores a state instead of tokens."""
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -342,7 +342,7 @@ class LinearLayer(LinearAttentionLayer):
 
 @torch.no_grad()
 def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
-    """Pack the tokens of a step that packs at its end, with one launch for all layers of a kind.
+    """Pack the tokens that a step defers to its end, with one launch for all layers of a kind.
 
     Args:
         layers: layers that have carried out the rest of the step.

@@ -1,4 +1,4 @@
-"""Memory report: the bytes of a cache by modality and by kind, compared with 16-bit precision."""
+"""Memory report: size of a cache by modality and by kind, compared with 16-bit precision."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ _TAILS = "tails: tokens outside of pages, not packed"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of a cache. Every byte belongs to exactly one modality and exactly one kind.
+    """Memory usage of a cache. Every byte belongs to exactly one modality and exactly one kind.
 
-    Slots that caches share (``OscarCache.fork``) are in the report of each of them. The store's
-    free slots that ``PageStore.trim`` would return to the device are in a cache's report while no
-    other cache owns slots of the store.
+    Slots that caches share (``OscarCache.fork``) appear in the report of each of them. The store's
+    free slots that ``PageStore.trim`` would return to the device appear in a cache's report only
+    while no other cache owns slots of the store.
 
     Attributes:
         kv_bytes: total bytes: pools (used and free slots), states of linear-attention layers,
             balancing vectors, tables.
-        bf16_bytes: bytes of the same tokens as plain 16-bit keys and values, plus the states.
+        bf16_bytes: bytes that the same tokens would take as plain 16-bit keys and values, plus the
+            states.
         values: number of stored key and value elements (2 * layers * KV heads * head_dim * tokens).
-        by_modality: bytes of "text", "image", "video", "audio", and "shared" (tables, balancing
-            vectors, states and free slots).
-        by_kind: bytes of "codes", "scales" (and zeros), "norms", "tails" (unpacked tokens: the
-            window, sinks, tokens that wait for a page), "states" (linear attention), "tables" (page
-            tables, token map, balancing vectors), "unused" (free slots of the pools, and spare
-            slots for the next tokens of an answer).
-        tokens: stored tokens by modality, summed over the batch; tokens in shared slots count once
-            per sequence.
+        by_modality: bytes by modality: "text", "image", "video", "audio", and "shared" (tables,
+            balancing vectors, states and free slots).
+        by_kind: bytes by kind: "codes", "scales" (and zeros), "norms", "tails" (unpacked tokens:
+            the window, sinks, tokens waiting for a page), "states" (linear attention), "tables"
+            (page tables, token map, balancing vectors), "unused" (free slots of the pools, and
+            spare slots for the next tokens of an answer).
+        tokens: number of stored tokens by modality, summed over the batch; tokens in shared slots
+            count once per sequence.
         shared_bytes: part of kv_bytes that other caches also own.
-        by_device: bytes by device; page tables and token map are on "cpu".
+        by_device: bytes by device; page tables and the token map are on "cpu".
         ranks: number of processes that store the heads of the same layers; 1 without tensor
             parallelism. The report covers one process.
     """
@@ -140,8 +141,8 @@ class MemoryReport:
 
 
 def token_bytes(kv_manager: KVCacheManager, start: int, stop: int, row: int = 0) -> int:
-    """Return the bytes of tokens ``start`` to ``stop - 1`` of a row: their share of pages and
-    slots.
+    """Return the size in bytes of tokens ``start`` to ``stop - 1`` of a row: their share of pages
+    and slots.
 
     Tables and unused parts of pages are excluded; padding takes no bytes.
     """
@@ -170,12 +171,12 @@ def span_bytes(
 def measure(
     kv_manager: KVCacheManager, packed: Sequence[OscarLayer], linear: Sequence[LinearLayer]
 ) -> MemoryReport:
-    """Add up the tensors of a cache, layer by layer, and its tables.
+    """Add up the sizes of a cache's tensors, layer by layer, and of its tables.
 
     Args:
         kv_manager: KV cache manager of the cache.
         packed: layers that have received keys and values.
-        linear: layers of linear attention.
+        linear: linear-attention layers.
     """
     kv_manager.store.collect()
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -229,8 +230,8 @@ def _add_pools(
 ) -> None:
     """Add the pools of one layer.
 
-    During a forward pass a layer may be a step behind the tables; slots that it does not have yet
-    are not counted.
+    During a forward pass, a layer may be one step behind the tables; slots that its pools do not
+    have yet are not counted.
 
     Args:
         slots: slots of the cache.

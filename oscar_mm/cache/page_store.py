@@ -26,11 +26,11 @@ from oscar_mm.policy import DEFAULT, PLAIN, Bits, KVPolicy
 from oscar_mm.tensor_parallel import TPGroup
 
 _TRIMMING = 0.02
-"""Maximum share of time that compaction takes."""
+"""Maximum share of the time that may be spent on compaction."""
 _SMALL_BYTES = 1 << 26
 """Bytes that a CPU moves in about 20 ms."""
 _GAIN = 128
-"""Maximum bytes moved after an answer per byte that becomes free."""
+"""Maximum number of bytes moved after an answer for each byte freed."""
 _COPY_BYTES = 1 << 26
 """Bytes copied at once while a pool is compacted in place."""
 
@@ -42,7 +42,7 @@ class Pool:
         storage: (capacity, *slot_shape), uninitialized until written; replaced by another tensor
             when the capacity changes.
         capacity: number of slots.
-        bytes_each: bytes per slot, even if there is none.
+        bytes_each: bytes per slot, even while the pool has no slots.
         moves: number of address changes of the storage.
     """
 
@@ -99,18 +99,18 @@ class Pool:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot; 0 while there is none."""
+        """Bytes per slot; 0 while the pool has no slots."""
         return self.bytes_each if self.capacity else 0
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory, including the unused rest of the last piece."""
+        """Device memory in bytes, including the unused rest of the last chunk."""
         return self.storage.nbytes if self._range is None else self._range.nbytes
 
     def free_bytes(self, used: int) -> int:
         """Return the bytes that the device would get back if only ``used`` slots were kept.
 
-        A GPU gets back whole pieces only.
+        A GPU gets memory back in whole chunks only.
         """
         kept = used * self.slot_bytes
         free = self.storage.nbytes - kept
@@ -120,7 +120,7 @@ class Pool:
 def unpacked_dtype(policy: KVPolicy, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of unpacked tokens for a model's dtype.
 
-    It has 16 bits, unless the policy packs nothing at all.
+    It is a 16-bit dtype, unless the policy packs nothing at all.
     """
     return torch.bfloat16 if policy.packs and dtype == torch.float32 else dtype
 
@@ -174,14 +174,14 @@ class LayerPools:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Bytes of a store's pools; a shared slot counts once.
+    """Memory usage of a store's pools; a shared slot counts once.
 
     Attributes:
         used_bytes: bytes of slots that some cache owns.
-        free_bytes: bytes of slots without an owner that ``PageStore.trim`` returns to the device;
-            they are reused before the pools grow.
-        rounding_bytes: the rest of the pools: a GPU allocates memory for a pool in pieces (2 MiB),
-            and the slots in use do not fill the last piece. A cache's reports exclude it.
+        free_bytes: bytes of slots without an owner that ``PageStore.trim`` would return to the
+            device; they are reused before the pools grow.
+        rounding_bytes: the rest of the pools: a GPU allocates memory for a pool in chunks (2 MiB),
+            and the slots in use do not fill the last chunk. Excluded from the reports of caches.
     """
 
     used_bytes: int
@@ -213,7 +213,7 @@ class PageStore:
 
     Attributes:
         allocators: bits -> slots of that kind, with the same ids in every layer.
-        layers: layer index -> its pools, made by the first cache that reaches the layer.
+        layers: layer index -> pools, created by the first cache that reaches the layer.
         trims: number of times that slots were renumbered.
         paused: number of forward passes suspended between two layers; slots keep their ids
             meanwhile.
@@ -267,7 +267,7 @@ class PageStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerPools:
-        """Return the pools of a layer, made at the first call.
+        """Return the pools of a layer; the first call creates them.
 
         Raises:
             InputError: if the pools exist for keys of another shape, dtype or device.
@@ -349,12 +349,12 @@ class PageStore:
                     sequence.renumber(bits, new_ids)
 
     def trim_surplus(self, soon: int = 0) -> None:
-        """``trim`` if it is worth moving the slots in use and takes a small share of all time.
+        """Run ``trim`` if enough slots are free and trimming takes only a small share of the time.
 
-        A server closes caches all the time.
+        A server closes caches too often to trim each time.
 
         Args:
-            soon: bytes of slots that the next prompts will take.
+            soon: bytes of slots that the next prompts will need.
         """
         report = self.memory()
         is_time = self._is_time or not report.used_bytes  # Then nothing is moved.
@@ -365,13 +365,14 @@ class PageStore:
     def is_on_cpu(self) -> bool:
         """Whether all pools are on the CPU.
 
-        On a GPU most free slots lie in pieces of memory that also contain used slots.
+        Only there do callers return free slots after an answer: on a GPU, most free slots lie in
+        memory chunks that also contain used slots.
         """
         return all(pools.device.type == "cpu" for pools in self.layers.values())
 
     def trim_after_answer(self) -> None:
-        """``trim`` if few bytes are in use, or if it gains enough and takes a small share of all
-        time."""
+        """Run ``trim`` if few bytes are in use, or if it frees enough and trimming takes only a
+        small share of the time."""
         report = self.memory()
         if not report.free_bytes:
             return
@@ -400,7 +401,7 @@ class PageStore:
         return sum(slots.epoch for slots in self.allocators.values())
 
     def bytes_by_modality(self) -> dict[str, int]:
-        """Return the bytes of the slots in use by modality; a shared slot counts once."""
+        """Return modality -> bytes of the slots in use; a shared slot counts once."""
         self.collect()
         owners = self._registered()
         rows = (row for _, sequences in owners for row in sequences)
@@ -412,10 +413,11 @@ class PageStore:
         return found
 
     def bytes_of(self, counts: Mapping[Bits, int], device: torch.device | None = None) -> int:
-        """Return the bytes of these numbers of slots in all layers, or in those of a device."""
+        """Return the bytes that a number of slots of each kind take in all layers, or in the layers
+        on a device."""
         return sum(
             count * pools.by_bits[bits].slot_bytes
-            # A list: any thread may ask while the first prompt makes the pools.
+            # A copy: any thread may call this while the first prompt creates the pools.
             for pools in list(self.layers.values())
             if device is None or pools.device == device
             for bits, count in counts.items()

@@ -1,4 +1,4 @@
-"""Paged attention of a layer: over stored tokens, and over new ones before they are stored.
+"""Paged attention of a layer: over stored tokens, and over new tokens before they are stored.
 
 ``LayerCall`` and ``KeyLength`` carry a cache through a model's forward pass.
 """
@@ -32,8 +32,8 @@ from oscar_mm.pages.layout import PageFormat
 from oscar_mm.torch_modes import eager
 
 _PLANNED_TOKENS = 8192
-"""Minimum length of a prompt for which torch may choose cuDNN, which plans each new length for 38
-ms; attention of all 36 layers over 2,000 tokens takes 3 ms (H200)."""
+"""Minimum prompt length for which torch may choose cuDNN, which spends 38 ms planning each new
+length; attention of all 36 layers over 2,000 tokens takes 3 ms (H200)."""
 
 
 def attend_stored(
@@ -44,7 +44,7 @@ def attend_stored(
     scaling: float,
     step: StepPlan,
 ) -> torch.Tensor:
-    """Compute attention over the past of a step and, causally, over its chunk; before ``append``.
+    """Compute attention over a step's past and, causally, over its chunk; call before ``append``.
 
     A short chunk attends to the packed pages (``oscar_mm.ops.decode``). For a longer one the past
     is unpacked, a bounded part at a time.
@@ -53,7 +53,7 @@ def attend_stored(
         layer: layer of the cache.
         queries: (batch, query heads, tokens, head_dim).
         keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
-        scaling: factor of the scores.
+        scaling: factor that the scores are multiplied by.
         step: plan with which ``append`` will store the chunk.
 
     Returns:
@@ -66,7 +66,7 @@ def attend_stored(
     if empty and step.real is None and step.lengths is None:
         return _causal(queries, keys, values, scaling)
     chunk = _ChunkAttention(layer, step, queries, keys, values, scaling)
-    # With a single new token a row is all padding or none, so its output can be masked afterwards.
+    # With a single new token, a row is all padding or none, so its output can be masked afterwards.
     if step.lengths is not None:
         return chunk.varlen() if can_attend_varlen(queries) else chunk.by_rows()
     new = keys.shape[2]
@@ -75,18 +75,18 @@ def attend_stored(
 
 
 class _Plan(NamedTuple):
-    """Arguments of attention in a step that all layers of a kind share."""
+    """Attention arguments that all layers of a kind share in a step."""
 
     formats: tuple[PageFormat, ...]
     tables: Tables
     numbers: list[int]
-    """The formats as an argument of ``decode``."""
+    """The formats, encoded as an argument of ``decode``."""
     kernel: DecodeKernel | None
 
 
 @dataclass(frozen=True)
 class _ChunkAttention:
-    """Attention of a layer's new tokens to a past."""
+    """Attention of a layer's new tokens to the past and to each other."""
 
     layer: OscarLayer
     step: StepPlan
@@ -162,7 +162,7 @@ class _ChunkAttention:
         return step.once(layers_alike, make)
 
     def varlen(self) -> torch.Tensor:
-        """Attend in varlen batches: rows that follow each other share a launch."""
+        """Attend in varlen batches: consecutive rows share a launch."""
         step, device = self.step, self.layer.device
         output = torch.empty_like(self.queries)
         for run in step.once(("runs", device), lambda: list(varlen_batches(step, device))):
@@ -189,8 +189,8 @@ class _ChunkAttention:
     def _merged(
         self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Attend to a row's new tokens and its past; for many new tokens the past is unpacked in
-        parts."""
+        """Attend to a row's new tokens and its past; if there are many new tokens, the past is
+        unpacked in parts."""
         if self.step.lengths is not None and not self.step.past[row].stored:
             return _causal(queries, keys, values, self.scaling)
         past = self.step.past[row]
@@ -203,8 +203,8 @@ class _ChunkAttention:
         return merged.output()
 
     def _tokens_of_rows(self) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
-        """Yield each row with new tokens, its place in the batch, and its tokens without
-        padding."""
+        """For each row that has new tokens, yield the row, its index in the batch, and its tokens
+        without padding."""
         if self.step.lengths is not None:
             stops = accumulate(self.step.lengths)
             for row, (length, stop) in enumerate(zip(self.step.lengths, stops, strict=True)):
@@ -270,8 +270,8 @@ class LayerCall:
         """Attend over past and chunk, then store the chunk; see ``oscar_mm.cache.paged_attention``.
 
         Args:
-            visible: which tokens each query attends to, (batch, 1 or query heads, new tokens, all
-                tokens) bool, or numbers added to the scores; None for causal attention.
+            visible: (batch, 1 or query heads, new tokens, all tokens): bool, which tokens each
+                query attends to, or numbers to add to the scores; None for causal attention.
         """
         layer, step, asked = self._layer, self._step, query.dtype
         query = query.to(key.dtype)

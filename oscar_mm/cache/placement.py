@@ -1,8 +1,8 @@
-"""Placement: which slots new tokens take, and a forecast of the slots of a request.
+"""Placement: which slots new tokens take, and a forecast of the slots that a request will take.
 
 ``TokenPlacer`` applies the rules to the tokens of a prompt and then to each token of the answer,
-and plans what every layer does. ``slot_forecast`` computes the resulting slot counts in advance, by
-formulas over the length of the answer.
+and plans what every layer does. ``slot_forecast`` computes the resulting slot counts in advance,
+with formulas over the length of the answer.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Cou
     depend on whether tokens arrive one by one or together.
 
     Args:
-        waiting: number of the stream's tokens in 16-bit precision outside the window; arrays are
-            computed elementwise.
+        waiting: number of the stream's tokens in 16-bit precision outside the window, or an array
+            of such numbers.
         room: free places in the stream's last page; 0 if pages are written as a whole.
     """
     if bits == PLAIN:
@@ -57,9 +57,9 @@ def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Cou
 def max_spare(in_16_bit: int, room: int) -> int:
     """Return the maximum number of spare 16-bit slots of a sequence after a decode step.
 
-    It is one if each token leaves its slot to the next. Otherwise several are allocated at once:
-    other sequences cannot take them from an in-flight step, and pools seldom grow. Their number
-    stays small relative to the sequence's tokens in 16-bit precision.
+    It is one if each token passes its slot on to the next. Otherwise several slots are allocated at
+    once, so that other sequences cannot take them from an in-flight step and pools seldom grow.
+    Their number stays small relative to the sequence's tokens in 16-bit precision.
 
     Args:
         in_16_bit: number of the sequence's tokens in 16-bit precision.
@@ -72,7 +72,7 @@ def max_spare(in_16_bit: int, room: int) -> int:
 
 
 def real_tokens(modalities: np.ndarray) -> list[np.ndarray] | None:
-    """Return for each row the indices of its tokens that are not padding; None if there is no
+    """Return, for each row, the indices of the tokens that are not padding; None if there is no
     padding."""
     real = modalities != PADDING
     if real.all():
@@ -122,7 +122,7 @@ class TokenPlacer:
         return step
 
     def _line_up(self, starts: np.ndarray) -> None:
-        """Convert rows and token indices to those of a batch of one with concatenated rows."""
+        """Convert rows and token indices to those of a batch of one that concatenates the rows."""
 
         def lined_up(source: np.ndarray, row: int) -> np.ndarray:
             return np.where(source >= 0, source + starts[row], source)
@@ -138,15 +138,15 @@ class TokenPlacer:
             writes[0] = 0
 
     def _stream_code(self, sequence: SequenceTable, modality: int, stored: int) -> int:
-        """Return the stream code of a token that follows ``stored`` stored ones."""
+        """Return the stream code of a token that follows ``stored`` stored tokens."""
         sink = stored < self._policy.sinks and self._policy.bits_for(Modality(modality)).packed
         return modality + SINK if sink else modality
 
     def _take_one(self, row: int, sequence: SequenceTable, modality: int) -> None:
         """Place the token of a decode step.
 
-        It takes a spare slot, and the token that leaves the window leaves its own slot: most steps
-        allocate nothing.
+        It takes a spare slot, and the token that leaves the window gives up its own slot, so most
+        steps allocate nothing.
         """
         if modality == PADDING:
             sequence.codes.append(NOWHERE)
@@ -209,7 +209,8 @@ class TokenPlacer:
             slots = slots[len(new) :]
 
     def _own_stream(self, sequence: SequenceTable, code: int) -> ModalityTable:
-        """Replace a stream by a copy that the step may change, or by a new stream; return it."""
+        """Replace a stream with a copy that the step may change, or with a new stream if there is
+        none, and return the replacement."""
         stream = sequence.streams.get(code)
         if stream is None:
             modality = Modality(code % SINK)
@@ -231,10 +232,10 @@ class TokenPlacer:
     def _pack(
         self, row: int, sequence: SequenceTable, code: int, new: Indices, in_window: int
     ) -> tuple[list[int], Indices]:
-        """Pack the tokens of a stream that are due, stored and new ones together.
+        """Pack those tokens of a stream that are due, both stored and new ones.
 
         Returns:
-            The 16-bit slots that become free, and the new tokens that are left.
+            The 16-bit slots that become free, and the new tokens that were not packed.
         """
         stream, policy = sequence.streams[code], self._policy
         waiting = max(0, len(stream.slots) + len(new) - in_window)
@@ -258,7 +259,7 @@ class TokenPlacer:
         return emptied, new[count - len(emptied) :]
 
     def _own_last_page(self, stream: ModalityTable, slots: SlotPool | DryRunSlots) -> int:
-        """Return the last page, or its copy if other sequences share it."""
+        """Return the last page, or a copy of it if other sequences share it."""
         page = stream.pages[-1]
         # A page with forgotten tokens in its middle has two entries, both of this stream.
         if slots.is_shared(page) and slots.owners(page) > stream.pages.count(page):
@@ -279,12 +280,13 @@ class TokenPlacer:
     ) -> None:
         """Choose the tokens whose mean is the center of each new page.
 
-        They are the page's first token and those of its stream that are in the window when the
-        first token leaves it: the same whether tokens arrive one by one or together. A small window
-        has too few; then they are 32 of the tokens that arrive together, or of the page before.
+        They are the page's first token and the tokens of its stream that are in the window when
+        the first token leaves it: the same whether tokens arrive one by one or together. A small
+        window has too few of them; then the center is the mean of 32 of the tokens that arrive
+        together, or of the previous page.
 
         Args:
-            source: sources of the stream's tokens, those in 16-bit precision and new ones.
+            source: sources of the stream's tokens, both 16-bit and new ones.
             first: index in ``source`` of the first token of the new pages.
         """
         starts = first + PAGE_TOKENS * np.arange(len(pages))
@@ -305,21 +307,21 @@ class TokenPlacer:
 
 @dataclass(frozen=True, eq=False)
 class SlotForecast:
-    """Slots of a sequence after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``: tokens in
-    16-bit precision).
+    """Slot counts of a sequence after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``: tokens
+    in 16-bit precision).
 
     Attributes:
         held: all slots of the sequence.
-        added: slots allocated so far; slots that it had before are not released meanwhile, since a
-            turn continues a fork.
+        added: slots allocated so far; slots that the sequence had before are not released
+            meanwhile, since a turn continues a fork.
     """
 
     held: dict[Bits, np.ndarray]
     added: dict[Bits, np.ndarray]
 
     def until(self, answer: int) -> SlotForecast:
-        """Return the forecast up to ``answer`` tokens of the answer; 0 or less means the prompt
-        alone."""
+        """Return the forecast up to ``answer`` tokens of the answer; for 0 or less, only the
+        prompt."""
         stop = max(0, answer) + 1
         return SlotForecast(
             held={bits: counts[:stop] for bits, counts in self.held.items()},
@@ -328,7 +330,7 @@ class SlotForecast:
 
 
 def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> np.ndarray:
-    """Return the bytes after 0, 1, 2, ... tokens of the answer.
+    """Return the memory in bytes after 0, 1, 2, ... tokens of the answer.
 
     Args:
         slots: slot counts of a ``SlotForecast``, by bits.
@@ -339,7 +341,7 @@ def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, 
 
 
 def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
-    """Return how many bytes pools grow by if they have no free slots at first and never shrink.
+    """Return the bytes by which pools grow if they have no free slots at first and never shrink.
 
     Args:
         slots: slot counts of a ``SlotForecast``, by bits.
@@ -359,9 +361,9 @@ def slot_forecast(
     """Return the slots that one sequence will take.
 
     Args:
-        policy: storage of keys and values.
+        policy: how keys and values are stored.
         new: (tokens,) modality ids of a prompt; padding, -1, is ignored.
-        answer: number of text tokens that are stored after the prompt.
+        answer: number of text tokens that will be stored after the prompt.
         past: sequence that the prompt continues.
     """
     past = SequenceTable() if past is None else past
@@ -370,7 +372,7 @@ def slot_forecast(
     sinks = max(0, policy.sinks - past.stored)
     packs = np.array([policy.bits_for(modality).packed for modality in Modality])
     codes[:sinks] += (SINK * packs[codes[:sinks]]).astype(np.uint8)
-    # Tokens of the answer in the 16-bit stream of the sinks, and in the text stream.
+    # Answer tokens in the 16-bit stream of the sinks, and in the text stream.
     time = np.arange(answer + 1)
     left = max(0, sinks - len(codes)) if packs[Modality.TEXT] else 0
     said = {int(Modality.TEXT): np.maximum(time - left, 0)}
@@ -400,7 +402,7 @@ def slot_forecast(
             begun = -(-np.maximum(packed - room, 0) // PAGE_TOKENS)
             held[bits] += len(set(stream.pages)) + begun
             rooms[code] = room + begun * PAGE_TOKENS - packed
-            # A page that is continued is copied first.
+            # The forecast includes a copy of a page that is continued.
             added[bits] += begun + ((packed > 0) & (room > 0))
         all_packed += packed
         own_packed += np.maximum(packed - len(stream.slots), 0)
@@ -431,7 +433,7 @@ def slot_forecast(
 
 
 def _in_window(recent: np.ndarray, code: int, time: np.ndarray, window: int) -> np.ndarray:
-    """Return how many tokens before the answer are in a stream and still in the window."""
+    """Return how many of a stream's tokens from before the answer are still in the window."""
     # Entry n counts the stream's tokens among the last n.
     counts = np.concatenate([[0], (recent[::-1] == code).cumsum()])
     return counts[(window - time).clip(0, len(recent))]

@@ -1,6 +1,6 @@
 """Save a cache to a file and load it again: pages, unpacked tokens and tables, bit for bit.
 
-Tensors of the file (slots are renumbered from 0; a shared slot is written once):
+Tensors in the file (slots are renumbered from 0; a shared slot is written once):
 
     codes                (rows, tokens) uint8       stream code of every token
     streams              (n, 4) int64               row, stream code, entries, 16-bit tokens
@@ -9,10 +9,10 @@ Tensors of the file (slots are renumbered from 0; a shared slot is written once)
     layer.<i>.pages.<b>  (pages, page_bytes) uint8  see ``oscar_mm.pages.layout``
     layer.<i>.recent     (slots, 2, KV heads, head_dim)
     layer.<i>.sigma      (KV heads or 1, head_dim) float32, only with balancing
-    given.<name>         tensors of the caller
+    given.<name>         tensors supplied by the caller
 
-The file also has one text, JSON: format version, the model's fingerprint, policy, layers and the
-caller's metadata.
+The file also contains a JSON text: the format version, the model's fingerprint, the policy, the
+layers and the caller's metadata.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from oscar_mm.pages.layout import PageFormat, all_finite
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 FORMAT_VERSION = 2
-"""Increases with any change of the file's tensors or of the bytes of a page."""
+"""Increases with any change to the file's tensors or to the bytes of a page."""
 _ADDED: dict[str, Any] = {"value_scale": "plain", "center": False}
-"""Policy fields missing in older files, with the values by which their pages were packed."""
+"""Policy fields missing from older files, with the values their pages were packed with."""
 _TEXT = "oscar_mm.cache"
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -52,11 +52,11 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_GIVEN = 1024, 1024, 1024, 64
 _CHECKED_BYTES = 1 << 26
-"""Bytes of pages or tokens that are checked at a time."""
+"""Number of bytes of pages or tokens that are checked at a time."""
 _MOST = 512.0
 """Upper bound of sigma and of its inverse (``oscar_mm.quant.balance``)."""
 _SHOWN = 200
-"""Maximum characters shown of an error in a file."""
+"""Maximum number of characters shown from an error about a file."""
 
 Device = torch.device | str
 
@@ -89,20 +89,21 @@ def cache_content(
     fingerprint: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> Content:
-    """Copy the content of a cache's file to the host; any thread may then ``write_checked`` it.
+    """Copy what a cache's file will contain to the host; any thread may then ``write_checked`` it.
 
     Only slots in use are copied; unused places are cleared where tokens are appended one by one
     (``PageCodec.appends_tokens``). In other pages, forgotten tokens remain part of the codes.
 
     Args:
-        path: path of the file, for messages.
-        fingerprint: fingerprint of the model; only a model with the same one can continue the file.
+        path: path of the file, for error messages.
+        fingerprint: fingerprint of the model; only a model with the same fingerprint can continue
+            from the file.
         metadata: the caller's values by name: tensors, arrays or JSON values.
 
     Raises:
         InputError: if metadata cannot be saved.
         RuntimeError: during a forward pass, or after an interrupted one.
-        NotImplementedError: if layers have states of linear attention.
+        NotImplementedError: if any layer has a linear-attention state.
     """
     if cache.linear_layers:
         raise NotImplementedError(f"{path}: states of linear attention cannot be saved")
@@ -120,7 +121,7 @@ def cache_content(
     for layer in cache.layers:
         for bits, pool in layer.pages.items():
             pages = pool.storage[slots[bits]].cpu()
-            # Unused places were never written, or are forgotten tokens.
+            # Unused places were never written, or hold forgotten tokens.
             layer.formats[bits].clear_unused(pages, in_use[bits])
             tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
         recent = layer.recent.storage[slots[PLAIN]].cpu()
@@ -150,7 +151,7 @@ def cache_content(
 
 @dataclass(frozen=True)
 class SavedCache:
-    """Checked content of a file, which any thread may read, since it touches no store.
+    """Checked content of a file. Any thread may read it, since this touches no store.
 
     Attributes:
         policy: policy of the cache.
@@ -179,8 +180,8 @@ class SavedCache:
 
         Args:
             fingerprint: fingerprint of the model that will continue the cache.
-            policy: required policy; any by default.
-            layers: layer shapes of the model; any by default.
+            policy: policy that the cache must have; by default, any.
+            layers: layer shapes that the cache must have; by default, any.
 
         Raises:
             InputError: if the file is not a saved cache, has an unknown version, belongs to another
@@ -199,7 +200,7 @@ class SavedCache:
         tensors, _ = read_checked(path, accept)
         [(text, found, shapes)] = accepted
         with _as_damaged(path):
-            # Earlier files store them in the model's dtype, which may be larger.
+            # Earlier files store 16-bit tokens in the model's dtype, which may be larger.
             for index, shape in enumerate(shapes):
                 name = f"layer.{index}.{_name(PLAIN)}"
                 tensors[name] = tensors[name].to(unpacked_dtype(found, shape.dtype))
@@ -217,7 +218,7 @@ class SavedCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of pages and of tokens in 16-bit precision."""
+        """Size in bytes of pages and of tokens in 16-bit precision."""
         return sum(x.nbytes for name, x in self.tensors.items() if not name.endswith("sigma"))
 
     def placed(
@@ -226,9 +227,9 @@ class SavedCache:
         """Return a cache with new slots and a copy of the content.
 
         Args:
-            store: page store of the slots; by default a new one.
-            device: device of the layers that the store does not have yet; a mapping by layer index
-                if they differ.
+            store: page store for the slots; by default, a new store.
+            device: device for the layers that the store does not have yet; a mapping from layer
+                index if they are on several devices.
 
         Raises:
             InputError: if the store has another model or policy.
@@ -269,10 +270,10 @@ def load_cache(
 
     Args:
         fingerprint: fingerprint of the model that will continue the cache.
-        policy: required policy; by default the store's, or any.
-        store: page store of the slots; by default a new one.
-        device: device of the layers that the store does not have yet; a mapping by layer index if
-            they differ.
+        policy: policy that the cache must have; by default the store's, or any without a store.
+        store: page store for the slots; by default, a new store.
+        device: device for the layers that the store does not have yet; a mapping from layer index
+            if they are on several devices.
 
     Raises:
         InputError: see ``SavedCache.read`` and ``SavedCache.placed``.
@@ -294,11 +295,11 @@ def _as_damaged(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}: is damaged: {str(error)[:_SHOWN]}") from None
+        raise InputError(f"{path} is damaged: {str(error)[:_SHOWN]}") from None
 
 
 def _exact(device: Device) -> torch.device:
-    """Return the device with an index, as in a tensor's ``device``."""
+    """Return the device with its index, as in a tensor's ``device``."""
     return torch.empty(0, device=device).device
 
 
@@ -313,7 +314,7 @@ def _text_of(texts: dict[str, str], path: str | Path) -> dict[str, Any]:
             return text
     except (LookupError, TypeError, ValueError, RecursionError):
         pass
-    raise InputError(f"{path}: is a safetensors file, but not a saved cache")
+    raise InputError(f"{path} is a safetensors file, but not a saved cache")
 
 
 def _check_text(
@@ -321,41 +322,41 @@ def _check_text(
 ) -> None:
     if text["version"] != FORMAT_VERSION:
         raise InputError(
-            f"{path}: has format version {str(text['version'])[:20]}; this version of oscar_mm "
+            f"{path} has format version {str(text['version'])[:20]}; this version of oscar_mm "
             f"reads {FORMAT_VERSION}"
         )
     if text.get("fingerprint") != fingerprint:
         raise InputError(
-            f"{path}: was saved with another model (fingerprint {text.get('fingerprint')!s:.80}, "
+            f"{path} was saved with another model (fingerprint {text.get('fingerprint')!s:.80}, "
             f"here {fingerprint!s:.80}); load it with the same model"
         )
     found = _policy_of(text, path)
     if policy is not None and found != policy:
         if found.name is not None and policy.name is not None:
             raise InputError(
-                f"{path}: was saved with policy {found.name!r}, but here it is {policy.name!r}: "
+                f"{path} was saved with policy {found.name!r}, but here it is {policy.name!r}: "
                 f"choose policy={found.name!r} to load it"
             )
         fields = (field.name for field in dataclasses.fields(KVPolicy))
         both = [(name, getattr(found, name), getattr(policy, name)) for name in fields]
         differ = [f"{name}={a!r}, here {b!r}" for name, a, b in both if a != b]
-        raise InputError(f"{path}: was saved with another policy: {'; '.join(differ)}")
+        raise InputError(f"{path} was saved with another policy: {'; '.join(differ)}")
 
 
 def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
     names = {field.name for field in dataclasses.fields(KVPolicy)}
     policy = text.get("policy")
     if not isinstance(policy, dict) or set(policy) | _ADDED.keys() != names:
-        raise InputError(f"{path}: is damaged: it has no valid policy")
+        raise InputError(f"{path} is damaged: it has no valid policy")
     try:
         return KVPolicy(**_ADDED | policy | _balance_now(policy))
     except InputError as error:
-        raise InputError(f"{path}: is damaged: {str(error)[:_SHOWN]}") from None
+        raise InputError(f"{path} is damaged: {str(error)[:_SHOWN]}") from None
 
 
 def _balance_now(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current value of ``balance`` for policies that balanced by a prompt; sigma is in
-    the file."""
+    """Return the current value of ``balance`` for old policies that took sigma from a prompt; sigma
+    itself is in the file."""
     return {"balance": "weights"} if policy.get("balance") in ("auto", "prompt") else {}
 
 
@@ -377,14 +378,14 @@ def _checked_shapes(
     for name in [name for name in rest if name.startswith("given.")]:
         del rest[name]
     if len(kinds) - len(rest) > _MAX_GIVEN:
-        raise ValueError(f"it has {len(kinds) - len(rest)} tensors of the caller")
+        raise ValueError(f"it has too many ({len(kinds) - len(rest)}) tensors from the caller")
     SavedTables.check_kinds(rest)
     slots: dict[Bits, int] = {}
     shapes = []
     for index, about in enumerate(layers):
         recent = rest[f"layer.{index}.{_name(PLAIN)}"]
         _, _, heads, width = recent.shape
-        # Earlier files store them in the model's dtype and do not name it.
+        # Earlier files store 16-bit tokens in the model's dtype and do not name the dtype.
         dtype, stored = (_DTYPES.get(x) for x in (about.get("dtype", recent.dtype), recent.dtype))
         if dtype is None or stored not in (dtype, unpacked_dtype(policy, dtype)):
             raise ValueError(f"layer {index}: 16-bit tokens have dtype {recent.dtype}")
@@ -398,7 +399,7 @@ def _checked_shapes(
         for page in formats:
             wanted[page.bits] = ((page.page_bytes,), "U8")
         if formats and about["page_order"] != _page_order(formats):
-            raise ValueError(f"layer {index}: its pages are in a different order")
+            raise ValueError(f"layer {index}: its pages are not in the expected order")
         for bits, (slot, kind) in wanted.items():
             found = rest.pop(f"layer.{index}.{_name(bits)}")
             count = slots.setdefault(bits, found.shape[0])

@@ -16,11 +16,11 @@ from oscar_mm.policy import PLAIN, Bits
 
 
 class PackedLayer(NamedTuple):
-    """Contents of an attention layer's slots.
+    """Contents of the slots of an attention layer.
 
     Attributes:
-        shape: shape and dtype of its keys and values.
-        slots: bits -> contents of the slots of that kind, in order of slot number.
+        shape: shape and dtype of the layer's keys and values.
+        slots: bits -> contents of the slots of that kind, in the order of the slot numbers.
         sigma: balancing of the layer; see ``Basis``.
     """
 
@@ -30,7 +30,7 @@ class PackedLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: OscarLayer, slots: dict[Bits, list[int]]) -> PackedLayer:
-        """Copy the layer's part of these slots."""
+        """Copy what a layer stores in these slots."""
         pools = {**layer.pages, PLAIN: layer.recent}
         copied = {bits: pool.storage[slots[bits]] for bits, pool in pools.items()}
         shape = LayerShape(layer.kv_heads, layer.head_dim, layer.dtype)
@@ -67,7 +67,7 @@ class Snapshot:
         return cls(tables, layers)
 
     def placed(self, cache: Any) -> None:
-        """Fill an empty ``OscarCache``, on the devices of the copied tensors."""
+        """Fill an empty ``OscarCache``, using the devices that the copied tensors are on."""
         for index, found in enumerate(self.layers):
             if isinstance(found, LinearLayer):
                 cache.layers.append(found)
@@ -93,7 +93,7 @@ def fill(
         cache: an ``OscarCache`` whose layers have their pools.
         tables: tables of the sequences.
         slots_of: function that returns bits -> contents of a layer's slots, in the order of the
-            tables' numbers.
+            slot numbers in the tables.
     """
     ids = {
         bits: slots.allocate(tables.counts[bits]) for bits, slots in cache.store.allocators.items()

@@ -1,7 +1,7 @@
 """Step plan: what one forward pass does to the pools of every layer, and its tables on a device.
 
-The tables are made for each step, or written into fixed tensors (``GraphTables``) for the replay of
-a CUDA graph.
+The tables are created for each step, or written into fixed tensors (``GraphTables``) for the replay
+of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class PackJob:
         bits: format of the pages.
         pages: consecutive target pages.
         first: place of the first token in the first page.
-        source: (n,) int64, for each token the index of a new one or ~slot of a 16-bit one.
-        begins: for each new page the sources of the tokens whose mean is its center; empty if the
-            center is the mean of keys that the page ``before`` stores.
+        source: (n,) int64: the index of each new token, ~slot for each stored 16-bit token.
+        begins: new page -> sources of the tokens whose mean is its center; no sources if the center
+            is the mean of keys that the page ``before`` stores.
         before: earlier page of the same stream.
     """
 
@@ -119,7 +119,7 @@ class SlotTables(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Parameters of the attention tables besides the sequences; many layers have the same ones.
+    """Parameters of the attention tables other than the sequences; many layers share them.
 
     Attributes:
         bits: first and second page format.
@@ -139,29 +139,30 @@ class AttentionShape(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """What one forward pass does to the pools of every layer, in this order, and which layers have
-    done it.
+    """What one forward pass does to the pools of every layer, and which layers have done it.
+
+    Each layer carries out ``copies``, then ``pack_jobs``, then ``writes``.
 
     Attributes:
         copies: (bits, source, target) of shared pages to copy before they are filled.
         pack_jobs: tokens to pack. All are read before any 16-bit slot is written, because a slot
             that is emptied may be reused in the same step (but not in a decode step, which may pack
             at its end).
-        writes: (3, n) int64: row and index of a new token, target 16-bit slot.
-        real: for each row the indices of its tokens that are not padding; None if there is no
+        writes: (3, n) int64: row and index of each new token, and its 16-bit slot.
+        real: for each row, the indices of the tokens that are not padding; None if there is no
             padding.
-        lengths: new tokens of each row if the rows are concatenated into a batch of one; None if
-            each is a row of the batch.
+        lengths: number of new tokens per row if the rows are concatenated into a batch of one; None
+            if each is a row of the batch.
         past: the sequences before the step. Their slots do not change until a layer carries the
             step out, so attention over the past and the new tokens comes first.
-        from_pages: whether attention "oscar" runs the forward pass and reads the past from its
+        from_pages: whether the forward pass uses attention "oscar" and reads the past from its
             pages; None until the first layer's keys arrive.
-        planned: an earlier step that does the same or more; what it writes for a row that has ended
-            since goes to slots and places that are free.
-        layers: indices of the layers that carry the step out; None in the first pass of a cache,
+        planned: an earlier plan that does the same or more; what it writes for a row that has ended
+            since then goes to slots and places that are free.
+        layers: indices of the layers that carry out the step; None in the first pass of a cache,
             whose layers are not yet known.
         fixed: fixed tensors for the tables of attention, of ``pack_jobs`` and of ``writes``; None
-            makes new tables.
+            to create new tables.
     """
 
     copies: list[tuple[Bits, int, int]] = field(default_factory=list)
@@ -207,8 +208,8 @@ class StepPlan:
         self._progress.clear()
 
     def sources(self) -> dict[Bits, set[int]]:
-        """Return the slots that layers read when they carry out the step; some no longer have an
-        owner."""
+        """Return the slots that layers read when they carry out the step; some may no longer have
+        an owner."""
         tokens = [one.source for one in self.pack_jobs]
         tokens += [source for one in self.pack_jobs for source in one.begins.values()]
         found = {PLAIN: {~slot for some in tokens for slot in some.tolist() if slot < 0}}
@@ -218,8 +219,8 @@ class StepPlan:
 
     @property
     def packs_at_end(self) -> bool:
-        """Whether tokens are packed for all layers at once after the last layer's writes
-        (``OscarCache.end_step``), not by each layer."""
+        """Whether tokens are packed by ``OscarCache.end_step`` for all layers at once, after the
+        last layer's writes, instead of by each layer."""
         return self.fixed is not None and self.fixed.packs_at_end
 
     def whole_pages_on(self, device: torch.device) -> dict[Bits, WholePages]:
@@ -234,7 +235,7 @@ class StepPlan:
         return self.once(("whole pages", device), lambda: self._by_bits(tables))
 
     def tables(self, attention: AttentionShape, device: torch.device) -> Tables:
-        """Return the tables of attention over ``past`` on a device."""
+        """Return the tables for attention over ``past``, on a device."""
         if self.fixed is not None:
             return self.fixed.tables(self.past, attention, device)
         return tables_of(*attention.over(self.past), device)
@@ -283,12 +284,12 @@ class StepPlan:
 
 _MIN_ITEMS, _MIN_RECENTS = 64, 128
 """Minimum capacity for pages and for tokens in 16-bit precision: sinks, the window and, in the
-streams of a few modalities, tokens that wait for a page."""
+streams of a few modalities, tokens that are waiting for a page."""
 _WRITES = "writes"
 
 
 class _Room(NamedTuple):
-    """A tensor with the attention tables and spare capacity."""
+    """Tensor that holds the attention tables, with spare capacity."""
 
     longest: tuple[int, int]
     whole: torch.Tensor
@@ -310,31 +311,31 @@ class _Room(NamedTuple):
 class GraphTables:
     """Fixed-address copies of a step's tables, updated in place for CUDA graph replay.
 
-    Layers request their tables during a forward pass; from then on ``refill`` writes those of later
-    steps into the same tensors.
+    Layers request their tables during a forward pass; from then on, ``refill`` writes the tables of
+    later steps into the same tensors.
 
     Args:
-        rows: number of rows of the batch.
+        rows: number of rows in the batch.
         policy: policy of the cache.
 
     Attributes:
         version: counter of replaced tensors; a graph captured before a change reads stale tables.
-        packs_whole_pages: whether pages are packed as a whole, before a replay and not by tables.
-        packs_at_end: whether all tokens to pack, the new one included, are in 16-bit precision at
-            the end of the step; false without a window.
+        packs_whole_pages: whether pages are packed whole, before a replay instead of from tables.
+        packs_at_end: whether all tokens to pack, including the new one, are in 16-bit slots at the
+            end of the step; false without a window.
     """
 
     def __init__(self, rows: int, policy: KVPolicy) -> None:
         self.rows, self.version, self._policy = rows, 0, policy
         self.packs_whole_pages = not codec_of(policy).appends_tokens
         self.packs_at_end = policy.window > 0 and not self.packs_whole_pages
-        # Table lines per row: the tiles of the tokens that begin a page.
+        # Table lines per row: as many as the tokens that begin a page have tiles.
         self._lines = {
             bits: -(-min_page_tokens(policy, bits) // TILE) for bits in policy.packed_bits
         }
         self._rooms: dict[tuple[AttentionShape, torch.device], _Room] = {}
-        # Tables of a step's own tokens by kind; and, by kind and device, tensors that layers
-        # requested.
+        # Tables of a step's new tokens by kind; and the tensors that layers requested, by kind and
+        # device.
         self._tokens: dict[str, np.ndarray] = {}
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -344,7 +345,7 @@ class GraphTables:
         return bool(self._rooms)
 
     def refill(self, past: Sequence[SequenceTable]) -> None:
-        """Write the tables of attention over the sequences before a step."""
+        """Write the tables for attention over the sequences as they are before a step."""
         for (attention, device), room in self._rooms.items():
             arrays = arrays_of(*attention.over(past), room.longest)
             if lengths_of(arrays) != room.longest:
@@ -356,8 +357,8 @@ class GraphTables:
     def refill_tokens(self, step: StepPlan) -> None:
         """Write the tables of a step's new tokens and pack jobs; ``takes`` must accept the step.
 
-        Whole pages are not packed by tables. With ``packs_at_end`` a new token is referred to by
-        its slot.
+        Whole pages are not packed from tables. With ``packs_at_end``, the tables refer to a new
+        token by its slot.
         """
         writes = np.full((self.rows, 3), -1, dtype=np.int32)
         if step.writes is not None:
@@ -391,8 +392,8 @@ class GraphTables:
     def takes(self, step: StepPlan) -> bool:
         """Return whether the tables have capacity for the pack jobs of a step.
 
-        Each row may pack tokens of one stream into one page, in no more tiles than the tokens that
-        begin a page need. A policy that packs whole pages may pack no new token.
+        Each row may pack tokens of only one stream into only one page, in no more tiles than the
+        tokens that begin a page need. A policy that packs whole pages must not pack a new token.
         """
         if self.packs_whole_pages:
             return not any((pack_job.source >= 0).any() for pack_job in step.pack_jobs)
@@ -404,7 +405,7 @@ class GraphTables:
     def tables(
         self, past: Sequence[SequenceTable], attention: AttentionShape, device: torch.device
     ) -> Tables:
-        """Return ``StepPlan.tables`` of the step that ``refill`` wrote last."""
+        """Return ``StepPlan.tables`` for the step that ``refill`` last wrote."""
         if (attention, device) not in self._rooms:
             self._rooms[attention, device] = _Room.of(attention, past, device)
             self.version += 1
@@ -416,7 +417,8 @@ class GraphTables:
         return self._upload(_WRITES, device)
 
     def slots(self, device: torch.device) -> dict[Bits, SlotTables]:
-        """Return ``StepPlan.slots_on`` with lines for each row; page -1 marks unused lines."""
+        """Return ``StepPlan.slots_on`` with a fixed number of entries per row; page -1 marks unused
+        entries."""
         return {
             bits: SlotTables(
                 *(self._upload(f"{bits} {kind}", device) for kind in ("jobs", "begins"))

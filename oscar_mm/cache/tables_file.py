@@ -1,4 +1,4 @@
-"""Conversion of a cache's tables to tensors of a file and back, with every number checked."""
+"""Conversion of a cache's tables to tensors in a file and back, checking every number."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class SavedTables:
                 raise ValueError(f"{name} is {found.shape} {found.dtype}")
         rows, length = kinds["codes"].shape
         if rows > _MAX_ROWS or length > _MAX_TOKENS or (rows and not length):
-            raise ValueError(f"it has {rows} rows of {length} tokens")
+            raise ValueError(
+                f"its tables have {rows} rows of {length} tokens, which is not a valid size"
+            )
         limits = {"streams": 2 * SINK * rows, "entries": rows * length, "recent": rows * length}
         for name, count in limits.items():
             if kinds[name].shape[0] > count:
@@ -83,7 +85,7 @@ class SavedTables:
         return tables
 
     def _parts(self) -> list[tuple[int, ModalityTable]]:
-        """Return row and stream, with its code's modality, for every line of ``streams``."""
+        """Return (row, stream) for every line of ``streams``; the code gives the modality."""
         parts, entry, slot = [], 0, 0
         for row, code, entries, count in self.streams.tolist():
             modality = Modality(code % SINK)
@@ -127,7 +129,7 @@ class SavedTables:
                 raise ValueError(f"row {index} and its streams have different tokens")
 
     def _checked_counts(self) -> dict[Bits, int]:
-        """Return bits -> number of slots; check that their ids go from 0 without gaps."""
+        """Return bits -> number of slots; check that their ids start at 0 and have no gaps."""
         named: dict[Bits, set[int]] = {bits: set() for bits in (*self.policy.packed_bits, PLAIN)}
         for _, stream in self._parts():
             if stream.pages and stream.bits == PLAIN:
@@ -138,7 +140,7 @@ class SavedTables:
             named[PLAIN].update(stream.slots)
         for bits, slots in named.items():
             if slots and (min(slots), max(slots)) != (0, len(slots) - 1):
-                raise ValueError(f"slots of {bits} bits are not numbered from 0")
+                raise ValueError(f"the {bits}-bit slots are not numbered from 0 without gaps")
         return {bits: len(slots) for bits, slots in named.items()}
 
     def places_in_use(self) -> dict[Bits, np.ndarray]:
@@ -154,7 +156,7 @@ class SavedTables:
         return used
 
     def sequences(self, slots: dict[Bits, list[int]]) -> list[SequenceTable]:
-        """Return the sequences over these slots: number i is the i-th of its kind."""
+        """Return the sequences over new slots: number i becomes the i-th slot of its kind."""
         made = [SequenceTable(bytearray(codes.tobytes())) for codes in self.codes]
         for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
             stream.pages = tuple(slots[stream.bits][page] for page in stream.pages)
@@ -165,8 +167,8 @@ class SavedTables:
 
 
 def renumbered(kv_manager: KVCacheManager) -> tuple[SavedTables, dict[Bits, list[int]]]:
-    """Return the tables of a KV cache manager with slots numbered from 0, and the slot of each
-    number."""
+    """Return the tables of a KV cache manager with slots renumbered from 0, and the old slots in
+    the order of their new numbers."""
     rows = kv_manager.sequences if kv_manager.length else []
     stored = SlotSet.of(stream for row in rows for stream in row.streams.values())
     slots = {bits: stored.slots(bits) for bits in kv_manager.allocators}

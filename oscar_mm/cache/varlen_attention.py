@@ -28,11 +28,11 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits
 
 _MAX_KEYS = 16384
-"""Maximum past and new tokens of a varlen batch: 67 MB with 8 heads of 128 channels in 16-bit
-precision, and as much again while they are unpacked."""
+"""Maximum number of past and new tokens in a varlen batch: 67 MB with 8 heads of 128 channels in
+16-bit precision, and as much again while they are unpacked."""
 _MAX_ERROR = 0.02
-"""Maximum relative error of flash attention in 16-bit precision: far above its rounding error, far
-below the error of a wrong mask."""
+"""Maximum relative error allowed for flash attention in 16-bit precision: far above its rounding
+error, far below the error that a wrong mask would cause."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,12 +54,12 @@ class VarlenBatch(NamedTuple):
 
     Attributes:
         tokens: range of the new tokens of all rows.
-        pages: bits -> (pages,) int32, and (pages * 128,) int64 places of their tokens; unused
-            tokens go to the place after the last key.
-        slots: (n,) int64 slots of the tokens in 16-bit precision, and their places.
+        pages: bits -> page ids, (pages,) int32, and the places of their tokens, (pages * 128,)
+            int64; unused tokens go to the place after the last key.
+        slots: slot ids of the tokens in 16-bit precision, (n,) int64, and the tokens' places.
         new_places: (new tokens,) int64 places of the new tokens.
         query_ends, key_ends: (rows + 1,) int32 boundaries of the rows.
-        longest: maximum new tokens of a row, and maximum keys of a row.
+        longest: maximum number of new tokens in a row, and maximum number of keys in a row.
         keys: total number of keys.
     """
 
@@ -158,7 +158,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Check that torch's flash attention computes what ``flash_varlen`` promises; log a mismatch
     once.
 
-    The operation is undocumented, and other versions of torch may choose another one.
+    The operation is undocumented and may change between versions of torch.
     """
     new, whole = (3, 5, 1), (13, 5, 10)
     generator = torch.Generator(device).manual_seed(0)
@@ -218,14 +218,14 @@ def attend_varlen(
     values: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Compute causal attention of each row's new tokens to that row; before ``append``.
+    """Compute causal attention of each row's new tokens to that row; call before ``append``.
 
     Args:
         layer: layer of the cache.
         run: the rows.
         queries: (1, query heads, new tokens, head_dim).
         keys, values: (1, KV heads, new tokens, head_dim).
-        scaling: factor of the scores.
+        scaling: factor that the scores are multiplied by.
 
     Returns:
         (1, query heads, new tokens, head_dim).
@@ -258,13 +258,13 @@ def flash_varlen(
     run: VarlenBatch,
     scaling: float,
 ) -> torch.Tensor:
-    """Compute attention of concatenated rows; the last query of a row attends up to its last key.
+    """Compute causal attention of concatenated rows; a row's last query sees all of its keys.
 
     Args:
         queries: (queries, query heads, head_dim).
         keys, values: (keys, KV heads, head_dim).
         run: boundaries of the rows.
-        scaling: factor of the scores.
+        scaling: factor that the scores are multiplied by.
 
     Returns:
         (queries, query heads, head_dim).

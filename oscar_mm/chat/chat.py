@@ -50,7 +50,7 @@ _ARGUMENTS = "prompt", "images", "videos", "audio", "parts", "messages", "use_au
 
 
 class Chat:
-    """Conversation of several turns about all media shown so far::
+    """Multi-turn conversation in which the model sees all media shown so far::
 
         with pipe.chat() as chat:
             chat.ask("Compare these.", images=["a.png", "b.png"])
@@ -59,18 +59,18 @@ class Chat:
     The cache is kept between turns, so a turn costs only its own tokens. Created by ``pipe.chat``
     and ``pipe.load_chat``; many chats of a pipeline may be used concurrently, from several threads.
 
-    A turn counts when it is complete. After an error, or Ctrl-C while the model runs, the chat is
-    as it was before the turn. Leaving a stream (``break``, ``close``) ends the answer there: its
-    pieces so far are the answer. A stream that was left but is still referenced ends with the next
+    A turn is recorded when it is complete. After an error, or Ctrl-C while the model runs, the chat
+    is as it was before the turn. Leaving a stream (``break``, ``close``) ends the answer there: its
+    chunks so far are the answer. A stream that was left but is still referenced ends with the next
     call on the chat.
 
-    The cache stores the turns of a thinking model without the reasoning, as chat templates do; a
-    turn that is left before any text does not count.
+    For a thinking model, the cache stores the turns without the reasoning, as chat templates do; a
+    turn that is left before any text of the answer is not recorded.
 
     Args:
         pipe: pipeline that runs the chat.
         system: system prompt.
-        conversation: conversation to continue; by default an empty one.
+        conversation: conversation to continue; by default, an empty conversation.
         cache_salt: see ``pipe.chat``.
         tools: tools that the model may call; they are part of the first turn's prompt.
     """
@@ -91,7 +91,7 @@ class Chat:
         self._cancelled = self._stopped = False
         self._taker: threading.Thread | None = None
         """Thread that reads the pieces of the latest asynchronous stream."""
-        # Taken before a call of the engine thread, and never in that thread, see ``_alone``.
+        # Acquired before calls to the engine thread, never in that thread; see ``_alone``.
         self._calls = threading.RLock()
 
     def ask(
@@ -113,19 +113,20 @@ class Chat:
             images, videos: media of this turn, as in the pipeline's call; the model still attends
                 to earlier media.
             audio: recordings, if the model supports audio (Qwen3-Omni).
-            parts: the whole question as texts and media in order, in place of the arguments above;
+            parts: the whole question as texts and media in order, instead of the arguments above;
                 see ``oscar_mm.engine.message_lists.parts_from``.
-            messages: all messages since the last answer, in place of the arguments above; the last
-                one must be of a user or a tool, see
+            messages: all messages since the last answer, instead of the arguments above; the last
+                message must be from a user or a tool, see
                 ``oscar_mm.engine.message_lists.messages_from``.
-            use_audio_in_video: use the sound of video files too.
+            use_audio_in_video: also use the audio tracks of video files.
             options: see ``oscar_mm.engine.request_options.QuestionOptions``.
 
         Returns:
-            The answer. Its memory report covers the whole chat, tokens and timings this turn.
+            The answer. Its memory report covers the whole chat; its tokens and timings cover only
+            this turn.
 
         Raises:
-            InputError: if media, text or numbers are invalid; ``RequestTooLarge`` if the turn is
+            InputError: if media, text or options are invalid; ``RequestTooLarge`` if the turn is
                 too long for the context, the budget or the GPU.
         """
         media, sound = (images, videos, audio), use_audio_in_video
@@ -154,11 +155,11 @@ class Chat:
             prompt, images, videos, audio, parts, messages, use_audio_in_video, options: see
                 ``ask``.
             cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory allow, instead
-                of refusing a turn whose longest answer does not fit.
-            tools: the chat's tools with another tool choice, for this turn.
+                of refusing a turn whose longest possible answer does not fit.
+            tools: the chat's tools, with a different tool choice for this turn.
 
         Returns:
-            An iterator of text pieces, whose ``result`` is the answer at the end. Its
+            An iterator over chunks of text, whose ``result`` at the end is the answer. Its
             ``with_reasoning`` includes a thinking model's reasoning.
 
         Raises:
@@ -192,7 +193,7 @@ class Chat:
         """Add past turns; short ones without media are prefilled together.
 
         Raises:
-            InputError: see ``tell``; turns that were prefilled before the error count.
+            InputError: see ``tell``; turns that were prefilled before the error are kept.
         """
         turns = list(turns)
         for turn in turns:
@@ -217,7 +218,7 @@ class Chat:
         reading: PrefillRequest | None = None
         shown: list[Media] = []
         for turn, answer in zip(turns, ids, strict=True):
-            # Turn by turn: waiting for memory while keeping some could deadlock.
+            # One turn at a time: waiting for memory while holding some could deadlock.
             with self._shown(turn.messages, len(answer)) as media:
                 shown.append(media)
 
@@ -248,7 +249,7 @@ class Chat:
                 pipe.engine.call(lambda: self._drop(reading))
 
     def _read(self, reading: PrefillRequest) -> None:
-        """Prefill past turns; other requests continue to run.
+        """Prefill past turns while other requests continue to run.
 
         Raises:
             Cancelled: if the chat was cancelled.
@@ -261,7 +262,7 @@ class Chat:
             raise Cancelled("the turn was cancelled before it was read")
 
     def _drop(self, request: Request | None) -> None:
-        """Release the pages of a request that has begun and not become a turn."""
+        """Release the pages of a request that has begun but has not become a turn."""
         if request is not None and request is self._spillable.answering:
             self._spillable.answering = None
             request.cache.close()
@@ -273,12 +274,12 @@ class Chat:
 
     @property
     def segments(self) -> list[Segment]:
-        """Text and media of each turn, with their tokens and bytes."""
+        """Text and media of each turn, with their token counts and sizes in bytes."""
         return self.pipe.engine.call(lambda: self._spillable.drop_reasoning().segments())
 
     @property
     def memory(self) -> MemoryReport:
-        """Memory report of the chat; bytes shared by forks are in the report of each of them."""
+        """Memory report of the chat; bytes shared by forks appear in the report of each fork."""
 
         def measure() -> MemoryReport:
             cache = self._spillable.drop_reasoning().kv
@@ -298,9 +299,9 @@ class Chat:
 
     @property
     def answering(self) -> Request | None:
-        """The running request, if any; its pieces may be taken as they arrive.
+        """The running request, if any; its chunks may be read as they arrive.
 
-        Cancelling it ends the stream; before the first piece the stream raises ``Cancelled``.
+        Cancelling it ends the stream; before the first chunk, the stream raises ``Cancelled``.
         """
         return self._spillable.answering
 
@@ -311,7 +312,7 @@ class Chat:
         has no effect.
 
         Args:
-            index: index of the medium's segment.
+            index: index of the media item's segment.
 
         Raises:
             InputError: if there is no such segment, or it is text.
@@ -339,10 +340,10 @@ class Chat:
         self._alone(forget)
 
     def undo(self) -> None:
-        """Remove the last turn; call it again to remove the turn before.
+        """Remove the last turn; call this again to remove the turn before it.
 
         Tokens that the turn had pushed out of the 16-bit window stay packed, so with a low-bit
-        policy the next answer may differ a little from that of a chat without the turn.
+        policy the next answer may differ slightly from that of a chat that never had the turn.
 
         Raises:
             InputError: if there are no turns.
@@ -352,7 +353,8 @@ class Chat:
             if not now.turns:
                 raise InputError("undo: the chat has no turns yet")
             if len(now.turns) == 1:
-                # A new cache: a chat of an earlier version may be balanced by its first prompt.
+                # A new cache: a chat saved by an earlier version may be balanced by its first
+                # prompt.
                 self._spillable.replace(Conversation.empty(self._new_cache()))
             else:
                 cache = now.cache.fork()
@@ -362,7 +364,7 @@ class Chat:
         self._alone(undo)
 
     def fork(self) -> Chat:
-        """Create a second chat with the same past, which shares its pages; both then diverge."""
+        """Create a second chat with the same past and the same pages; the chats then diverge."""
 
         def fork(now: Conversation) -> Chat:
             conversation = Conversation(
@@ -375,7 +377,7 @@ class Chat:
     def save(self, path: str | Path) -> None:
         """Write the chat to a safetensors file, for ``pipe.load_chat``.
 
-        Other requests continue to run meanwhile. With ``tp_plan`` each rank writes its heads:
+        Other requests continue to run meanwhile. With ``tp_plan``, each rank writes its own heads:
         ``chat.0-of-2.safetensors`` and so on.
 
         Raises:
@@ -388,7 +390,7 @@ class Chat:
             write_checked(path, *content)
 
     def cancel(self) -> None:
-        """End the current turn, and each later one. Safe to call from any thread; then ``close``.
+        """End the current turn and refuse later ones; then call ``close``. Safe from any thread.
 
         A turn without any text raises ``Cancelled`` in the thread that waits for it.
         """
@@ -396,13 +398,13 @@ class Chat:
         self.stop()
 
     def stop(self) -> None:
-        """End the current answer, or its prefill, as ``cancel`` does, but allow later turns."""
+        """End the current answer or its prefill, as ``cancel`` does, but allow later turns."""
         self._stopped = True
         if (answering := self.answering) is not None:
             answering.cancel()
 
     def close(self) -> None:
-        """Release all pages; the chat cannot be used any more. Idempotent."""
+        """Release all pages; the chat cannot be used afterwards. Idempotent."""
         with self._calls:
             self._wait_for_left()
             self.pipe.engine.call(self._close)
@@ -443,8 +445,8 @@ class Chat:
         """Return what ``begin`` returns for the conversation and its next prompt.
 
         Args:
-            prepare: makes the prompt in the calling thread, so that other requests run meanwhile.
-            max_new_tokens: number of output tokens with which the prompt must fit.
+            prepare: builds the prompt in the calling thread, so that other requests run meanwhile.
+            max_new_tokens: number of output tokens that must fit after the prompt.
             begin: runs in the engine thread; never returns None.
         """
         pipe = self.pipe
@@ -465,13 +467,14 @@ class Chat:
             return result
 
     def _wait_for_left(self) -> None:
-        """Wait for the thread of a stream that a coroutine has left; it still uses the chat."""
+        """Wait for the thread of a stream that a coroutine has left, since it still uses the
+        chat."""
         taker = self._taker
         if taker is not None and self._stopped and taker is not threading.current_thread():
             taker.join()
 
     def _end_stream(self) -> None:
-        """End an open stream, in the engine thread, where no step changes its answer.
+        """End an open stream. Runs in the engine thread, so that no step changes its answer.
 
         Raises:
             RuntimeError: if another thread reads the stream.
@@ -529,10 +532,10 @@ class Chat:
     def _shown(
         self, messages: Sequence[Message], max_new_tokens: int
     ) -> AbstractContextManager[Media]:
-        """Decode the media of a turn, if they fit by their sizes; count their memory in the block.
+        """Decode the media of a turn if their sizes fit; reserve their memory within the block.
 
-        Media are decoded in the calling thread: other requests run, and this chat may be spilled.
-        So its cache is looked up again each time, in the engine thread.
+        Media are decoded in the calling thread while other requests run, and this chat may be
+        spilled meanwhile. So its cache is looked up again each time, in the engine thread.
         """
 
         def fits(sizes: Media) -> None:
@@ -555,7 +558,7 @@ class Chat:
         keep_part: bool,
         delivery: Delivery,
     ) -> Generator[Piece | Answer, None, None]:
-        """Yield pieces of the answer, then the answer, which makes the turn count."""
+        """Yield the pieces of the answer, then record the turn and yield the answer."""
 
         def after(finish_reason: str) -> Conversation:
             written, cache = running_request.written, running_request.cache

@@ -1,7 +1,7 @@
-"""Chats in files: the cache in the format of ``oscar_mm.cache.saved_cache``, and the turns.
+"""Chat files: the cache in the format of ``oscar_mm.cache.saved_cache``, and the turns.
 
-Users save chats. A ``SpillableConversation`` has its cache in the pipeline's store or, when others
-need the memory, in a file.
+Users save chats. A ``SpillableConversation`` keeps its cache in the pipeline's store or, when other
+chats need the memory, in a file.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from oscar_mm.tensor_parallel import TPGroup, local_shard
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 FORMAT_VERSION = 2
-"""Version of the turns in the file; the cache has a version of its own. Version 1 has no tools, and
-only the text of each question instead of its messages."""
+"""Format version of the turns in the file; the cache has its own. Version 1 has no tools, and only
+the text of each question instead of its messages."""
 _SHOWN = 200
-"""Maximum characters of a file's error that are quoted."""
+"""Maximum number of characters quoted from an error about a file."""
 _SAMPLES = 64
 """Number of values per parameter that a fingerprint covers."""
 _CONFIG = (
@@ -79,10 +79,10 @@ def chat_content(
     fingerprint: str,
     tools: ToolOffer | None = None,
 ) -> Content:
-    """Copy the content of a chat file to the host, for ``write_checked``.
+    """Copy what a chat's file will contain to the host, for ``write_checked``.
 
     Raises:
-        InputError: if the conversation has more turns, media or parts than a file may have.
+        InputError: if the conversation has more turns, media or parts than a file may contain.
     """
     turns = [turn_fields(turn) for turn in conversation.turns]
     try:
@@ -113,10 +113,10 @@ def read_chat(
     layers: Sequence[LayerShape],
     family: Family,
 ) -> SavedChat:
-    """Read a chat without placing its cache in a page store; any thread may do so.
+    """Read a chat without placing its cache in a page store; any thread may call this.
 
-    The file is not trusted: nothing in it reaches a kernel, or takes the engine long, unless a
-    chat of this pipeline could have saved it.
+    The file is not trusted: nothing in it reaches a kernel or keeps the engine busy unless a chat
+    of this pipeline could have saved it.
 
     Args:
         path: file of the chat.
@@ -126,14 +126,13 @@ def read_chat(
         family: family of the model.
 
     Raises:
-        InputError: if the file cannot be read, is not a chat, was altered or belongs to another
-            model.
+        InputError: if the file cannot be read, is not a chat, was altered or is for another model.
     """
     saved = SavedCache.read(path, fingerprint=fingerprint, policy=policy, layers=layers)
     given, vocabulary = saved.given, family.model.get_input_embeddings().num_embeddings
     version = given.get("chat")
     if version not in (1, FORMAT_VERSION):
-        raise InputError(f"{path}: is not a chat of version 1 or {FORMAT_VERSION}")
+        raise InputError(f"{path} is not a chat of version 1 or {FORMAT_VERSION}")
     try:
         check_counts(given["turns"])
         conversation = Conversation(
@@ -155,7 +154,7 @@ def read_chat(
 
 
 def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> None:
-    """Raise ValueError if turns, tokens and cache do not belong together."""
+    """Raise ValueError if turns, tokens and cache are inconsistent."""
     ids = conversation.token_ids
     rows, tokens = tables.codes.shape
     if rows > 1 or ids.shape != (1, tokens) or ids.dtype != torch.long:
@@ -172,7 +171,7 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
             raise ValueError("its turns are not consecutive")
         for span in turn.media:
             if span.modality is Modality.TEXT or not start <= span.start < span.stop <= turn.stop:
-                raise ValueError("a medium is out of range")
+                raise ValueError("the tokens of a media item are out of range")
             start = span.stop
         start = turn.stop
     if start != tokens:
@@ -181,14 +180,14 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
 
 @torch.no_grad()
 def model_fingerprint(model: Any) -> str:
-    """Return model type, dtype and a SHA-256 digest, which distinguish checkpoints.
+    """Return model type, dtype and a SHA-256 digest, which together identify a checkpoint.
 
-    The digest covers the part of the text model's configuration that affects the cache, and of
-    each parameter the shape and 64 values at fixed indices (all values of a smaller one). Thus
-    another checkpoint, a fine-tuned one or another quantization has another fingerprint; a change
-    of single weights outside the samples goes unnoticed. Parameter names and devices do not count:
-    a checkpoint has the same fingerprint with all versions of transformers. Active adapters count
-    with their scaling; without adapters the fingerprint is that of the checkpoint.
+    The digest covers the part of the text model's configuration that affects the cache, and for
+    each parameter its shape and 64 values at fixed indices (all values of smaller parameters). So
+    another checkpoint, a fine-tuned version or another quantization has another fingerprint; a
+    change to single weights outside the samples goes unnoticed. Parameter names and devices are
+    ignored, so that a checkpoint has the same fingerprint with all versions of transformers. Active
+    adapters are included, with their scaling.
 
     Each rank has its own fingerprint, because it has its own heads.
 
@@ -240,8 +239,8 @@ class SpillableConversation:
         conversation: initial conversation.
 
     Attributes:
-        answering: the running request, which generates an answer or prefills past turns; None if
-            there is none.
+        answering: running request, which generates an answer or prefills past turns; None if no
+            request is running.
     """
 
     def __init__(self, engine: ChatEngine, conversation: Conversation) -> None:
@@ -259,7 +258,7 @@ class SpillableConversation:
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation; its cache (``kv``) is None while it is on disk.
+        """The conversation; its ``kv`` is None while the cache is on disk.
 
         Raises:
             RuntimeError: if the chat is closed.
@@ -286,7 +285,7 @@ class SpillableConversation:
         """Return the conversation with its cache, read back from its file if it was spilled.
 
         Raises:
-            InputError: if the budget has no memory for it, or the file is missing or was altered.
+            InputError: if the cache exceeds the budget, or the file is missing or was altered.
         """
         conversation, budget = self.conversation, self.engine.admission.budget
         if budget is not None:
@@ -300,7 +299,7 @@ class SpillableConversation:
         return self.drop_reasoning()
 
     def drop_reasoning(self) -> Conversation:
-        """Crop the last reasoning from the cache, if that is in the store, and return the
+        """Crop the last reasoning from the cache, if the cache is in the store, and return the
         conversation."""
         conversation = self.conversation
         if conversation.kv is None:
@@ -314,13 +313,14 @@ class SpillableConversation:
         return self.conversation
 
     def replace(self, new: Conversation) -> None:
-        """Continue with ``new``, whose cache is a fork of the present one, and close the latter."""
+        """Continue with ``new``, whose cache is a fork of the current cache, and close the old
+        cache."""
         old, self.conversation = self.conversation.cache, new
         old.close()
         new.cache.shrink()
 
     def settle(self) -> None:
-        """After a turn: spill other chats until the budget holds, if there is a budget."""
+        """Spill other chats after a turn until the budget is met, if there is a budget."""
         if (budget := self.engine.admission.budget) is not None:
             budget.settle(self)
 
@@ -342,7 +342,7 @@ class SpillableConversation:
         conversation.cache.close()
 
     def close(self) -> None:
-        """Release pages and file. Idempotent."""
+        """Release the pages and delete the file. Idempotent."""
         conversation, self._conversation = self._conversation, None
         if conversation is not None and conversation.kv is not None:
             conversation.kv.close()
@@ -351,7 +351,7 @@ class SpillableConversation:
 
 
 class _SpillFile:
-    """Spilled cache; the file is removed when the object is no longer referenced."""
+    """Spilled cache; its file is removed when this object is no longer referenced."""
 
     def __init__(self, path: Path, cache: OscarCache, fingerprint: str) -> None:
         # Stored here, as the active adapter may differ when the cache is loaded.

@@ -1,6 +1,7 @@
 """Conversation: state of a chat between two turns, and the prompt of the next turn.
 
-Turn and Segment are its parts. ChatEngine is the part of a pipeline that a chat uses.
+A conversation consists of turns; segments describe its text and media. ChatEngine is the interface
+of a pipeline that chats use.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 _LABEL = 40
-"""Maximum characters of a prompt in the label of its segment."""
+"""Maximum number of characters of a prompt in its segment's label."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a chat: a medium, or the text of one turn.
+    """Part of a chat: a media item, or the text of one turn.
 
     Attributes:
         index: index for ``Chat.forget``; unaffected when other segments are forgotten.
-        modality: modality of the medium; TEXT for question and answer of a turn.
-        tokens: number of tokens in the cache; for a video this includes timestamps and sound.
-        bytes: bytes of its tokens in pages and 16-bit blocks. Tables and free slots are only in
-            ``Chat.memory``.
-        label: name of the medium, or beginning of the turn's prompt.
-        turn: index in ``Chat.turns``.
+        modality: modality of the media item; TEXT for the question and answer of a turn.
+        tokens: number of tokens in the cache; for a video, including timestamps and audio.
+        bytes: bytes of its tokens in pages and 16-bit slots. Tables and free slots are counted only
+            in ``Chat.memory``.
+        label: name of the media item, or the beginning of the turn's prompt.
+        turn: index of the turn in ``Chat.turns``.
         forgotten: whether ``Chat.forget`` has removed its tokens.
     """
 
@@ -64,14 +65,15 @@ class Turn:
     Attributes:
         messages: messages since the last answer, with media as spans of the chat's tokens.
         answer: the answer, up to where the caller ended it.
-        finish_reason: "stop", "tool_calls", "length", or "interrupted" if the caller ended it.
-        forgotten: for each of ``media``, whether it was forgotten.
+        finish_reason: "stop", "tool_calls", "length", or "interrupted" if the caller ended the
+            answer.
+        forgotten: whether each item of ``media`` was forgotten.
         start: index of the first token.
         stop: index after the last token in the cache.
         position: RoPE position of the first token.
         pending: ids at the beginning of the turn that belong to the previous answer.
         reasoning: reasoning of a thinking model before the answer; None if it did not think.
-        tool_calls: tool calls of the answer.
+        tool_calls: tool calls in the answer.
     """
 
     messages: tuple[Message, ...]
@@ -102,9 +104,9 @@ class Conversation:
     """Immutable state that the next turn continues; each turn creates a new one.
 
     Attributes:
-        kv: cache of all turns, perhaps followed by the last reasoning until
-            ``SpillableConversation`` removes that; None while it is on disk.
-        token_ids: (1, tokens) int64 on the CPU, ids of all turns as in the cache.
+        kv: cache of all turns; the last reasoning may follow until ``SpillableConversation``
+            removes it. None while the cache is on disk.
+        token_ids: (1, tokens) int64 on the CPU: ids of all turns, as in the cache.
         next_position: (1,) RoPE position of the next token.
         pending: ids at the end of the last answer that are not in the cache.
         turns: all turns, oldest first.
@@ -118,7 +120,7 @@ class Conversation:
 
     @property
     def cache(self) -> OscarCache:
-        """``kv``; RuntimeError while it is on disk, see ``SpillableConversation.load``."""
+        """The cache; RuntimeError while it is on disk, see ``SpillableConversation.load``."""
         if self.kv is None:
             raise RuntimeError("the cache of this chat is on disk")
         return self.kv
@@ -130,7 +132,7 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all turns, including forgotten ones."""
+        """Number of tokens in all turns, including forgotten ones."""
         return self.token_ids.shape[1]
 
     @property
@@ -161,15 +163,16 @@ class Conversation:
         ends before the reasoning, and the next turn begins by prefilling the answer's text.
 
         Args:
-            cache: contains prompt and answer, perhaps without the answer's last tokens; None while
-                it is on disk.
+            cache: cache that contains the prompt and the answer, perhaps without the answer's last
+                tokens; None while it is on disk.
             prompt: prompt of the turn.
             messages: messages of the turn, with the spans of ``prompt.media``.
             answer: the assistant's message.
             ids: tokens of the answer, including reasoning.
             finish_reason: reason why the answer ended.
             stored: number of the answer's tokens in the cache.
-            reasoning: reasoning at the beginning of the answer; the caller crops the cache there.
+            reasoning: reasoning at the beginning of the answer; the caller crops the cache before
+                it.
         """
         read = stored
         if reasoning is not None:
@@ -197,7 +200,7 @@ class Conversation:
         )
 
     def without_last_turn(self, cache: OscarCache) -> Conversation:
-        """Return the conversation before its last turn; ``cache`` must not contain that turn."""
+        """Return the conversation without its last turn, which ``cache`` must not contain."""
         last = self.turns[-1]
         return Conversation(
             kv=cache,
@@ -208,7 +211,7 @@ class Conversation:
         )
 
     def without_medium(self, cache: OscarCache, turn: int, medium: int) -> Conversation:
-        """Return the conversation with a medium forgotten, which ``cache`` must not contain."""
+        """Return the conversation with a media item forgotten; ``cache`` must not contain it."""
         old = self.turns[turn]
         flags = list(old.forgotten)
         flags[medium] = True
@@ -217,7 +220,8 @@ class Conversation:
         return replace(self, kv=cache, turns=tuple(turns))
 
     def places(self) -> list[tuple[int, int | None]]:
-        """Return for each segment its turn, and its medium in that turn; None for text."""
+        """Return, for each segment, the index of its turn, and that of its media item in the turn
+        (None for text)."""
         return [
             (index, medium)
             for index, turn in enumerate(self.turns)
@@ -268,11 +272,11 @@ def _shortened(prompt: str) -> str:
 
 
 class ChatEngine(Protocol):
-    """Part of a pipeline that chats use: a model, a shared page store and perhaps a budget."""
+    """Interface of a pipeline that chats use: a model, a shared page store, perhaps a budget."""
 
     @property
     def family(self) -> Family:
-        """The model, its processor and their special cases."""
+        """Model family: the model, its processor and their special cases."""
         ...
 
     @property
@@ -292,7 +296,7 @@ class ChatEngine(Protocol):
 
     @property
     def policy(self) -> KVPolicy:
-        """Policy that says how keys and values are stored."""
+        """How keys and values are stored."""
         ...
 
     @property
@@ -306,12 +310,12 @@ class ChatEngine(Protocol):
         ...
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
-        """Check a user's sampling options; ``arguments`` are other allowed names."""
+        """Check a user's sampling options; ``arguments`` are the other names that are allowed."""
         ...
 
 
 def past_of(conversation: Conversation) -> Past:
-    """Return what the next turn continues, with remedies that would free some of it."""
+    """Return the past that the next turn continues, and ways to free some of its tokens."""
     return Past(conversation.cache, conversation.stored, partial(_remedies, conversation))
 
 
@@ -323,15 +327,16 @@ def next_prompt(
     max_new_tokens: int,
     tools: ToolOffer | None = None,
 ) -> Prompt:
-    """Build the prompt of a turn on the CPU: the whole first turn, or the new part of a later one.
+    """Build the prompt of a turn on the CPU: all of the first turn, or the new part of a later
+    turn.
 
     Args:
-        engine: pipeline of the chat; its engine thread is not waited for.
+        engine: pipeline of the chat; this does not wait for its engine thread.
         conversation: conversation so far.
-        messages: checked messages of the turn; with the system prompt in the first turn.
+        messages: checked messages of the turn; in the first turn, with the system prompt.
         shown: media of the turn.
-        max_new_tokens: maximum tokens of the answer.
-        tools: tools that the model may call; later turns use those of the first.
+        max_new_tokens: maximum number of tokens of the answer.
+        tools: tools that the model may call; later turns use the tools of the first.
 
     Raises:
         InputError: if the model does not support the media, or positions exceed its context.
@@ -374,17 +379,17 @@ def longest_answer(
 
 
 def _pending(conversation: Conversation, config: object) -> list[int]:
-    """Return the end of the last answer that is not in the cache yet.
+    """Return the tokens at the end of the last answer that are not in the cache yet.
 
-    Placeholders of media are left out: a model should not write them, but if it does, they must
-    not be mistaken for media of the next turn.
+    Media placeholders are left out: a model should not write them, but if it does, they must not be
+    mistaken for media of the next turn.
     """
     ids = torch.tensor([conversation.pending], dtype=torch.long)
     return ids[token_modalities(ids, config=config) == Modality.TEXT].tolist()
 
 
 def _remedies(conversation: Conversation) -> list[str]:
-    """Return what would free tokens of a conversation, the largest media first."""
+    """Return ways to free tokens of a conversation, the largest media first."""
     media = [one for one in conversation.segments() if one.modality and one.tokens]
     largest = sorted(media, key=lambda one: -one.tokens)[:3]
     frees = [f"forget({one.index}) frees {one.tokens:,} ({one.label})" for one in largest]
@@ -396,6 +401,6 @@ def _check_positions(following: int, answer: int, longest: int) -> None:
     if following + answer > longest:
         raise InputError(
             f"the turn would reach position {following} and max_new_tokens is {answer}, but the "
-            f"model supports only {longest} positions: undo() some turns, as forget() does not "
-            "help; else begin a new chat"
+            f"model supports only {longest} positions: undo() some turns or start a new chat "
+            "(forget() does not free positions)"
         )

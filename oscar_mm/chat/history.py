@@ -1,4 +1,4 @@
-"""History: past turns, supplied by the client instead of generated, and their prompt."""
+"""History: past turns that the client supplies instead of the model, and their prompt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from oscar_mm.media.media import Media
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 _TOGETHER, _TEMPLATE = 1 << 13, 32
-"""Maximum characters of past turns in one prefill pass, some 2,000 to 4,000 tokens, and characters
-that account for a turn's tokens from the chat template."""
+"""Maximum number of characters of past turns in one prefill pass (some 2,000 to 4,000 tokens), and
+number of characters added per turn for the tokens of the chat template."""
 
 
 class PastTurn(NamedTuple):
@@ -33,15 +33,15 @@ class PastTurn(NamedTuple):
 
     @property
     def characters(self) -> int:
-        """Number of characters of all texts."""
+        """Total number of characters in all texts."""
         return sum(len(text) for one in (*self.messages, self.answer) for text in one.texts)
 
 
 def prefill_groups(turns: Iterable[PastTurn]) -> Iterator[list[PastTurn]]:
-    """Yield runs of turns for one prefill pass each: short ones together, with media alone.
+    """Group turns by prefill pass: short turns together, each turn with media alone.
 
-    Runs are short so that other requests get the model in between; the media of a turn are decoded
-    just before its pass.
+    Groups are small so that other requests can run in between; the media of a turn are decoded just
+    before its pass.
     """
     run: list[PastTurn] = []
     characters, alone = 0, False
@@ -66,12 +66,12 @@ def history_prompt(
     answers: Sequence[list[int]],
     tools: ToolOffer | None = None,
 ) -> tuple[Prompt, Conversation]:
-    """Build the prompt of past turns, and the conversation that includes them.
+    """Build the prompt for past turns, and the conversation that includes them.
 
     The returned conversation still has the old cache, which the caller replaces.
 
     Args:
-        engine: pipeline of the chat; its engine thread is not waited for.
+        engine: pipeline of the chat; this does not wait for its engine thread.
         conversation: conversation so far.
         turns: checked turns.
         system: checked system prompt of the first turn.

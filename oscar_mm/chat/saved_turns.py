@@ -1,7 +1,6 @@
-"""Consistency checks of saved chats: turns and media against tokens, positions and tables.
+"""Consistency checks for saved chats: turns and media against tokens, positions and tables.
 
-A file with a recomputed checksum may still contain altered keys, values or texts, which nothing
-else in the file can reveal.
+These checks cannot detect altered keys, values or texts in a file whose checksum was recomputed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from oscar_mm.policy import KVPolicy
 _REASONS = ("stop", "tool_calls", "length", "interrupted")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _SUMS, _SUM_BITS = 64, 1 << 16
-"""Limits for the exact check of positions: media of a turn, and range of positions that they may
-take."""
+"""Limits for the exact check of positions: number of media in a turn, and size of the range of
+positions that they may take."""
 
 
 def check_turns(
@@ -33,7 +32,7 @@ def check_turns(
         conversation: conversation with consecutive turns, without its cache.
         codes: (tokens,) uint8 stream codes of the cache.
         policy: policy of the cache.
-        family: gives modalities by token ids, and positions of media.
+        family: model family, which gives the modalities of token ids and the positions of media.
     """
     ids = conversation.token_ids
     by_ids = token_modalities(ids, config=family.model.config)[0].numpy()
@@ -64,7 +63,7 @@ def _forgotten(conversation: Conversation) -> np.ndarray:
 
 
 def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
-    """Raise ValueError if media and tokens of their modality do not coincide."""
+    """Raise ValueError if the spans of media do not match the tokens of their modality."""
     named = np.zeros(len(kinds), dtype=bool)
     for turn in conversation.turns:
         for span in turn.media:
@@ -74,11 +73,11 @@ def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
             others = {Modality.TEXT, Modality.AUDIO} if span.modality is Modality.VIDEO else set()
             ends = found[0], found[-1]
             if Modality.TEXT in ends or not {span.modality} <= inside <= {span.modality, *others}:
-                raise ValueError("a medium has tokens of another modality")
+                raise ValueError("the tokens of a media item have a different modality")
             if not _DIGEST.fullmatch(span.digest):
-                raise ValueError("a medium's digest is not valid")
+                raise ValueError("the digest of a media item is not valid")
     if (kinds[~named] != Modality.TEXT).any():
-        raise ValueError("some media tokens belong to no medium")
+        raise ValueError("some media tokens belong to no media item")
 
 
 def _check_positions(conversation: Conversation, kinds: np.ndarray, family: Family) -> None:
@@ -93,7 +92,7 @@ def _check_positions(conversation: Conversation, kinds: np.ndarray, family: Fami
 
 
 def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
-    """Whether tokens of these modalities may advance the position by ``advance``."""
+    """Return whether tokens of these modalities can advance the position by ``advance``."""
     starts = np.flatnonzero(np.diff(kinds, prepend=-1))
     lengths = np.diff(starts, append=len(kinds))
     fixed, runs = 0, []
@@ -101,7 +100,7 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
     for (kind, length), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
         steps = family.position_steps(Modality(kind), length)
         if steps is None:
-            # Such a medium may take any number of positions.
+            # Such a media item may take any number of positions.
             return advance >= int((kinds == Modality.TEXT).sum())
         fixed, runs = fixed + count * steps[0], [*runs, (steps, count)]
     highest = fixed + sum(count * (steps[-1] - steps[0]) for steps, count in runs)
@@ -122,7 +121,7 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
 def _check_pending(conversation: Conversation, config: object) -> None:
     """Raise ValueError if a turn does not begin with the end of the previous answer."""
     for index, turn in enumerate(conversation.turns):
-        # ``next_prompt`` leaves out placeholders of media, which a model should not write.
+        # ``next_prompt`` leaves out media placeholders, which a model should not write.
         pending = torch.tensor([turn.pending], dtype=torch.long)
         read = pending[token_modalities(pending, config=config) == Modality.TEXT]
         begin = conversation.token_ids[0, turn.start : turn.start + len(read)]

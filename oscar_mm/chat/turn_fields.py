@@ -24,7 +24,7 @@ _ROLES = "system", "user", "assistant", "tool"
 
 
 def turn_fields(turn: Turn) -> dict[str, Any]:
-    """Return a turn as JSON; message parts are texts or indices of the turn's media."""
+    """Return a turn as JSON; message parts are texts or indices into the turn's media."""
     places = {span.start: place for place, span in enumerate(turn.media)}
     return {
         "messages": [_message_fields(message, places) for message in turn.messages],
@@ -51,7 +51,7 @@ def turn_fields(turn: Turn) -> dict[str, Any]:
 
 
 def check_counts(turns: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if turns have more media or parts than a file may have."""
+    """Raise ValueError if there are more turns, media or parts than a file may contain."""
     media = sum(len(turn["media"]) for turn in turns)
     if len(turns) > MAX_TURNS or media > MAX_MEDIA:
         raise ValueError(
@@ -61,11 +61,11 @@ def check_counts(turns: Sequence[Mapping[str, Any]]) -> None:
     parts = sum(1 + len(one["parts"]) + len(one["tool_calls"]) for one in messages)
     parts += sum(len(turn.get("tool_calls", ())) for turn in turns)
     if parts > MAX_PARTS + MAX_MEDIA:
-        raise ValueError(f"{parts:,} parts are more than the {MAX_PARTS + MAX_MEDIA:,} allowed")
+        raise ValueError(f"{parts:,} parts: at most {MAX_PARTS + MAX_MEDIA:,} are allowed")
 
 
 def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
-    """Create a turn from the fields of a file, whose counts have been checked.
+    """Create a turn from its fields in a file, whose counts have been checked.
 
     Raises:
         LookupError, TypeError, ValueError: if fields are missing or have wrong types.
@@ -93,7 +93,7 @@ def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
 
 
 def token_ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
-    """Return the token ids of a file; ValueError if one is not in the vocabulary."""
+    """Return token ids from a file; ValueError if any is not in the vocabulary."""
     if not all(0 <= _number(token) < vocabulary for token in saved):
         raise ValueError("token ids are out of range")
     return tuple(saved)
@@ -112,7 +112,7 @@ def offer_fields(offer: ToolOffer | None) -> dict[str, Any] | None:
 
 
 def offer_of(fields: Mapping[str, Any] | None, family: Family) -> ToolOffer | None:
-    """Create tools from the fields of a file and check them with ``Family.offer``.
+    """Create tools from their fields in a file and check them with ``Family.offer``.
 
     Raises:
         InputError: if the tools cannot be offered to the model.
@@ -149,13 +149,13 @@ def _call_fields(call: ToolCall) -> dict[str, str]:
 
 
 def _question(fields: Mapping[str, Any], media: list[MediumSpan]) -> tuple[Message, ...]:
-    """Return the messages of a turn of version 1, which has only the text of the question."""
+    """Return the messages of a turn in format version 1, which has only the question's text."""
     parts = [MediaPart(span.modality, None, span.label) for span in media]
     return with_spans([user_message(_text(fields["prompt"]), parts)], media)
 
 
 def _messages(fields: Mapping[str, Any], media: list[MediumSpan]) -> tuple[Message, ...]:
-    """Return the messages of a turn; ValueError unless they contain each medium exactly once."""
+    """Return the messages of a turn; ValueError unless each media item occurs exactly once."""
     left = dict(enumerate(media))
     messages = tuple(_message(message, left) for message in fields["messages"])
     if left or not messages:
@@ -180,7 +180,7 @@ def _part(saved: Any, left: dict[int, MediumSpan]) -> str | MediumSpan:
     if isinstance(saved, str):
         return saved
     if (span := left.pop(_number(saved), None)) is None:
-        raise ValueError("a message has a medium twice, or one that its turn does not have")
+        raise ValueError("messages contain a media item twice, or one that the turn does not have")
     return span
 
 

@@ -1,4 +1,4 @@
-"""Compare methods by teacher forcing, on a model's own 16-bit answers or on text."""
+"""Comparison of methods by teacher forcing, on a model's own 16-bit answers or on text."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 JUDGED = 64
 """Number of judged tokens after a passage."""
 TAIL = 37
-"""Tokens by which each passage is longer than the previous one, so that the lengths of last pages
-vary."""
+"""Number of tokens by which each passage is longer than the previous one, so that the fill of the
+last pages varies."""
 ONE_BY_ONE = "{}, one by one"
-"""Name of the row of a policy that stores tokens one at a time."""
+"""Row name for a policy that stores tokens one at a time."""
 _CHARACTERS = 8
 """Maximum average number of characters per token of a long text."""
 
@@ -50,14 +50,15 @@ _CHARACTERS = 8
 class Comparison:
     """Compares methods on a model's own 16-bit answers, prompt by prompt.
 
-    The model reads a prompt once, with exact attention, and answers it with the 16-bit cache. Then,
-    for each method, it reads that answer (teacher forcing) over the prompt's keys and values as the
-    method restores them, and the next-token distributions are compared with the 16-bit cache's.
+    The model reads a prompt once, with exact attention, and answers with the 16-bit cache. Then,
+    for each method, it reads that answer (teacher forcing) over the prompt's keys and values as
+    restored by the method, and its next-token distributions are compared with those of the 16-bit
+    cache.
 
     Args:
-        pipe: pipeline of the model; its own policy has no effect.
+        pipe: pipeline of the model; its own policy is ignored.
         methods: methods to compare.
-        max_new_tokens: maximum tokens of an answer.
+        max_new_tokens: maximum number of tokens of an answer.
     """
 
     def __init__(self, pipe: Pipeline, methods: Sequence[Method], max_new_tokens: int) -> None:
@@ -71,12 +72,12 @@ class Comparison:
 
     @torch.inference_mode()
     def add(self, prompt: Prompt, is_right: Callable[[str], bool] | None = None) -> bool:
-        """Compare on one prompt.
+        """Compare the methods on one prompt.
 
         Args:
             prompt: prompt of a single row, from ``Pipeline.prepare``.
-            is_right: function that returns whether a text is a right answer. If given, every
-                method that is a policy also answers freely, over the packed cache.
+            is_right: function that returns whether a text is a correct answer. If given, every
+                method that is a policy also generates an answer over the packed cache.
 
         Returns:
             Whether the prompt counts; it does not if the 16-bit answer is empty.
@@ -90,7 +91,7 @@ class Comparison:
             return False
         forced = _forced_answer(prompt, answer)
         exact = answer_logits(pipe.model, as_recorded(layers), prompt.tokens, forced)
-        # Targets are the 16-bit cache's likeliest tokens, also after the last token.
+        # Targets are the 16-bit cache's most likely tokens, also after the last token.
         forced.targets.copy_(exact.argmax(-1)[None])
         for method in self.methods:
             if reason := method.missing(layers, ids):
@@ -111,7 +112,8 @@ class Comparison:
         return True
 
     def _answer(self, prompt: Prompt, policy: KVPolicy) -> list[int]:
-        """Generate an answer greedily over a packed cache; return it without its end token."""
+        """Generate an answer greedily over a packed cache; return its tokens without the end
+        token."""
         pipe = self.pipe
         cache = OscarCache(policy, model=pipe.model)
         ends = pipe.family.end_tokens()
@@ -125,7 +127,8 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each method: "method", bits per value and ``Scores.summary``.
 
-        A method that does not apply to the prompts has only "method" and "missing", the reason.
+        For a method that does not apply to the prompts, the row has only "method" and, with the
+        reason, "missing".
         """
         rows = []
         for method in self.methods:
@@ -171,7 +174,7 @@ def longest(tokens: int, judged: int = JUDGED) -> int:
 def passages(
     tokenizer: Any, texts: Mapping[str, str], tokens: int, count: int, judged: int = JUDGED
 ) -> Iterator[Tensor]:
-    """Yield passages spread over the texts in turn, each slightly longer than ``tokens``.
+    """Yield passages from each text in turn, each slightly longer than ``tokens``.
 
     Passages of short texts overlap.
 
@@ -180,7 +183,7 @@ def passages(
         texts: texts by name; errors quote the name.
         tokens: minimum number of stored tokens; a passage has up to ``PAGE_TOKENS - 1`` more.
         count: number of passages.
-        judged: number of judged tokens; one more than these follow the stored tokens.
+        judged: number of judged tokens; ``judged + 1`` tokens follow the stored tokens.
 
     Yields:
         (1, stored tokens + judged + 1) int64 ids on the CPU.
@@ -197,7 +200,8 @@ def passages(
 
 
 def _passage(tokenizer: Any, name: str, text: str, length: int, number: int, count: int) -> Tensor:
-    """Return (1, length) ids, starting at the first line after ``number / count`` of a text."""
+    """Return (1, length) ids, starting at the first line break after the share ``number / count``
+    of a text."""
 
     def ids(start: int, stop: int) -> Tensor:
         return tokenizer(text[start:stop], return_tensors="pt").input_ids
@@ -225,15 +229,15 @@ def _passage(tokenizer: Any, name: str, text: str, length: int, number: int, cou
 
 @dataclass
 class _Row:
-    """Results of a method, an entry for each passage.
+    """Results of a method, with one entry per passage.
 
     Attributes:
         losses: negative log-likelihood (nats) of the judged tokens of the text, with the method and
             with the 16-bit cache.
-        pages: bytes and values of the tokens in few bits.
-        cached: bytes and values of a whole cache.
+        pages: number of bytes and of values in low-bit pages.
+        cached: number of bytes and of values in a whole cache.
         same: number of generated tokens before the first that differs from the 16-bit cache's.
-        equal: number of generated tokens equal to the 16-bit cache's at the same place.
+        equal: number of generated tokens equal to the 16-bit cache's token at the same place.
         quarters: (4,) mean divergence of each quarter of the judged tokens.
     """
 
@@ -263,13 +267,13 @@ class _Row:
         self.equal.append(sum(agree))
 
     def summary(self, generated: int) -> dict[str, Any]:
-        """Return the figures of the method's row in ``PassageComparison.rows``."""
+        """Return the numbers in the method's row of ``PassageComparison.rows``."""
         tokens = torch.cat(self.scores.tokens).double().cpu()
         loss, exact = (torch.stack(column) for column in zip(*self.losses, strict=True))
         (nats, error), (rise, rise_error) = ratio(loss, tokens), ratio(loss - exact, tokens)
         pages, cached = (_bits(counts) for counts in (self.pages, self.cached))
         scores = self.scores.summary()
-        # In a text, unlike in an answer, tokens need not be the likeliest ones.
+        # In a text, unlike in an answer, tokens need not be the most likely ones.
         for key in ("answers", "exact", "exact_error"):
             del scores[key]
         figures: dict[str, Any] = {"page_bits": pages, "held_bits": cached} | scores
@@ -295,16 +299,16 @@ class PassageComparison:
     """Compares methods on real text, passage by passage.
 
     The model reads a passage once in 16-bit precision. Each method stores the keys and values; then
-    the model reads the next tokens of the text over what the method restores (teacher forcing), and
-    the next-token distributions are compared with those over the 16-bit past.
+    the model reads the next tokens of the text over the restored keys and values (teacher forcing),
+    and its next-token distributions are compared with those over the 16-bit past.
 
     Args:
         model: causal language model with attention "oscar".
         methods: methods to compare.
         judged: number of judged tokens after a passage.
         decoded: number of tokens after a passage that the model also reads as in decoding: the
-            method stores each token, and later tokens attend to it as the method has it by then;
-            0 for none.
+            method stores each token, and later tokens attend to it in the form stored at that
+            point; 0 for none.
         stepwise: names of policies that can also read and generate tokens over the packed cache.
         generated: number of tokens that these policies generate.
     """
@@ -328,13 +332,12 @@ class PassageComparison:
 
     @torch.inference_mode()
     def add(self, ids: Tensor, *, stepwise: bool = False) -> None:
-        """Compare on one passage.
+        """Compare the methods on one passage.
 
         Args:
-            ids: (1, tokens) ids: stored tokens, then one more than the larger of ``judged`` and
-                ``decoded``.
-            stepwise: whether the policies named as stepwise also read token by token over the
-                packed cache, each token stored before the next is read, and generate tokens.
+            ids: (1, tokens) ids: the stored tokens, then ``max(judged, decoded) + 1`` more.
+            stepwise: whether the ``stepwise`` policies also read token by token over the packed
+                cache, storing each token before reading the next, and generate tokens.
         """
         ids = ids.to(computing_device(self.model.get_input_embeddings()))
         length = ids.shape[1] - max(self.judged, self.decoded) - 1
@@ -383,7 +386,7 @@ class PassageComparison:
             self._decoded[method.name].add(forced, exact, logits(method))
 
     def _logits(self, cache: ForcedCache, forced: Forced) -> Tensor:
-        """Return logits (judged tokens, vocabulary) float32 over a given past."""
+        """Return (judged tokens, vocabulary) float32 logits over a given past."""
         output = self.model(
             input_ids=forced.ids,
             position_ids=forced.positions,
@@ -427,14 +430,15 @@ class PassageComparison:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each method, then a row for each policy that also read token by token.
 
-        A method that does not apply to the passages has only "method" and "missing", the reason.
-        The others have "method", bits per value ("page_bits" in pages, "held_bits" in a whole
-        cache, None if not measured), ``Scores.summary``, and, with a standard error over passages
-        ("..._error"): "perplexity" of the text; "perplexity_ratio" to the 16-bit cache's, passage
-        by passage; and "kl_ratio" to the published recipe's KL, if that was measured. If a policy
-        generated tokens, "same" is their number before the first that differs from the 16-bit
-        cache's, and "greedy" the share that equals the 16-bit cache's at the same place. If tokens
-        were decoded too, "decoded_..." are figures of these, with the KL of each quarter.
+        For a method that does not apply to the passages, the row has only "method" and, with the
+        reason, "missing". The other rows have "method", bits per value ("page_bits" in pages,
+        "held_bits" in a whole cache, None if not measured), ``Scores.summary``, and, with a
+        standard error over passages ("..._error"): "perplexity" of the text; "perplexity_ratio" to
+        the 16-bit cache's, passage by passage; and "kl_ratio" to the published recipe's KL, if that
+        was measured. If a policy generated tokens, "same" is their number before the first that
+        differs from the 16-bit cache's, and "greedy" is the share of tokens equal to the 16-bit
+        cache's token at the same place. If tokens were also decoded, "decoded_..." are the results
+        for these, with the KL of each quarter.
         """
         rows = []
         for method in self.methods:
@@ -463,7 +467,7 @@ class PassageComparison:
         return figures
 
     def _summary_of_decoded(self, name: str) -> dict[str, Any]:
-        """Return the figures of decoded tokens, "decoded_..."; empty if none were decoded."""
+        """Return the results for decoded tokens, "decoded_..."; empty if none were decoded."""
         if not (row := self._decoded[name]).losses:
             return {}
         figures = self._summary(self._decoded, name)
@@ -473,8 +477,8 @@ class PassageComparison:
 
 
 def _forced_after(ids: Tensor, length: int, count: int) -> Forced:
-    """Return ``count`` tokens after the first ``length`` of a passage; the target of each is the
-    next token of the text."""
+    """Return the ``count`` tokens that follow the first ``length`` tokens of a passage; the target
+    of each is the next token of the text."""
     given = ids[:, length : length + count]
     return Forced(
         ids=given,

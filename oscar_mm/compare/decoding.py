@@ -1,10 +1,10 @@
-"""Simulate decoding token by token over what a method stores, in one forward pass.
+"""Simulation, in one forward pass, of token-by-token decoding over what a method stores.
 
-With teacher forcing over a stored past (``oscar_mm.compare.teacher_forcing``) new tokens attend to
-each other exactly. In real decoding they attend to each other as the cache stores them: exactly
-while the cache keeps a token in 16-bit precision, later as restored, and deeper layers store what
-follows from that. All of this is known layer by layer, so one pass with two versions of every key
-and value gives the same result as decoding step by step.
+With teacher forcing over a stored past (``oscar_mm.compare.teacher_forcing``), new tokens attend to
+each other exactly. In real decoding, they attend to each other as the cache stores them: exactly
+while the cache keeps a token in 16-bit precision, and as restored afterwards; deeper layers store
+what results from this. All of this is known layer by layer, so one pass with two versions of every
+key and value gives the same result as decoding step by step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from oscar_mm.compare.teacher_forcing import ForcedCache, LayerStates, Pair
 
 
 class DecodedCache(ForcedCache):
-    """Stand-in for a cache that gets the tokens of a forward pass one by one.
+    """Stand-in for a cache that receives the tokens of a forward pass one by one.
 
     Args:
         method: method that stores the tokens.
-        layers: recorded states of the prompt, of a single row.
+        layers: recorded states of a single-row prompt.
         ids: (tokens,) modality ids on the CPU, of the prompt and the tokens of the pass.
     """
 
@@ -37,8 +37,8 @@ class DecodedCache(ForcedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Return the new keys and values, with the object that attention "oscar" calls attached to
-        the keys."""
+        """Return the new keys and values, after attaching to the keys the object that attention
+        "oscar" calls."""
         keys = key_states.view_as(key_states)
         keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states

@@ -27,9 +27,9 @@ BACKENDS = {
 class QuantizedCacheMethod:
     """A layer of ``transformers.QuantizedCache`` with its default groups of 64 channels per token.
 
-    It quantizes the tokens that ``like`` packs, so that methods are compared and not windows. The
-    real cache quantizes a whole prompt, and quantizes everything again each time its residual is
-    full.
+    It quantizes the tokens that ``like`` packs, so that the comparison does not depend on different
+    windows. The real cache quantizes a whole prompt, and requantizes everything each time its
+    residual is full.
 
     Attributes:
         backend: "quanto" or "hqq".
@@ -47,7 +47,7 @@ class QuantizedCacheMethod:
         return f"{self.backend}, {self.bits} bit"
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
-        """Return which package is not installed; None if the method applies."""
+        """Return that the backend's package is not installed; None if the method applies."""
         return not_installed(self.backend)
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
@@ -67,7 +67,7 @@ class QuantizedCacheMethod:
         return Restored(keys, values, sum(map(stored_bytes, stored)), 2 * sides[0].numel())
 
     def one_by_one(self, prompt: int) -> QuantizedCacheMethod:
-        """Return the same method, because each token is quantized by itself."""
+        """Return this method unchanged, because each token is quantized separately."""
         return self
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
@@ -80,7 +80,7 @@ class QuantizedCacheMethod:
 
 
 def quantized_cache_methods(like: Paged) -> list[QuantizedCacheMethod]:
-    """Return methods of both backends with 2 and 4 bits."""
+    """Return the methods of both backends with 2 and 4 bits."""
     return [QuantizedCacheMethod(name, bits, like) for name in BACKENDS for bits in (2, 4)]
 
 
@@ -95,7 +95,7 @@ def not_installed(backend: str) -> str | None:
 
 
 def stored_bytes(stored: Any) -> int:
-    """Return the bytes of codes, scales and zeros of a tensor that a backend has quantized."""
+    """Return the size in bytes of a tensor that a backend has quantized: codes, scales, zeros."""
     if isinstance(stored, tuple):  # hqq
         codes, about = stored
         return sum(part.nbytes for part in (codes, about["scale"], about["zero"]))
@@ -103,11 +103,11 @@ def stored_bytes(stored: Any) -> int:
 
 
 class Memory(Protocol):
-    """Memory of a method, such as a ``MemoryReport``."""
+    """Memory usage of a method, such as a ``MemoryReport``."""
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, with everything that belongs to them."""
+        """Size of keys and values in bytes, including all overhead."""
         ...
 
     @property
@@ -134,7 +134,7 @@ class Method(Protocol):
         ...
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """Return keys and values of a layer as the method restores them."""
+        """Return a layer's keys and values as the method restores them."""
         ...
 
     def one_by_one(self, prompt: int) -> Method:
@@ -142,16 +142,17 @@ class Method(Protocol):
         ...
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """Return, for each token, from which token on it is read as restored."""
+        """Return, for each token, the first token that reads it in restored form."""
         ...
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> Memory | None:
-        """Return the memory for the first row, of a real cache if there is one; None if unknown."""
+        """Return the memory used by the first row, measured on a real cache if there is one; None
+        if unknown."""
         ...
 
 
 class StoredPast:
-    """The past as a method restores it, one layer per call, with total bytes and values so far."""
+    """The past as a method restores it, one layer per call; counts the stored bytes and values."""
 
     def __init__(self, method: Method, layers: Sequence[LayerStates], ids: Tensor) -> None:
         self.method, self.layers, self.ids = method, layers, ids
@@ -171,7 +172,7 @@ def bits_per_value(stored_bytes: int, stored_values: int) -> float:
 
 
 class Named(Protocol):
-    """An object that is chosen by its name."""
+    """An object that is selected by name."""
 
     @property
     def name(self) -> str:
@@ -185,7 +186,7 @@ PUBLISHED, FINE = "OScaR, published", "channel, groups 32"
 _STANDARD = KVPolicy.preset(DEFAULT)
 _COMPACT, _CHANNEL = KVPolicy.preset(COMPACT), KVPolicy.preset(CHANNEL)
 _RECENT = {"window": _COMPACT.window, "sinks": _COMPACT.sinks}
-"""All methods keep the same tokens in 16-bit precision: methods are compared, not windows."""
+"""Window and sinks of all methods, so that the comparison does not depend on different windows."""
 _FINE = {"key_group": 32, "value_group": 32}
 _OTHER_GROUP = next(size for size in (64, 128) if size != _CHANNEL.key_group)
 """Key group, in tokens, of the ablations that vary the key group of ``channel``."""
@@ -195,9 +196,9 @@ _NAIVE = {**_MINMAX, "norm": "plain", "balance": None}
 
 
 def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
-    """Select things whose name equals a text, or contains a text that equals no name.
+    """Select the things whose name equals a text, or contains a text that is not a full name.
 
-    Without texts all are selected. The order of ``things`` is kept.
+    If there are no texts, all things are selected. The order of ``things`` is kept.
     """
     names = {thing.name for thing in things}
     exact, parts = names.intersection(texts), [text for text in texts if text not in names]
@@ -250,7 +251,8 @@ def main_methods() -> list[Method]:
 
 
 def rival_methods() -> list[Rival]:
-    """Return other projects' formats, with the 16-bit tokens of ``standard`` and with their own."""
+    """Return other projects' formats, each with the 16-bit tokens of ``standard`` and with the
+    project's own 16-bit tokens."""
     same = Exact(_STANDARD.sinks, _STANDARD.window + 1)
     found = []
     for bits in (4, 3, 2):
@@ -259,7 +261,7 @@ def rival_methods() -> list[Rival]:
         found += [Rival(name, kvarn, same), Rival(f"{name}, own tokens", kvarn, own)]
     for bits, preset in ((3, "3bit_nc"), (4, "k3v4_nc")):
         turbo, name = TurboQuant(3, bits), f"TurboQuant {preset}"
-        # In vLLM a token's query attends to the token itself in packed form.
+        # In vLLM, a token's query attends to the token itself in packed form.
         own = Exact(recent=0, layers=2)
         found += [
             Rival(name, turbo, replace(same, layers=own.layers)),
@@ -273,8 +275,8 @@ def rival_methods() -> list[Rival]:
 
 
 def block_methods() -> list[Blocks]:
-    """Return ``standard`` as vLLM uses it, with prompts read in several ways; only the last methods
-    have tokens in 16-bit precision."""
+    """Return variants of ``standard`` as used in vLLM, with prompts read in different step sizes;
+    only the methods with a window keep tokens in 16-bit precision."""
     ways = {"": (None, 1), " in chunks of 200": (200, 200), " decoded": (40, 1)}
     widths: dict[str, Any] = {"": (3, 2), ", keys 4 bit": (4, 2), ", 2 bit": 2}
     packed = replace(_STANDARD, window=0, sinks=0)
@@ -295,7 +297,7 @@ def block_methods() -> list[Blocks]:
 
 
 def ablation_methods() -> list[Paged]:
-    """Return variants of ``channel`` with one change each, except methods of the main table."""
+    """Return variants of ``channel``, most with a single change, that are not in the main table."""
     other = f"key group {_OTHER_GROUP}"
     changes: dict[str, dict[str, Any]] = {
         "rotate False": {"rotate": False},

@@ -1,4 +1,4 @@
-"""Methods defined by a ``KVPolicy``, by real packed pages, in a cache or as blocks of vLLM."""
+"""Methods defined by a ``KVPolicy`` and run on real packed pages, in a cache or as vLLM blocks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Restored:
     """Keys and values of one layer as a method restores them.
 
     Attributes:
-        keys, values: (rows, KV heads, tokens, head_dim), dtype of the input.
-        stored_bytes: bytes of the elements in fewer than 16 bits, including scales and the like.
-        stored_values: number of these elements, keys and values.
+        keys, values: (rows, KV heads, tokens, head_dim), in the dtype of the input.
+        stored_bytes: bytes of the elements stored in fewer than 16 bits, including scales etc.
+        stored_values: number of these elements, counting keys and values.
     """
 
     keys: Tensor
@@ -53,8 +53,8 @@ class Paged:
     Attributes:
         name: name in tables.
         policy: policy for keys and values; its window counts from the end of the prompt.
-        mixed: whether pages have tokens in the order of the prompt, whatever their modality; the
-            cache itself never does that.
+        mixed: whether pages mix modalities, with tokens in the order of the prompt; the cache
+            itself never does that.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Paged:
         return None
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """Pack the tokens of a prompt that the policy packs, and read them back.
+        """Pack those tokens of a prompt that the policy packs, and restore them.
 
         Args:
             states: states of the layer.
@@ -94,7 +94,7 @@ class Paged:
             back = unpack(packed, page_format, basis, states.keys.dtype)
             for side, pages in zip(sides, back, strict=True):
                 side[:, :, where] = _as_rows(pages, rows)[:, :, : len(where)]
-            # A partly filled page counts in proportion, unlike in a cache's report.
+            # A partly filled page is prorated, unlike in a cache's report.
             tokens = len(where) * rows
             stored_bytes += packed.nbytes * tokens // (len(packed) * PAGE_TOKENS)
             stored_values += 2 * tokens * heads * head_dim
@@ -103,19 +103,19 @@ class Paged:
     def one_by_one(self, prompt: int) -> Paged:
         """Return the method for tokens that are stored one by one after a prompt.
 
-        This is the same method: with a window of 4 tokens or more the cache stores the same.
+        This is the same method: with a window of 4 tokens or more, the cache stores the same data.
         """
         return self
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """Return, for each token, from which token on it is read as restored.
+        """Return, for each token, the first token that reads it in restored form.
 
         Args:
             ids: (tokens,) modality ids on the CPU.
-            prompt: number of tokens that are stored at once; the others follow one by one.
+            prompt: number of tokens that are stored together; the others follow one by one.
 
         Returns:
-            (tokens,) int64 indices of tokens; the number of all tokens if a token is still in
+            (tokens,) int64 token indices; the total number of tokens for a token that is still in
             16-bit precision at the end.
         """
         found = np.full(len(ids), len(ids))
@@ -129,11 +129,12 @@ class Paged:
         return torch.from_numpy(found)
 
     def packed(self, ids: Tensor) -> dict[Modality, Tensor]:
-        """Return the indices of the tokens of each modality that are in pages, ascending."""
+        """Return modality -> ascending indices of its tokens that are in pages."""
         return {Modality(int(ids[places[0]])): places for places, _ in self._packed(ids)}
 
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, PackJob]]:
-        """Return the tokens of a prompt that a cache packs and their places in pages, by stream."""
+        """Return, for each stream, the tokens of a prompt that a cache packs, and the pack job with
+        their places in pages."""
         step = KVCacheManager(PageStore(self.policy)).advance(self._streams(ids)[None])
         return [(torch.from_numpy(pack_job.source), pack_job) for pack_job in step.pack_jobs]
 
@@ -167,7 +168,7 @@ class Paged:
         page_format: PageFormat,
         basis: Basis,
     ) -> None:
-        """Store new keys and values by ``oscar_mm.ops.store``.
+        """Store new keys and values with ``oscar_mm.ops.store``.
 
         Raises:
             FloatingPointError: if keys or values cannot be stored.
@@ -188,12 +189,13 @@ class Paged:
         return states.sigmas[codec_of(self.policy).centers_keys(self.policy)]
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> MemoryReport:
-        """Return the memory of a real cache with the first row."""
+        """Return the memory report of a real cache that contains the first row."""
         return cached(self, layers, torch.zeros_like(ids) if self.mixed else ids).memory()
 
 
 def cached(method: Paged, layers: Sequence[LayerStates], ids: Tensor) -> OscarCache:
-    """Return a cache with the first row, filled as a model with attention "oscar" would fill it."""
+    """Return a cache that contains the first row, filled as a model with attention "oscar" would
+    fill it."""
     cache = OscarCache(method.policy)
     cache.sigmas = {states.index: method.sigma(states) for states in layers}
     cache.expect(ids[None])
@@ -220,9 +222,9 @@ def _as_rows(pages: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks(Paged):
-    """A policy with key_axis "token" as vLLM uses it: a step packs all tokens that it reads.
+    """A policy with key_axis "token" as used in vLLM: a step packs all tokens that it reads.
 
-    Tokens of the window and the sinks are also stored in 16-bit precision, and read from there.
+    Tokens in the window and sinks are also stored, and read, in 16-bit precision.
 
     Attributes:
         first: number of tokens in the first step; None for all.
@@ -236,17 +238,19 @@ class Blocks(Paged):
     prompt: int | None = None
 
     def one_by_one(self, prompt: int) -> Blocks:
-        """See ``Paged.one_by_one``; here the method differs."""
+        """See ``Paged.one_by_one``; here the result is a different method."""
         return replace(self, prompt=prompt)
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """See ``Paged.restored_from``; here a token is restored as soon as it leaves the window."""
+        """See ``Paged.restored_from``; a token is read in restored form once it has left the
+        window."""
         found = torch.arange(len(ids)) + self.policy.window + 1
         found[: self.policy.sinks] = len(ids)
         return found.clamp(max=len(ids))
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """See ``Paged.restored``; all tokens are packed, some are also kept in 16-bit precision."""
+        """See ``Paged.restored``; all tokens are packed, and some are also kept in 16-bit
+        precision."""
         back, place = super().restored(states, ids), torch.arange(len(ids))
         exact = (place < self.policy.sinks) | (place >= len(ids) - self.policy.window)
         exact = exact.to(back.keys.device)[:, None]
@@ -288,9 +292,10 @@ class Blocks(Paged):
         return packed
 
     def _steps(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each step; steps that start no page are joined.
+        """Yield start and end of each step; steps that start no page are merged.
 
-        Within a page that has been started, tokens are stored the same way alone or together.
+        Within a page that has been started, storing tokens separately or together gives the same
+        result.
         """
         prompt = tokens if self.prompt is None else self.prompt
         ends = [0, *range(self.first or prompt, prompt, self.step), *range(prompt, tokens), tokens]

@@ -1,7 +1,7 @@
-"""KV-cache formats of other projects, each by what its cache restores and the bytes it takes.
+"""KV-cache formats of other projects, each described by what it restores and its size in bytes.
 
 Implemented from the papers and from the projects' storage layouts. No method uses statistics of a
-model or a text; each token or tile is quantized by itself.
+model or a text; each token or tile is quantized separately.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from oscar_mm.compare.teacher_forcing import LayerStates
 from oscar_mm.quant.basis import hadamard
 
 _HALF = 2
-"""Bytes of a scale, a zero point, a norm, and of a value that is not quantized."""
+"""Bytes per scale, zero point, norm, or value that is not quantized."""
 _ROUNDS = 8
-"""Rounds of KVarN's normalization, as in vLLM's fork."""
+"""Number of rounds of KVarN's normalization, as in its vLLM fork."""
 _DEVIATIONS = 1e-3, 1e3
 _SCALES = math.exp(-0.3), math.exp(10)
-"""Limits of KVarN's standard deviations and of its scales."""
+"""Lower and upper limits of KVarN's standard deviations, and of its scales."""
 _LLOYD_ROUNDS = 1000
 
 
 class Format(Protocol):
-    """A format of keys and values in few bits."""
+    """A low-bit format for keys and values."""
 
     @property
     def tile(self) -> int:
@@ -39,7 +39,7 @@ class Format(Protocol):
 
     @property
     def channels(self) -> int:
-        """Number of which head_dim must be a multiple."""
+        """Number that head_dim must be a multiple of."""
         ...
 
     def keys(self, x: Tensor) -> Tensor:
@@ -51,7 +51,8 @@ class Format(Protocol):
         ...
 
     def tile_bytes(self, head_dim: int) -> int:
-        """Return the bytes of keys and values of a head and tile, including scales and the like."""
+        """Return the size in bytes of a tile's keys and values in one head, including scales
+        etc."""
         ...
 
 
@@ -59,8 +60,8 @@ class Format(Protocol):
 class KVarN:
     """KVarN (arXiv:2606.03458): tiles of 128 tokens, normalized by rows and columns.
 
-    Keys and values are rotated; then the standard deviations of columns and rows are divided out
-    in turn, and the rows (channels of keys, tokens of values) are quantized between minimum and
+    Keys and values are rotated; then columns and rows are divided by their standard deviations in
+    turn, and the rows (channels of keys, tokens of values) are quantized between their minimum and
     maximum. Scales and zero points have 16 bits.
 
     Attributes:
@@ -85,8 +86,8 @@ class KVarN:
     def _tiled(self, x: Tensor, restored: Callable[[Tensor], Tensor]) -> Tensor:
         """Quantize and restore tile by tile.
 
-        Remaining tokens form the last tile together with tokens before them, which gives them
-        statistics of a whole tile.
+        Remaining tokens form the last tile together with the tokens before them, so that they are
+        quantized with the statistics of a whole tile.
         """
         rotation = hadamard(x.shape[-1], x.device)
         rotated = x @ rotation
@@ -106,7 +107,8 @@ class KVarN:
 
 
 def _evened_and_rounded(tiles: Tensor, bits: int) -> Tensor:
-    """Quantize (..., rows, columns) row by row after dividing out the deviations of both axes."""
+    """Quantize (..., rows, columns) row by row after dividing both axes by their deviations, and
+    restore."""
     of_rows, of_columns = _even_scales(tiles)
     even, steps = tiles / of_rows / of_columns, 2**bits - 1
     low, high = even.amin(-1, keepdim=True), even.amax(-1, keepdim=True)
@@ -116,7 +118,7 @@ def _evened_and_rounded(tiles: Tensor, bits: int) -> Tensor:
 
 
 def _even_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales of rows (..., rows, 1) and columns (..., 1, columns) of the best round."""
+    """Return the best round's scales of rows, (..., rows, 1), and columns, (..., 1, columns)."""
     rows, columns = torch.ones_like(tiles[..., :1]), torch.ones_like(tiles[..., :1, :])
     kept, least = (rows, columns), _unevenness(tiles)
     for _ in range(_ROUNDS):
@@ -132,7 +134,7 @@ def _even_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unevenness(tiles: Tensor) -> Tensor:
-    """Return the largest deviation over the smallest, of rows plus of columns, (..., 1, 1)."""
+    """Return the ratio of largest to smallest deviation, rows plus columns, (..., 1, 1)."""
     total = torch.zeros_like(tiles[..., :1, :1])
     for dim in (-2, -1):
         deviations = _deviation(tiles, dim, limited=False)
@@ -142,18 +144,18 @@ def _unevenness(tiles: Tensor) -> Tensor:
 
 
 def _deviation(tiles: Tensor, dim: int, *, limited: bool = True) -> Tensor:
-    """Return standard deviations along ``dim``, kept with size 1; 0 for a single value."""
+    """Return standard deviations along ``dim``, which keeps size 1; 0 for a single value."""
     found = tiles.std(dim, correction=min(1, tiles.shape[dim] - 1), keepdim=True)
     return found.clamp(*_DEVIATIONS) if limited else found
 
 
 @dataclass(frozen=True)
 class TurboQuant:
-    """TurboQuant, vLLM's variant "nc": a key has a norm and codes of its rotated direction.
+    """TurboQuant, vLLM's variant "nc": a key is a norm and the codes of its rotated direction.
 
-    The levels minimize the squared error for normal numbers (Lloyd and Max), and the restored
-    vector is scaled to the stored norm. Values are not rotated; those of a token are quantized
-    between minimum and maximum. Norm, scale and zero point have 16 bits.
+    The levels minimize the squared error for normally distributed numbers (Lloyd and Max), and the
+    restored vector is scaled to the stored norm. Values are not rotated; the values of a token are
+    quantized between their minimum and maximum. Norm, scale and zero point have 16 bits.
 
     Attributes:
         key_bits: bits per key element.
@@ -188,7 +190,8 @@ class TurboQuant:
 
 @lru_cache(maxsize=8)
 def normal_levels(bits: int) -> Tensor:
-    """Return (2 ** bits,) float64 levels that minimize the squared error for a standard normal."""
+    """Return (2 ** bits,) float64 levels with minimum squared error for a standard normal
+    distribution."""
     levels = torch.linspace(-3.5, 3.5, 2**bits, dtype=torch.float64)
     ends = torch.tensor([math.inf], dtype=torch.float64)
     for _ in range(_LLOYD_ROUNDS):
@@ -203,7 +206,7 @@ class ExLlamaV3:
     """The quantized cache of ExLlamaV3: rotated groups of 32 channels, scaled by their maximum.
 
     The levels are the midpoints of equal steps between minus and plus the maximum magnitude, which
-    has 16 bits. (An option to make steps smaller towards zero is off by default.)
+    is stored in 16 bits. (An option for smaller steps near zero is off by default.)
 
     Attributes:
         key_bits: bits per key element.
@@ -247,11 +250,11 @@ class Exact:
     """The tokens and layers that are kept in 16-bit precision.
 
     Attributes:
-        sinks: number of first tokens.
-        recent: number of latest tokens, including the token of the query.
+        sinks: number of tokens at the beginning.
+        recent: number of most recent tokens, including the query's own token.
         tile: number of tokens after the sinks that are packed together once all have arrived.
-        layers: number of first layers, and of last layers, in which nothing is packed; fewer in a
-            model that does not have twice as many.
+        layers: number of layers, at the beginning and again at the end of the model, in which
+            nothing is packed; at most half of the model's layers each.
     """
 
     sinks: int = 0
@@ -260,8 +263,8 @@ class Exact:
     layers: int = 0
 
     def packed_from(self, tokens: int) -> Tensor:
-        """Return, for each token, the first token whose query attends to it packed, (tokens,)
-        int64."""
+        """Return, for each token, the first token whose query attends to it in packed form,
+        (tokens,) int64."""
         place = torch.arange(tokens)
         tile_ends = self.sinks + ((place - self.sinks) // self.tile + 1) * self.tile
         found = place + self.recent
@@ -271,7 +274,7 @@ class Exact:
         return found
 
     def spares(self, states: LayerStates) -> bool:
-        """Whether the layer is left entirely unpacked."""
+        """Return whether nothing is packed in a layer."""
         config: Any = states.module.config
         count = min(self.layers, config.num_hidden_layers // 2)
         return not count <= states.index < config.num_hidden_layers - count
@@ -279,7 +282,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes and number of elements of keys and values."""
+    """Size of keys and values, in bytes and in elements."""
 
     kv_bytes: int
     values: int
@@ -312,9 +315,9 @@ class Rival:
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
         """Return keys and values as the format restores them; arguments as in ``Paged``.
 
-        An incomplete tile is packed as if it were complete, unless ``exact`` keeps its tokens in
-        16-bit precision until then. A layer in which nothing is packed counts 16-bit bytes for the
-        tokens that other layers pack.
+        An incomplete tile is packed like a complete one, unless ``exact`` keeps its tokens in
+        16-bit precision until it is complete. In a layer in which nothing is packed, the tokens
+        that other layers pack count with their 16-bit size.
         """
         packed = self._packed(len(ids))
         rows, heads, _, head_dim = states.keys.shape
@@ -335,16 +338,17 @@ class Rival:
         return Restored(keys, values, self._bytes(rows * heads * count, head_dim), elements)
 
     def one_by_one(self, prompt: int) -> Rival:
-        """Return the same method, because a token is stored the same way alone or with others."""
+        """Return this method unchanged, because a token is stored the same way alone or with
+        others."""
         return self
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """Return, for each token, from which token on it is read as restored; see ``Paged``."""
+        """Return, for each token, the first token that reads it in restored form; see ``Paged``."""
         return self.exact.packed_from(len(ids)).clamp(max=len(ids))
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> Held:
-        """Return the bytes of codes, scales and 16-bit tokens of the first row, without free memory
-        that the project's cache would reserve."""
+        """Return the size of the first row's codes, scales and 16-bit tokens, without the free
+        memory that the project's cache would reserve."""
         packed, held, values = int(self._packed(len(ids)).sum()), 0, 0
         for states in layers:
             _, heads, tokens, head_dim = states.keys.shape
@@ -355,9 +359,10 @@ class Rival:
         return Held(held, values)
 
     def _bytes(self, tokens: int, head_dim: int) -> int:
-        """Return the bytes of packed tokens of a head, in proportion to those of a tile."""
+        """Return the size in bytes of one head's packed tokens, prorated from the size of a
+        tile."""
         return tokens * self.format.tile_bytes(head_dim) // self.format.tile
 
     def _packed(self, tokens: int) -> Tensor:
-        """Return which tokens the next token attends to packed, (tokens,) bool."""
+        """Return which tokens the next token attends to in packed form, (tokens,) bool."""
         return self.exact.packed_from(tokens) <= tokens

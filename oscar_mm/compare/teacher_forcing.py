@@ -1,8 +1,8 @@
 """Teacher forcing: run methods over a recorded past, and score them against the 16-bit cache.
 
 A prompt runs through the model once, with exact attention, and its keys and values are recorded.
-Each method then stores and restores them, and the model reads the text after the prompt over what
-is restored. So all methods are judged after the same tokens.
+Each method then stores and restores them, and the model reads the text after the prompt over the
+restored keys and values. So all methods are judged after the same tokens.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class LayerStates:
     """States of one layer for a batch of prompts with the same layout, without padding.
 
     Attributes:
-        index: number of the layer.
+        index: index of the layer.
         module: attention module of the layer.
-        scaling: factor of the scores.
+        scaling: factor that the scores are multiplied by.
         keys: (rows, KV heads, tokens, head_dim) after RoPE, in a 16-bit dtype.
         values: (rows, KV heads, tokens, head_dim), in a 16-bit dtype.
         first_queries: (1, query heads, tokens, head_dim), queries of the first row.
-        sigmas: (KV heads or 1, head_dim) balancing, by ``PageCodec.centers_keys``; None if the
+        sigmas: ``PageCodec.centers_keys`` -> balancing, (KV heads or 1, head_dim); None if the
             layer is not balanced.
     """
 
@@ -57,9 +57,9 @@ class Forced:
     Attributes:
         ids: (rows, tokens) token ids, right-padded with any valid id.
         positions: (rows, tokens) or (3, rows, tokens) position ids.
-        targets: (rows, tokens) expected next token of each token; IGNORE if it is not judged.
-        answers: (rows, tokens) index of the answer, within its row, that a target belongs to.
-        count: number of answers in a row.
+        targets: (rows, tokens) expected next token after each token; IGNORE if it is not judged.
+        answers: (rows, tokens) index, within the row, of the answer that a target belongs to.
+        count: number of answers per row.
     """
 
     ids: Tensor
@@ -72,15 +72,15 @@ class Forced:
 class ForcedCache(Cache):
     """Stand-in for a cache during a forward pass of a model with attention "oscar".
 
-    New tokens attend to the given past and, causally, to each other, by PyTorch operations;
+    New tokens attend to the given past and, causally, to each other, with PyTorch operations;
     nothing is stored.
 
     Args:
         past: function from the index of a layer to its past keys and values, (rows, KV heads,
             tokens, head_dim) each; None for no past.
         length: number of past tokens.
-        look: function that is called with (index, module, queries, keys, values, scaling) of each
-            layer's new tokens.
+        look: function called with (index, module, queries, keys, values, scaling) for each layer's
+            new tokens.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class ForcedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Return the new keys and values, with the object that attention "oscar" calls attached to
-        the keys."""
+        """Return the new keys and values, after attaching to the keys the object that attention
+        "oscar" calls."""
         keys = key_states.view_as(key_states)
         keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
@@ -161,11 +161,11 @@ class _Attention:
 
 
 class Recorder:
-    """Recorder of every layer's states for a prompt, whose ``cache`` is passed to the model.
+    """Recorder of every layer's states for a prompt; pass its ``cache`` to the model.
 
     Args:
-        model: model that computes the states, for its balancing.
-        dtype: 16-bit dtype to store keys and values in, unless the model has a 16-bit dtype.
+        model: model that computes the states; its weights give the balancing.
+        dtype: 16-bit dtype to store keys and values in, unless the model itself has a 16-bit dtype.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -199,13 +199,13 @@ class Recorder:
 
 
 def as_recorded(layers: Sequence[LayerStates]) -> Callable[[int], Pair]:
-    """Return a function for the ``past`` of a ``ForcedCache`` with the recorded keys and values."""
+    """Return a ``past`` function for ``ForcedCache`` that gives the recorded keys and values."""
     return lambda index: (layers[index].keys, layers[index].values)
 
 
 @torch.no_grad()
 def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: Forced) -> Tensor:
-    """Compute logits (judged tokens, vocabulary) float32, in the order of ``forced.targets``.
+    """Compute (judged tokens, vocabulary) float32 logits, in the order of ``forced.targets``.
 
     Args:
         model: generative model with attention "oscar" in its decoder.
@@ -225,14 +225,14 @@ def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: 
 
 @dataclass
 class Scores:
-    """Sums of a method, with an element for each prompt.
+    """Scores of a method, summed over the judged tokens of each prompt.
 
     Attributes:
-        exact: for each answer (not prompt), whether all its tokens are the likeliest ones.
-        agreed: number of judged tokens with the same likeliest token as with the 16-bit cache.
+        exact: for each answer (not prompt), whether all its tokens are the most likely ones.
+        agreed: number of judged tokens with the same most likely token as with the 16-bit cache.
         divergence: sum over judged tokens of the KL divergence of the next-token distribution,
             16-bit cache against method, in nats.
-        margin: sum over judged tokens of the mean squared error of the logit of the likeliest
+        margin: sum over judged tokens of the mean squared error of the logit of the most likely
             token minus the logits of the next four. The divergence depends on the few tokens that
             are nearly wrong; the margin does not, and needs fewer prompts to rank methods.
         tokens: number of judged tokens.
@@ -245,7 +245,8 @@ class Scores:
     tokens: list[Tensor] = field(default_factory=list)
 
     def add(self, forced: Forced, exact_logits: Tensor, logits: Tensor) -> Tensor:
-        """Judge a batch by logits (judged tokens, vocabulary) of the 16-bit cache and the method.
+        """Judge a batch by the (judged tokens, vocabulary) logits of the 16-bit cache and the
+        method.
 
         Returns:
             (judged tokens,) divergence after each token.
@@ -270,7 +271,7 @@ class Scores:
     def summary(self) -> dict[str, float | int]:
         """Return shares and means over tokens, with standard errors over prompts ("..._error").
 
-        "exact" is a share of answers, with its standard error over answers.
+        "exact" is a share of answers, so its standard error is over answers.
         """
         parts = (self.exact, self.agreed, self.divergence, self.margin, self.tokens)
         exact, agreed, divergence, margin, tokens = (torch.cat(x).double().cpu() for x in parts)
@@ -297,8 +298,8 @@ def ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
     """Return the ratio of two sums and its standard error over their parts, by the delta method.
 
     Args:
-        sums: (parts,) float64, such as divergences by prompt.
-        counts: (parts,) float64, divisors such as tokens by prompt.
+        sums: (parts,) float64 terms of the first sum, such as divergences by prompt.
+        counts: (parts,) float64 terms of the second sum, such as tokens by prompt.
     """
     quotient = sums.sum() / counts.sum()
     error = (sums - quotient * counts).square().sum().sqrt() / counts.sum()

@@ -1,4 +1,4 @@
-"""Answer of a request, its pieces, and the stream of them."""
+"""Answer of a request, and the stream of its pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Reasoning(str):
-    """A piece of a model's reasoning, among the pieces of its answer."""
+    """A chunk of a model's reasoning, among the pieces of its answer."""
 
     __slots__ = ()
 
@@ -45,9 +45,10 @@ class Timings:
     """Timings of a request.
 
     Attributes:
-        prefill_s: seconds from the request to its first token: media, towers and prompt.
+        prefill_s: seconds from the request to its first token, for media, encoders and prefill.
         decode_s: seconds from the first token to the last.
-        tokens_per_s: tokens after the first per second of ``decode_s``; 0.0 for a single token.
+        tokens_per_s: tokens per second during ``decode_s``, without the first token; 0.0 for a
+            single token.
     """
 
     prefill_s: float
@@ -65,14 +66,14 @@ class Answer:
         memory: memory report of the KV cache at the end.
         timings: prefill and decode times in seconds.
         finish_reason: "stop" (end token or stop string), "tool_calls" (the complete answer contains
-            some) or "length" (max_new_tokens).
-        prompt_tokens: tokens of the prompt, including media.
-        speech: (samples,) float32, mono, the spoken answer; None without ``speak``.
+            tool calls) or "length" (max_new_tokens).
+        prompt_tokens: number of prompt tokens, including media.
+        speech: (samples,) float32, mono: the spoken answer; None without ``speak``.
         sample_rate: samples per second of ``speech``.
-        tool_calls: calls of the offered tools, which are not in ``text``.
+        tool_calls: calls to the offered tools; they are not part of ``text``.
         reasoning: text a thinking model wrote before the answer; None if it did not think.
         reasoning_tokens: number of ``token_ids`` before the text.
-        cached_tokens: prompt tokens taken from the prefix cache.
+        cached_tokens: number of prompt tokens taken from the prefix cache.
         logprobs: log-probabilities of ``token_ids``; None unless requested.
         prompt_logprobs: log-probabilities of the prompt's tokens except the first; None if they
             were not requested.
@@ -104,25 +105,25 @@ class Delivery:
     """How the pieces of a request reach the thread that waits for them.
 
     Attributes:
-        at_end: whether the thread is woken only at the end; waking it for each token takes longer
-            than a tenth of a small model's step.
+        at_end: whether the thread is woken only at the end; waking it for each token takes more
+            than a tenth of the time of a small model's step.
     """
 
     at_end = False
 
 
 class AnswerStream:
-    """Iterator over the text pieces of an answer; ``result`` is the answer once it is exhausted.
+    """Iterator over the text chunks of an answer; ``result`` is the answer once it is exhausted.
 
-    It skips the reasoning of a thinking model. ``with_reasoning`` includes it, and ``pieces`` also
-    includes tool calls. ``async for`` yields the same pieces in a coroutine, see
+    It skips the reasoning of a thinking model. ``with_reasoning`` includes the reasoning, and
+    ``pieces`` also includes tool calls. ``async for`` yields the same chunks in a coroutine, see
     ``oscar_mm.engine.async_pieces.AsyncPieces``.
 
     Args:
         pieces: generator of the pieces, followed by the complete answer.
-        cancel: ends the answer, from any thread; without it the answer ends at its next piece.
+        cancel: ends the answer, from any thread; if None, the answer ends at its next piece.
         taken: called with the thread that reads the pieces for a coroutine.
-        delivery: changed by ``complete``, which needs no pieces.
+        delivery: how the pieces are delivered; changed by ``complete``, which needs no pieces.
     """
 
     def __init__(
@@ -142,14 +143,14 @@ class AnswerStream:
         return self
 
     def __next__(self) -> str:
-        """Return the next non-empty piece of text."""
+        """Return the next non-empty chunk of text."""
         for piece in self.with_reasoning():
             if not isinstance(piece, Reasoning):
                 return piece
         raise StopIteration
 
     def __aiter__(self) -> AsyncPieces[str]:
-        """Iterate over the pieces of text in a coroutine; leaving the loop ends the answer."""
+        """Iterate over the chunks of text in a coroutine; leaving the loop ends the answer."""
         return AsyncPieces(iter(self), self._cancel, self._taken)
 
     def async_pieces(self) -> AsyncPieces[Piece]:
@@ -157,13 +158,13 @@ class AnswerStream:
         return AsyncPieces(self.pieces(), self._cancel, self._taken)
 
     def with_reasoning(self) -> Iterator[str]:
-        """Yield the remaining non-empty pieces of text, the reasoning as ``Reasoning``."""
+        """Yield the remaining non-empty chunks of text, with reasoning as ``Reasoning``."""
         for piece in self.pieces():
             if isinstance(piece, str):
                 yield piece
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all remaining non-empty pieces, tool calls as ``ToolCallDelta``."""
+        """Yield all remaining non-empty pieces, with tool calls as ``ToolCallDelta``."""
         for piece in self._pieces:
             if isinstance(piece, Answer):
                 self._result = piece

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _End(NamedTuple):
-    """Marks the end of the pieces, with the error that ended the answer or None."""
+    """End marker after the pieces, with the error that ended the answer, or None."""
 
     error: BaseException | None
 
@@ -19,8 +19,8 @@ class _End(NamedTuple):
 class _Taker(Generic[T]):
     """A thread that reads the pieces of one answer and passes them to an event loop.
 
-    Each answer has its own thread, because the thread waits for the model: in a shared pool the
-    answers of many coroutines would wait for each other.
+    Each answer has its own thread, because the thread waits for the model: in a shared thread pool,
+    the answers of many coroutines would wait for each other.
     """
 
     def __init__(self, pieces: Iterator[T], cancel: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class _Taker(Generic[T]):
     def _take(self) -> None:
         error: BaseException | None = None
         try:
-            # After ``leave`` the answer ends soon; read to the end, so that it is completed.
+            # After ``leave``, the answer ends soon; read to the end so that it is completed.
             for piece in self._pieces:
                 self._give(piece)
         except BaseException as raised:  # Raised again in the coroutine.
@@ -59,7 +59,7 @@ class _Taker(Generic[T]):
 class AsyncPieces(Generic[T]):
     """An asynchronous iterator over the pieces of an answer, which raises the answer's errors.
 
-    Leaving the ``async for``, ``aclose`` and cancelling the task end the answer.
+    Leaving the ``async for``, calling ``aclose`` or cancelling the task ends the answer.
 
     Args:
         pieces: iterator over the pieces, which may block.
@@ -101,7 +101,7 @@ class AsyncPieces(Generic[T]):
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """End the answer; does nothing if it has ended or not begun."""
+        """End the answer; do nothing if it has ended or has not begun."""
         if self._taker is not None:
             self._taker.leave()
 
@@ -110,5 +110,5 @@ class AsyncPieces(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        """End the answer when the iterator is dropped, as by leaving ``async for``."""
+        """End the answer when the iterator is dropped, for example by leaving ``async for``."""
         self.close()

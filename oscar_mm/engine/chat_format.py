@@ -1,4 +1,4 @@
-"""ChatFormat: how conversations with a model are written, by chat template and tokenizer."""
+"""ChatFormat: conversion of conversations to text and tokens, by chat template and tokenizer."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class ChatFormat:
     """
 
     name: ClassVar[str]
-    """Common name of the family."""
+    """Common name of the model family."""
 
     reads: ClassVar[frozenset[Modality]]
-    """Supported modalities of media."""
+    """Supported media modalities."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -61,7 +61,7 @@ class ChatFormat:
 
     @property
     def placeholders(self) -> dict[str, Modality]:
-        """Placeholder texts by which the chat template marks media."""
+        """Placeholder texts that the chat template writes for media, with their modalities."""
         tokens = {
             modality: getattr(self.processor, f"{modality.label}_token") for modality in self.reads
         }
@@ -71,7 +71,8 @@ class ChatFormat:
         """Refuse media of a modality that the family does not support.
 
         Raises:
-            InputError: if a medium is not supported; names it and the supported modalities.
+            InputError: if a media item is not supported; names the item and the supported
+                modalities.
         """
         for medium in media:
             if medium.modality not in self.reads:
@@ -87,9 +88,9 @@ class ChatFormat:
         return self.processor.tokenizer([text], return_tensors="pt", **options)["input_ids"]
 
     def tokenize_media(self, text: str, modality: Modality, counts: Sequence[int]) -> torch.Tensor:
-        """Tokenize, with each placeholder of a modality repeated for the tokens of its medium.
+        """Tokenize, repeating each placeholder of a modality once per token of its media item.
 
-        Repeating ids after tokenization is safe, as special tokens do not depend on their context.
+        Repeating ids after tokenization is safe, since special tokens do not depend on context.
         """
         ids = self.tokenize(text)
         [token] = (name for name, kind in self.placeholders.items() if kind is modality)
@@ -100,22 +101,22 @@ class ChatFormat:
 
     @cached_property
     def longest_token(self) -> int:
-        """Maximum number of characters in a token."""
+        """Number of characters in the longest token."""
         return max(map(len, self.processor.tokenizer.get_vocab()))
 
     def text_options(self, text: str) -> dict[str, Any]:
-        """Return tokenizer options that prevent a second BOS token."""
+        """Return tokenizer options that prevent a second BOS token before the text."""
         begin = self.processor.tokenizer.bos_token
         return {"add_special_tokens": False} if begin and text.startswith(begin) else {}
 
     @cached_property
     def think_tokens(self) -> ThinkTokens | None:
-        """Tokens that enclose the model's reasoning; None if it has none."""
+        """Tokens that enclose the model's reasoning; None if the model does not reason."""
         return ThinkTokens.of(self.processor.tokenizer)
 
     @cached_property
     def tool_format(self) -> type[ToolFormat] | None:
-        """Tool-call format of the chat template; None if it has none."""
+        """Tool-call format of the chat template; None if it does not support tools."""
         return format_of(self._templates)
 
     def offer(
@@ -135,9 +136,9 @@ class ChatFormat:
     def with_calls(self, options: Mapping[str, Any], offer: ToolOffer | None) -> Any:
         """Add a grammar for tool calls to sampling options.
 
-        A requested JSON format applies to the text of an answer: an answer that must call tools has
-        no text, and any other answer is either JSON or calls. All other grammars apply to the whole
-        answer.
+        A requested JSON format applies only to the text of an answer: an answer that must call
+        tools has no text, and any other answer is either JSON or calls. All other grammars apply to
+        the whole answer.
 
         Raises:
             InputError: if the answer must call tools and match another grammar, or the call format
@@ -161,7 +162,7 @@ class ChatFormat:
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether the chat template makes answers begin with reasoning."""
+        """Whether answers begin with reasoning according to the chat template."""
         if self.think_tokens is None:
             return False
         question = self.render([user_message(QUESTION)])
@@ -184,9 +185,9 @@ class ChatFormat:
         """Refuse user text with control tokens, which could forge turns, reasoning or media.
 
         Args:
-            name: name of the text, for the error.
+            name: name of the text, for the error message.
             text: text from a user.
-            calls: allow the marks of tool calls, as in answers.
+            calls: allow tool-call markers, as in answers.
 
         Raises:
             InputError: if the text contains a control token.
@@ -202,7 +203,7 @@ class ChatFormat:
         """Return an assistant message as the model writes it, with calls in the template's format.
 
         Raises:
-            InputError: if the template does not write tool calls.
+            InputError: if the message has tool calls, but the template does not support them.
         """
         if not answer.tool_calls:
             return answer.written
@@ -225,9 +226,9 @@ class ChatFormat:
         return written
 
     def after_answer(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Render ``messages`` after a stand-in answer, and return the text from that answer on."""
+        """Render ``messages`` after a stand-in answer; return the text from that answer onwards."""
         question = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
-        # Some templates require an answer to be a list of parts, others a text.
+        # Some templates require an answer to be a list of parts, others require a string.
         for content in ([{"type": "text", "text": ANSWER}], ANSWER):
             former = [question, {"role": "assistant", "content": content}]
             try:
@@ -241,7 +242,7 @@ class ChatFormat:
         raise InputError("the chat template of this checkpoint omits answers")
 
     def template(self, given: TemplateFields) -> TemplateOptions:
-        """Check options of the chat template, and drop variables that it does not use.
+        """Check chat-template options, and drop variables that the template does not use.
 
         Raises:
             InputError: see ``TemplateOptions.of``; also if a variable contains a control token.
@@ -278,7 +279,7 @@ class ChatFormat:
             template: chat-template options from ``template``.
 
         Raises:
-            InputError: if the family does not support the modality of a medium, the template
+            InputError: if the family does not support the modality of a media item, the template
                 refuses the conversation, or the last message cannot be continued.
         """
         if template.continues:
@@ -301,8 +302,8 @@ class ChatFormat:
     ) -> list[dict[str, Any]]:
         """Convert messages to the dicts that chat templates expect.
 
-        A medium's "label" is its number within its modality in the conversation, from 1; most
-        templates do not print it.
+        The "label" of a media item is its number among the conversation's items of the same
+        modality, from 1; most templates do not print it.
         """
         shown = Counter(earlier)
         listed = []
@@ -318,7 +319,7 @@ class ChatFormat:
                 else:
                     raise InputError(
                         f"{message.place}: {part.label} comes from a chat, which does not store "
-                        "its media: give the medium itself"
+                        "its media: give the media item itself"
                     )
             content = content or [{"type": "text", "text": ""}]
             listed.append({"role": message.role, "content": content} | _tool_fields(message))
@@ -337,7 +338,7 @@ def _check_continued(message: Message) -> None:
 def _tool_fields(message: Message) -> dict[str, Any]:
     """Return the tool fields of a message for chat templates.
 
-    Without media the content becomes a text, as not all templates accept parts in such messages.
+    Content without media becomes a string, as not all templates accept parts in such messages.
     """
     fields: dict[str, Any] = {}
     if message.tool_calls:

@@ -18,7 +18,7 @@ from oscar_mm.modality import PADDING
 from oscar_mm.tensor_parallel import TPGroup
 
 _CAPTURED = (1, 2, 4, *range(8, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
-"""Batch sizes with a captured step; above the last one, its multiples."""
+"""Batch sizes for which steps are captured; beyond the last one, its multiples."""
 
 
 class RequestState:
@@ -34,9 +34,9 @@ class RequestState:
     Attributes:
         tokens: sampled tokens, without the end token.
         logprobs: log-probabilities of the tokens, if ``sampling`` requests them.
-        next_logprob: log-probability of the token taken next.
-        ended: whether the row is finished; its last token is not stored then.
-        error: reason for the failure; None if the row has not failed.
+        next_logprob: log-probability of the token to be added next.
+        ended: whether the row has ended; its last token is then not stored in the cache.
+        error: error that ended the row; None if the row has not failed.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class RequestState:
 
     @property
     def position(self) -> int:
-        """RoPE position of the last token, which is the next model input."""
+        """RoPE position of the last token, which is the model's next input."""
         return self._first + len(self.tokens) - 1
 
     @property
     def last_comes(self) -> bool:
-        """Whether the next token reaches ``max_new_tokens``."""
+        """Whether the next token will be the last, because of ``max_new_tokens``."""
         return len(self.tokens) + 1 >= self._max_tokens
 
     def take(self, token: int) -> None:
-        """Append the token sampled next; ``BROKEN`` ends the row with an error."""
+        """Append a sampled token; ``BROKEN`` ends the row with an error."""
         if token == BROKEN:
             self.fail(FloatingPointError(NAN))
         elif token in self.end_tokens and not self.sampler.sampling.includes(token):
@@ -88,7 +88,7 @@ class RequestState:
                 self.ended = True
 
     def write(self, token: int) -> None:
-        """Receive each token, before the row ends with it; a hook for subclasses."""
+        """Receive each new token, before it may end the row; a hook for subclasses."""
 
     def fail(self, error: BaseException) -> None:
         """End the row with an error."""
@@ -128,15 +128,15 @@ class DecodeRunner:
         return (next(iter(self._by_size.values()), None) or self._steps(1)).captures
 
     def captured_sizes(self, rows: int) -> list[int]:
-        """Return the captured batch sizes up to that of ``rows`` requests, largest first.
+        """Return the captured batch sizes that up to ``rows`` requests use, largest first.
 
-        Empty if steps run eagerly.
+        The list is empty if steps run eagerly.
         """
         largest = self.size_for(rows) if self.captures else 0
         return [size for size in reversed(_CAPTURED) if size <= largest]
 
     def size_for(self, rows: int) -> int:
-        """Return the batch size for so many requests, rounded up to a captured size."""
+        """Return the batch size for a number of requests, rounded up to a captured size."""
         if not self.captures:
             return rows
         fitting = [size for size in _CAPTURED if size >= rows]
@@ -162,7 +162,7 @@ class DecodeRunner:
         """Decode one token per row.
 
         Args:
-            ahead: also launch the following step, if it can be predicted.
+            ahead: whether to also launch the following step, if it can be predicted.
         """
         steps, chosen = self._steps(len(self.rows)), self._chosen
         ended = torch.tensor([row is None or row.ended for row in self.rows])
@@ -209,15 +209,15 @@ def decode(
 ) -> Iterator[list[int | None]]:
     """Decode a prompt and yield one token per row at each step, None for ended rows.
 
-    End tokens are left out. At the end the cache contains prompt and output, without the last token
-    of a row that ``max_new_tokens`` or the caller ended. Pipelines use ``Engine`` instead, whose
-    batch changes between steps.
+    End tokens are left out. At the end, the cache contains prompt and output, except the last token
+    of a row that was ended by ``max_new_tokens`` or the caller. Pipelines use ``Engine`` instead,
+    whose batch changes between steps.
 
     Args:
         model: transformers model for generation, with attention "oscar" in its decoder.
         prompt: prompt of one or several rows, padded on the left.
-        cache: may contain a past, such as earlier turns.
-        sampling: options of all rows, or a sequence with the options of each.
+        cache: cache to extend; may contain a past, such as earlier turns.
+        sampling: options for all rows, or a sequence with the options of each row.
         end_tokens: ids that end a row.
         ended: (batch,) bool on the CPU; the caller may set it between two steps to end rows.
 

@@ -1,4 +1,4 @@
-"""Detokenizer: the text of tokens as they arrive, up to a stop string."""
+"""Detokenizer: conversion of tokens to text as they arrive, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 8
-"""Tokens decoded again with every new token; more while the newest tokens have no text yet."""
+"""Number of tokens decoded again with every new token; more while the newest tokens have no text
+yet."""
 
 
 class Detokenizer:
@@ -18,14 +19,14 @@ class Detokenizer:
     Args:
         tokenizer: tokenizer of the model.
         stop: stop strings.
-        lead: characters stripped from the beginning of the text.
-        before: ids of preceding tokens, whose text this one continues.
-        keeps_stop: include the stop string in the text.
-        min_tokens: number of tokens whose text is not searched for stop strings.
+        lead: characters to strip from the beginning of the text.
+        before: ids of preceding tokens, whose text is continued.
+        keeps_stop: whether to include the stop string in the text.
+        min_tokens: number of tokens before stop strings are looked for.
 
     Attributes:
         token_ids: all tokens so far.
-        stop_text: the stop string that occurred; None if none has so far.
+        stop_text: the stop string that occurred; None if none has occurred so far.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Detokenizer:
         self._tokenizer, self._min_tokens = tokenizer, min_tokens
         self._stop, self._lead, self._keeps_stop = stop, lead, keeps_stop
         self._pending = ""
-        """Text that is decoded but not returned."""
+        """Text that is decoded but not returned yet."""
         # The text of tokens [0, _decoded) is final. Tokens from _context on, whose text is _known,
         # are decoded again with every new token, because a tokenizer may strip the leading space of
         # the first token that it decodes.
@@ -57,7 +58,7 @@ class Detokenizer:
         return self.stop_text is not None
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that is now final, perhaps empty."""
+        """Add a token and return the text that has become final, perhaps empty."""
         self.token_ids.append(token)
         self._take(self._new_text(whole_characters=True))
         if not self._stop or len(self.token_ids) <= self._min_tokens:
@@ -94,15 +95,15 @@ class Detokenizer:
             self._lead = "" if self._pending else self._lead
 
     def _new_text(self, whole_characters: bool) -> str:
-        """Return the text of the tokens added since the last call; empty while it may be partial.
+        """Return the text added by tokens since the last call; "" while it may be incomplete.
 
         Args:
             whole_characters: withhold text that ends with an incomplete character.
         """
         text = self._decode(self._before + self.token_ids[self._context :])
         known = self._known
-        # tokenizers.DecodeStream is no option: it raises if invalid UTF-8 changes the decoding of
-        # the bytes before it, as with the byte fallback of Llama and Mistral.
+        # tokenizers.DecodeStream is not an option: it raises if invalid UTF-8 changes the decoding
+        # of the bytes before it, as with the byte fallback of Llama and Mistral.
         if len(text) <= len(known) or (whole_characters and text.endswith("\ufffd")):
             return ""
         self._known = text

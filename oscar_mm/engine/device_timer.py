@@ -1,4 +1,4 @@
-"""Timers of work on a device: DeviceTimer for a point in time, StepTimer for decode steps."""
+"""Timers for work on a device: DeviceTimer for a point in time, StepTimer for decode steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class DeviceTimer:
 class StepTimer:
     """Estimate of a decode step's duration: the lower quartile of the latest steps.
 
-    The first step between two layers takes longer, as the GPU waits while the host prepares it.
+    The lower quartile ignores the first step between two layers, which takes longer, as the GPU
+    waits while the host prepares it.
     """
 
     def __init__(self) -> None:
@@ -49,11 +50,11 @@ class StepTimer:
         self._seconds: deque[float] = deque(maxlen=_COUNTED)
 
     def note(self, begin: DeviceTimer, end: DeviceTimer) -> None:
-        """Record the begin and end of a step; the end may still lie ahead."""
+        """Record the begin and end of a step; the end may still be in the future."""
         self._steps.append((begin, end))
 
     def seconds(self) -> float:
-        """Return the seconds per step, 0 before the first one; all recorded steps must be done."""
+        """Return the seconds per step, 0 before the first step; recorded steps must have ended."""
         self._seconds.extend(end.since(begin) for begin, end in self._steps)
         self._steps.clear()
         return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 0.0

@@ -1,4 +1,4 @@
-"""Engine: the door to the engine thread for a pipeline and its requests."""
+"""Engine: access to the engine thread for a pipeline and its requests."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Result = TypeVar("Result")
 
 
 class Engine:
-    """Runs the requests of a pipeline in the engine thread, which alone uses model and caches.
+    """Runs a pipeline's requests in the engine thread, the only user of the model and caches.
 
     Requests run as long as a thread waits for one of them, or within ``keep_stepping``; all
     requests of the model advance together. Any thread may call any method.
 
     Args:
-        family: the model, its processor and their special cases.
+        family: model family: the model, its processor and their special cases.
         store: page store of all requests' caches.
-        admission: reserves the memory of requests.
+        admission: reserves memory for requests.
         prefixes: prefix cache; None turns it off.
-        thread: the engine thread of the model; by default a new one.
+        thread: engine thread of the model; by default, a new thread.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Engine:
         self.thread.wake()
 
     def abort(self) -> None:
-        """Release the memory of requests that were just ended, between two passes.
+        """Have the engine thread release the memory of ended requests, between two passes.
 
         Safe in a finalizer, which may run in any thread at any point.
         """
@@ -90,8 +90,8 @@ class Engine:
 
         Args:
             function: function that may use caches and the store.
-            runs_model: whether it makes forward passes; it then runs between two passes, not
-                between the layers of a prompt.
+            runs_model: whether the function runs forward passes; it then runs between two passes,
+                not between the layers of a prompt.
             timeout: maximum seconds until the function begins; None for no limit.
 
         Raises:
@@ -100,12 +100,12 @@ class Engine:
         return self.thread.call(function, runs_model=runs_model, timeout=timeout)
 
     def call_with_memory(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the engine thread, once there is memory for it.
+        """Run a function in the engine thread once there is memory for it.
 
-        It waits in the queue of requests, as long as requests run and may release memory.
+        It waits in the request queue as long as requests run that may release memory.
 
         Args:
-            function: takes memory; changes nothing if it raises ``MemoryBusy``.
+            function: function that takes memory; must change nothing if it raises ``MemoryBusy``.
 
         Raises:
             BaseException: the function's error.
@@ -128,7 +128,7 @@ class Engine:
         return call.result()
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until ``is_done``; requests run meanwhile.
+        """Wait until ``is_done`` returns True; requests run meanwhile.
 
         Args:
             is_done: cheap function, which the engine thread calls after each step.
@@ -136,7 +136,7 @@ class Engine:
         self.thread.run_until(is_done)
 
     def next_ended(self, requests: Collection[Request]) -> list[Request]:
-        """Wait until some of the given requests have ended, and return these."""
+        """Wait until at least one of the requests has ended, and return those that have ended."""
         self.run_until(lambda: any(request.ended for request in requests))
         return [request for request in requests if request.ended]
 
@@ -144,14 +144,14 @@ class Engine:
         """Run steps within the block as long as there are requests, even if no thread waits.
 
         Args:
-            after_step: called after each step, in the engine thread.
+            after_step: function called after each step, in the engine thread.
         """
         return self.thread.keep_stepping(after_step)
 
     def release_graphs(self) -> None:
         """Drop the CUDA graphs of decode steps, for all engines of the model.
 
-        Running requests keep theirs; the next request captures its steps again.
+        Running requests keep their graphs; the next request captures its steps again.
         """
 
         def release() -> None:

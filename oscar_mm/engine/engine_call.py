@@ -11,7 +11,7 @@ import torch
 from oscar_mm.errors import MemoryBusy
 
 _SLICE_S = 1.0
-"""Seconds after which a wait is begun again: a signal just before it would not interrupt it."""
+"""Seconds after which a wait is restarted: a signal just before it would not interrupt it."""
 Result = TypeVar("Result")
 
 
@@ -19,10 +19,10 @@ class Call(Generic[Result]):
     """Function that the engine thread runs once for another thread.
 
     Args:
-        function: the function; if it raises ``MemoryBusy`` it has changed nothing.
+        function: the function; it must change nothing if it raises ``MemoryBusy``.
 
     Attributes:
-        ended: whether the function has returned or raised, or nobody waits for it any more.
+        ended: whether the function has returned or raised, or no thread waits for it any more.
     """
 
     def __init__(self, function: Callable[[], Result]) -> None:
@@ -37,7 +37,7 @@ class Call(Generic[Result]):
         """Run the function in the calling thread and keep its result or error.
 
         Raises:
-            MemoryBusy: if the function lacks memory at present; the call has not ended then.
+            MemoryBusy: if there is not enough memory at present; the call then has not ended.
         """
         with self._running:
             function = self._function
@@ -55,7 +55,7 @@ class Call(Generic[Result]):
             self._end()
 
     def run(self) -> None:
-        """``attempt``; lack of memory ends the call like any other error."""
+        """Run the function as ``attempt`` does, but let lack of memory end the call as an error."""
         try:
             self.attempt()
         except MemoryBusy as error:
@@ -77,15 +77,15 @@ class Call(Generic[Result]):
             timeout: maximum seconds until the function begins; None for no limit.
 
         Raises:
-            TimeoutError: if the function has not begun by then; it will not run any more.
+            TimeoutError: if the function has not begun by then; it will never run.
         """
         try:
             in_time = wait_for(self._done, timeout)
-        except BaseException:  # Such as KeyboardInterrupt: a function that runs is not waited for.
+        except BaseException:  # Such as KeyboardInterrupt: do not wait for a running function.
             self._withdraw(blocking=False)
             raise
         if not in_time and self._withdraw():
-            raise TimeoutError(f"the engine is busy for more than {timeout} s")
+            raise TimeoutError(f"the engine has been busy for more than {timeout} s")
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -98,7 +98,7 @@ class Call(Generic[Result]):
         """Return True if the function has not begun and never will.
 
         Args:
-            blocking: whether to wait for a function that runs.
+            blocking: whether to wait for a running function.
         """
         if not self._running.acquire(blocking):
             return False

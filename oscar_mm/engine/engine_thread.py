@@ -1,4 +1,4 @@
-"""EngineThread: the one thread that uses a model, its caches and its page stores."""
+"""EngineThread: the only thread that uses a model, its caches and its page stores."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Protocol, TypeVar
 from oscar_mm.engine.engine_call import Call, wait_for
 
 _EXIT_S = 5.0
-"""Maximum seconds that the interpreter waits at exit for the engine's step to end."""
+"""Maximum seconds that the interpreter waits at exit for the engine's current step."""
 Result = TypeVar("Result")
 Job = Callable[[], object]
 _log = logging.getLogger("oscar_mm")
 
 
 class Schedules(Protocol):
-    """Part of ``oscar_mm.engine.scheduler.Scheduler`` that the thread uses."""
+    """Interface of ``oscar_mm.engine.scheduler.Scheduler`` that the thread uses."""
 
     @property
     def freed(self) -> bool:
@@ -36,7 +36,7 @@ class Schedules(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether requests run or wait."""
+        """Whether any requests are running or waiting."""
         ...
 
     def drop_ended(self) -> None:
@@ -44,7 +44,7 @@ class Schedules(Protocol):
         ...
 
     def unblock(self) -> None:
-        """Retry the entries of the queue that wait for memory."""
+        """Retry the queue entries that wait for memory."""
         ...
 
     def advance(self) -> None:
@@ -60,8 +60,8 @@ class _Waiter:
     """Thread that waits for the engine's steps.
 
     Attributes:
-        is_done: returns whether the thread has what it waits for; called by the engine thread.
-        ready: set once ``is_done``.
+        is_done: returns whether the thread's wait is over; called by the engine thread.
+        ready: event set once ``is_done`` returns True.
         left: whether the thread no longer waits.
     """
 
@@ -80,14 +80,14 @@ class _Waiter:
 
 
 class EngineThread:
-    """The one thread that uses a model, its caches and its page stores; other threads call it.
+    """The only thread that uses a model, its caches and its page stores; other threads call it.
 
     It runs decode steps as long as a thread waits for one, or within ``keep_stepping``. Calls run
-    in order of arrival: between two steps, or between two layers of a prompt. It starts with the
-    first call, also in a forked process, and ends with this object.
+    in order of arrival, between two steps or between two layers of a prompt. The thread starts with
+    the first call, also in a forked process, and ends with this object.
 
     Attributes:
-        watchers: called in the engine thread after each step.
+        watchers: functions called in the engine thread after each step.
     """
 
     def __init__(self) -> None:
@@ -98,15 +98,15 @@ class EngineThread:
         self._inbox: SimpleQueue[Job | None] = SimpleQueue()
         self._schedulers: list[weakref.ref[Schedules]] = []
         self._passes: deque[Call] = deque()
-        """Calls that run the model, which wait for the end of the current pass."""
+        """Calls that run the model, waiting for the end of the current pass."""
         self._waiters: list[_Waiter] = []
         self._works = False
         self._keeps_stepping = 0
 
     @property
     def is_current(self) -> bool:
-        """Whether the calling thread may use the model: it is the engine thread, or that has ended
-        because the interpreter exits."""
+        """Whether the calling thread may use the model: it is the engine thread, or the engine
+        thread has ended because the interpreter is exiting."""
         thread = self._thread
         if thread is None or self._process != os.getpid():
             return False
@@ -119,7 +119,7 @@ class EngineThread:
 
     @property
     def busy(self) -> bool:
-        """Whether requests run, which release their memory as they end."""
+        """Whether any requests are running, which will release their memory when they end."""
         return any(scheduler.is_running for scheduler in self.schedulers)
 
     def add(self, scheduler: Schedules) -> None:
@@ -138,8 +138,8 @@ class EngineThread:
 
         Args:
             function: function that may use caches and stores.
-            runs_model: whether it makes forward passes; it then runs between two passes, not
-                between the layers of a prompt.
+            runs_model: whether the function runs forward passes; it then runs between two passes,
+                not between the layers of a prompt.
             timeout: see ``Call.result``.
 
         Raises:
@@ -159,13 +159,13 @@ class EngineThread:
         return call.result(timeout)
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until ``is_done``; the engine runs steps meanwhile.
+        """Wait until ``is_done`` returns True; the engine runs steps meanwhile.
 
         Args:
             is_done: cheap function, which the engine thread calls after each step.
 
         Raises:
-            RuntimeError: if the engine thread itself would have to wait.
+            RuntimeError: if called in the engine thread, which cannot wait for itself.
         """
         while not is_done():
             if self.is_current:
@@ -183,7 +183,7 @@ class EngineThread:
         """Run steps within the block as long as there are requests, even if no thread waits.
 
         Args:
-            after_step: called after each step, in the engine thread.
+            after_step: function called after each step, in the engine thread.
         """
 
         def change(count: int, change: Callable[[Job], None]) -> None:
@@ -194,22 +194,23 @@ class EngineThread:
         try:
             yield
         finally:
-            # Without waiting, so that a server can stop while a long prompt is read.
+            # Without waiting, so that a server can stop while a long prompt is prefilled.
             self.post(lambda: change(-1, self.watchers.remove))
 
     def step_until(self, is_done: Callable[[], bool]) -> None:
-        """Run steps until ``is_done``, without waiting; only for jobs of the engine thread."""
+        """Have steps run until ``is_done`` returns True, without waiting; only for jobs of the
+        engine thread."""
         self._waiters.append(_Waiter(is_done))
 
     def wake(self) -> None:
-        """Make the thread look for ended requests, and for new ones if it keeps stepping.
+        """Make the thread look for ended requests and, within ``keep_stepping``, for new ones.
 
         Safe in a finalizer, which may run in any thread at any point.
         """
         self._inbox.put(lambda: self._handle(_nothing))
 
     def post(self, job: Job) -> None:
-        """Let the engine thread run a short job; does not wait for it."""
+        """Queue a short job on the engine thread, without waiting for it."""
         if self._process != os.getpid():
             self._start()
         self._inbox.put(lambda: self._handle(job))
@@ -218,7 +219,7 @@ class EngineThread:
         with self._starting:
             if self._process == os.getpid():
                 return
-            # A forked process has no other threads; what they waited for does not concern it.
+            # A forked process has no other threads, so their calls and waits are dropped.
             self._inbox, self._passes, self._waiters = SimpleQueue(), deque(), []
             self._works, self._keeps_stepping, self.watchers = False, 0, []
             thread = threading.Thread(
@@ -281,16 +282,16 @@ class EngineThread:
 
     @property
     def has_calls(self) -> bool:
-        """Whether calls wait that may run between two layers."""
+        """Whether calls are waiting that may run between two layers."""
         return not self._inbox.empty()
 
     @property
     def has_passes(self) -> bool:
-        """Whether calls wait that run the model."""
+        """Whether calls are waiting that run the model."""
         return bool(self._passes)
 
     def run_calls(self) -> bool:
-        """Run the calls that wait; return False if the thread is to end."""
+        """Run the waiting calls; return False if the thread must end."""
         while not self._inbox.empty():
             job = self._inbox.get()
             if job is None:
@@ -301,7 +302,7 @@ class EngineThread:
 
 
 def _guard(scheduler: Schedules, work: Job) -> None:
-    """Run a scheduler's work; an error fails its requests, and the thread survives."""
+    """Run a scheduler's work; on an error, fail its requests and keep the thread alive."""
     try:
         work()
     except BaseException as error:
@@ -309,9 +310,9 @@ def _guard(scheduler: Schedules, work: Job) -> None:
 
 
 def _end(inbox: SimpleQueue[Job | None], thread: threading.Thread) -> None:
-    """End a thread that has no work, or that may finish its step while the interpreter exits.
+    """End the engine thread, waiting at exit for its current step.
 
-    A daemon thread that returns from C++ code after the interpreter's end aborts the process.
+    A daemon thread that returns from C++ code after the interpreter has ended aborts the process.
     """
     inbox.put(None)
     if thread is not threading.current_thread():
@@ -323,7 +324,7 @@ def _nothing() -> None:
 
 
 def _run_jobs(inbox: SimpleQueue[Job | None]) -> None:
-    """Run jobs until there is a None; between two jobs it references only the queue."""
+    """Run jobs until a None arrives; between jobs, keep a reference only to the queue."""
     while (job := inbox.get()) is not None:
         try:
             job()

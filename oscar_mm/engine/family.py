@@ -1,4 +1,4 @@
-"""Family: what is specific to a kind of model: its inputs, the processor call, the positions."""
+"""Family: what is specific to a model family: inputs, processor call and positions."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Encoding:
         input_ids: (1, tokens).
         tensors: further arguments of the model's forward: pixel values, grids, features or a list
             of samples, ...
-        positions: (1, tokens), or (3, 1, tokens) of time, height and width, from 0.
-        media_tokens: number of non-text tokens of each medium, in the order of the text.
+        positions: (1, tokens), or (3, 1, tokens) for time, height and width; they start at 0.
+        media_tokens: number of non-text tokens of each media item, in the order of the text.
     """
 
     input_ids: torch.Tensor
@@ -49,15 +49,14 @@ class Encoding:
 
 
 class Family(ChatFormat, ABC):
-    """Model family: builds ``Prompt`` objects, independent of any cache.
+    """Model family: builds ``Prompt`` objects, independently of any cache.
 
     Args:
         model: loaded model of the family.
         processor: processor of the model.
 
     Attributes:
-        outer_model: the whole model of the checkpoint; ``model`` is the part of it that generates
-            text.
+        outer_model: the checkpoint's whole model; ``model`` is the part that generates text.
 
     Raises:
         InputError: if the processor has no chat template.
@@ -67,35 +66,35 @@ class Family(ChatFormat, ABC):
     """Values of ``config.model_type`` that the family supports."""
 
     media_options: ClassVar[frozenset[str]] = frozenset({"detail"})
-    """Names of the supported ``MediaOptions``; every family accepts ``detail``, which OpenAI's
+    """Names of the supported ``MediaOptions``; every family accepts ``detail``, which OpenAI
     clients send to any model."""
 
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
-    """Class that loads the checkpoints."""
+    """Auto class that loads the checkpoints."""
 
     part: ClassVar[str] = ""
-    """Attribute of the loaded model with the part that writes text; "" for the whole model. Its
-    configuration is ``{part}_config``."""
+    """Attribute of the loaded model that holds the part that generates text; "" if the whole model
+    does. The part's configuration is ``{part}_config``."""
 
     layout: ClassVar[InputLayout]
     """How the model's inputs are cut at media and tokens."""
 
     fast_layers: ClassVar[frozenset[str]] = frozenset()
-    """Classes of the decoder's layers with the arithmetic of ``oscar_mm.fast_decode``, besides
-    those of language models that it knows by itself."""
+    """Names of decoder layer classes that compute what ``oscar_mm.fast_decode`` does, besides the
+    layer classes of language models that it already supports."""
 
     undivided: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """By model type: part of the names of modules that each rank keeps whole."""
+    """Model type -> part of the names of modules that each rank keeps whole."""
 
     released: ClassVar[tuple[ReleasedModel, ...]] = ()
-    """Shapes of released models, which can be planned without their files."""
+    """Shapes of released models, whose memory can be planned without their files."""
 
     pocket: ClassVar[str]
-    """Bundled model with a tokenizer of the same special tokens; for ``released``."""
+    """Bundled model whose tokenizer has the same special tokens; for ``released``."""
 
     plain_template: ClassVar[str]
-    """Chat template for the tokenizer of ``pocket`` in which a turn takes as many tokens as in the
-    released models; for ``released``."""
+    """Chat template for the tokenizer of ``pocket``, with the same number of tokens per turn as in
+    the released models; for ``released``."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         super().__init__(processor)
@@ -104,15 +103,16 @@ class Family(ChatFormat, ABC):
 
     @classmethod
     def text_part(cls, model: Any) -> Any:
-        """Return the part of a loaded model that writes text."""
+        """Return the part of a loaded model that generates text."""
         return getattr(model, cls.part) if cls.part else model
 
     @classmethod
     def set_attention(cls, model: Any, towers: str | None) -> None:
-        """Set attention "oscar" in the decoder, and ``towers``, if given, in the towers."""
+        """Set attention "oscar" in the decoder and, unless None, ``towers`` in the encoder
+        towers."""
         kinds = ("vision", "audio") if Modality.AUDIO in cls.reads else ("vision",)
         chosen = {f"{kind}_config": towers for kind in kinds if towers}
-        # A model with parts would ignore it.
+        # Set on the part, because a model with parts would ignore the setting.
         cls.text_part(model).set_attn_implementation({"text_config": IMPLEMENTATION} | chosen)
 
     @classmethod
@@ -120,8 +120,8 @@ class Family(ChatFormat, ABC):
         """Turn the processor and configuration of ``pocket`` into those of a released model.
 
         Args:
-            processor: processor of ``pocket``, which may be changed.
-            fields: fields of the configuration, which are changed; the token ids stay.
+            processor: processor of ``pocket``; may be modified.
+            fields: fields of the configuration, modified in place; the token ids stay the same.
             model: shapes and limits of the released model.
 
         Returns:
@@ -137,7 +137,7 @@ class Family(ChatFormat, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device of the prompt's tensors."""
+        """Device that prompts are moved to."""
         return computing_device(self.model.get_input_embeddings())
 
     @property
@@ -165,14 +165,14 @@ class Family(ChatFormat, ABC):
             text, time, height, width.
 
         Raises:
-            InputError: if the family does not support the modality of a medium.
+            InputError: if the family does not support the modality of a media item.
         """
         text = self.render(messages, tools=tools, template=template)
         prompt = self._prompt(text, media, 0, [], 0, torch.zeros(1, dtype=torch.long))
         return replace(prompt, continues=template.continues)
 
     def text_prompt(self, ids: Sequence[int]) -> Prompt:
-        """Build a prompt of token ids without a chat template, on the CPU.
+        """Build a prompt from token ids without a chat template, on the CPU.
 
         Args:
             ids: at least one token id, checked by ``check_ids``.
@@ -188,7 +188,7 @@ class Family(ChatFormat, ABC):
         """Refuse token ids that are out of range or stand for media.
 
         Args:
-            name: name of the argument, for the error.
+            name: name of the argument, for the error message.
             ids: at least one token id.
 
         Raises:
@@ -203,19 +203,20 @@ class Family(ChatFormat, ABC):
         tokens = torch.tensor([list(ids)], dtype=torch.long)
         if (token_modalities(tokens, config=self.model.config) != Modality.TEXT).any():
             raise InputError(
-                f"{name}: contains a token that stands for a medium: give text only, and send "
-                "media in messages"
+                f"{name} contains a token that stands for media: give text only, and send media in "
+                "messages"
             )
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
-        """Return by how many positions a run of tokens may advance the tokens after it.
+        """Return by how many positions a run of tokens may advance the following tokens.
 
         Args:
             modality: modality of the run.
             tokens: number of tokens in the run.
 
         Returns:
-            All possible advances in ascending order; None if the tokens do not determine them.
+            All possible advances in ascending order; None if the number of tokens does not
+            determine them.
         """
         return [tokens]
 
@@ -230,8 +231,8 @@ class Family(ChatFormat, ABC):
     ) -> Prompt:
         """Build the prompt of a later turn: only the new tokens, positioned after the past.
 
-        First come ``pending``, then what the chat template writes between an answer and the next
-        turn (its end token, a line break, ...), then the turn.
+        The prompt consists of ``pending``, of what the chat template writes between an answer and
+        the next turn (an end token, a line break, ...), and of the turn.
 
         Args:
             messages: messages of the new turn.
@@ -239,22 +240,22 @@ class Family(ChatFormat, ABC):
             past_tokens: number of tokens in the cache.
             next_position: (1,) RoPE position of the first new token: ``next_position`` of the last
                 prompt plus the number of its answer's tokens in the cache.
-            pending: ids of the last answer that are not in the cache: its last token, if
-                max_new_tokens or the caller ended it.
+            pending: ids of the last answer that are not in the cache: its last token, if the answer
+                was ended by max_new_tokens or the caller.
             earlier: modalities of the media of earlier turns.
 
         Returns:
             A prompt, see ``prompt``. Its ``media`` spans count from the first new token; in the
             cache they lie ``past_tokens`` later.
         """
-        # The stand-in of the answer is cut off only after tokenization, as a tokenizer may treat
-        # the beginning of a text differently.
+        # The stand-in for the answer is cut off only after tokenization, since a tokenizer may
+        # treat the beginning of a text differently.
         text = self.after_answer(self.listed(messages, earlier))
         lead = self.tokenize(ANSWER).shape[1]
         return self._prompt(text, media, lead, list(pending), past_tokens, next_position)
 
     def join_media(self, name: str, parts: Sequence[Any]) -> Any:
-        """Join one forward argument of several prompts along the media."""
+        """Join a forward argument of several prompts along the media dimension."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def concatenate(self, prompts: Sequence[Prompt]) -> Prompt:
@@ -280,31 +281,31 @@ class Family(ChatFormat, ABC):
 
     @abstractmethod
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
-        """Run the processor on a rendered text and its media, given in the order of the text."""
+        """Run the processor on rendered text and its media, given in the order of the text."""
 
     @abstractmethod
     def min_tokens(self, medium: Medium) -> int:
-        """Return the minimum number of tokens of a medium, without processing it."""
+        """Return the minimum number of tokens of a media item, without processing the item."""
 
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
         """Return the size to which an upright image of this size may be scaled down.
 
-        The processor computes the same features for the scaled image, up to rounding, in as many
-        tokens.
+        The processor computes the same features for the scaled image, up to rounding, with the same
+        number of tokens.
 
         Returns:
-            Width and height in pixels; by default those of the image.
+            Width and height in pixels; by default, the size of the image.
         """
         return width, height
 
     def image_size(self, width: int, height: int, options: MediaOptions) -> tuple[int, int]:
-        """Return the width and height to which an image is resized by the options."""
+        """Return the width and height that the options resize an image to."""
         return width, height
 
     def frame_size(
         self, width: int, height: int, frames: int, options: MediaOptions
     ) -> tuple[int, int]:
-        """Return the width and height to which each frame of a video is resized by the options."""
+        """Return the width and height that the options resize each frame of a video to."""
         return width, height
 
     def generation_setting(self, name: str) -> Any:
@@ -312,7 +313,7 @@ class Family(ChatFormat, ABC):
         return getattr(self.model.generation_config, name)
 
     def default_sampling(self) -> dict[str, Any]:
-        """Return the checkpoint's recommended sampling, as fields of ``Sampling``."""
+        """Return the checkpoint's recommended sampling options, as fields of ``Sampling``."""
         rules = {"repetition_penalty": self.generation_setting("repetition_penalty")}
         if self.generation_setting("do_sample"):
             temperature = self.generation_setting("temperature")
@@ -383,7 +384,7 @@ class Family(ChatFormat, ABC):
         if sorted(called) != sorted(medium.modality for medium in media):
             raise InputError(
                 "the chat template of this checkpoint does not write one placeholder for each "
-                f"medium: {len(media)} media, {len(called)} placeholders"
+                f"media item: {len(media)} media items, {len(called)} placeholders"
             )
         return [left[modality].pop(0) for modality in called]
 
@@ -393,7 +394,9 @@ def _spans(
 ) -> tuple[MediumSpan, ...]:
     places = modalities.nonzero()[:, 0].tolist()
     if len(places) != sum(counts):
-        raise RuntimeError(f"{len(places)} media tokens, but the media have {sum(counts)}")
+        raise RuntimeError(
+            f"{len(places)} media tokens in the prompt, but the media need {sum(counts)}"
+        )
     spans, first = [], 0
     for medium, count in zip(media, counts, strict=True):
         run = places[first : first + count]

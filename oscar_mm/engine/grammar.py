@@ -27,19 +27,21 @@ if TYPE_CHECKING:
     from oscar_mm.engine.sampling import SamplingState
 
 MAX_CHARACTERS, _MAX_CALLS = 1 << 16, 1 << 20
-"""Maximum characters of a schema, expression or grammar."""
+"""Maximum number of characters in a schema, expression or grammar from a client, and in a grammar
+for tool calls."""
 MAX_CHOICES = 1024
 _MAX_ROWS = {"json": 2000, "regex": 2000, "grammar": 200, "calls": 2000}
-"""Maximum number of parser items in parallel, by kind. For ambiguous grammars the time of a step
-grows with its square; a schema needs four items per optional property."""
+"""Maximum number of parallel parser items, by kind of grammar. For ambiguous grammars, the time per
+step grows with the square of this number; a schema needs four items per optional property."""
 _WHITESPACE = r"[ \n\r\t]{1,40}"
-"""Whitespace between parts of a JSON text; bounded, since weak models would write nothing else."""
+"""Whitespace between the parts of a JSON text; bounded, since weak models might write nothing
+else."""
 _MESSAGE = 300
-"""Maximum characters of a compiler message quoted in an error."""
+"""Maximum number of characters of a compiler message quoted in an error."""
 _BANNED = -1e30
 """Logit of a token that the grammar allows and another rule bans; chosen only if all are banned."""
 _WORD = 32
-"""Tokens per word of a mask."""
+"""Number of tokens per word of a mask."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class Grammar:
     """Constraint on the text of an answer; create it with a class method.
 
     Attributes:
-        kind: "json" (a schema), "regex", "grammar" (Lark, GBNF) or "calls" (Lark of our own).
+        kind: "json" (a schema), "regex", "grammar" (Lark, GBNF) or "calls" (generated Lark).
         text: the schema, expression or grammar.
-        name: name of the argument, for errors.
+        name: name of the argument, for error messages.
 
     Raises:
         InputError: if the text is too long.
@@ -67,20 +69,20 @@ class Grammar:
         limit = _MAX_CALLS if self.kind == "calls" else MAX_CHARACTERS
         if len(self.text) > limit:
             raise InputError(
-                f"{self.name}: has {len(self.text):,} characters, more than the {limit:,} "
-                "allowed: shorten it"
+                f"{self.name} has {len(self.text):,} characters, but at most {limit:,} are "
+                "allowed; shorten it"
             )
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, name: str = "grammar") -> Grammar:
-        """Create a grammar of JSON texts that are valid for a schema, with properties in its order.
+        """Create a grammar for JSON texts that match a schema, with properties in schema order.
 
         Args:
             schema: JSON schema, as a mapping or JSON text.
-            name: name of the argument, for errors.
+            name: name of the argument, for error messages.
 
         Raises:
-            InputError: if it is not a schema, or too long.
+            InputError: if ``schema`` is not a JSON schema, or is too long.
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
@@ -111,7 +113,7 @@ class Grammar:
         """Create a grammar that matches one of the given texts.
 
         Raises:
-            InputError: if there are no or too many choices, or one is not a text or empty.
+            InputError: if there are no or too many choices, or a choice is not text or is empty.
         """
         are_texts = isinstance(choices, list | tuple) and all(
             isinstance(choice, str) and choice for choice in choices
@@ -123,16 +125,16 @@ class Grammar:
 
     @classmethod
     def cfg(cls, grammar: str, name: str = "grammar") -> Grammar:
-        """Create a context-free grammar from llguidance's variant of Lark, or from the GBNF of
-        llama.cpp."""
+        """Create a context-free grammar from llguidance's variant of Lark, or from llama.cpp's
+        GBNF."""
         if not isinstance(grammar, str) or not grammar.strip():
             raise InputError(f"{name}: must be a non-empty grammar")
         return cls("grammar", grammar, name)
 
     @classmethod
     def calls(cls, grammar: str, name: str = "tool_choice") -> Grammar:
-        """Create a grammar of tool calls from ``ToolOffer.grammar``, which may be longer than a
-        client's."""
+        """Create a grammar for tool calls from ``ToolOffer.grammar``; it may be longer than a
+        client's grammar."""
         return cls("calls", grammar, name)
 
     def compiled(self, tokenizer: Any, vocabulary: int, end_tokens: frozenset[int]) -> Grammar:
@@ -144,7 +146,7 @@ class Grammar:
             end_tokens: ids that end an answer.
 
         Raises:
-            InputError: if the grammar cannot be compiled; gives the reason.
+            InputError: if the grammar cannot be compiled, with the reason.
         """
         ends = tuple(sorted(token for token in end_tokens if token < vocabulary))
         tokens = _tokens_of(tokenizer, vocabulary, ends, self.name)
@@ -157,7 +159,7 @@ class GrammarState:
     Args:
         grammar: a compiled grammar.
         after: id of the token that ends the reasoning, which is not constrained; None if the
-            answer begins with its text.
+            answer begins without reasoning.
     """
 
     def __init__(self, grammar: Grammar, after: int | None = None) -> None:
@@ -173,11 +175,11 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text matches and cannot be extended."""
+        """Whether the text matches the grammar and cannot be extended."""
         return self._after is None and self.matcher.is_stopped() and self.matcher.is_accepting()
 
     def note(self, token: int) -> None:
-        """Advance by the next token of the answer."""
+        """Advance the state by the next token of the answer."""
         if self._after is None:
             self.matcher.consume_token(token)
         elif token == self._after:
@@ -185,7 +187,7 @@ class GrammarState:
 
     @property
     def error(self) -> InputError | None:
-        """Error of the parser during the answer, if any."""
+        """Error raised by the parser during the answer, if any."""
         if self._after is not None or not self.matcher.is_error():
             return None
         reason = _in_one_line(self.matcher.get_error())
@@ -193,7 +195,7 @@ class GrammarState:
 
 
 class GrammarMask:
-    """Logit mask that leaves rows with a grammar only the allowed tokens."""
+    """Logit mask that leaves only the allowed tokens in rows that have a grammar."""
 
     def __init__(self, rows: Sequence[tuple[int, SamplingState]], device: torch.device) -> None:
         self._rows = torch.tensor([row for row, _ in rows], dtype=torch.long, device=device)
@@ -222,7 +224,7 @@ class GrammarMask:
             self._mask = torch.empty(
                 (len(self._states), words), dtype=torch.int32, pin_memory=scores.is_cuda
             )
-        # Overwriting is safe: the previous step's copy is done, as the host has read its tokens.
+        # Overwriting is safe: the host has read the previous step's tokens, so the copy is done.
         active: list[tuple[LLMatcher, int]] = []
         for place, state in enumerate(self._states):
             if state is not None and state.is_active:
@@ -283,7 +285,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _limits(grammar: Grammar) -> LLParserLimits:
-    """Return limits on time and memory: about 10 ms per step's mask, and 40 MB per answer."""
+    """Return limits on time and memory: about 10 ms per mask, and 40 MB per answer."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -301,7 +303,7 @@ _MAKING = threading.Lock()
 
 
 def _tokens_of(tokenizer: Any, vocabulary: int, ends: tuple[int, ...], name: str) -> LLTokenizer:
-    """Return a model's tokens for llguidance; cached, as a large vocabulary takes a second."""
+    """Return a model's tokenizer for llguidance; cached, as a large vocabulary takes a second."""
     from llguidance.hf import from_tokenizer
 
     with _MAKING:

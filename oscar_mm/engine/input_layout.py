@@ -1,4 +1,4 @@
-"""InputLayout: which rows of a model's inputs belong to which medium, patch or token."""
+"""InputLayout: which rows of a model's inputs belong to which media item, patch or token."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass, field
 from oscar_mm.modality import Modality
 
 _DECODER = {"inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
-"""Arguments of any decoder with one entry per token, and their token dimension."""
+"""Arguments of all decoders with one entry per token -> their token dimension."""
 
 
 @dataclass(frozen=True)
 class InputLayout:
     """How the forward arguments of a model, and of its decoder, are cut at media and tokens.
 
-    A prompt with a medium whose arguments are missing here cannot be cut.
+    A prompt cannot be cut if it has media whose arguments are missing here.
 
     Attributes:
-        per_medium: forward arguments with one row per medium of a modality, or per sound of a
-            video.
-        per_patch: forward arguments with one row per patch: modality of the media, and the argument
-            with the grids (media, 3) that count their patches.
-        padded: forward arguments among ``per_medium`` that are padded at the end of their last
-            dimension to the longest medium, and the argument with the mask of the padding.
-        video_grids: argument with the grids of videos, for towers that take patches and
+        per_medium: forward argument with one row per media item, or per audio track of a video ->
+            modality of the media.
+        per_patch: forward argument with one row per patch -> modality of the media, and the name of
+            the argument with their grids, (media, 3), which give the number of patches.
+        padded: forward argument among ``per_medium`` whose last dimension is padded to the longest
+            media item -> name of the argument with the padding mask.
+        video_grids: name of the argument with the grids of videos, for towers that take patches and
             ``grid_thw`` and attend only within an image or a pair of frames: videos may be cut
             between pairs of frames. None if media stay whole.
-        features: decoder arguments that are lists of features, one of which each of the first
-            layers adds to some tokens, row after row; and the argument with the (batch, tokens)
-            mask of these tokens.
+        features: decoder argument that is a list of features, one for each of the first layers,
+            which adds them to some tokens, row after row -> name of the argument with the (batch,
+            tokens) mask of these tokens.
     """
 
     per_medium: Mapping[str, Modality] = field(default_factory=dict)
@@ -40,5 +40,5 @@ class InputLayout:
 
     @property
     def per_token(self) -> dict[str, int]:
-        """Decoder arguments with one entry per token, and their token dimension."""
+        """Decoder arguments with one entry per token -> their token dimension."""
         return _DECODER | dict.fromkeys(self.features.values(), 1)

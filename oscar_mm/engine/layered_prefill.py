@@ -17,10 +17,10 @@ from oscar_mm.errors import Cancelled
 from oscar_mm.modality import Modality
 
 _MAX_OWED = 3
-"""Maximum number of steps whose time decode may catch up later. With a limit of one, decode ran at
-0.49 of its normal pace, with three at 0.50."""
+"""Maximum number of delayed decode steps that may be made up for later. With a limit of one, decode
+ran at 0.49 of its normal pace, with three at 0.50."""
 _IN_FLIGHT_S = 0.01
-"""Seconds of GPU work in prompt layers kept in flight while the host launches a decode step. A
+"""Seconds of prompt-layer work kept in flight on the GPU while the host launches a decode step. A
 launch takes 3 ms for 64 rows, and twice that next to a server; more would delay the decode step."""
 _MAX_IN_FLIGHT = 4
 """Maximum number of prompt layers in flight."""
@@ -33,14 +33,14 @@ def layered_prefill(
     prompts: Sequence[Prompt],
     cancelled: Callable[[], bool] | None = None,
 ) -> Iterator[None]:
-    """Interleave decode steps with prompt layers within the block, see ``LayeredPrefill``.
+    """Interleave decode steps with prompt layers within the block; see ``LayeredPrefill``.
 
     Args:
         batches: requests that decode.
         cache: cache that the prompts are written to.
         prompts: prompts of the pass.
-        cancelled: returns whether all requests of the prompts were cancelled; prefill stops
-            then, if ``RunningBatches.steps_while_reading``.
+        cancelled: returns whether all requests of the prompts were cancelled; if so, prefill stops,
+            provided that ``RunningBatches.steps_while_reading``.
 
     Raises:
         Cancelled: if ``cancelled`` returned True; the cache can only be reset or closed.
@@ -63,13 +63,12 @@ def layered_prefill(
 
 
 class _Interleave(NamedTuple):
-    """Decode steps between two prompt layers.
+    """Group of decode steps between two prompt layers.
 
     Attributes:
-        since: end of the previous interleave; prompt layers ran in between.
-        begin, end: begin and end of this interleave; the host prepares its first step after
-            ``begin``.
-        usual: seconds that as many steps take outside of prefill.
+        since: end of the previous group; prompt layers ran in between.
+        begin, end: begin and end of this group; the host prepares its first step after ``begin``.
+        usual: seconds that the same number of steps takes outside of prefill.
     """
 
     since: DeviceTimer
@@ -78,7 +77,7 @@ class _Interleave(NamedTuple):
     usual: float
 
     def owed(self, share: float) -> float:
-        """Return the seconds that decode is still due, given the prefill-to-decode ratio."""
+        """Return the seconds still due to decode, given the prefill-to-decode ratio ``share``."""
         lost = max(self.end.since(self.begin) - self.usual, 0.0)
         return self.begin.since(self.since) + lost - share * self.usual
 
@@ -86,15 +85,15 @@ class _Interleave(NamedTuple):
 class LayeredPrefill:
     """Interleaving of prompt layers and decode steps during prefill.
 
-    Once prompt layers have run for as long as a decode step takes, decode gets the same time, plus
-    the cost of switching. If more than one request waits for every four that decode, prefill gets a
-    larger share: a step of few rows takes nearly as long as a step of many.
+    Once prompt layers have run for as long as a decode step takes, decode gets the same amount of
+    time, plus the cost of switching. If more than one request waits for every four that decode,
+    prefill gets a larger share, because a step of few rows takes nearly as long as a step of many.
 
     Args:
         batches: requests that decode.
         cache: cache that the prompts are written to.
-        prompts: prompts of the pass. If they are short and no requests decode, the host waits for
-            no layer.
+        prompts: prompts of the pass. If they are short and no requests decode, the host does not
+            wait for layers.
         cancelled: returns whether all requests of the prompts were cancelled.
     """
 
@@ -108,17 +107,18 @@ class LayeredPrefill:
         self._batches, self._cache, self._others = batches, cache, len(prompts) - 1
         self._decodes = bool(batches.live)  # No requests join during the pass.
         self._waits = self._decodes or sum(prompt.tokens for prompt in prompts) > MAX_TOKENS
-        # Another thread may use the model for itself, whose layers have the hooks too.
+        # Another thread may use the model at the same time, and its passes call the hooks too.
         self._cancelled, self._ident = cancelled, threading.get_ident()
         self._launched: list[DeviceTimer] = []
-        """Ends of layers that the host has not waited for."""
+        """Ends of the layers that the host has not waited for yet."""
         self._layer_end: DeviceTimer | None = None
-        """End of the latest layer that the host has waited for since the last decode steps."""
+        """End of the latest layer that the host has waited for since the last decode steps; None if
+        there is none."""
         self._layer_seconds = math.inf
         begin = batches.wait_since if self._decodes else batches.now()
         self._turn = _Interleave(begin, begin, begin, 0.0)
         self._owed = 0.0
-        """Seconds that decode was still due before the last interleave."""
+        """Seconds that were still due to decode before the last group of decode steps."""
 
     def layer_ends(self, *_: object) -> None:
         """Forward hook of the decoder layers: run decode steps if they are due.
@@ -148,11 +148,12 @@ class LayeredPrefill:
             waited = owed + self._launched[-1].since(self._turn.end)
         self._launched.clear()
         self._layer_end, self._owed = None, owed
-        # The count is rounded up; the surplus is subtracted from the next interleave.
+        # The count is rounded up; the surplus is subtracted from the next group of steps.
         self._step(math.ceil(waited / (share * step_seconds)) if step_seconds else 1, step_seconds)
 
     def stop_if_cancelled(self, *_: object) -> None:
-        """Forward hook of the layers of towers; called after decoder layers too.
+        """Stop a cancelled prefill: a forward hook of tower layers, also called after decoder
+        layers.
 
         Raises:
             Cancelled: if all requests of the prompts were cancelled.
@@ -161,7 +162,7 @@ class LayeredPrefill:
             raise Cancelled("no consumer waits for the answer any more")
 
     def _step(self, count: int, step_seconds: float) -> None:
-        """Run up to ``count`` decode steps, as long as requests decode."""
+        """Run up to ``count`` decode steps, as long as there are requests to decode."""
         begin, made = self._batches.now(), 0
         with self._cache.paused():
             while self._batches.live and made < count:
@@ -174,7 +175,7 @@ class LayeredPrefill:
 
     @property
     def _max_in_flight(self) -> int:
-        """Number of layers left in flight while the host launches others or a step."""
+        """Number of layers left in flight while the host launches more layers or a step."""
         count = math.ceil(_IN_FLIGHT_S / max(self._layer_seconds, 1e-6))
         return min(max(count, 1), _MAX_IN_FLIGHT)
 

@@ -1,8 +1,8 @@
 """Logit edits: biases, penalties, bans and masks, each applied to all rows in one pass.
 
 An edit covers the rows that request it and tracks their tokens on the device, so the host never
-waits. The order is that of transformers: bias, repetition penalty, (presence and frequency
-penalties, which transformers lacks,) bans, grammar masks, and finally the end of the reasoning.
+waits. The order is the same as in transformers: bias, repetition penalty, presence and frequency
+penalties (which transformers lacks), bans, grammar masks, and finally the end of the reasoning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from oscar_mm.engine.sampling import SamplingState
 
 _ANY = -1
-"""Wildcard that pads the beginning of a bad word to the common length."""
+"""Wildcard that pads the beginnings of bad words to the same length."""
 _NONE = -2
 """Padding before the first token of an answer."""
 
@@ -37,7 +37,7 @@ class LogitEdit(Protocol):
 
 
 def logit_edits(samplers: Sequence[SamplingState], device: torch.device) -> list[LogitEdit]:
-    """Create the edits that the rows of a batch request, in the order of application.
+    """Create the edits that the rows of a batch request, in the order in which they are applied.
 
     Args:
         samplers: sampling states of the rows.
@@ -68,7 +68,7 @@ Rows = Sequence[tuple[int, "SamplingState"]]
 
 
 class LogitBias:
-    """Bias from ``logit_bias``."""
+    """Bias added to logits, from ``logit_bias``."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         biases = [
@@ -89,7 +89,8 @@ class LogitBias:
 
 
 class RepetitionPenalty:
-    """Penalty on tokens of prompt and output: divides positive logits, multiplies negative ones."""
+    """Penalty on tokens of prompt and output: positive logits are divided by it, negative logits
+    multiplied."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         self._rows = _ids([row for row, _ in rows], device)
@@ -112,7 +113,7 @@ class RepetitionPenalty:
         scores[self._rows] = torch.where(self._is_seen, lower, found)
 
     def note(self, tokens: torch.Tensor) -> None:
-        """Mark the tokens as occurred."""
+        """Record that the tokens have occurred."""
         if self._is_seen is not None:
             self._is_seen.scatter_(1, tokens[self._rows, None], True)
 
@@ -193,7 +194,7 @@ class BadWords:
         _ban(scores, self._places, self._ends, (same | (self._beginnings == _ANY)).all(1))
 
     def note(self, tokens: torch.Tensor) -> None:
-        """Shift the tokens into the latest ones."""
+        """Append the sampled tokens to the latest tokens and drop the oldest."""
         if self._latest.shape[1]:
             self._latest = torch.cat([self._latest[:, 1:], tokens[self._rows, None]], dim=1)
 
@@ -222,7 +223,7 @@ class ReasoningEnd:
         self._open, self._left = torch.tensor(open_, device=device), _ids(left, device)
         first = [not (one.reasons or one.chosen) for _, one in rows]
         self._first = torch.tensor(first, device=device)
-        """Rows whose next token may open the reasoning; this token does not count."""
+        """Rows whose next token may open the reasoning; that token does not count."""
 
     def apply_(self, scores: torch.Tensor) -> None:
         """Allow only the closing token in rows that have used up their budget."""
@@ -236,7 +237,7 @@ class ReasoningEnd:
         """Count the tokens of the reasoning."""
         own = tokens[self._rows]
         begins = self._first & (own == self._openings)
-        # Rows whose answer opens the reasoning started with one more in ``_left``.
+        # Rows whose answer opens the reasoning itself started with one more in ``_left``.
         self._left -= (self._open | self._first).long()
         self._open = (self._open | begins) & (own != self._closings)
         self._first = torch.zeros_like(self._first)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of an answer and of the likeliest alternatives."""
+"""Log-probabilities of an answer's tokens and of the most likely alternatives."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class TokenLogprob:
     """Log-probability of a token, from the model's logits before sampling changes them.
 
     Attributes:
-        token_id: the token.
+        token_id: id of the token.
         logprob: natural logarithm of its probability.
-        top: ids and log-probabilities of the likeliest tokens, likeliest first; as many as
-            requested.
+        top: ids and log-probabilities of the requested number of most likely tokens, most likely
+            first.
         rank: rank of the token in the vocabulary, from 1; None for tokens of the answer.
     """
 
@@ -30,7 +30,7 @@ class AskedLogprobs:
     """Rows of a batch that request log-probabilities.
 
     Args:
-        tops: number of likeliest tokens to report, by row.
+        tops: row -> number of most likely tokens to report.
         device: device of the logits.
     """
 
@@ -43,8 +43,8 @@ class StepLogprobs:
     """Log-probabilities of a step, being copied to the host.
 
     Args:
-        rows: rows of the batch that request them.
-        logits: (batch, vocabulary), which may be overwritten afterwards.
+        rows: rows of the batch that request log-probabilities.
+        logits: (batch, vocabulary) logits, which may be overwritten afterwards.
         tokens: (batch,) sampled ids.
     """
 
@@ -61,7 +61,7 @@ class StepLogprobs:
     def by_row(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
         """Return the log-probabilities by row, given the sampled tokens of all rows.
 
-        Waiting for the tokens implies that these copies have arrived too.
+        Once the tokens have arrived on the host, the log-probabilities have arrived too.
         """
         found = zip(self._tops.items(), self._ids.tolist(), self._logprobs.tolist(), strict=True)
         return {

@@ -22,14 +22,14 @@ class Message:
     Attributes:
         role: "system", "user", "assistant" or "tool" (the result of a call).
         parts: texts and media in the order in which the chat template writes them. In the history
-            of a chat a medium is a ``MediumSpan``: the chat stores its tokens, not its source.
-        place: argument that the message came from, such as messages[2].content, for errors.
+            of a chat, a media item is a ``MediumSpan``: the chat stores its tokens, not its source.
+        place: argument that the message came from, such as messages[2].content, for error messages.
         tool_calls: tool calls of an assistant message.
         tool_call_id: id of the call that a tool message answers; None if the client omits it.
         name: name of the tool in a tool message; None if the client omits it.
 
     Raises:
-        InputError: if a part is neither text nor a medium.
+        InputError: if a part is neither text nor a media item.
     """
 
     role: str
@@ -46,12 +46,12 @@ class Message:
 
     @property
     def media(self) -> list[MediaPart]:
-        """Images, videos and recordings not yet read by the model, in order."""
+        """Images, videos and recordings that the model has not processed yet, in order."""
         return [part for part in self.parts if isinstance(part, MediaPart)]
 
     @property
     def spans(self) -> list[MediumSpan]:
-        """Images, videos and recordings already read in a chat, in order."""
+        """Images, videos and recordings that are already part of a chat, in order."""
         return [part for part in self.parts if isinstance(part, MediumSpan)]
 
     def shifted(self, tokens: int) -> Message:
@@ -71,7 +71,7 @@ class Message:
 
     @property
     def written(self) -> str:
-        """The texts concatenated without separators, as chat templates do."""
+        """The texts concatenated without separators, as in chat templates."""
         return "".join(self.texts)
 
     @property
@@ -82,22 +82,23 @@ class Message:
 
     @property
     def labels(self) -> list[str]:
-        """Texts outside the content that a chat template may write, from calls and tool results."""
+        """Texts other than the content that a chat template may write: ids and names of calls and
+        tool results, and call arguments."""
         calls = [text for call in self.tool_calls for text in (call.id, call.name, call.unescaped)]
         return [*calls, *(text for text in (self.tool_call_id, self.name) if text is not None)]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the message has neither text nor media; a tool result counts as not empty."""
+        """Whether the message has neither text nor media; a tool result is never empty."""
         return not (self.role == "tool" or self.media or self.text.strip())
 
 
 def with_spans(messages: Iterable[Message], spans: Iterable[MediumSpan]) -> tuple[Message, ...]:
-    """Replace the media of messages by their spans among a chat's tokens.
+    """Replace the media of messages with their spans among a chat's tokens.
 
     Args:
         messages: messages with the sources of their media.
-        spans: spans of all media, those of each modality in the order of the messages.
+        spans: spans of all media; within each modality, in the order of the messages.
     """
     given = list(spans)
     left = {
@@ -119,7 +120,7 @@ def with_options(messages: Iterable[Message], options: MediaOptions) -> list[Mes
     """Apply the options of a request to media that do not set these options themselves.
 
     Raises:
-        InputError: if the options of a medium and of the request contradict each other.
+        InputError: if the options of a media item contradict those of the request.
     """
     if not options.given:
         return list(messages)
@@ -139,7 +140,7 @@ def _with_options(part: Part | MediumSpan, options: MediaOptions) -> Part | Medi
 
 
 def user_message(prompt: str, media: Iterable[MediaPart] = ()) -> Message:
-    """Return a user message with media and then the prompt; media only if the prompt is empty."""
+    """Return a user message: the media, then the prompt unless it is empty."""
     parts = tuple(media)
     alone = isinstance(prompt, str) and not prompt
     return Message("user", parts if parts and alone else (*parts, prompt))
@@ -153,7 +154,7 @@ def first_turn(
 
 
 def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
-    """Prepend a system prompt, if there is one, to messages."""
+    """Prepend a system prompt, if there is one, to the messages."""
     first = [] if system is None else [Message("system", (system,), "system")]
     return [*first, *messages]
 
@@ -163,7 +164,7 @@ ASKING = "user", "tool"
 
 
 def text_of(messages: Iterable[Message]) -> str:
-    """Join the texts of all messages, to be counted."""
+    """Join the texts of all messages, for counting."""
     return "\n".join(message.text for message in messages)
 
 

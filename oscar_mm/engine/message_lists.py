@@ -1,4 +1,4 @@
-"""Messages from lists of dicts, in the formats of Hugging Face's and OpenAI's libraries."""
+"""Parsing of messages from lists of dicts, in the formats of Hugging Face and OpenAI."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from oscar_mm.tool_parsers.calls import ToolCall
 
 _ROLES = {"developer": "system"} | {role: role for role in ("system", *ASKING, "assistant")}
 _TYPES = MEDIA | {f"{name}_url": kind for name, kind in MEDIA.items()}
-"""Modality by part type; OpenAI's input_audio is handled separately."""
+"""Part type -> modality; OpenAI's input_audio is handled separately."""
 _FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
-"""Fields in addition to role and content, by role."""
+"""Role -> allowed fields other than role and content."""
 _SOURCES = ("url", "path", "base64")
-"""Keys of a source in addition to the part's type, as in Hugging Face's processors."""
+"""Keys that may hold a source, besides the part's type, as in Hugging Face processors."""
 
 
 def messages_from(
@@ -65,15 +65,17 @@ def messages_from(
         ]
 
     Args:
-        given: dicts with a role and a content, which is a text or a list as in ``parts_from``; or
-            ``Message`` objects. An assistant message may have "tool_calls", in the format of
-            Hugging Face's and OpenAI's libraries, and a tool message a "tool_call_id" and a "name".
-        images, videos, audio: media for parts without a source of their own, in order.
-        sound: use the sound of videos too.
-        open_end: whether the last message may have any role, see ``TemplateOptions.takes_any_end``.
+        given: dicts with a "role" and a "content", which is a string or a list as in
+            ``parts_from``; or ``Message`` objects. An assistant message may have "tool_calls", in
+            the Hugging Face or OpenAI format; a tool message may have a "tool_call_id" and a
+            "name".
+        images, videos, audio: media for parts without their own source, in order.
+        sound: whether to also use the audio tracks of videos.
+        open_end: whether the last message may have any role; see
+            ``TemplateOptions.takes_any_end``.
 
     Raises:
-        InputError: if an entry is not a valid message; says what would be valid.
+        InputError: if an entry is not a valid message; states what would be valid.
     """
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence) or not given:
         raise InputError(
@@ -102,19 +104,19 @@ def parts_from(
     """Read texts and media from a list, in order.
 
     Args:
-        given: items that are each a text, a PIL image, a ``MediaPart`` or a dict: ``{"type":
+        given: items, each of which is a string, a PIL image, a ``MediaPart`` or a dict: ``{"type":
             "text", "text": "..."}``, ``{"type": "image", "image": source}`` (also "video" and
             "audio"; the source may be under "url", "path" or "base64", or left out), ``{"type":
             "image_url", "image_url": {"url": "..."}}`` (also "video_url" and "audio_url") or
-            ``{"type": "input_audio", "input_audio": {"data": base64}}``. A source is what the
-            pipeline accepts, or a tensor or a BytesIO. The part may also have fields of
-            ``oscar_mm.media.options.MediaOptions`` ("nframes" too).
-        images, videos, audio: media for parts without a source of their own, in order.
-        sound: use the sound of videos too.
-        place: name of the argument, for errors.
+            ``{"type": "input_audio", "input_audio": {"data": base64}}``. A source is anything that
+            the pipeline accepts, a tensor or a BytesIO. A part may also have the fields of
+            ``oscar_mm.media.options.MediaOptions`` (and "nframes").
+        images, videos, audio: media for parts without their own source, in order.
+        sound: whether to also use the audio tracks of videos.
+        place: name of the argument, for error messages.
 
     Raises:
-        InputError: if an item is not a valid part; says what would be valid.
+        InputError: if an item is not a valid part; states what would be valid.
     """
     loose = _Loose(images, videos, audio, sound)
     parts = tuple(_parts(given, place, loose))
@@ -138,7 +140,7 @@ def asked_from(
         media: images, videos and audio.
         parts: parts of one message, in order.
         messages: list of messages.
-        sound: use the sound of videos too.
+        sound: whether to also use the audio tracks of videos.
         options: media options of the request.
 
     Raises:
@@ -182,7 +184,7 @@ def conversation_from(
 
 
 class _Loose:
-    """Media for parts without a source, taken in order by modality."""
+    """Media for parts without a source, consumed in order within each modality."""
 
     def __init__(self, images: Any, videos: Any, audio: Any, sound: bool) -> None:
         self.sound = sound
@@ -191,14 +193,14 @@ class _Loose:
 
     def next(self, kind: Modality, place: str) -> MediaPart:
         if not self._left[kind]:
-            raise InputError(f"{place}: has no source: give it under {kind.label!r}")
+            raise InputError(f"{place} has no source: give one under {kind.label!r}")
         return self._left[kind].pop(0)
 
     def check_used(self) -> None:
         for kind, left in self._left.items():
             if left:
                 raise InputError(
-                    f"{left[0].place}: is not used, because every part of type {kind.label!r} "
+                    f"{left[0].place} is not used, because every part of type {kind.label!r} "
                     "has its own source"
                 )
 
@@ -228,7 +230,9 @@ def _call(given: Any, place: str) -> ToolCall:
     function = given.get("function", given) if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise InputError(f"{place}: tool_calls must be dicts with a function and its name")
+        raise InputError(
+            f'{place}: each of tool_calls must be a dict whose "function" has a "name"'
+        )
     arguments = function.get("arguments", {})
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
@@ -296,7 +300,7 @@ def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], place: str) ->
 
 
 def _as_source(source: Any) -> Any:
-    """Convert a source of Hugging Face's and Qwen's libraries to one that the pipeline accepts."""
+    """Convert a source in the Hugging Face or Qwen format to one that the pipeline accepts."""
     if isinstance(source, io.BytesIO):
         return source.getvalue()
     if isinstance(source, str) and source[:7].lower() == "file://":
@@ -310,11 +314,11 @@ def _as_source(source: Any) -> Any:
 
 def _from_base64(text: Any, place: str) -> bytes:
     if not isinstance(text, str):
-        raise InputError(f"{place}: must be a base64-encoded file, not {_type(text)}")
+        raise InputError(f"{place} must be a base64-encoded file, not {_type(text)}")
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
-        raise InputError(f"{place}: is not valid base64 ({error})") from None
+        raise InputError(f"{place} is not valid base64 ({error})") from None
 
 
 def _type(value: object) -> str:

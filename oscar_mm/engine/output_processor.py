@@ -16,14 +16,14 @@ from oscar_mm.tool_parsers.parser import Piece
 
 
 class OutputProcessor:
-    """Builds an ``Answer`` from tokens as they arrive, which pass through a chain of parsers.
+    """Builds an ``Answer`` by passing tokens through a chain of parsers as they arrive.
 
     Args:
         context: what parsers know about the answer.
-        start: ``time.perf_counter()`` at the arrival of the request.
+        start: ``time.perf_counter()`` when the request arrived.
 
     Attributes:
-        token_ids: the tokens so far.
+        token_ids: ids of the tokens so far.
     """
 
     def __init__(self, context: OutputContext, start: float) -> None:
@@ -67,9 +67,9 @@ class OutputProcessor:
         return ReasoningSpan("".join(self._reasoning), opened, tokens)
 
     def push(self, token: int) -> list[Piece]:
-        """Add a token and return at least one piece, perhaps empty, of text that is now final.
+        """Add a token and return the pieces that have become final: at least one, perhaps empty.
 
-        Pieces of reasoning are ``Reasoning``.
+        Chunks of reasoning are ``Reasoning``.
         """
         self._last = time.perf_counter()
         self._first = self._first or self._last
@@ -80,7 +80,7 @@ class OutputProcessor:
         return self._collect(parts) or [""]
 
     def finish(self) -> list[Piece]:
-        """Return the end of the answer, which was withheld until now."""
+        """Return the pieces that were held back until the end of the answer."""
         parts: list[Part] = []
         for parser in self._parsers:
             parts = [*parser.parse(parts), *parser.finish()]

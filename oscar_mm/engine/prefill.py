@@ -1,13 +1,13 @@
-"""Prefill: short prompts in one pass, long ones in parts.
+"""Prefill: short prompts in one pass, long prompts in parts.
 
-For a long prompt the towers run on one part of the media at a time, and the decoder runs at once or
-in chunks. Thus features and temporaries of the towers exist for one part at a time, and with chunks
-also the activations of the decoder. Within a module a long input is processed in pieces, so that
-temporaries of vision towers, MLPs and norms do not grow with the prompt. The cuts are exact: a
-patch in a tower attends only to its own image or pair of frames, and MLPs and norms work on each
-token separately.
+For a long prompt, the encoder towers run on one part of the media at a time, and the decoder runs
+in one pass or in chunks. So only one part's tower features and temporaries exist at a time and,
+with chunks, only one chunk's decoder activations. Within a module, a long input is processed in
+pieces, so that temporaries of vision towers, MLPs and norms do not grow with the prompt. The cuts
+are exact: a patch in a tower attends only to its own image or pair of frames, and MLPs and norms
+process each token separately.
 
-A decoder's inputs are the arguments with which a model calls its decoder once its towers have run.
+Decoder arguments are the arguments with which a model calls its decoder after running its towers.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.fast_decode.prompt_layers import MAX_RECORDED
 
 MAX_TOKENS = 1 << 13
-"""Maximum tokens at a time in MLPs and norms of the decoder, and per part of the media."""
+"""Maximum number of tokens at a time in the decoder's MLPs and norms, and per part of the media."""
 MAX_PATCHES = 4 * MAX_TOKENS
-"""Maximum patches at a time in a tower that merges four into a token, such as Qwen's."""
+"""Maximum number of patches at a time in a tower; towers such as Qwen's merge four per token."""
 
 
 _reader: ContextVar[object] = ContextVar("reader", default=None)
-"""Marks the thread that runs prefill; hooks ignore forward passes of other threads."""
+"""Marker of the thread that runs prefill; hooks ignore forward passes of other threads."""
 
 
 @contextmanager
 def in_pieces(model: Any, tokens: int, layout: InputLayout) -> Iterator[None]:
-    """Process long inputs of modules in pieces within the block; results differ by rounding only.
+    """Process long module inputs in pieces within the block; results differ only by rounding.
 
     Args:
         model: transformers model for generation.
-        tokens: number of tokens of the coming pass, in all rows; few are not cut.
-        layout: says whether the tower's input may be cut.
+        tokens: number of tokens in the coming pass, in all rows; small inputs are not cut.
+        layout: input layout, which says whether the tower's input may be cut.
     """
     if tokens <= MAX_TOKENS:
         yield
@@ -70,7 +70,7 @@ def layers_of_towers(model: Any) -> Iterator[nn.Module]:
     decoder = model.get_decoder()
     for modality in ("image", "audio"):
         parts = [*model.get_encoder(modality=modality).modules()]
-        if decoder not in parts:  # Otherwise it is the model itself: there is no such tower.
+        if decoder not in parts:  # Otherwise this is the model itself: there is no such tower.
             yield from (x for part in parts if isinstance(part, nn.ModuleList) for x in part)
 
 
@@ -80,7 +80,8 @@ def _norms(decoder: Any) -> list[Any]:
 
 
 def _cut_tokens(module: Any, reader: object) -> tuple[Any, Any]:
-    """Let an MLP, dense or with experts, or a norm process (batch, tokens, ...) in pieces."""
+    """Make an MLP (dense or with experts) or a norm process its (batch, tokens, ...) input in
+    pieces."""
     later: list[torch.Tensor] = []
 
     def first_piece(module: Any, args: tuple) -> tuple | None:
@@ -103,12 +104,12 @@ def _cut_tokens(module: Any, reader: object) -> tuple[Any, Any]:
 
 
 def _cut_media(tower: Any, reader: object) -> tuple[Any, Any]:
-    """Let a tower process images and pairs of frames in groups of at most ``MAX_PATCHES``.
+    """Make a tower process images and pairs of frames in groups of at most ``MAX_PATCHES``.
 
     Args:
-        tower: takes patches (n, channels) and ``grid_thw`` (media, 3), for each image or video the
-            pairs of frames and the patches down and across.
-        reader: mark of the thread whose passes are cut.
+        tower: module that takes patches (n, channels) and ``grid_thw`` (media, 3): for each image
+            or video, the number of pairs of frames and of patches down and across.
+        reader: marker of the thread whose passes are cut.
     """
     later: list[dict[str, Any]] = []
 
@@ -133,7 +134,7 @@ def _cut_media(tower: Any, reader: object) -> tuple[Any, Any]:
         if output is None or not others:
             return None  # The tower failed, or the output is whole.
         pieces = [dict(output), *others]
-        # One output after the other, so that at most one of them exists twice.
+        # One output at a time, so that at most one of them exists twice.
         return type(output)(
             **{name: _joined_outputs([one.pop(name) for one in pieces]) for name in output}
         )
@@ -164,7 +165,7 @@ def _grids(grid: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _joined_outputs(parts: list[Any]) -> Any:
-    """Concatenate tensors, or lists of tensors element by element. Empties the list."""
+    """Concatenate tensors, or lists of tensors element by element; empties the list."""
     if isinstance(parts[0], torch.Tensor):
         whole = torch.cat(parts)
         parts.clear()
@@ -185,7 +186,7 @@ class _DecoderCall(Exception):
 
 
 class _ReadOnce(list):
-    """List whose items are dropped when read, so that features live until their layer is done."""
+    """List whose items are dropped when read, so that features are freed after their layer."""
 
     def __getitem__(self, index: int) -> Any:
         item = super().__getitem__(index)
@@ -198,22 +199,22 @@ def embedded_parts(
 ) -> Iterator[dict[str, Any]]:
     """Yield the decoder arguments of each part of a prompt, without running the decoder.
 
-    Towers and embedding run part by part, and media move to the model's device part by part.
-    ``segments`` makes the parts; videos are cut between frames too.
+    Towers and the embedding run on one part at a time, and media move to the model's device one
+    part at a time. ``segments`` splits the prompt; videos may also be cut between frames.
 
     Args:
         model: transformers model for generation.
         prompt: prompt to embed.
         cache: cache for the decoder call.
-        most: maximum tokens per part.
+        most: maximum number of tokens per part.
     """
     for part in segments(by_frames(prompt, most), most):
         yield _embedded(model, part, cache)
 
 
 def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
-    # The model itself embeds the prompt and its media, whatever its family; it is stopped where it
-    # calls its decoder. Calls with another cache belong to other threads.
+    # The model itself embeds the prompt and its media, whatever its family; the hook stops it where
+    # it calls its decoder. Calls with another cache belong to other threads.
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if cache_of(kwargs) is not cache:
             return
@@ -234,7 +235,7 @@ def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
 
 
 def length(arguments: dict[str, Any]) -> int:
-    """Return the number of tokens per row."""
+    """Return the number of tokens per row in decoder arguments."""
     return arguments["inputs_embeds"].shape[1]
 
 
@@ -250,7 +251,7 @@ def joined(parts: list[dict[str, Any]], layout: InputLayout) -> dict[str, Any]:
                 if not part.get(name):
                     ids = part["inputs_embeds"]
                     part[mask] = ids.new_zeros(ids.shape[:2], dtype=torch.bool)
-    # One argument after the other, so that at most one of the tensors exists twice.
+    # One argument at a time, so that at most one of the tensors exists twice.
     for name, dim in layout.per_token.items() if rest else ():
         if isinstance(whole.get(name), torch.Tensor):
             whole[name] = torch.cat([part.pop(name) for part in parts], dim=dim)
@@ -271,7 +272,8 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sliced(arguments: dict[str, Any], start: int, stop: int, layout: InputLayout) -> dict[str, Any]:
-    """Return the decoder arguments of some tokens; features are views for a single row."""
+    """Return the decoder arguments of tokens ``start`` to ``stop - 1``; for a single row, features
+    are views."""
     part = dict(arguments)
     for name, dim in layout.per_token.items():
         if isinstance(value := arguments.get(name), torch.Tensor):
@@ -291,7 +293,8 @@ def sliced(arguments: dict[str, Any], start: int, stop: int, layout: InputLayout
 def _features_of(
     features: Sequence[torch.Tensor], visual: torch.Tensor, start: int, stop: int
 ) -> list[torch.Tensor]:
-    """Return the features of tokens ``start`` to ``stop``; ``visual`` is (batch, tokens)."""
+    """Return the features of tokens ``start`` to ``stop - 1``; ``visual``, (batch, tokens), marks
+    the tokens that have features."""
     if len(visual) == 1:
         before, count = int(visual[:, :start].sum()), int(visual[:, start:stop].sum())
         return [level[before : before + count] for level in features]
@@ -319,21 +322,21 @@ def prefill(
     chunk: int | None = None,
     last: Sequence[int] = (-1,),
 ) -> torch.Tensor:
-    """Prefill a prompt, with the towers running on part of the media at a time.
+    """Prefill a prompt, running the towers on part of the media at a time.
 
-    At once, attention over the prompt is exact. In chunks, activations take the memory of a chunk
-    instead of that of the prompt. The cost: later chunks attend to the packed history of earlier
-    ones, so attention over the prompt is slower and no longer exact (except with policy "bf16").
-    Towers run on whole media, except that a video without sound is split between frames; for a
-    batch of several rows they run on all media at once.
+    In a single pass, attention over the prompt is exact. With chunks, activations take memory for
+    one chunk instead of for the whole prompt. The cost: later chunks attend to the packed keys and
+    values of earlier chunks, so attention over the prompt is slower and no longer exact (except
+    with policy "bf16"). Towers run on whole media, except that a video without audio may be split
+    between frames; for a batch of several rows, they run on all media at once.
 
     Args:
         model: transformers model for generation.
         prompt: prompt to prefill.
         cache: cache that expects the prompt's modalities, see ``OscarCache.expect``.
         chunk: tokens per chunk, at least 1; None for a single pass.
-        last: indices of the tokens whose logits are returned; anything but the last token needs a
-            prompt of one row in a single pass.
+        last: indices of the tokens whose logits are returned; anything but the last token requires
+            a prompt of one row in a single pass.
 
     Returns:
         (batch, vocabulary) logits of the last token, or (indices, vocabulary).
@@ -351,12 +354,12 @@ def _prefill_in_chunks(
 ) -> Iterator[torch.Tensor | None]:
     """Prefill lazily: yield None after each chunk except the last, then the logits."""
     decoder, head, unread = model.get_decoder(), model.get_output_embeddings(), prompt.tokens
-    # Half a chunk: parts that wait for their chunk to fill take memory too.
+    # Half a chunk: parts that wait until their chunk is full take memory too.
     most = MAX_TOKENS if chunk is None else min(MAX_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)
     for arguments in _in_chunks(parts, chunk or prompt.tokens, prompt.layout):
         unread -= length(arguments)
-        # For few tokens the copy of each layer's output is not worth avoiding.
+        # With few tokens, it is not worth avoiding the copy of each layer's output.
         is_long = length(arguments) > MAX_RECORDED
         with _in_place(decoder, arguments) if is_long else nullcontext():
             states = decoder(**arguments).last_hidden_state
@@ -369,16 +372,16 @@ def _prefill_in_chunks(
 
 
 def _last(chunks: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Run all chunks and return the logits at the end."""
+    """Run all chunks and return the logits of the last."""
     return next(logits for logits in chunks if logits is not None)
 
 
 @contextmanager
 def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Let layers write their outputs over the embeddings within the block; these are not needed
-    any more.
+    """Make layers write their outputs over the embeddings, which are no longer needed, within the
+    block.
 
-    The decoder would keep the memory of its embeddings until its end anyway.
+    The decoder would hold the memory of its embeddings until it returns anyway.
     """
     cache, place = cache_of(arguments), arguments["inputs_embeds"]
 
@@ -406,7 +409,7 @@ def _in_chunks(
         while (tokens := sum(map(length, waiting))) >= chunk:
             whole = joined(waiting, layout)
             if tokens > chunk:
-                # A copy lets the whole be freed, but would be too large for a long medium.
+                # A copy allows the whole to be freed, but would be too large for a long media item.
                 rest = sliced(whole, chunk, tokens, layout)
                 waiting.append(copied(rest, layout) if tokens < 2 * chunk else rest)
                 whole = sliced(whole, 0, chunk, layout)
@@ -425,7 +428,7 @@ def read_prompt(
     Args:
         model: transformers model for generation, with attention "oscar" in its decoder.
         prompt: prompt of one or several rows.
-        cache: may contain a past, such as earlier turns.
+        cache: cache to extend; may contain a past, such as earlier turns.
         prefill_chunk: tokens per chunk; None for a single pass.
     """
     return _last(read_in_chunks(model, prompt, cache, prefill_chunk))
@@ -441,15 +444,15 @@ def read_in_chunks(
 ) -> Iterator[torch.Tensor | None]:
     """Prefill a prompt lazily, one chunk per iteration.
 
-    Between two chunks model and store are free for other work. If the iterator is abandoned, the
+    Between two chunks, model and store are free for other work. If the iterator is abandoned, the
     cache contains whole chunks.
 
     Args:
         model, prompt, cache, prefill_chunk: see ``read_prompt``.
-        logprobs: collects the log-probabilities of the prompt, which must have one row.
+        logprobs: collector of the log-probabilities of the prompt, which must have one row.
 
     Yields:
-        None after each chunk except the last, and the logits after that.
+        None after each chunk except the last, and the logits after the last.
     """
     cache.expect(prompt.modalities)
     at_once = logprobs is None and prompt.tokens <= min(prefill_chunk or MAX_TOKENS, MAX_TOKENS)
@@ -477,7 +480,7 @@ def prefill_varlen(
         prompt: the concatenated prompts, see ``Family.concatenate``.
         lengths: number of tokens of each prompt.
         view: batch view whose rows are the prompts' caches.
-        every_token: return the logits of every token.
+        every_token: whether to return the logits of every token.
 
     Returns:
         (prompts, vocabulary) logits of each prompt's last token, or (tokens, vocabulary).

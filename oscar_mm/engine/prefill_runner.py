@@ -1,4 +1,4 @@
-"""PrefillRunner: prefill of prompts into their caches, several short ones per pass."""
+"""PrefillRunner: prefill of prompts into their caches, with several short prompts per pass."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.torch_modes import eager
 
 _VARLEN_TOKENS = {"cpu": 2048}
-"""Maximum tokens of short prompts in one pass, by device type; on other devices as many as modules
-process at a time. A GPU prefills four prompts of 2,000 tokens in the time that the host alone needs
-to launch two (8B, H200)."""
+"""Maximum number of tokens of short prompts in one pass, by device type; on other devices, the
+number of tokens that modules process at a time. A GPU prefills four prompts of 2,000 tokens in the
+time that the host alone needs to launch two (8B, H200)."""
 
 _CHUNK = {"cpu": 1024}
-"""Chunk size of a service's long prompts, in tokens, by device type. With smaller chunks a CPU
+"""Chunk size for a service's long prompts, in tokens, by device type. With smaller chunks, a CPU
 takes more than 1.15 times as long for 13,000 tokens, as each chunk unpacks the packed tokens."""
 _LONG_CHUNK = 1 << 15
-"""Chunk size on other devices: a GPU prefills so many tokens in a few seconds."""
+"""Chunk size on other devices; a GPU prefills a chunk in a few seconds."""
 
 
 def usual_chunk(device: torch.device) -> int:
@@ -40,17 +40,17 @@ def usual_chunk(device: torch.device) -> int:
 
 
 class PrefillRunner:
-    """Prefill of single-row prompts into caches of one store; used in the engine thread.
+    """Prefills single-row prompts into caches of one store; used in the engine thread.
 
     Args:
-        family: the model, its processor and their special cases.
+        family: model family: the model, its processor and their special cases.
         store: page store of the caches.
         chunk: tokens per chunk; None if prompts are not split.
         batches: requests that run decode steps between the layers of a prompt.
 
     Attributes:
-        max_varlen_tokens: maximum tokens of short prompts in one pass.
-        max_at_once: maximum tokens of a prompt that is prefilled in one chunk.
+        max_varlen_tokens: maximum number of tokens of short prompts in one pass.
+        max_at_once: maximum number of tokens of a prompt that is prefilled in one chunk.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PrefillRunner:
         """Check the model's weights; if they have changed, recompute what depends on them.
 
         Returns:
-            Whether they have changed.
+            Whether the weights have changed.
         """
         weights = weights_key(self.family.model)
         if weights == self._weights:
@@ -100,7 +100,7 @@ class PrefillRunner:
         return True
 
     def _reading(self, cache: OscarCache) -> AbstractContextManager[None]:
-        """Use the fast prompt layers within the block, where the model supports them."""
+        """Use the fast prompt layers within the block, if the model supports them."""
         return nullcontext() if self._layers is None else self._layers.reading(cache)
 
     @eager
@@ -112,7 +112,8 @@ class PrefillRunner:
 
         Args:
             prompt: prompt of a single row.
-            cache: may contain a past, such as earlier turns; incomplete after an error.
+            cache: cache to extend; may contain a past, such as earlier turns. Incomplete after an
+                error.
             cancelled: returns whether the request was cancelled; called after each layer.
 
         Returns:
@@ -136,10 +137,10 @@ class PrefillRunner:
 
         Args:
             prompt, cache, cancelled: see ``read``.
-            logprobs: collects the log-probabilities of the prompt's tokens.
+            logprobs: collector of the log-probabilities of the prompt's tokens.
 
         Yields:
-            None after each chunk except the last, and the logits after that.
+            None after each chunk except the last, and the logits after the last.
         """
         cache.sigmas = self.sigmas
         chunks = read_in_chunks(self.family.model, prompt, cache, self._chunk, logprobs)
@@ -161,12 +162,12 @@ class PrefillRunner:
         every_token: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[torch.Tensor]:
-        """Prefill prompts, several short ones per pass; see ``read`` for the errors.
+        """Prefill prompts, several short prompts per pass; see ``read`` for the errors.
 
         Args:
             prompts: prompts of a single row each.
             caches: a distinct cache for each prompt.
-            every_token: return the logits of every token; short prompts only.
+            every_token: whether to return the logits of every token; short prompts only.
             cancelled: returns whether all of the prompts' requests were cancelled.
 
         Returns:

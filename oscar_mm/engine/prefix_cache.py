@@ -1,4 +1,4 @@
-"""PrefixCache: caches of prompts' beginnings, shared by later requests."""
+"""PrefixCache: cached prompt prefixes, shared by later requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from oscar_mm.modality import MediumSpan
 from oscar_mm.pages.layout import PAGE_TOKENS
 
 MIN_TOKENS = 32
-"""Minimum prefix length; shorter ones are not worth a copy of the tables."""
+"""Minimum prefix length in tokens; shorter prefixes are not worth a copy of the tables."""
 _MAX_ENTRIES = 256
 """Maximum number of entries; each prompt is compared with every entry."""
 _OF_TEXT = ("tokenizer", "chat_template")
-"""Processor parts that affect token ids only, which are compared directly."""
+"""Parts of the processor that affect only token ids, which are compared directly."""
 
 
 def processor_settings(processor: Any) -> str:
@@ -34,7 +34,7 @@ def processor_settings(processor: Any) -> str:
 def attributes_digest(value: Any) -> str:
     """Return a SHA-256 of an object's attributes and items, including the content of its arrays.
 
-    The order of attributes and mapping items has no influence, but the class of an object has. A
+    The class of an object is included, but the order of attributes and mapping items is ignored. A
     value without attributes and items is represented by its ``repr``.
 
     Args:
@@ -68,7 +68,7 @@ def _described(value: Any) -> Any:
 
 
 _Key = tuple[object, str]
-"""State of processor and model, and the salt of the prompt."""
+"""State of processor and model, and salt of the prompt."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class _Entry:
     bytes: int
 
     def common(self, key: _Key, ids: np.ndarray, media: tuple[MediumSpan, ...]) -> int:
-        """Return the number of leading tokens in common; media are never split."""
+        """Return the number of leading tokens shared with a prompt, without splitting media."""
         if key != self.key:
             return 0
         length = min(len(ids), len(self.ids))
@@ -100,28 +100,28 @@ class _Entry:
 class PrefixCache:
     """Frozen forks of caches, keyed by the prompts that they contain.
 
-    Use it in the engine thread. A later prompt continues the longest prefix that it shares
-    with an entry. The comparison covers every token id, the SHA-256 of every medium's decoded
-    content, the SHA-256 of the processor's settings and the state of the model's weights and
-    adapters (``oscar_mm.modules.weights_key``): a false hit would need two media with the same
-    SHA-256. A prefix cache belongs to one pipeline, and thus to one model and one policy; call
-    ``clear`` after writing to weights through ``weight.data``, which the state does not detect.
+    For use in the engine thread. A later prompt continues the longest prefix that it shares with an
+    entry. The comparison covers every token id, the SHA-256 of each media item's decoded content,
+    the SHA-256 of the processor's settings and the state of the model's weights and adapters
+    (``oscar_mm.modules.weights_key``): a false hit would require two media with the same SHA-256. A
+    prefix cache belongs to one pipeline, and thus to one model and one policy; call ``clear`` after
+    writing to weights through ``weight.data``, which the state does not detect.
 
-    A shared prefix ends at a page of 128 tokens or at a medium, never in between: neither the
-    number of cached tokens nor the time of a request reveals a single token of another prompt.
-    Prompts with different ``Prompt.salt`` share nothing.
+    A shared prefix ends at the end of a 128-token page or of a media item, never in between, so
+    that neither the number of cached tokens nor the time of a request reveals a single token of
+    another prompt. Prompts with different ``Prompt.salt`` share nothing.
 
-    Tokens after a shared prefix attend to its pages. With policy "bf16" that changes nothing. With
-    packed pages the answer may differ a little from that of a prompt prefilled at once, whose
-    attention over the prompt is exact.
+    Tokens after a shared prefix attend to its pages. With policy "bf16", this changes nothing. With
+    packed pages, the answer may differ slightly from that of a prompt prefilled in a single pass,
+    in which attention over the prompt is exact.
 
     Args:
-        limit: maximum bytes of pages and blocks; the least recently used entries are dropped first.
-            Pages shared by several entries count for each of them.
+        limit: maximum size in bytes of pages and 16-bit slots; the least recently used entries are
+            dropped first. Pages shared by several entries count once per entry.
 
     Attributes:
         hits: number of prompts with a cached prefix.
-        misses: number of prompts without one.
+        misses: number of prompts without a cached prefix.
         tokens_saved: number of tokens that were not prefilled again.
     """
 
@@ -133,7 +133,7 @@ class PrefixCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all entries."""
+        """Total size of all entries, in bytes."""
         return sum(entry.bytes for entry in self._entries)
 
     @property
@@ -155,7 +155,7 @@ class PrefixCache:
     def find(self, prompt: Prompt, state: object) -> OscarCache | None:
         """Return a fork with the longest cached prefix of a prompt; None if there is none.
 
-        At least the last token of the prompt remains to be prefilled.
+        The prefix never covers the whole prompt: at least one token remains to be prefilled.
 
         Args:
             prompt: prompt of a single row.
@@ -179,7 +179,8 @@ class PrefixCache:
         return cache
 
     def keep(self, prompt: Prompt, state: object, cache: OscarCache) -> None:
-        """Add the prompt that a cache has just prefilled: up to its last medium, or whole pages."""
+        """Add the prompt just prefilled into a cache: up to the end of its last media item or, if
+        there are no media, of its last full page."""
         stop = prompt.media[-1].stop if prompt.media else _whole(prompt.tokens, ())
         ids, key = _ids(prompt)[:stop], (state, prompt.salt)
         if stop < MIN_TOKENS:
@@ -214,7 +215,8 @@ class PrefixCache:
 
 
 def _whole(length: int, media: tuple[MediumSpan, ...]) -> int:
-    """Return the longest prefix of at most ``length`` tokens that ends at a page or a medium."""
+    """Return the length of the longest prefix of at most ``length`` tokens that ends at the end of
+    a page or a media item."""
     ends = [span.stop for span in media if span.stop <= length]
     return max([length - length % PAGE_TOKENS, *ends])
 
@@ -224,6 +226,6 @@ def _ids(prompt: Prompt) -> np.ndarray:
 
 
 def _same_content(one: MediumSpan, other: MediumSpan) -> bool:
-    """Whether two media have the same content and place; names are ignored."""
+    """Return whether two media items have the same content and place; names are ignored."""
     fields = ("modality", "start", "stop", "digest")
     return all(getattr(one, name) == getattr(other, name) for name in fields)

@@ -1,4 +1,4 @@
-"""Prompt: model inputs, positions and modalities of a prompt, and ways to split it."""
+"""Prompt: model inputs, positions and modalities of a prompt, and functions that split it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Prompt:
             pixel values, grids, attention_mask if there is padding (on the left), ... All are
             tensors, except the samples of recordings, which are a list of tensors. Pixels, samples
             and features may stay on the CPU until they are used, see ``arguments``.
-        positions: (rows, batch, tokens) or (batch, tokens) position ids, on the device of the
-            model's inputs; on the CPU when made by a family, see ``to``.
+        positions: (axes, batch, tokens) or (batch, tokens) position ids, on the device of the
+            model's inputs; on the CPU when built by a family, see ``to``.
         next_position: (batch,) RoPE position of the first new token.
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
         media: images, videos and recordings of a single row, in order.
-        salt: prompts with different salts share no prefix in the prefix cache.
+        salt: prefix-cache salt; prompts with different salts share no prefix.
         continues: whether the answer continues the prompt's text, so that its first token is text
             and not reasoning.
-        layout: how ``inputs`` are cut; the family's.
+        layout: how ``inputs`` are cut, as defined by the family.
     """
 
     inputs: dict[str, Any]
@@ -46,7 +46,7 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """Tokens per row, including padding."""
+        """Number of tokens per row, including padding."""
         return self.modalities.shape[1]
 
     def arguments(self) -> dict[str, Any]:
@@ -58,7 +58,8 @@ class Prompt:
         }
 
     def to(self, device: torch.device) -> Prompt:
-        """Return the prompt with ids and positions on another device; waits for no queued work."""
+        """Return the prompt with ids and positions on another device, without waiting for queued
+        work."""
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             pinned = tensor.is_cpu and device.type == "cuda"
@@ -69,18 +70,19 @@ class Prompt:
         return replace(self, inputs=inputs, positions=positions, next_position=following)
 
     def positions_after(self, count: int) -> torch.Tensor:
-        """Position ids of the next ``count`` text tokens, with the shape and dtype of positions."""
+        """Return the position ids of the next ``count`` text tokens, with the leading shape and
+        dtype of ``positions``."""
         steps = torch.arange(count, device=self.positions.device)
         following = (self.next_position + steps).expand(*self.positions.shape[:-1], -1)
         if following.ndim == 3:
-            # The first row counts tokens; in the others, media span fewer positions than tokens.
+            # The first axis counts tokens; in the others, media span fewer positions than tokens.
             row = self.positions[:1, :, -1:] + 1 + steps
             following = torch.cat([row, following[1:]])
         return following.to(self.positions.dtype)
 
     @property
     def spans(self) -> list[list[Span]]:
-        """Runs of tokens of one modality, by row."""
+        """Runs of consecutive tokens of the same modality, by row."""
         return [spans_of(row) for row in self.modalities.tolist()]
 
 
@@ -109,8 +111,8 @@ def remaining(prompt: Prompt, tokens: int) -> Prompt:
     """Return a single-row prompt without its first tokens and their media.
 
     Args:
-        prompt: prompt made by a family.
-        tokens: number of tokens to drop, less than all; must not split a medium.
+        prompt: prompt built by a family.
+        tokens: number of tokens to drop; less than all, and must not split a media item.
     """
     return _part(prompt, tokens, prompt.tokens)
 
@@ -135,9 +137,9 @@ def segments(prompt: Prompt, max_tokens: int) -> Iterator[Prompt]:
     """Yield consecutive parts of a prompt, without splitting media.
 
     Args:
-        prompt: prompt made by a family; it stays whole if it has several rows, or media that are
-            not listed in ``media``.
-        max_tokens: maximum tokens per part; a longer medium is a part by itself.
+        prompt: prompt built by a family; not split if it has several rows, or media that are not
+            listed in ``media``.
+        max_tokens: maximum number of tokens per part; a longer media item becomes its own part.
     """
     shows = bool((prompt.modalities > Modality.TEXT).any())
     if len(prompt.modalities) > 1 or "attention_mask" in prompt.inputs or shows > len(prompt.media):
@@ -154,10 +156,10 @@ def segments(prompt: Prompt, max_tokens: int) -> Iterator[Prompt]:
 
 
 def by_frames(prompt: Prompt, max_tokens: int) -> Prompt:
-    """Split each video of more than ``max_tokens`` tokens into several shorter ones.
+    """Split each video of more than ``max_tokens`` tokens into several shorter videos.
 
-    The tower gives the same features, see ``InputLayout.video_grids``. Videos with sound stay
-    whole, and so do videos of a prompt without ``media``.
+    The tower computes the same features, see ``InputLayout.video_grids``. Videos with audio stay
+    whole, and so do the videos of a prompt without ``media``.
     """
     layout = prompt.layout
     if layout.video_grids not in prompt.inputs or not prompt.media:
@@ -193,7 +195,7 @@ def by_frames(prompt: Prompt, max_tokens: int) -> Prompt:
 
 def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
     if any(span.start < cut < span.stop for span in prompt.media for cut in (start, stop)):
-        raise ValueError(f"tokens {start} to {stop} begin or end within a medium")
+        raise ValueError(f"tokens {start} to {stop} begin or end within a media item")
     if not 0 <= start < stop <= prompt.tokens:
         raise ValueError(f"tokens {start} to {stop} are out of range: there are {prompt.tokens}")
     before = _counted(prompt, [span for span in prompt.media if span.stop <= start])
@@ -214,7 +216,7 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
 
 
 def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
-    """Count the media of each modality; the sound of a video counts separately."""
+    """Count the media of each modality; the audio track of a video counts separately."""
     modalities = prompt.modalities[0]
     counts = {kind: sum(span.modality is kind for span in spans) for kind in Modality}
     counts[Modality.AUDIO] += sum(
@@ -228,7 +230,7 @@ def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
 def _taken(
     prompt: Prompt, before: dict[Modality, int], counts: dict[Modality, int]
 ) -> dict[str, Any]:
-    """Select ``counts`` media of each modality, after the first ``before`` ones."""
+    """Select the inputs of ``counts`` media of each modality, after skipping ``before`` media."""
     layout, taken = prompt.layout, {}
     for name, tensor in prompt.inputs.items():
         if name == "input_ids":

@@ -1,4 +1,4 @@
-"""PromptLogprobs: log-probabilities of a prompt's tokens, computed while it is read in chunks."""
+"""PromptLogprobs: log-probabilities of a prompt's tokens, computed during chunked prefill."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class PromptLogprobs:
     def read(
         self, states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocabulary: int
     ) -> None:
-        """Compute the log-probabilities that the next chunk of the prompt yields.
+        """Compute the log-probabilities predicted by the next chunk of the prompt.
 
         Args:
             states: (1, tokens, channels) outputs of the decoder.
-            head: maps (tokens, channels) outputs to (tokens, vocabulary) logits.
-            vocabulary: number of logits of a token.
+            head: function that maps (tokens, channels) outputs to (tokens, vocabulary) logits.
+            vocabulary: number of logits per token.
         """
         for part in states[0].split(max(1, _MAX_LOGITS // vocabulary)):
             first = len(self._found) + 1

@@ -1,4 +1,4 @@
-"""Request: one request while its output is generated."""
+"""Request: state of a request while its output is generated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from oscar_mm.tool_parsers.parser import Piece
 
 
 class RequestEngine(Protocol):
-    """Part of ``oscar_mm.engine.engine.Engine`` that a request uses."""
+    """Interface of ``oscar_mm.engine.engine.Engine`` that a request uses."""
 
     family: Family
 
@@ -34,7 +34,7 @@ class RequestEngine(Protocol):
         ...
 
     def abort(self) -> None:
-        """Release the memory of requests that have just ended; finalizers may call it."""
+        """Release the memory of requests that have just ended; safe in finalizers."""
         ...
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -42,7 +42,7 @@ class RequestEngine(Protocol):
         ...
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until ``is_done``; requests run meanwhile."""
+        """Wait until ``is_done`` returns True; requests run meanwhile."""
         ...
 
 
@@ -51,26 +51,27 @@ _INTERRUPTED = "a step of several requests was interrupted"
 
 
 class Request(RequestState):
-    """One request while its output is generated: an iterator of output pieces, some empty.
+    """A request while its output is generated: an iterator of output pieces, some of them empty.
 
-    Either iterate over it, which submits it to the engine, or call ``Engine.submit``, and
-    ``complete`` once it has ended. Pieces are queued until they are taken; generation continues
-    meanwhile as long as any request of the engine is iterated. Leaving the iterator cancels the
-    request.
+    Either iterate over the request, which submits it to the engine, or call ``Engine.submit``, and
+    ``complete`` once the request has ended. Pieces are queued until they are taken; generation
+    continues meanwhile as long as any request of the engine is iterated. Leaving the iterator
+    cancels the request.
 
     Args:
-        engine: runs the request.
+        engine: engine that runs the request.
         prompt: prompt of a single row.
-        cache: contains the tokens before the prompt, and at the end also prompt and output, without
-            the last token if ``max_new_tokens`` or a stop string ended it. If it is empty and the
-            prefix cache has a beginning of the prompt, a fork of that replaces it.
+        cache: cache with the tokens before the prompt; at the end it also contains prompt and
+            output, without the last token if ``max_new_tokens`` or a stop string ended the output.
+            If it is empty and the prefix cache has a prefix of the prompt, a fork of the cached
+            prefix replaces it.
         sampling: sampling options.
-        start: ``time.perf_counter()`` at the arrival of the request.
+        start: ``time.perf_counter()`` when the request arrived.
         history: (1, tokens) ids of the tokens in the cache, for the repetition penalty.
-        keeps_cache: keep the cache open at the end; else its pages are released, even if pieces
-            have not been taken.
+        keeps_cache: whether to keep the cache open at the end; otherwise its pages are released,
+            even if pieces have not been taken.
         tools: tools offered to the model.
-        delivery: when the thread that iterates is woken; by default for each piece.
+        delivery: when the iterating thread is woken; by default, for each piece.
 
     Attributes:
         cache: the cache in use, see above.
@@ -78,7 +79,7 @@ class Request(RequestState):
         cancelled: whether ``cancel`` ended the request.
         prompt_tokens: prompt length as reported in the answer.
         prompt_logprobs: log-probabilities of the prompt; None unless ``sampling`` requests them.
-        written: the tokens and the text so far.
+        written: the output so far.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class Request(RequestState):
         self.unread = prompt
         """The part of the prompt that is not in the cache."""
         self.chunks: Iterator[torch.Tensor | None] | None = None
-        """Prefills the remaining chunks of a partly prefilled prompt."""
+        """Iterator that prefills the remaining chunks of a partly prefilled prompt."""
         self.reader_state: object = None
         """State of processor and model at admission, if the engine has a prefix cache."""
         self.reservation: object | None = None
-        """The memory reservation, in effect while referenced."""
+        """Memory reservation, in effect while referenced."""
         self.submitted = self.cancelled = False
         top = sampling.prompt_logprobs
         self.prompt_logprobs = None if top is None else PromptLogprobs(ids, top)
@@ -124,23 +125,23 @@ class Request(RequestState):
 
     @property
     def is_ready(self) -> bool:
-        """Whether pieces are to be taken, or no more will come."""
+        """Whether pieces can be taken, or no more will come."""
         return self.ended or (bool(self._pieces) and not self.delivery.at_end)
 
     @property
     def max_total_tokens(self) -> int:
-        """Maximum number of tokens of prompt and output together."""
+        """Maximum total number of tokens of prompt and output."""
         return self.prompt.tokens + self.sampling.max_new_tokens
 
     def take_pieces(self) -> list[Piece]:
-        """Return the queued pieces, perhaps none, and remove them from the iterator.
+        """Remove the queued pieces, perhaps none, from the iterator and return them.
 
         Call it only from the thread that consumes the request.
         """
         return [self._pieces.popleft() for _ in range(len(self._pieces))]
 
     def write(self, token: int) -> None:
-        """Queue the text of a sampled token. ``ended`` is set only after the last piece."""
+        """Queue the pieces of a sampled token. ``ended`` is set only after the last piece."""
         try:
             self._pieces += self.written.push(token)
         except Exception as error:  # A tokenizer may raise anything; fail only this request.
@@ -149,8 +150,8 @@ class Request(RequestState):
             self.ended = True  # Not ``|=``, which could undo a concurrent ``cancel``.
 
     def fail(self, error: BaseException) -> None:
-        """End the request with an error. An interrupt raised by a hook becomes a RuntimeError, as
-        it does not concern the thread that waits for the request."""
+        """End the request with an error; an interrupt raised in a step becomes a RuntimeError,
+        since it was not meant for the thread that waits for the request."""
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
     def __iter__(self) -> Iterator[Piece]:
@@ -189,7 +190,7 @@ class Request(RequestState):
             if error is not None:
                 raise error
         finally:
-            # The frames of its traceback reference this request.
+            # The frames of the error's traceback reference this request.
             del error
 
     def cancel(self) -> None:

@@ -13,15 +13,16 @@ from oscar_mm.media.options import NAMES, MediaOptionFields, MediaOptions
 
 
 class QuestionOptions(SamplingOptions, MediaOptionFields, total=False):
-    """``SamplingOptions``, and ``MediaOptions`` for all media of the question."""
+    """``SamplingOptions``, plus ``MediaOptions`` for all media of the question."""
 
 
 class RequestOptions(QuestionOptions, TemplateFields, total=False):
-    """``QuestionOptions``, and ``TemplateFields`` for the conversation."""
+    """``QuestionOptions``, plus ``TemplateFields`` for the conversation."""
 
 
 def split_media(options: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], MediaOptions]:
-    """Split the options of a request into all others, unchecked, and those of the media.
+    """Split the options of a request into checked media options and unchecked others; return the
+    others first.
 
     Raises:
         InputError: if a media option has an invalid value or is not supported by the family.
@@ -38,7 +39,8 @@ def split_media(options: Mapping[str, Any], family: Family) -> tuple[dict[str, A
 
 
 def split_template(options: Mapping[str, Any]) -> tuple[dict[str, Any], TemplateFields]:
-    """Split options into all others and those of the chat template, both unchecked."""
+    """Split options into those of the chat template and others, all unchecked; return the others
+    first."""
     names = TemplateFields.__annotations__
     template = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}

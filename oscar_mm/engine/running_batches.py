@@ -1,4 +1,4 @@
-"""RunningBatches: the requests that decode, in batches that they join and leave between steps."""
+"""RunningBatches: the decoding requests, in batches that they join and leave between steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.tensor_parallel import TPGroup
 
 _READING = 4.0
-"""Prefill time per decode time if one other request waits for each running one."""
+"""Ratio of prefill time to decode time if one other request waits for each running request."""
 _MAX_READING = 8.0
-"""Maximum prefill time per decode time."""
+"""Maximum ratio of prefill time to decode time."""
 
 
 class RunningBatch:
     """Requests that decode as one batch.
 
     Args:
-        batch: runs the decode steps.
-        view: cache of the batch, whose rows change; None for a single request that decodes on its
+        batch: runner of the decode steps.
+        view: cache of the batch, with changing rows; None for a single request that decodes on its
             own cache.
     """
 
@@ -50,11 +50,11 @@ class RunningBatch:
         return any(request is not None and not request.ended for request in every)
 
     def join(self, request: Request) -> None:
-        """Add a prefilled request, whose first token has been sampled, at the next step."""
+        """Add a prefilled request, whose first token has been sampled, from the next step on."""
         self._pending.append(request)
 
     def finish_early(self) -> None:
-        """Commit an already launched step before the batch changes; otherwise its work is lost.
+        """Commit an already launched step before the batch changes, so that its work is not lost.
 
         If the step fails, requests that are about to join are not affected.
         """
@@ -84,10 +84,10 @@ class RunningBatch:
                 request.fail(error)
 
     def _tells_whose(self, live: list[Request]) -> bool:
-        """Whether the overflow may belong to a finished request.
+        """Return whether the overflow may belong to a request that has ended.
 
         A step that was launched early may have processed the final token of a request, or a token
-        after which its logits are NaN.
+        after which the request's logits are NaN.
         """
         if not any(request.ended for request in live) and self.batch.is_ahead:
             self.batch.step(ahead=False)
@@ -120,13 +120,14 @@ class RunningBatch:
 
 
 class RunningBatches:
-    """All requests that decode: in one shared batch, or in batches of their own.
+    """All decoding requests: in one shared batch, or each in its own batch.
 
     Args:
-        family: the model and its special cases.
+        family: model family: the model and its special cases.
         store: page store of all requests' caches.
-        thread: the engine thread, which alone uses this object.
-        waiting: returns the number of requests that wait for prefill but not for memory.
+        thread: engine thread, the only thread that uses this object.
+        waiting: function that returns the number of requests that wait for prefill but not for
+            memory.
 
     Attributes:
         stepping: whether a decode step is running.
@@ -146,7 +147,8 @@ class RunningBatches:
         self._alone: list[RunningBatch] = []
         self.pace = StepTimer()
         self.wait_since = self.now()
-        """Since when running requests wait for a step: the last step's end, or the first join."""
+        """Time since which running requests have waited for a step: the end of the last step, or
+        the first join."""
 
     @property
     def live(self) -> list[Request]:
@@ -159,11 +161,11 @@ class RunningBatches:
         return any(group.is_running for group in self._batches)
 
     def joins(self, request: Request) -> bool:
-        """Whether a request may share a batch with others."""
+        """Return whether a request may share a batch with others."""
         return not request.sampling.deterministic and has_full_attention(self.family.model)
 
     def join(self, request: Request) -> None:
-        """Start to decode a prefilled request, whose first token has been sampled."""
+        """Start decoding a prefilled request, whose first token has been sampled."""
         if not self.live:
             self.wait_since = self.now()
         if self._shared is not None and self._shared.failed:
@@ -181,7 +183,7 @@ class RunningBatches:
         self._alone[-1].join(request)
 
     def forget_batch(self) -> None:
-        """Let later requests decode in a new batch."""
+        """Make later requests decode in a new batch."""
         if self._shared is not None:
             self._alone.append(self._shared)
             self._shared = None
@@ -198,15 +200,15 @@ class RunningBatches:
         finally:
             self.stepping = False
             self.wait_since = self.now()
-            if self.live:  # The last step may have been launched early: its time means nothing.
+            if self.live:  # The last step may have been launched early, so its time is useless.
                 self.pace.note(begin, self.wait_since)
 
     def now(self) -> DeviceTimer:
-        """Return the point in time at which the device has finished its work so far."""
+        """Return the point in time at which the device finishes all work launched so far."""
         return DeviceTimer(self.family.device)
 
     def after_step(self) -> None:
-        """Wake the threads that wait for a step made between the layers of a prompt."""
+        """Wake the threads that wait for a step, after a step between the layers of a prompt."""
         self._thread.after_step()
 
     def reading_share(self, others: int = 0) -> float:
@@ -222,7 +224,7 @@ class RunningBatches:
     def fills_pauses(self) -> bool:
         """Whether to run a step between two prompts, so that the GPU does not wait for the host.
 
-        It keeps the GPU busy until the host has launched the layers of the next prompt.
+        The step keeps the GPU busy until the host has launched the layers of the next prompt.
         """
         return self.wait_since.comes_later and self.reading_share() <= 1.0
 
@@ -230,7 +232,7 @@ class RunningBatches:
     def steps_while_reading(self) -> bool:
         """Whether decode steps run between the layers of prompts.
 
-        Off with tensor parallelism, where all ranks would have to agree on the layer.
+        Not with tensor parallelism, where all ranks would have to agree on the layer.
         """
         return TPGroup.of(self.family.model).count == 1
 
@@ -240,7 +242,8 @@ class RunningBatches:
             request.settle()
 
     def drop_ended(self) -> list[Request]:
-        """Remove and return ended requests; requests pending in a failed batch join another."""
+        """Remove and return ended requests; requests pending in a failed batch join another
+        batch."""
         ended = [request for group in self._batches for request in group.drop_ended()]
         self.freed |= bool(ended)
         failed = [group for group in self._batches if group.failed]
@@ -253,7 +256,7 @@ class RunningBatches:
         return ended
 
     def between_layers(self, cache: OscarCache) -> None:
-        """Run the calls that wait, between two layers of a prompt; they do not wait for all layers.
+        """Run the waiting calls between two layers of a prompt, rather than after its last layer.
 
         Args:
             cache: cache that the prompt is written to.

@@ -1,6 +1,6 @@
-"""Sampling: options of a request; Sampler: choice of the next token of every row.
+"""Sampling: sampling options of a request; Sampler: choice of the next token of every row.
 
-Tokens are available on the device at once and on the host later: only ``SampledTokens.listed``
+Tokens are available on the device at once and on the host later; only ``SampledTokens.listed``
 makes the host wait for the device.
 """
 
@@ -34,26 +34,26 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 _UNBOUNDED = -1
-"""Value of ``thinking_token_budget`` that means no limit, as in vLLM."""
+"""``thinking_token_budget`` that means no limit, as in vLLM."""
 
 
 class SamplingOptions(TypedDict, total=False):
     """Sampling options of a user; options that are None or missing default to the checkpoint's.
 
     Attributes:
-        max_new_tokens: maximum tokens of the answer; by default 256, and 8,192 more for the
+        max_new_tokens: maximum number of tokens of the answer; by default 256, plus 8,192 for the
             reasoning of a thinking model (at most half of the context).
-        temperature: 0 takes the likeliest token, a higher value samples. By default the
+        temperature: 0 takes the most likely token, a higher value samples. By default, the
             checkpoint's generation_config decides, which may mean sampling.
         top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default from the checkpoint,
-            but off if a temperature is given. In a chat the penalty also counts earlier turns.
+            but off if a temperature is given. In a chat, the penalty also counts earlier turns.
         presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
             stop_token_ids, include_stop_str_in_output, grammar, logprobs, prompt_logprobs: see
             ``Sampling``.
-        thinking_token_budget: maximum tokens of the reasoning, see ``Sampling``; by default only
-            ``max_new_tokens`` limits it.
+        thinking_token_budget: maximum number of tokens of the reasoning, see ``Sampling``; by
+            default, only ``max_new_tokens`` limits the reasoning.
         seed, stop: see ``Sampling``. In a chat, a stop string's tokens stay in the history.
-        deterministic: see ``Sampling``; by default False.
+        deterministic: see ``Sampling``; False by default.
     """
 
     max_new_tokens: int | None
@@ -84,37 +84,37 @@ class Sampling:
     """Checked sampling options.
 
     Attributes:
-        max_new_tokens: maximum tokens of the answer including its reasoning, at least 1.
-        temperature: 0 takes the likeliest token; a higher value samples.
-        top_p: sample from the likeliest tokens with this total probability, in (0, 1].
-        top_k: sample from this many likeliest tokens; 0 for all.
-        min_p: sample from tokens with at least this probability relative to the likeliest one; 0
-            for all.
-        repetition_penalty: factor that divides positive logits of tokens that have occurred in the
-            prompt or the answer, and multiplies negative ones; 1 turns it off.
+        max_new_tokens: maximum number of tokens of the answer including its reasoning, at least 1.
+        temperature: 0 takes the most likely token; a higher value samples.
+        top_p: sample from the most likely tokens with this total probability, in (0, 1].
+        top_k: sample from this many of the most likely tokens; 0 for all.
+        min_p: sample from tokens with at least this probability relative to the most likely token;
+            0 for all.
+        repetition_penalty: factor that divides positive logits, and multiplies negative logits, of
+            tokens that have occurred in the prompt or the answer; 1 turns it off.
         presence_penalty: value subtracted from the logits of tokens that have occurred in the
             answer.
         frequency_penalty: value subtracted once for each occurrence in the answer.
-        logit_bias: values added to logits, by token id.
+        logit_bias: token id -> value added to its logit.
         bad_words: texts that must not occur as token sequences in the answer, with or without a
-            space in front.
-        seed: seed of the sampling; the same seed gives the same answer on the same machine when
-            batched with the same other answers.
+            leading space.
+        seed: sampling seed; the same seed gives the same answer on the same machine when batched
+            with the same other answers.
         min_tokens: number of tokens before which only ``max_new_tokens`` ends the answer.
-        ignore_eos: do not end the answer at the checkpoint's end tokens.
+        ignore_eos: whether to continue the answer after the checkpoint's end tokens.
         stop: one or several strings that end the answer and are not part of it.
         stop_token_ids: tokens that end the answer and are not part of it.
-        include_stop_str_in_output: make the stop string or stop token part of the answer.
-        grammar: constraint on the text, after the reasoning; it overrides other options that would
-            rule out every token it allows.
-        logprobs: number of likeliest alternatives reported with the log-probability of each token,
-            from the model's unchanged logits; None for no log-probabilities.
+        include_stop_str_in_output: whether the stop string or stop token is part of the answer.
+        grammar: constraint on the text after the reasoning; overrides other options that would rule
+            out every token that the grammar allows.
+        logprobs: number of most likely alternatives reported with the log-probability of each
+            token, from the model's unchanged logits; None for no log-probabilities.
         prompt_logprobs: the same for each token of the prompt except the first; the prompt then
             bypasses the prefix cache.
-        thinking_token_budget: maximum tokens of the reasoning; at this limit the reasoning is
-            closed and the text begins. None or -1 means no limit.
-        deterministic: decode the request in a batch of its own. Otherwise it shares a batch with
-            the other running requests, whose number affects the answer by rounding.
+        thinking_token_budget: maximum number of tokens of the reasoning; at this limit, the
+            reasoning is closed and the text begins. None or -1 means no limit.
+        deterministic: whether to decode the request in its own batch. Otherwise it shares a batch
+            with the other running requests, whose number affects the answer through rounding.
 
     Raises:
         InputError: if a value is invalid.
@@ -154,7 +154,7 @@ class Sampling:
                 raise InputError(f"{name}={shown(getattr(self, name))}: must be {allowed}")
 
     def _numbers(self) -> dict[str, tuple[bool, str]]:
-        """Return for each number whether it is valid, and the allowed values."""
+        """Return, for each number, whether it is valid, and the allowed values."""
         penalty, top = "a number from -2 to 2", f"None or a whole number from 0 to {MAX_LOGPROBS}"
         return {
             "max_new_tokens": (_whole(self.max_new_tokens, 1), "a whole number, at least 1"),
@@ -193,7 +193,7 @@ class Sampling:
         }
 
     def _collections(self) -> dict[str, tuple[bool, str]]:
-        """Return for each switch and collection whether it is valid, and the allowed values."""
+        """Return, for each switch and collection, whether it is valid, and the allowed values."""
         stop, words, ends = map(_as_tuple, (self.stop, self.bad_words, self.stop_token_ids))
         return {
             "logit_bias": (
@@ -215,7 +215,7 @@ class Sampling:
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "stop": (
                 all(isinstance(text, str) and text for text in stop),
-                "text that is not empty, or a list of such",
+                "text that is not empty, or a list of such texts",
             ),
             "stop_token_ids": (
                 len(ends) <= MAX_STOP_TOKENS and all(map(_is_id, ends)),
@@ -253,7 +253,7 @@ class Sampling:
         )
 
     def includes(self, token: int) -> bool:
-        """Whether a token that ends the answer is part of it."""
+        """Return whether a token that ends the answer is part of it."""
         return self.include_stop_str_in_output and token in _as_tuple(self.stop_token_ids)
 
     @property
@@ -265,12 +265,12 @@ class Sampling:
 
     @property
     def bounds_reasoning(self) -> bool:
-        """Whether the reasoning has a token limit of its own."""
+        """Whether the reasoning has its own token limit."""
         return self.thinking_token_budget is not None
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the next token may differ from that of the highest logit."""
+        """Whether the next token may differ from the token with the highest logit."""
         return self.temperature > 0 or self.edits_logits
 
     @property
@@ -293,7 +293,8 @@ class Sampling:
         return processors
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Return the random generator of a seeded request; None if it is greedy or unseeded."""
+        """Return the random generator of a seeded request; None for a greedy or unseeded
+        request."""
         if self.seed is None or not self.temperature:
             return None
         return torch.Generator(device).manual_seed(self.seed)
@@ -306,7 +307,7 @@ class SamplingState:
         sampling: options of the row.
         prompt: (tokens,) ids of the prompt, without padding, for the repetition penalty.
         end_tokens: ids that end the row, for ``min_tokens``.
-        bad_words: token ids of each of ``bad_words``, see ``token_sequences``.
+        bad_words: token ids of each bad word, see ``token_sequences``.
         thinks: tokens that delimit the reasoning; None if the model does not reason. If the prompt
             opens the reasoning, a grammar begins after its closing token.
 
@@ -343,7 +344,7 @@ class SamplingState:
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Return the random generator of a seeded row, which keeps its state between steps.
 
-        None for a greedy or unseeded row.
+        Returns None for a greedy or unseeded row.
         """
         if self._generator is None:
             self._generator = self.sampling.generator(device)
@@ -351,7 +352,7 @@ class SamplingState:
 
 
 class SamplerGroup:
-    """Sampler of several rows, whose tokens do not depend on the other rows.
+    """Sampler for several rows; the tokens of a row do not depend on the other rows.
 
     Args:
         samplers: sampling states of the rows.
@@ -375,7 +376,7 @@ class SamplerGroup:
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Sample (rows,) tokens from (rows, vocabulary) logits, and record them in the edits."""
-        # Rows with NaN get an arbitrary token; the host gets ``BROKEN`` instead.
+        # Rows with NaN get an arbitrary token; the host receives ``BROKEN`` instead.
         scores = logits.float().nan_to_num(0.0, math.inf, -math.inf)
         for edit in self._edits:
             edit.apply_(scores)
@@ -413,7 +414,7 @@ class RandomDraw:
         return scores.div_(self._noise(scores)).argmax(-1)
 
     def _noise(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return exponential variates e: the largest p / e is at i with probability p_i.
+        """Return exponential variates e, for which p / e is largest at i with probability p_i.
 
         ``torch.multinomial`` draws single samples in the same way.
         """
@@ -457,7 +458,7 @@ def _within(value: Any, minimum: float, maximum: float = math.inf) -> bool:
 
 
 BROKEN = -1
-"""Token that marks a row whose logits were NaN, on the host."""
+"""Token id on the host that marks a row whose logits were NaN."""
 NAN = "the model's logits are NaN: its weights or inputs are broken"
 
 
@@ -466,10 +467,11 @@ class SampledTokens:
     """Sampled tokens of one step.
 
     Attributes:
-        tokens: (batch,) int64 ids on the device, valid even where logits are NaN.
-        sent: (batch,) int64 ids on the host, or being copied to it.
-        arrived: event after the copies of ``sent`` and ``step_logprobs``; None if they are done.
-        step_logprobs: log-probabilities of the rows that request them; None if none does.
+        tokens: (batch,) int64 ids on the device; valid ids even where logits are NaN.
+        sent: (batch,) int64 ids on the host, or being copied to the host.
+        arrived: event recorded after the copies of ``sent`` and ``step_logprobs``; None if they are
+            done.
+        step_logprobs: log-probabilities of the rows that request them; None if no row does.
     """
 
     tokens: torch.Tensor
@@ -496,10 +498,10 @@ class Sampler:
     """Chooses the next token of every row, step by step.
 
     Args:
-        samplers: sampling state of each row; a row with None gets the likeliest token.
+        samplers: sampling state of each row; a row with None gets the most likely token.
         device: device of the logits.
-        ranks: tensor-parallel group; all ranks use the tokens of rank 0, as each would round and
-            sample differently.
+        ranks: tensor-parallel group; all ranks use the tokens of rank 0, since ranks would round
+            and sample differently.
     """
 
     def __init__(

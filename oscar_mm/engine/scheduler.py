@@ -36,7 +36,7 @@ class Reservations(Protocol):
 
     @property
     def prefill_chunk(self) -> int | None:
-        """Tokens per chunk of a long prompt; None if prompts are not split."""
+        """Number of tokens per chunk of a long prompt; None if prompts are not split."""
         ...
 
     def growth(
@@ -49,7 +49,7 @@ class Reservations(Protocol):
         """Reserve memory for a request, until the returned object is dropped.
 
         Raises:
-            MemoryBusy: if the memory is reserved by other requests at present.
+            MemoryBusy: if other requests have reserved the memory at present.
         """
         ...
 
@@ -59,26 +59,25 @@ class Scheduler:
 
     A decode step runs the last token of every running request through the model in one forward
     pass; requests join and leave between two steps. During prefill, decode steps run between the
-    layers of the prompt: prefill and decode each get half of the time, and prefill gets more if
-    more requests wait than run. Prefill stops between two layers once its requests are cancelled.
-    Long prompts are prefilled in chunks, round robin, and all shorter prompts start between two
-    chunks.
+    layers of the prompt: prefill and decode each get half of the time, or prefill gets more if many
+    requests are waiting. Prefill stops between two layers once its requests are cancelled. Long
+    prompts are prefilled in chunks, round robin, and shorter prompts start between two chunks.
 
     Scheduling is first come, first served: a request that does not fit into the budget waits while
     others run, and only a few smaller requests may overtake it. Calls that need memory wait in the
     same queue.
 
-    Only the engine thread uses it, except for ``add`` and the properties.
+    Only the engine thread may use a scheduler, except for ``add`` and the properties.
 
     Args:
-        family: the model, its processor and their special cases.
+        family: model family: the model, its processor and their special cases.
         store: page store of all requests' caches.
-        admission: reserves the memory of requests.
-        thread: the engine thread of the model.
+        admission: reserves memory for requests.
+        thread: engine thread of the model.
         prefixes: prefix cache; None turns it off.
 
     Attributes:
-        reader: runs prefill, with decode steps between the layers.
+        reader: runner of prefill, with decode steps between the layers.
         max_rows: maximum number of requests that decode together.
     """
 
@@ -100,7 +99,7 @@ class Scheduler:
         self._blocked = False
         """Whether the queue waits for memory."""
         self._skipped_head = 0
-        """Requests admitted out of order so far."""
+        """Number of requests admitted ahead of the current head of the queue so far."""
         thread.add(self)
 
     @property
@@ -124,7 +123,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests run or wait."""
+        """Whether any requests are running or waiting."""
         return bool(self._queue) or self.is_running
 
     @property
@@ -133,22 +132,23 @@ class Scheduler:
         return self._batches.freed
 
     def unblock(self) -> None:
-        """Retry the entries of the queue that wait for memory."""
+        """Retry the queue entries that wait for memory."""
         self._batches.freed = self._blocked = False
 
     def add(self, entry: Request | Call) -> None:
-        """Put a request, or a call that needs memory, into the queue. Any thread may do so."""
+        """Put a request, or a call that needs memory, into the queue. Safe from any thread."""
         self._queue.append(entry)
 
     def runnable_count(self) -> int:
-        """Count the waiting requests that could run now: none of the queue while it is blocked."""
+        """Count the waiting requests that could run now; while the queue is blocked, its requests
+        do not count."""
         others = max(len(self._reading) - 1, 0)
         return others if self._blocked else others + len(self._queue)
 
     def release_graphs(self) -> None:
         """Drop the CUDA graphs of decode steps.
 
-        Running requests keep theirs; the next request captures its steps again.
+        Running requests keep their graphs; the next request captures its steps again.
         """
         self._batches.forget_batch()
         self._batches.settle_ended()
@@ -160,7 +160,8 @@ class Scheduler:
         self.drop_ended()
 
     def drop_ended(self) -> None:
-        """Remove ended requests and release their memory; not during a pass, which may use it."""
+        """Remove ended requests and release their memory. Not for use during a pass, which may
+        still need the memory."""
         for entry in list(self._queue):
             if entry.ended:
                 self._dequeue(entry)
@@ -172,7 +173,7 @@ class Scheduler:
         self._batches.settle_ended()
 
     def _dequeue(self, entry: Request | Call) -> None:
-        """Remove an entry, which alone may have blocked the queue."""
+        """Remove an entry, and have the queue retried, since this entry may have blocked it."""
         self._batches.freed = True
         with suppress(ValueError):
             self._queue.remove(entry)
@@ -185,14 +186,15 @@ class Scheduler:
         if not others:
             self._prepare()
         self._admit()
-        # Decode steps already ran between the layers of a chunk, and the first tokens of requests
-        # that begin alone are not to wait for the second ones.
+        # Decode steps already ran between the layers of a chunk, and if no other requests run, the
+        # first tokens need not wait for the second ones.
         if not self._read_on() and others:
             self._batches.step()
         self._batches.settle_ended()
 
     def _prepare(self) -> None:
-        """On leaving idle: return surplus pool memory, and drop graphs if the weights changed."""
+        """Prepare to leave the idle state: return surplus pool memory, and drop the graphs if the
+        weights changed."""
         waiting = (entry for entry in list(self._queue) if isinstance(entry, Request))
         prompts = [(x.prompt, x.cache) for x in waiting if not x.ended]
         growths = [self.admission.growth(prompt, 1, cache) for prompt, cache in prompts]
@@ -202,10 +204,10 @@ class Scheduler:
             self._batches.forget_batch()
 
     def _admit(self) -> None:
-        """Admit requests that have memory, and prefill short prompts together.
+        """Admit requests that get memory, and prefill short prompts together.
 
-        It stops early for calls that run the model. Threads are woken between two prompts, but not
-        with tensor parallelism: they would act at different times in each process.
+        Stops early if calls that run the model are waiting. Threads are woken between two prompts,
+        but not with tensor parallelism, where they would act at different times in each process.
         """
         wakes = TPGroup.of(self.family.model).count == 1
         while self._queue and not self._blocked and self.running < self.max_rows:
@@ -230,7 +232,7 @@ class Scheduler:
                 return
 
     def _read_on(self) -> bool:
-        """Prefill a chunk of the prompt that has waited longest for its next one.
+        """Prefill the next chunk of the prompt that has waited longest for it.
 
         Returns:
             Whether decode steps will run between the layers of the next chunk.
@@ -250,11 +252,12 @@ class Scheduler:
 
     @contextmanager
     def _beginning(self) -> Iterator[list[Request]]:
-        """Fail the requests in the yielded list if the block raises, and settle those that end."""
+        """Fail the requests in the yielded list if the block raises, and settle those that have
+        ended."""
         requests: list[Request] = []
         try:
             yield requests
-        except BaseException as error:  # Even of a hook: only these requests fail.
+        except BaseException as error:  # Even an interrupt from a hook fails only these requests.
             for request in requests:
                 request.fail(error)
         finally:
@@ -267,7 +270,7 @@ class Scheduler:
         """Dequeue the first entry that gets memory or fails; return whether there is one.
 
         Args:
-            taken: a request is added to it.
+            taken: list that a dequeued request is added to.
         """
         for place, entry in enumerate(list(self._queue)):
             if place > 0 and self._skipped_head >= _OVERTAKES:
@@ -278,7 +281,7 @@ class Scheduler:
         return False
 
     def _fill_batch(self, taken: list[Request]) -> None:
-        """Dequeue the following requests that get memory and fit into the same prefill pass."""
+        """Dequeue the next requests that get memory and fit into the same prefill pass."""
         tokens = taken[0].unread.tokens
         while self._is_short(taken[0]) and self.running + len(taken) < self.max_rows:
             following = next(iter(list(self._queue)), None)
@@ -292,7 +295,8 @@ class Scheduler:
             tokens += following.unread.tokens
 
     def _take(self, entry: Request | Call, taken: list[Request]) -> bool:
-        """Reserve memory for a request, or run a call, and dequeue it; False if it has to wait."""
+        """Reserve memory for a request, or run a call, and dequeue the entry; return False if it
+        has to wait."""
         try:
             if isinstance(entry, Call):
                 entry.attempt()
@@ -312,7 +316,8 @@ class Scheduler:
         return True
 
     def _is_short(self, request: Request) -> bool:
-        """Whether a prompt may share a prefill pass; media for the prefix cache rule that out."""
+        """Return whether a prompt may share a prefill pass with others; prompts with media do not
+        if there is a prefix cache."""
         shares = self.prefixes is not None and request.prompt.media
         return (
             request.prompt.tokens <= self.reader.max_varlen_tokens
@@ -325,7 +330,7 @@ class Scheduler:
         """Match the prefix cache and reserve memory for the remaining prompt and the output.
 
         Raises:
-            MemoryBusy: if the memory is reserved by other requests; nothing has changed then.
+            MemoryBusy: if other requests have reserved the memory; nothing has changed then.
         """
         prompt, cache, prefix = request.prompt, request.cache, None
         if self.prefixes is not None and not request.has_past:
@@ -343,8 +348,8 @@ class Scheduler:
         request.unread, request.cache = prompt, cache
 
     def _reader_state(self) -> tuple[object, ...]:
-        """Return what keys and values depend on apart from the prompt: processor settings, weights
-        and adapters."""
+        """Return what keys and values depend on besides the prompt: processor settings, weights and
+        adapters."""
         return processor_settings(self.family.processor), self.reader.state
 
     def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
@@ -352,7 +357,8 @@ class Scheduler:
         return self.admission.reserve(growth, prompt, cache)
 
     def _begin(self, requests: list[Request]) -> None:
-        """Prefill prompts, or a chunk of one, and sample the first token of each complete one."""
+        """Prefill prompts, or a chunk of a prompt, and sample the first token for each completed
+        prompt."""
         live = [request for request in requests if not request.ended]
         read = self._read_beginnings(live) if live else []
         if not read:
@@ -374,10 +380,10 @@ class Scheduler:
                 self._batches.join(request)
 
     def _read_beginnings(self, requests: list[Request]) -> list[tuple[Request, torch.Tensor]]:
-        """Prefill prompts together, or one by one if that fails, or a chunk of a single prompt.
+        """Prefill prompts together, or one by one if that fails; or a chunk of a single prompt.
 
         Returns:
-            The requests whose prompts are complete, with (1, vocabulary) logits; empty once all
+            The requests whose prompts are complete, with (1, vocabulary) logits; empty if all
             requests have ended.
         """
         several = len(requests) > 1
@@ -400,7 +406,7 @@ class Scheduler:
             if not several:
                 requests[0].fail(error)
                 return []
-        # Outside the handler, whose error keeps activations alive through its frames.
+        # Outside the handler, because the error's frames keep activations alive.
         for request, past in zip(requests, pasts, strict=True):
             if past is None:
                 request.cache.reset()

@@ -21,10 +21,10 @@ BUDGETS = {
     "medium": 8192,
     **dict.fromkeys(("high", "xhigh", "max")),
 }
-"""Maximum tokens of the reasoning by ``reasoning_effort``; None for no limit."""
+"""Maximum number of tokens of the reasoning, by ``reasoning_effort``; None for no limit."""
 MAX_VARIABLES = 64
 MAX_VARIABLE_CHARACTERS = 1 << 16
-"""Maximum characters of all variables together, as JSON."""
+"""Maximum total number of characters of all variables, as JSON."""
 _RENDERERS = (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
 _RESERVED = {
     name
@@ -32,7 +32,7 @@ _RESERVED = {
     for name, one in inspect.signature(renderer).parameters.items()
     if one.kind is not one.VAR_KEYWORD
 } | {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
-"""Names that are set by the renderer or Jinja."""
+"""Names that the renderer or Jinja sets."""
 
 
 class TemplateFields(TypedDict, total=False):
@@ -41,13 +41,13 @@ class TemplateFields(TypedDict, total=False):
     Attributes:
         chat_template_kwargs: template variables with JSON values, such as ``{"enable_thinking":
             False}``; variables that the template does not use are ignored.
-        reasoning_effort: "none", "minimal", "low", "medium", "high", "xhigh" or "max": sets
+        reasoning_effort: "none", "minimal", "low", "medium", "high", "xhigh" or "max"; sets
             ``enable_thinking`` and ``reasoning_effort`` for templates that use them, and the
-            ``thinking_token_budget``, see ``BUDGETS``; ignored by a model that does not reason.
-        continue_final_message: continue the last message instead of starting an answer, as in
-            transformers.
-        add_generation_prompt: end the prompt with the header of an answer; by default True unless
-            ``continue_final_message`` is set.
+            ``thinking_token_budget``, see ``BUDGETS``. Ignored for a model that does not reason.
+        continue_final_message: whether to continue the last message instead of starting an answer,
+            as in transformers.
+        add_generation_prompt: whether to end the prompt with the header of an answer; by default
+            True unless ``continue_final_message`` is set.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -64,7 +64,8 @@ class TemplateOptions:
         variables: template variables by name.
         continues: whether the last message is left open, so that the answer continues it.
         opens_answer: whether the prompt ends with the header of an answer.
-        budget: maximum tokens of the reasoning, set by ``reasoning_effort``; None for no limit.
+        budget: maximum number of tokens of the reasoning, set by ``reasoning_effort``; None for no
+            limit.
     """
 
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class TemplateOptions:
 
     @property
     def is_special(self) -> bool:
-        """Whether the prompt may differ from the one without options."""
+        """Whether the options may change the prompt."""
         return bool(self.variables) or self.takes_any_end
 
     @property
@@ -134,7 +135,7 @@ class TemplateOptions:
 
 
 USUAL = TemplateOptions()
-"""No variables; the prompt ends with the header of an answer."""
+"""Default options: no variables, and a prompt that ends with the header of an answer."""
 
 
 def _checked_variables(given: Any) -> Mapping[str, Any]:
@@ -145,7 +146,7 @@ def _checked_variables(given: Any) -> Mapping[str, Any]:
         raise InputError(f"{name} must be a dict with names as keys, not {shown(given)}")
     if len(given) > MAX_VARIABLES:
         raise InputError(
-            f"{name}: has {len(given):,} variables, but at most {MAX_VARIABLES} are allowed"
+            f"{name} has {len(given):,} variables, but at most {MAX_VARIABLES} are allowed"
         )
     if reserved := sorted(_RESERVED.intersection(given)):
         raise InputError(
@@ -157,7 +158,7 @@ def _checked_variables(given: Any) -> Mapping[str, Any]:
         raise InputError(f"{name}: values must be JSON ({error})") from None
     if size > MAX_VARIABLE_CHARACTERS:
         most = f"at most {MAX_VARIABLE_CHARACTERS:,} are allowed"
-        raise InputError(f"{name}: has {size:,} characters as JSON, but {most}")
+        raise InputError(f"{name} has {size:,} characters as JSON, but {most}")
     return given
 
 

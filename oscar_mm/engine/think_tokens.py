@@ -9,7 +9,7 @@ import torch
 
 _OPENING, _CLOSING = "<think>", "</think>"
 _END_OF_PROMPT = 8
-"""The last tokens of a prompt, which include the opening token if the template writes it."""
+"""Number of last prompt tokens in which to look for an opening token written by the template."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class ThinkTokens:
     """Ids of the tokens that delimit a model's reasoning.
 
     Attributes:
-        opening: begins the reasoning; written by the chat template at the end of a prompt, or by
-            the model as its first token.
-        closing: ends the reasoning; written by the model before its answer.
+        opening: token that begins the reasoning; written by the chat template at the end of a
+            prompt, or by the model as its first token.
+        closing: token that ends the reasoning; written by the model before its answer.
     """
 
     opening: int
@@ -27,14 +27,15 @@ class ThinkTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ThinkTokens | None:
-        """Return the think tokens of a tokenizer; None if it has none."""
+        """Return the think tokens of a tokenizer; None if it does not have both."""
         added = tokenizer.get_added_vocab()
         if _OPENING not in added or _CLOSING not in added:
             return None
         return cls(added[_OPENING], added[_CLOSING])
 
     def opened(self, prompt: torch.Tensor) -> int:
-        """Return the number of tokens from the opening one to the end of a prompt; 0 without it.
+        """Return the number of tokens from the opening token to the end of a prompt; 0 if the
+        prompt does not open the reasoning.
 
         Args:
             prompt: (tokens,) token ids.

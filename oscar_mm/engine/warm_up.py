@@ -15,16 +15,16 @@ from oscar_mm.fast_decode.decoder import has_full_attention
 from oscar_mm.media.media import Media
 
 _STEPS = 4
-"""Steps per batch size: the first one runs eagerly, and the second one is captured."""
+"""Number of steps per batch size: the first runs eagerly, and the second is captured."""
 _log = logging.getLogger("oscar_mm")
 
 
 def warm_up(engine: Engine, rows: int) -> None:
-    """Capture the decode steps of batches up to ``rows``; does nothing if steps are not captured.
+    """Capture the decode steps of batches up to ``rows``; do nothing if steps are not captured.
 
-    Short requests run together and end until a single one is left. Each takes about 200 tokens of
-    cache memory, and each batch size takes a capture and four steps. On an error, which is logged,
-    the first requests capture their steps instead.
+    Short requests run together and are ended until only one is left. Each takes cache memory for
+    about 200 tokens, and each batch size takes a capture and four steps. On an error, which is
+    logged, the first requests capture their steps instead.
 
     Args:
         engine: an idle engine.
@@ -49,10 +49,10 @@ def warm_up(engine: Engine, rows: int) -> None:
 
 
 def _run_down(engine: Engine, rows: int, answers: list[Request]) -> None:
-    """Run ``rows`` requests and end them step by step; adds them to ``answers``."""
+    """Run ``rows`` requests, adding them to ``answers``, and end them step by step."""
     family = engine.family
     if not has_full_attention(family.model):
-        return  # Requests decode in batches of their own.
+        return  # Each request decodes in its own batch.
     read = family.prompt(first_turn("Hello"), Media())
     prompt = read.to(family.device)
     axes, cache = prompt.positions.shape[:-2], OscarCache(engine.store.policy, store=engine.store)

@@ -60,7 +60,7 @@ def test_any_truncation_is_found(saved: Path, tmp_path: Path) -> None:
     other = tmp_path / "short"
     for size in range(len(whole)):
         other.write_bytes(whole[:size])
-        with pytest.raises(InputError, match=r"short: is (truncated|not a safetensors)"):
+        with pytest.raises(InputError, match=r"short is (truncated|not a safetensors)"):
             read(other)
     other.write_bytes(whole[:-1])
     with pytest.raises(InputError, match=f"truncated: {len(whole) - 1} bytes, .* {len(whole)}"):
@@ -89,7 +89,7 @@ def test_any_truncation_is_found(saved: Path, tmp_path: Path) -> None:
 def test_not_safetensors(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other"
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"other: is (not a safetensors file|truncated)"):
+    with pytest.raises(InputError, match=r"other is (not a safetensors file|truncated)"):
         read(path)
 
 
@@ -98,7 +98,7 @@ def test_safetensors_of_others(tmp_path: Path, texts: dict[str, str] | None) -> 
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path, texts)
     with pytest.raises(
-        InputError, match=r"model\.safetensors: is a safetensors file that oscar_mm did not"
+        InputError, match=r"model\.safetensors is a safetensors file that oscar_mm did not"
     ):
         read(path)
 

@@ -414,10 +414,10 @@ def test_altered_and_truncated(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad"
     for at in (len(whole) - 1, len(whole) // 2):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        with pytest.raises(InputError, match="bad: was altered"):
+        with pytest.raises(InputError, match="bad was altered"):
             load_cache(path, fingerprint="model-1")
         path.write_bytes(whole[:at])
-        with pytest.raises(InputError, match="bad: is truncated"):
+        with pytest.raises(InputError, match="bad is truncated"):
             load_cache(path, fingerprint="model-1")
 
 
@@ -438,7 +438,7 @@ def test_not_after_an_interrupted_pass(tmp_path: Path) -> None:
 
 def test_other_safetensors_files(tmp_path: Path) -> None:
     write_checked(tmp_path / "a", {"w": torch.ones(3)}, {"x": "y"})
-    with pytest.raises(InputError, match="a: is a safetensors file, but not a saved cache"):
+    with pytest.raises(InputError, match="a is a safetensors file, but not a saved cache"):
         load_cache(tmp_path / "a", fingerprint="f")
 
 

@@ -253,7 +253,7 @@ def test_no_tokens_left_in_the_context(qwen3_vl_folder) -> None:
     held = chat._spillable.conversation.next_position
     held.fill_(longest - 40)
     chat.forget(3)
-    with pytest.raises(InputError, match=r"forget\(\) does not help; else begin a new chat"):
+    with pytest.raises(InputError, match=r"start a new chat \(forget\(\) does not free"):
         chat.ask("And?", max_new_tokens=40)
     pipe.model.generation_config.eos_token_id = NEVER
     answer = chat.stream("And?", max_new_tokens=40, cut_to_fit=True).complete()

@@ -179,7 +179,7 @@ def test_turns_that_contradict_the_tables(chat, tmp_path) -> None:
         "disagree on modalities": ({**tensors, "given.token_ids": ids}, text),
         "the end of the previous answer": turns(lambda x: x[1].update(pending=[1, 2])),
         "unknown finish_reason": turns(lambda x: x[1].update(finish_reason="cat")),
-        "belong to no medium": turns(name_no_media),
+        "belong to no media item": turns(name_no_media),
         "digest": turns(lambda x: x[0]["media"][0].update(digest="x")),
     }
     for said, content in forged.items():

@@ -213,9 +213,7 @@ def test_more_parts_than_are_read_again(with_tools, tmp_path, monkeypatch) -> No
     monkeypatch.setattr(turn_fields, "MAX_PARTS", 3 - turn_fields.MAX_MEDIA)
     with with_tools.chat() as chat:
         chat.ask(parts=["a", "b", "c"], **AGAIN)
-        with pytest.raises(
-            InputError, match="cannot be written: 4 parts are more than the 3 allowed"
-        ):
+        with pytest.raises(InputError, match="cannot be written: 4 parts: at most 3 are allowed"):
             chat.save(tmp_path / "chat")
 
 

@@ -223,7 +223,7 @@ def test_bounded(folder) -> None:
 def test_not_within_a_medium(folder) -> None:
     pipe = pipeline(OscarVLPipeline, folder)
     prompt = prepare(pipe, "What is it?", pipe.read_media([A]))
-    with pytest.raises(ValueError, match="end within a medium"):
+    with pytest.raises(ValueError, match="end within a media item"):
         remaining(prompt, prompt.media[0].start + 1)
     prompt.inputs["unknown"] = prompt.inputs["input_ids"]
     with pytest.raises(NotImplementedError, match="unknown"):

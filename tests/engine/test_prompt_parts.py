@@ -45,7 +45,7 @@ def test_beginning_and_remaining(prompt: Prompt) -> None:
     for tokens in (0, prompt.tokens + 1):
         with pytest.raises(ValueError, match="are out of range"):
             beginning(prompt, tokens)
-    with pytest.raises(ValueError, match="within a medium"):
+    with pytest.raises(ValueError, match="within a media item"):
         beginning(prompt, stop - 1)
 
 

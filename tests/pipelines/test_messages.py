@@ -195,8 +195,8 @@ def test_parts_without_a_source_take_the_other_argument() -> None:
         *("a.png", "and", "c.wav", "b.png"),
     ]
     for given, images, expected in (
-        ([image, image], "a.png", r"^parts\[1\]: has no source: give it under 'image'"),
-        (["what?"], "a.png", r"^images\[0\]: is not used"),
+        ([image, image], "a.png", r"^parts\[1\] has no source: give one under 'image'"),
+        (["what?"], "a.png", r"^images\[0\] is not used"),
     ):
         with pytest.raises(InputError, match=expected):
             parts_from(given, images)
@@ -219,7 +219,7 @@ def test_parts_without_a_source_take_the_other_argument() -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "?"}}]}],
-            r"content\[0\]: is not valid base64",
+            r"content\[0\] is not valid base64",
         ),
         (
             [{"role": "system", "content": [{"type": "image", "image": "a.png"}]}],

@@ -1,1 +1,1 @@
-"""Output parsers: steps that turn the tokens of an answer into its pieces, one file each."""
+"""Output parsers: steps that turn an answer's tokens into pieces, one parser per file."""

@@ -1,4 +1,4 @@
-"""OutputParser: base class of the steps that turn the tokens of an answer into its pieces."""
+"""OutputParser: base class of the steps that turn an answer's tokens into pieces."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class OutputContext:
     Attributes:
         tokenizer: tokenizer of the model.
         sampling: sampling options.
-        thinks: tokens that enclose reasoning; None if the model has none.
-        prompt: (tokens,) ids of the prompt; None if they are unknown.
+        thinks: tokens that enclose reasoning; None if the model does not reason.
+        prompt: (tokens,) ids of the prompt; None if unknown.
         tools: offered tools.
-        continues: whether the text continues the last text of the prompt.
+        continues: whether the answer continues the last text of the prompt.
         token_ids: tokens of the answer so far.
     """
 
@@ -54,7 +54,7 @@ class OutputContext:
 
     @cached_property
     def decoder(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, which also decodes the special tokens that delimit tool calls."""
+        """Tokenizer that also decodes the special tokens that delimit tool calls."""
         tools = self.tools
         if tools is None or not (marks := special_marks(self.tokenizer, tools.tool_format)):
             return self.tokenizer
@@ -62,14 +62,15 @@ class OutputContext:
 
 
 class OutputParser(ABC):
-    """A step of the chain that turns the tokens of an answer into its pieces.
+    """A step of the chain that turns an answer's tokens into pieces.
 
-    Each parser gets what the one before it returns: token ids at first, and text once it is
-    decoded. A parser returns its own pieces in place of what it has read, and the rest as it is.
+    Each parser receives what the previous parser returns: token ids at first, and text once the
+    ids are decoded. A parser returns its own pieces in place of what it has read, and everything
+    else unchanged.
 
     Attributes:
-        takes: type of the parts that the parser reads, ``int`` for token ids or ``str`` for text;
-            parts of another type, also of a subclass such as ``Reasoning``, bypass it.
+        takes: type of the parts that the parser reads: ``int`` for token ids, ``str`` for text.
+            Parts of other types, including subclasses such as ``Reasoning``, bypass the parser.
     """
 
     takes: ClassVar[type] = str
@@ -77,14 +78,14 @@ class OutputParser(ABC):
     @classmethod
     @abstractmethod
     def of(cls, context: OutputContext) -> Self | None:
-        """Return a parser for one answer; None if there will be nothing to read."""
+        """Return a parser for one answer; None if there will be nothing to parse."""
 
     @abstractmethod
     def push(self, part: Any) -> Sequence[Part]:
-        """Read a token or a text, and return the parts that are now certain."""
+        """Read a token or a text, and return the parts that have become certain."""
 
     def finish(self) -> Sequence[Part]:
-        """Return the parts that were held back, after the last token."""
+        """Return the parts that were held back; call this after the last token."""
         return ()
 
     @property

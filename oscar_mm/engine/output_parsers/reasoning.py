@@ -1,4 +1,4 @@
-"""ReasoningParser: the reasoning at the beginning of an answer, between two tokens."""
+"""ReasoningParser: parser of the reasoning between two tokens at the beginning of an answer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from oscar_mm.engine.think_tokens import ThinkTokens
 
 
 class ReasoningParser(OutputParser):
-    """Parser of the reasoning that the prompt or the first token opens.
+    """Parser of reasoning that is opened by the prompt or by the first token.
 
-    Every token up to the text becomes a piece of ``Reasoning``, perhaps an empty one. Line breaks
-    around the reasoning belong neither to it nor to the text.
+    Every token before the text becomes a ``Reasoning`` piece, perhaps empty. Line breaks around the
+    reasoning belong neither to the reasoning nor to the text.
     """
 
     takes = int
 
     @classmethod
     def of(cls, context: OutputContext) -> Self | None:
-        """Return a parser if the model has tokens for it."""
+        """Return a parser if the model has tokens that enclose reasoning, else None."""
         return None if context.thinks is None else cls(context, context.thinks)
 
     def __init__(self, context: OutputContext, thinks: ThinkTokens) -> None:
@@ -31,10 +31,10 @@ class ReasoningParser(OutputParser):
         self._next = "reasoning" if context.opened else "opening"
         self._reasoning = Detokenizer(context.decoder, lead="\n")
         self._breaks = ""
-        """Line breaks that belong to the reasoning only if more of it follows."""
+        """Line breaks that belong to the reasoning only if more reasoning follows."""
 
     def push(self, part: int) -> Sequence[Part]:
-        """Return a piece of the reasoning, or a token of the text."""
+        """Return a chunk of the reasoning, or a token of the text."""
         if self._next == "text":
             return (part,)
         if self._next == "reasoning":
@@ -48,7 +48,7 @@ class ReasoningParser(OutputParser):
         return (part,)
 
     def finish(self) -> Sequence[Part]:
-        """Return the end of reasoning that was cut."""
+        """Return the rest of the reasoning if the answer ended before the reasoning did."""
         return (self._end(),) if self._next == "reasoning" else ()
 
     def _reason(self, token: int) -> Reasoning:

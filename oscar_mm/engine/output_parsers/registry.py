@@ -8,7 +8,7 @@ from oscar_mm.engine.output_parsers.text_decoder import TextDecoder
 from oscar_mm.engine.output_parsers.tool_calls import ToolCalls
 
 PARSERS: list[type[OutputParser]] = [ReasoningParser, TextDecoder, ToolCalls]
-"""Parsers in the order of the chain: those of tokens, the decoder, those of text."""
+"""Parsers in the order of the chain: token parsers, the decoder, text parsers."""
 
 
 def parsers_of(context: OutputContext) -> list[OutputParser]:

@@ -1,4 +1,4 @@
-"""TextDecoder: decodes the tokens of the text, up to a stop string."""
+"""TextDecoder: decoding of the text's tokens, up to a stop string."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from oscar_mm.engine.output_parsers.output_parser import OutputContext, OutputPa
 
 
 class TextDecoder(OutputParser):
-    """Step between the parsers of tokens and those of text.
+    """Step between the token parsers and the text parsers.
 
     Attributes:
-        stop_text: the stop string that ended the answer; None if none has occurred.
+        stop_text: stop string that ended the answer; None if none has occurred.
     """
 
     takes = int
 
     @classmethod
     def of(cls, context: OutputContext) -> Self:
-        """Return a decoder; every answer may have text."""
+        """Return a decoder: any answer may have text."""
         return cls(context)
 
     def __init__(self, context: OutputContext) -> None:
@@ -38,7 +38,7 @@ class TextDecoder(OutputParser):
         return self._text is not None and self._text.stop_text is not None
 
     def push(self, part: int) -> Sequence[Part]:
-        """Return the text that is now final, perhaps empty."""
+        """Return the text that has become final, perhaps empty."""
         if self._text is None:
             self._text = self._begin()
         return (self._text.push(part),)
@@ -50,7 +50,7 @@ class TextDecoder(OutputParser):
     def _begin(self) -> Detokenizer:
         """Create the detokenizer at the first token of the text.
 
-        Stop strings apply to the text only, but its minimum length counts all tokens.
+        Stop strings apply to the text only, but ``min_tokens`` counts all tokens of the answer.
         """
         context, sampling = self._context, self._context.sampling
         earlier = len(context.token_ids) - 1

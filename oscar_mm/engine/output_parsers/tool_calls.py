@@ -1,4 +1,4 @@
-"""ToolCalls: the calls of offered tools within the text."""
+"""ToolCalls: parser of calls to offered tools within the text."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ class ToolCalls(OutputParser):
 
     @classmethod
     def of(cls, context: OutputContext) -> Self | None:
-        """Return a parser if tools are offered."""
+        """Return a parser if tools are offered, else None."""
         return None if context.tools is None else cls(context.tools.parser())
 
     def __init__(self, parser: ToolCallParser) -> None:
         self._parser = parser
 
     def push(self, part: str) -> Sequence[Part]:
-        """Return text without calls, and pieces of calls."""
+        """Return text outside calls, and pieces of calls."""
         return self._parser.feed(part)
 
     def finish(self) -> Sequence[Part]:
-        """Return text that might have begun a call, and the end of an incomplete call."""
+        """Return text held back as a possible start of a call, or the rest of an incomplete
+        call."""
         return self._parser.finish()
 
     @property
