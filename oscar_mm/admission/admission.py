@@ -36,7 +36,7 @@ from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
 
 _DOUBT = 0.05
-"""Assumed maximum error of the length in a recording's or video's header, as a share of it."""
+"""Assumed maximum relative error of the duration in a recording's or video's header."""
 _BLOCK = 1 << 16
 """Number of characters that the length check tokenizes at a time; shorter texts skip the check."""
 
@@ -272,7 +272,7 @@ class Admission:
 
     @cached_property
     def _longest_growth(self) -> SlotForecast:
-        """Forecast of an answer that fills the context; cached, as it takes tens of ms."""
+        """Forecast for an answer that fills the context; cached, as it takes tens of ms."""
         return self._growth(np.full(1, Modality.TEXT, np.int8), self.max_context, None)
 
     def fair_answer(self, answers: int) -> int:

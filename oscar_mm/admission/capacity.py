@@ -38,7 +38,7 @@ that requests that would run are never refused.
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a CUDA device available to torch and pools; None for other devices."""
+    """Return the bytes available to torch and pools on a CUDA device; None on other devices."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)

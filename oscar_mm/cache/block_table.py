@@ -1,8 +1,8 @@
 """Block tables and slot pools: which slots are free, and which store the tokens of a sequence.
 
-A slot is a page or the place of one token in 16-bit precision. ``SlotPool`` has the free list and
-the reference counts. A ``SequenceTable`` is one row of the batch; it has a ``ModalityTable`` (a
-stream) for the tokens of each modality. ``SlotSet`` is the union of the slots of several streams.
+A slot holds a page, or a single token in 16-bit precision. ``SlotPool`` has the free list and the
+reference counts. A ``SequenceTable`` is one row of the batch; it has a ``ModalityTable`` (a stream)
+for the tokens of each modality. ``SlotSet`` is the union of the slots of several streams.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SlotPool:
         self.share(kept)
 
     def compact(self) -> list[int]:
-        """Drop the free slots and return the old ids of the others: the i-th of them becomes slot
+        """Drop the free slots and return the old ids of the remaining slots: the i-th becomes slot
         i."""
         kept = [slot for slot, owners in enumerate(self._references) if owners]
         self._references = [self._references[slot] for slot in kept]
@@ -197,7 +197,7 @@ class ModalityTable:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the stream."""
+        """Number of tokens in the stream."""
         return self.packed + len(self.slots)
 
     def entries(self) -> np.ndarray:
@@ -224,7 +224,7 @@ class ModalityTable:
 
     @property
     def room(self) -> int:
-        """Free places after the last packed token, in the same page."""
+        """Number of free places in the last page, after the last packed token."""
         return PAGE_TOKENS - self.stops[-1] if self.pages else 0
 
     @property
@@ -381,12 +381,12 @@ class SequenceTable:
         return SequenceTable(self.codes[:], streams, self.stored)
 
     def stored_positions(self, code: int) -> np.ndarray:
-        """Return ``positions`` counted among the stored tokens only."""
+        """Return the ascending indices of a stream's tokens among the stored tokens only."""
         codes = np.frombuffer(self.codes, dtype=np.uint8)
         return np.flatnonzero(codes[codes != NOWHERE] == code)
 
     def renumber(self, bits: Bits, ids: Mapping[int, int]) -> None:
-        """Replace the ids of one kind of slots."""
+        """Replace the ids of one kind of slot."""
         for stream in self.streams.values():
             if bits == PLAIN:
                 stream.slots = [ids[slot] for slot in stream.slots]
@@ -441,7 +441,7 @@ class SlotSet:
         return Counter({bits: len(names) for bits, names in self._names.items()})
 
     def by_modality(self, bits: Bits) -> Counter[str]:
-        """Return modality ("text", "image", "video", "audio") -> number of slots of one kind."""
+        """Return modality ("text", "image", ...) -> number of slots of one kind."""
         return Counter(self._modalities.get(bits, {}).values())
 
     def shared(self, allocators: Mapping[Bits, SlotPool]) -> Counter[Bits]:

@@ -86,7 +86,7 @@ class OscarCache(Cache):
     attention (Qwen3-Next, Qwen3.5, Jamba) keep their unmodified state in transformers' own layers.
 
     Attention "oscar" passes the padding on to the cache. With other implementations, or to store
-    images, video and audio in streams of their own, call ``expect`` before a prompt.
+    images, video and audio in separate streams, call ``expect`` before a prompt.
 
     Args:
         policy: a KVPolicy or a preset's name.
@@ -103,7 +103,7 @@ class OscarCache(Cache):
     layers: list[Any]
     """An OscarLayer for each layer with attention, a LinearLayer for each with linear attention."""
     step: StepPlan | None
-    """Plan of the latest forward pass; None before the first one."""
+    """Plan of the latest forward pass; None before the first."""
     sigmas: Mapping[int, torch.Tensor | None] | None
     """Balancing by layer, for layers that have no keys yet; None if unknown."""
 
@@ -219,7 +219,7 @@ class OscarCache(Cache):
         return None
 
     def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> StepPlan:
-        """Return the plan of this forward pass, made at its first layer."""
+        """Return the plan of this forward pass; its first layer creates the plan."""
         step, rows = self.step, self.kv_manager.sequences
         if step is None or step.is_finished(layer.index):
             batch, _, tokens, _ = key_states.shape
@@ -244,7 +244,7 @@ class OscarCache(Cache):
 
     @property
     def linear_layers(self) -> list[LinearLayer]:
-        """Layers of linear attention, which store a state instead of keys and values."""
+        """Linear-attention layers, which store a state instead of keys and values."""
         return [layer for layer in self.layers if isinstance(layer, LinearLayer)]
 
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
@@ -379,8 +379,8 @@ class OscarCache(Cache):
         passes.
 
         Spare 16-bit slots become free. On a CPU, free slots also return to the device unless
-        another cache owns slots of the store: apart from its tables, a conversation takes no more
-        memory than in 16-bit precision.
+        another cache owns slots of the store, so that a conversation, apart from its tables, takes
+        no more memory than in 16-bit precision.
         """
         self.kv_manager.release_spare()
         if self.store.is_on_cpu and self.kv_manager.holds_all(

@@ -1,9 +1,9 @@
 """KV cache manager: maps every token of a sequence to a slot, once for all layers.
 
 It runs on the host; layers only move bytes. Callers and attention announce new tokens
-(``PendingModalities``). In a forward pass every layer receives the keys and values of the same new
-tokens. The KV cache manager plans their storage once (a ``StepPlan``: tokens to pack, slots to
-write), and every layer carries the plan out on its own pools.
+(``PendingModalities``). In a forward pass, every layer receives the keys and values of the same new
+tokens. The KV cache manager plans once where they are stored (a ``StepPlan``: tokens to pack, slots
+to write), and every layer carries out the plan on its own pools.
 
 New tokens are stored in 16-bit precision. A token that leaves the window is packed into the next
 place of its stream's last page. If that page is full, tokens wait until there are enough of them to
@@ -197,7 +197,7 @@ class KVCacheManager:
         return step
 
     def planned(self, modalities: np.ndarray) -> StepPlan | None:
-        """Plan the step of ``advance`` for (batch, 1) tokens in advance, changing no sequence.
+        """Plan ahead the step of ``advance`` for (batch, 1) tokens, without changing any sequence.
 
         If ``advance`` then receives the same tokens, the plan it returns refers to this one as
         ``planned``. What a layer writes for this plan becomes visible only after ``advance``. Free

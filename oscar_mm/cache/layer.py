@@ -252,7 +252,7 @@ class OscarLayer(CacheLayerMixin):
     def parts(
         self, places: TokenPlaces, dtype: torch.dtype
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield keys and values, (KV heads, n, head_dim) each, a part at a time.
+        """Yield keys and values, (KV heads, n, head_dim) each, part by part.
 
         They are in the model's coordinates, packed tokens first.
         """

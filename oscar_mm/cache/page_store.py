@@ -28,11 +28,11 @@ from oscar_mm.tensor_parallel import TPGroup
 _TRIMMING = 0.02
 """Maximum share of the time that may be spent on compaction."""
 _SMALL_BYTES = 1 << 26
-"""Bytes that a CPU moves in about 20 ms."""
+"""Number of bytes that a CPU moves in about 20 ms."""
 _GAIN = 128
 """Maximum number of bytes moved after an answer for each byte freed."""
 _COPY_BYTES = 1 << 26
-"""Bytes copied at once while a pool is compacted in place."""
+"""Number of bytes copied at a time while a pool is compacted in place."""
 
 
 class Pool:

@@ -46,8 +46,8 @@ def attend_stored(
 ) -> torch.Tensor:
     """Compute attention over a step's past and, causally, over its chunk; call before ``append``.
 
-    A short chunk attends to the packed pages (``oscar_mm.ops.decode``). For a longer one the past
-    is unpacked, a bounded part at a time.
+    A short chunk attends to the packed pages (``oscar_mm.ops.decode``). For a longer chunk, the
+    past is unpacked, a bounded part at a time.
 
     Args:
         layer: layer of the cache.
@@ -287,7 +287,7 @@ class LayerCall:
         return output.to(asked)
 
     def _stored(self, visible: torch.Tensor) -> torch.Tensor:
-        """Mask out tokens that are not stored: padding and forgotten ones."""
+        """Mask out tokens that are not stored: padding and forgotten tokens."""
 
         def real() -> torch.Tensor:
             return self._layer.cache.real_tokens(visible.shape[-1])[:, None, None]

@@ -220,7 +220,7 @@ class TokenPlacer:
         return own
 
     def _room(self, stream: ModalityTable) -> int:
-        """Return the free places of a stream's last page to which tokens can be appended."""
+        """Return the number of places in a stream's last page to which tokens can be appended."""
         return stream.room if self._appends_tokens else 0
 
     def _write(self, row: int, stream: ModalityTable, new: Indices, slots: list[int]) -> None:
@@ -341,7 +341,7 @@ def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, 
 
 
 def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
-    """Return the bytes by which pools grow if they have no free slots at first and never shrink.
+    """Return by how many bytes pools grow if they have no free slots at first and never shrink.
 
     Args:
         slots: slot counts of a ``SlotForecast``, by bits.

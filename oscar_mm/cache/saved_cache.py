@@ -151,7 +151,7 @@ def cache_content(
 
 @dataclass(frozen=True)
 class SavedCache:
-    """Checked content of a file. Any thread may read it, since this touches no store.
+    """Checked content of a file. Any thread may read a file, since reading touches no store.
 
     Attributes:
         policy: policy of the cache.
@@ -452,6 +452,6 @@ def _check_balancing(
     has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
     for index, about in enumerate(layers):
         if has_pages and not about["balanced"]:
-            raise ValueError(f"layer {index}: has pages, but no choice of balancing")
+            raise ValueError(f"layer {index} has pages, but no choice of balancing")
         if policy.balance is None and f"layer.{index}.sigma" in tensors:
             raise ValueError(f"layer {index}: sigma contradicts the policy, which has no balancing")

@@ -67,7 +67,7 @@ class Snapshot:
         return cls(tables, layers)
 
     def placed(self, cache: Any) -> None:
-        """Fill an empty ``OscarCache``, using the devices that the copied tensors are on."""
+        """Restore into an empty ``OscarCache``, on the devices that the copied tensors are on."""
         for index, found in enumerate(self.layers):
             if isinstance(found, LinearLayer):
                 cache.layers.append(found)

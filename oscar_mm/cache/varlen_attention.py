@@ -134,7 +134,7 @@ def varlen_batches(step: StepPlan, device: torch.device) -> Iterator[VarlenBatch
     past, lengths = step.past, step.lengths or []
     keys = [row.stored + new for row, new in zip(past, lengths, strict=True)]
     ends = list(accumulate(lengths, initial=0))
-    begins, filled = [0], 0  # A long row gets a batch of its own.
+    begins, filled = [0], 0  # A long row gets its own batch.
     for row, count in enumerate(keys):
         if row and filled + count > _MAX_KEYS:
             begins.append(row)

@@ -259,7 +259,7 @@ class Chat:
         for _ in reading:
             pass
         if reading.cancelled:
-            raise Cancelled("the turn was cancelled before it was read")
+            raise Cancelled("the turn was cancelled before it was prefilled")
 
     def _drop(self, request: Request | None) -> None:
         """Release the pages of a request that has begun but has not become a turn."""
@@ -390,7 +390,7 @@ class Chat:
             write_checked(path, *content)
 
     def cancel(self) -> None:
-        """End the current turn and refuse later ones; then call ``close``. Safe from any thread.
+        """End the current turn, and any later turn at once. Safe from any thread; then ``close``.
 
         A turn without any text raises ``Cancelled`` in the thread that waits for it.
         """

@@ -38,7 +38,7 @@ class PastTurn(NamedTuple):
 
 
 def prefill_groups(turns: Iterable[PastTurn]) -> Iterator[list[PastTurn]]:
-    """Group turns by prefill pass: short turns together, each turn with media alone.
+    """Group turns by prefill pass: short turns together, each turn with media separately.
 
     Groups are small so that other requests can run in between; the media of a turn are decoded just
     before its pass.

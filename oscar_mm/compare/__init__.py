@@ -1,1 +1,1 @@
-"""Compare methods of storing keys and values, on the same prompts and 16-bit answers."""
+"""Comparison of methods that store keys and values, on the same prompts and 16-bit answers."""

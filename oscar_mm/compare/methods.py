@@ -1,4 +1,4 @@
-"""Methods to compare, by name, with their sources."""
+"""Lists of the methods to compare, with their names and sources."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class QuantizedCacheMethod:
         return self
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:
-        """See ``Paged.restored_from``; a token is restored as soon as ``like`` packs it."""
+        """See ``Paged.restored_from``; a token is restored once ``like`` packs it."""
         return self.like.restored_from(ids, prompt)
 
     def memory(self, layers: Sequence[LayerStates], ids: Tensor) -> None:

@@ -55,7 +55,8 @@ class Call(Generic[Result]):
             self._end()
 
     def run(self) -> None:
-        """Run the function as ``attempt`` does, but let lack of memory end the call as an error."""
+        """Run the function as ``attempt`` does, but end the call with an error if memory is
+        lacking."""
         try:
             self.attempt()
         except MemoryBusy as error:

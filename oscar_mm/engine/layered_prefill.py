@@ -152,8 +152,7 @@ class LayeredPrefill:
         self._step(math.ceil(waited / (share * step_seconds)) if step_seconds else 1, step_seconds)
 
     def stop_if_cancelled(self, *_: object) -> None:
-        """Stop a cancelled prefill: a forward hook of tower layers, also called after decoder
-        layers.
+        """Stop a cancelled prefill; forward hook of tower layers, also called after decoder layers.
 
         Raises:
             Cancelled: if all requests of the prompts were cancelled.

@@ -213,7 +213,7 @@ def _message(given: Any, place: str, loose: _Loose) -> Message:
         raise InputError(f"{place}: role must be one of {', '.join(_ROLES)}, not {shown(role)}")
     known = {"role", "content", *_FIELDS.get(role, ())}
     if unknown := sorted(map(str, given.keys() - known)):
-        raise InputError(f"{place}: {', '.join(unknown)} is not supported; leave it out")
+        raise InputError(f"{place}: unsupported fields ({', '.join(unknown)}); leave them out")
     content, name = given.get("content"), f"{place}.content"
     content = [content] if isinstance(content, str) else [] if content is None else content
     parts = tuple(_parts(content, name, loose))
@@ -253,7 +253,7 @@ def _parts(given: Any, place: str, loose: _Loose) -> Iterator[Part]:
         elif isinstance(part, Mapping):
             yield _part(part, here, loose)
         else:
-            raise InputError(f"{here} must be a text, a dict or a PIL image, not {_type(part)}")
+            raise InputError(f"{here} must be a string, a dict or a PIL image, not {_type(part)}")
 
 
 def _part(given: Mapping[str, Any], place: str, loose: _Loose) -> Part:
@@ -262,7 +262,7 @@ def _part(given: Mapping[str, Any], place: str, loose: _Loose) -> Part:
         _check_keys(given, ("text",), place)
         text = given.get("text", "")
         if not isinstance(text, str):
-            raise InputError(f"{place}: text must be text, not {_type(text)}")
+            raise InputError(f"{place}: text must be a string, not {_type(text)}")
         return text
     if kind == "input_audio":
         _check_keys(given, (kind,), place)
@@ -296,7 +296,7 @@ def _options(given: Mapping[str, Any], place: str) -> MediaOptions:
 
 def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
     if unknown := sorted(map(str, given.keys() - {"type", *known})):
-        raise InputError(f"{place}: {', '.join(unknown)} is not supported; leave it out")
+        raise InputError(f"{place}: unsupported fields ({', '.join(unknown)}); leave them out")
 
 
 def _as_source(source: Any) -> Any:

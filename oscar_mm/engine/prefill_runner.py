@@ -189,7 +189,7 @@ class PrefillRunner:
                     *(self.family.model, self.family.concatenate(own), lengths, view),
                     every_token=every_token,
                 )
-            if view.pop_overflow():  # The row is unknown: the caller prefills each prompt alone.
+            if view.pop_overflow():  # Row unknown: the caller prefills each prompt separately.
                 raise FloatingPointError(NOT_STORABLE)
             logits += found.split(lengths if every_token else 1)
         return logits

@@ -173,7 +173,8 @@ class Scheduler:
         self._batches.settle_ended()
 
     def _dequeue(self, entry: Request | Call) -> None:
-        """Remove an entry, and have the queue retried, since this entry may have blocked it."""
+        """Remove an entry from the queue, and have the queue retried, in case the entry blocked
+        it."""
         self._batches.freed = True
         with suppress(ValueError):
             self._queue.remove(entry)

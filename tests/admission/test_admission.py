@@ -262,5 +262,5 @@ def test_memory_of_a_device(vl: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch
     # Free when it was asked, and taken by others when its turn comes.
     stream = pipe.stream(PICTURES[:1], "What?", max_new_tokens=4)
     free["cpu"] = 1000
-    with nothing_runs(pipe), pytest.raises(MemoryBusy, match=r"1\.00 KB are free on cpu"):
+    with nothing_runs(pipe), pytest.raises(MemoryBusy, match=r"1\.00 KB is free on cpu"):
         list(stream)

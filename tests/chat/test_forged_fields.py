@@ -175,7 +175,7 @@ def test_turns_that_contradict_the_tables(chat, tmp_path) -> None:
     ids[0, span["start"]] = 5
     forged = {
         "forgotten tokens": turns(forget_another),
-        "another modality": turns(lambda x: x[0]["media"][0].update(modality=3)),
+        "a different modality": turns(lambda x: x[0]["media"][0].update(modality=3)),
         "disagree on modalities": ({**tensors, "given.token_ids": ids}, text),
         "the end of the previous answer": turns(lambda x: x[1].update(pending=[1, 2])),
         "unknown finish_reason": turns(lambda x: x[1].update(finish_reason="cat")),

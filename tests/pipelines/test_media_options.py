@@ -358,8 +358,8 @@ REFUSED = [
         "1x999 have a ratio of more than 200:1; give",
     ),
     ("image", {"detail": "tiny"}, "detail='tiny': must be one of auto, low, high"),
-    ("image", {"fps": 2}, r"fps is not supported; leave it out"),
-    ("video", {"detail": "low"}, r"detail is not supported; leave it out"),
+    ("image", {"fps": 2}, r"unsupported fields \(fps\); leave them out"),
+    ("video", {"detail": "low"}, r"unsupported fields \(detail\); leave them out"),
 ]
 
 

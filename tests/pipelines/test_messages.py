@@ -210,12 +210,12 @@ def test_parts_without_a_source_take_the_other_argument() -> None:
         (["What?"], r"messages\[0\] must be a dict with role and content, not str"),
         ([{"content": "a"}], r"messages\[0\]: role must be one of"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content must be a list of texts"),
-        ([{"role": "user", "content": [5]}], r"content\[0\] must be a text, a dict or a PIL"),
+        ([{"role": "user", "content": [5]}], r"content\[0\] must be a string, a dict or a PIL"),
         ([{"role": "user", "content": [{"type": "cat"}]}], r"type must be one of text, image"),
-        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "text must be text, not"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "text must be a string"),
         (
             [{"role": "user", "content": [{"type": "image", "image": "a.png", "size": 5}]}],
-            r"messages\[0\].content\[0\]: size is not supported; leave it out",
+            r"messages\[0\].content\[0\]: unsupported fields \(size\); leave them out",
         ),
         (
             [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "?"}}]}],

@@ -275,9 +275,9 @@ def test_what_is_refused(where, options: dict[str, Any], field: str) -> None:
 
 def test_media_and_long_prompts_are_refused(pipe, where, asked) -> None:
     for token in pipe.family.placeholders:
-        with pytest.raises(openai.BadRequestError, match="stands for a medium"):
+        with pytest.raises(openai.BadRequestError, match="stands for media"):
             asked(f"What is {token}?")
-        with pytest.raises(openai.BadRequestError, match="stands for a medium"):
+        with pytest.raises(openai.BadRequestError, match="stands for media"):
             asked(pipe.processor.tokenizer(token)["input_ids"])
     with pytest.raises(openai.BadRequestError) as caught:
         asked([5] * (pipe.max_context + 1))

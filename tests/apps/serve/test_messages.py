@@ -218,7 +218,7 @@ def test_fields_about_reasoning() -> None:
         ({"messages": [user(text("a"), {"type": "image"})]}, "messages[0].content[1]: source must"),
         (
             {"messages": [user(RESULT, {**SHOWN, "source": BROKEN})]},
-            "messages[0].content[1] is not valid base64",
+            "messages[0].content[1]: is not valid base64",
         ),
         (
             {"messages": [user(text("a"), {**RESULT, "content": [{"type": "cat"}]})]},
@@ -226,7 +226,7 @@ def test_fields_about_reasoning() -> None:
         ),
         (
             {"messages": [user({**RESULT, "content": [SHOWN | {"source": BROKEN}]}, text("a"))]},
-            "messages[0].content[0].content[0] is not valid base64",
+            "messages[0].content[0].content[0]: is not valid base64",
         ),
         (
             {"messages": [{"role": "assistant", "content": [USED | {"input": "a"}]}, user("a")]},

@@ -164,7 +164,7 @@ def test_structured_output(options: dict, expected: Grammar | None) -> None:
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs: structural_tag"),
         ({"guided_choice": []}, "guided_choice: must be a list of 1 to 1,024"),
         ({"guided_json": "["}, "guided_json: must be a JSON schema"),
-        ({"guided_regex": "a" * 70_000}, "guided_regex: has 70,000 characters"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex has 70,000 characters"),
     ],
 )
 def test_structured_output_that_is_refused(options: dict, expected: str) -> None:
