@@ -116,7 +116,7 @@ class PendingModalities:
         rows, known = self._ids.shape
         if known < tokens or batch % rows:
             raise InputError(
-                f"expect() announced ({rows}, {known}) tokens, but ({batch}, {tokens}) came"
+                f"expect() announced ({rows}, {known}) tokens, but ({batch}, {tokens}) arrived"
             )
         # Beam search repeats each prompt.
         taken = np.repeat(self._ids[:, :tokens], batch // rows, axis=0)

@@ -141,7 +141,7 @@ def test_tokens_that_were_not_announced(shape: tuple[int, int]) -> None:
     cache = OscarCache()
     cache.expect(torch.zeros(shape))
     _, keys, values = chunk(0, 5, batch=3)
-    with pytest.raises(InputError, match=rf"announced \({shape[0]}, {shape[1]}\).*\(3, 5\) came"):
+    with pytest.raises(InputError, match=rf"announced \({shape[0]}, {shape[1]}\).*\(3, 5\) arriv"):
         cache.update(keys, values, 0)
     cache.expect(torch.zeros(3, 5))
     cache.update(keys, values, 0)
