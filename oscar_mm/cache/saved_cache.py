@@ -378,7 +378,7 @@ def _checked_shapes(
     for name in [name for name in rest if name.startswith("given.")]:
         del rest[name]
     if len(kinds) - len(rest) > _MAX_GIVEN:
-        raise ValueError(f"it has too many ({len(kinds) - len(rest)}) tensors from the caller")
+        raise ValueError(f"it has {len(kinds) - len(rest)} tensors from the caller, too many")
     SavedTables.check_kinds(rest)
     slots: dict[Bits, int] = {}
     shapes = []
