@@ -38,8 +38,8 @@ class BatchView(OscarCache):
         """Set the rows of the batch.
 
         Args:
-            caches: caches of one row each, or empty ones, that ``can_take`` accepts; None marks
-                padding, whose output is ignored.
+            caches: caches with one row or none that ``can_take`` accepts; None marks padding, whose
+                output is ignored.
         """
         self._caches = list(caches)
         self.kv_manager.changes += 1

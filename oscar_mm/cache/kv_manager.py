@@ -197,7 +197,7 @@ class KVCacheManager:
         return step
 
     def planned(self, modalities: np.ndarray) -> StepPlan | None:
-        """Plan ahead the step of ``advance`` for (batch, 1) tokens, without changing any sequence.
+        """Plan ahead what ``advance`` will do for (batch, 1) tokens; no sequence changes.
 
         If ``advance`` then receives the same tokens, the plan it returns refers to this one as
         ``planned``. What a layer writes for this plan becomes visible only after ``advance``. Free

@@ -192,7 +192,7 @@ class OscarLayer(CacheLayerMixin):
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan, *, beside: bool = False
     ) -> None:
-        """Store a chunk's keys and values as the step plans.
+        """Store a chunk's keys and values according to a step plan.
 
         Args:
             keys, values: (batch, KV heads, tokens, head_dim) of the chunk.

@@ -145,8 +145,8 @@ class TokenPlacer:
     def _take_one(self, row: int, sequence: SequenceTable, modality: int) -> None:
         """Place the token of a decode step.
 
-        It takes a spare slot, and the token that leaves the window gives up its own slot, so most
-        steps allocate nothing.
+        The new token takes a spare slot, and the token that leaves the window gives up its own
+        slot, so most steps allocate nothing.
         """
         if modality == PADDING:
             sequence.codes.append(NOWHERE)

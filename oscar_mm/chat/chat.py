@@ -118,7 +118,7 @@ class Chat:
             messages: all messages since the last answer, instead of the arguments above; the last
                 message must be from a user or a tool, see
                 ``oscar_mm.engine.message_lists.messages_from``.
-            use_audio_in_video: also use the audio tracks of video files.
+            use_audio_in_video: whether to also use the audio tracks of video files.
             options: see ``oscar_mm.engine.request_options.QuestionOptions``.
 
         Returns:
@@ -154,8 +154,8 @@ class Chat:
         Args:
             prompt, images, videos, audio, parts, messages, use_audio_in_video, options: see
                 ``ask``.
-            cut_to_fit: lower ``max_new_tokens`` to what context, budget and memory allow, instead
-                of refusing a turn whose longest possible answer does not fit.
+            cut_to_fit: whether to lower ``max_new_tokens`` to what context, budget and memory
+                allow, instead of refusing a turn whose longest possible answer does not fit.
             tools: the chat's tools, with a different tool choice for this turn.
 
         Returns:
@@ -445,9 +445,10 @@ class Chat:
         """Return what ``begin`` returns for the conversation and its next prompt.
 
         Args:
-            prepare: builds the prompt in the calling thread, so that other requests run meanwhile.
+            prepare: function that builds the prompt; runs in the calling thread, so that other
+                requests run meanwhile.
             max_new_tokens: number of output tokens that must fit after the prompt.
-            begin: runs in the engine thread; never returns None.
+            begin: function that runs in the engine thread; must not return None.
         """
         pipe = self.pipe
 

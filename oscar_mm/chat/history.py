@@ -24,7 +24,7 @@ class PastTurn(NamedTuple):
     """A turn that took place elsewhere, see ``Chat.tell_all``.
 
     Attributes:
-        messages: messages of the question; the last one is the user's.
+        messages: messages of the question; the last is from the user.
         answer: the assistant's message; may be empty.
     """
 

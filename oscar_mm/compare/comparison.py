@@ -127,8 +127,8 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each method: "method", bits per value and ``Scores.summary``.
 
-        For a method that does not apply to the prompts, the row has only "method" and, with the
-        reason, "missing".
+        For a method that does not apply to the prompts, the row has only "method" and "missing"
+        (the reason).
         """
         rows = []
         for method in self.methods:
@@ -430,8 +430,8 @@ class PassageComparison:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each method, then a row for each policy that also read token by token.
 
-        For a method that does not apply to the passages, the row has only "method" and, with the
-        reason, "missing". The other rows have "method", bits per value ("page_bits" in pages,
+        For a method that does not apply to the passages, the row has only "method" and "missing"
+        (the reason). The other rows have "method", bits per value ("page_bits" in pages,
         "held_bits" in a whole cache, None if not measured), ``Scores.summary``, and, with a
         standard error over passages ("..._error"): "perplexity" of the text; "perplexity_ratio" to
         the 16-bit cache's, passage by passage; and "kl_ratio" to the published recipe's KL, if that

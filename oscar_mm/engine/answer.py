@@ -121,8 +121,9 @@ class AnswerStream:
 
     Args:
         pieces: generator of the pieces, followed by the complete answer.
-        cancel: ends the answer, from any thread; if None, the answer ends at its next piece.
-        taken: called with the thread that reads the pieces for a coroutine.
+        cancel: function that ends the answer, from any thread; if None, the answer ends at its next
+            piece.
+        taken: function called with the thread that reads the pieces for a coroutine.
         delivery: how the pieces are delivered; changed by ``complete``, which needs no pieces.
     """
 

@@ -63,8 +63,8 @@ class AsyncPieces(Generic[T]):
 
     Args:
         pieces: iterator over the pieces, which may block.
-        cancel: ends the answer; called from any thread.
-        begun: called with the thread that reads the pieces once it runs.
+        cancel: function that ends the answer; called from any thread.
+        begun: function called with the thread that reads the pieces, once it runs.
     """
 
     def __init__(

@@ -187,7 +187,7 @@ class ChatFormat:
         Args:
             name: name of the text, for the error message.
             text: text from a user.
-            calls: allow tool-call markers, as in answers.
+            calls: whether to allow tool-call markers, as in answers.
 
         Raises:
             InputError: if the text contains a control token.
@@ -214,7 +214,7 @@ class ChatFormat:
         ]
         before, _, after = texts[0].partition(ANSWER)
         if not texts[1].startswith(before):
-            before = before.rstrip(" ")  # Mistral's writes one before text, none before calls.
+            before = before.rstrip(" ")  # Mistral's has one before text, none before calls.
         written = texts[1].removeprefix(before).removesuffix(after)
         if len(written) + len(before) + len(after) != len(texts[1]) or not all(
             call.name in written for call in answer.tool_calls

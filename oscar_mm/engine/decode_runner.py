@@ -18,7 +18,7 @@ from oscar_mm.modality import PADDING
 from oscar_mm.tensor_parallel import TPGroup
 
 _CAPTURED = (1, 2, 4, *range(8, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
-"""Batch sizes for which steps are captured; beyond the last one, its multiples."""
+"""Batch sizes for which steps are captured; above the largest, its multiples are captured."""
 
 
 class RequestState:

@@ -98,7 +98,7 @@ class Detokenizer:
         """Return the text added by tokens since the last call; "" while it may be incomplete.
 
         Args:
-            whole_characters: withhold text that ends with an incomplete character.
+            whole_characters: whether to withhold text that ends with an incomplete character.
         """
         text = self._decode(self._before + self.token_ids[self._context :])
         known = self._known

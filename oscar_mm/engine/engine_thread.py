@@ -60,7 +60,7 @@ class _Waiter:
     """Thread that waits for the engine's steps.
 
     Attributes:
-        is_done: returns whether the thread's wait is over; called by the engine thread.
+        is_done: function that returns whether the wait is over; called by the engine thread.
         ready: event set once ``is_done`` returns True.
         left: whether the thread no longer waits.
     """

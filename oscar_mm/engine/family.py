@@ -208,7 +208,7 @@ class Family(ChatFormat, ABC):
             )
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
-        """Return by how many positions a run of tokens may advance the following tokens.
+        """Return the numbers of positions by which a run of tokens may advance later tokens.
 
         Args:
             modality: modality of the run.

@@ -39,8 +39,8 @@ def layered_prefill(
         batches: requests that decode.
         cache: cache that the prompts are written to.
         prompts: prompts of the pass.
-        cancelled: returns whether all requests of the prompts were cancelled; if so, prefill stops,
-            provided that ``RunningBatches.steps_while_reading``.
+        cancelled: function that returns whether all requests of the prompts were cancelled; if so,
+            prefill stops, provided that ``RunningBatches.steps_while_reading``.
 
     Raises:
         Cancelled: if ``cancelled`` returned True; the cache can only be reset or closed.
@@ -94,7 +94,7 @@ class LayeredPrefill:
         cache: cache that the prompts are written to.
         prompts: prompts of the pass. If they are short and no requests decode, the host does not
             wait for layers.
-        cancelled: returns whether all requests of the prompts were cancelled.
+        cancelled: function that returns whether all requests of the prompts were cancelled.
     """
 
     def __init__(

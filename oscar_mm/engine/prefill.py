@@ -165,7 +165,7 @@ def _grids(grid: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _joined_outputs(parts: list[Any]) -> Any:
-    """Concatenate tensors, or lists of tensors element by element; empties the list."""
+    """Concatenate tensors, or lists of tensors element by element, and empty the list."""
     if isinstance(parts[0], torch.Tensor):
         whole = torch.cat(parts)
         parts.clear()
@@ -240,7 +240,7 @@ def length(arguments: dict[str, Any]) -> int:
 
 
 def joined(parts: list[dict[str, Any]], layout: InputLayout) -> dict[str, Any]:
-    """Join the decoder arguments of consecutive parts of a row; empties the list.
+    """Join the decoder arguments of consecutive parts of a row, and empty the list.
 
     The features of the result can be read only once.
     """

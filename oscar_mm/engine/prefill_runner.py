@@ -114,7 +114,8 @@ class PrefillRunner:
             prompt: prompt of a single row.
             cache: cache to extend; may contain a past, such as earlier turns. Incomplete after an
                 error.
-            cancelled: returns whether the request was cancelled; called after each layer.
+            cancelled: function that returns whether the request was cancelled; called after each
+                layer.
 
         Returns:
             (1, vocabulary) logits of the last token.
@@ -168,7 +169,7 @@ class PrefillRunner:
             prompts: prompts of a single row each.
             caches: a distinct cache for each prompt.
             every_token: whether to return the logits of every token; short prompts only.
-            cancelled: returns whether all of the prompts' requests were cancelled.
+            cancelled: function that returns whether all of the prompts' requests were cancelled.
 
         Returns:
             Logits of each prompt: (1, vocabulary), or (tokens, vocabulary) with ``every_token``.

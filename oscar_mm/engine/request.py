@@ -136,7 +136,7 @@ class Request(RequestState):
     def take_pieces(self) -> list[Piece]:
         """Remove the queued pieces, perhaps none, from the iterator and return them.
 
-        Call it only from the thread that consumes the request.
+        Call this only from the thread that consumes the request.
         """
         return [self._pieces.popleft() for _ in range(len(self._pieces))]
 

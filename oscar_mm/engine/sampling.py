@@ -34,7 +34,7 @@ MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 _UNBOUNDED = -1
-"""``thinking_token_budget`` that means no limit, as in vLLM."""
+"""Value of ``thinking_token_budget`` for no limit, as in vLLM."""
 
 
 class SamplingOptions(TypedDict, total=False):
