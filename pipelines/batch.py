@@ -1,4 +1,4 @@
-"""Batch: many requests with prompts and media of any size, several at a time."""
+"""Batch: answers many requests, with prompts and media of any size, several at a time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Answer to one request, or its error.
+    """Answer to one request, or the error that prevented it.
 
     Attributes:
         index: index of the request, from 0.
-        answer: the answer, as if the request ran alone; None if it failed.
-        error: reason for the failure; InputError for an invalid request.
+        answer: the same answer as if the request ran alone; None if it failed.
+        error: reason for the failure, such as InputError for an invalid request; else None.
     """
 
     index: int
@@ -35,7 +35,7 @@ class BatchResult:
 def batch_results(
     pipe: Pipeline, requests: Iterable[Mapping[str, Any]], batch_size: int, max_tokens: int
 ) -> Iterator[BatchResult]:
-    """Answer many requests, see ``Pipeline.batch``; yield results in the order they finish.
+    """Answer many requests and yield results as they finish; see ``Pipeline.batch``.
 
     Raises:
         InputError: if ``requests`` is not a list of requests, or a limit is invalid.
@@ -77,7 +77,7 @@ def _results(
 
 
 def _new_request(pipe: Pipeline, arguments: Any) -> Request:
-    """Check the arguments of a request, decode its media and create it."""
+    """Check the arguments of a request, decode its media and create the request."""
     start = time.perf_counter()
     if not isinstance(arguments, Mapping):
         raise InputError(f"a request must be a dict, not {type(arguments).__name__}")
@@ -102,7 +102,7 @@ def _new_request(pipe: Pipeline, arguments: Any) -> Request:
 
 
 def _next_results(pipe: Pipeline, running: dict[Request, int]) -> Iterator[BatchResult]:
-    """Run until some requests have ended, remove them and yield their results."""
+    """Run until some requests have finished, remove them and yield their results."""
     for answer in pipe.engine.next_ended(running):
         index = running.pop(answer)
         try:

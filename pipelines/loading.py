@@ -1,6 +1,6 @@
-"""Loading of checkpoints: family, processor and dtype; Placement: devices of the weights.
+"""Load checkpoints with their family, processor and dtype; Placement: devices for the weights.
 
-Weights go to one device, by layers to several, or in parts to processes.
+Weights go to one device, layer by layer to several devices, or in parts to several processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CONFIG_KEYS = (
     "trust_remote_code",
     "subfolder",
 )
-"""Names of model_kwargs that also apply to configuration and processor."""
+"""Keys of model_kwargs that also apply to the configuration and the processor."""
 
 _OWN_ARGUMENTS = {
     "attn_implementation": "attn_implementation",
@@ -44,16 +44,16 @@ _OWN_ARGUMENTS = {
     "tp_plan": "tp_plan",
     "tp_size": "tp_plan",
 }
-"""Names not allowed in model_kwargs, and the pipeline's arguments for them."""
+"""Keys not allowed in model_kwargs, and the pipeline arguments to use instead."""
 _WHOLE = "replicated_with_grad_allreduce"
-"""Style of transformers that leaves a module whole on every rank; it has an effect in training."""
+"""Tensor-parallel style that keeps a whole module on every rank; it only matters in training."""
 _LAYERS = {
     name: style
     for name, style in (Qwen3MoeConfig.base_model_tp_plan or {}).items()
     if style != _WHOLE
 }
-"""Styles of a decoder's modules, which have the same names in all our families. The families' own
-plans in transformers lack Qwen3-VL's layers and, on 5.17, the sum over experts, and contain rules
+"""Tensor-parallel styles of decoder modules, which have the same names in all our families.
+transformers' own plans lack Qwen3-VL's layers and, in 5.17, the sum over experts, and contain rules
 for the talker that 5.23 cannot apply."""
 
 
@@ -67,22 +67,21 @@ def load(
     towers: str | None,
     model_kwargs: Mapping[str, Any],
 ) -> Family:
-    """Load a checkpoint as a family, with decoder attention set to "oscar".
+    """Load a checkpoint as a family, with the decoder's attention set to "oscar".
 
     Args:
-        model: name of a bundled model, hub id, folder, or a loaded model (whose decoder attention
-            is then set; with other caches it is the same as "sdpa").
-        processor: processor of a loaded model; by default loaded from the model's origin.
+        model: name of a bundled model, hub id, folder, or a loaded model (its decoder's attention
+            is changed; with other caches, the new one equals "sdpa").
+        processor: processor of a loaded model; by default loaded from where the model came from.
         pipeline: name of the pipeline, see ``pipeline_of``.
-        placement: devices of the weights; a loaded model can only be moved to a device.
+        placement: devices for the weights; a loaded model can only be moved to a single device.
         dtype: dtype of the weights, see ``dtype_of``.
-        towers: attention implementation of vision and audio towers; None for "sdpa", or that of a
-            loaded model.
+        towers: attention implementation of the vision and audio towers; None for "sdpa", or
+            whatever a loaded model uses.
         model_kwargs: arguments of ``from_pretrained``.
 
     Raises:
-        InputError: if there is no such model, it is not supported, or arguments contradict each
-            other.
+        InputError: if there is no such model, it is not supported, or arguments conflict.
     """
     if isinstance(model, PreTrainedModel):
         for name, value in (
@@ -111,7 +110,7 @@ def load(
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
     quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
     if quantized and target is not None:
-        # Quantized weights may not be movable after loading (bitsandbytes).
+        # Quantized weights (bitsandbytes) may not be movable after loading.
         options["device_map"], target = {"": target}, None
     if processor is None:
         processor = _processor(source, shared)
@@ -128,7 +127,7 @@ def load(
 
 
 def outline(model: str | Path) -> Family:
-    """Create a family without weights, from configuration and processor alone.
+    """Create a family without weights, from the configuration and processor alone.
 
     Args:
         model: name of a bundled model, hub id or folder.
@@ -179,7 +178,7 @@ def _check_model_kwargs(model_kwargs: Any) -> None:
         raise InputError(f"model_kwargs must be a dict, not {type(model_kwargs).__name__}")
     for key, argument in _OWN_ARGUMENTS.items():
         if key in model_kwargs:
-            raise InputError(f"model_kwargs[{key!r}]: give it as {argument}=... of the pipeline")
+            raise InputError(f"model_kwargs[{key!r}]: pass {argument}=... to the pipeline instead")
 
 
 def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | None) -> None:
@@ -207,9 +206,9 @@ def _processor(source: str, options: dict[str, Any]) -> Any:
 
 
 def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
-    """Return a dtype; the default is the checkpoint's on a GPU and float32 on a CPU.
+    """Return a dtype; by default the checkpoint's on a GPU, and float32 on a CPU.
 
-    A CPU is slow in 16-bit precision.
+    CPUs are slow in 16-bit precision.
 
     Raises:
         InputError: if the dtype is unknown.
@@ -229,14 +228,15 @@ def first_line(error: Exception) -> str:
 
 
 class Placement:
-    """Devices of a checkpoint's weights, given by at most one of the arguments.
+    """Where a checkpoint's weights go; at most one argument may be given.
 
     Args:
         device: "cuda", "cpu", ...; by default a GPU if there is one.
-        device_map: device map of transformers: "auto", "balanced", ..., or a device by module.
-            Layers go to different devices, each with the pages of its keys and values.
-        tp_plan: "auto", or styles of transformers by module. Each process started by torchrun gets
-            a part of every layer, and stores the keys and values of its own heads.
+        device_map: a transformers device map: "auto", "balanced", ..., or a dict from module to
+            device. Layers go to different devices, each with the pages of its keys and values.
+        tp_plan: "auto", or a dict from module to one of transformers' tensor-parallel styles. Each
+            process started by torchrun gets a part of every layer, and stores the keys and values
+            of its own heads.
 
     Raises:
         InputError: if more than one argument is given, a device cannot be used, or tp_plan is used
@@ -254,9 +254,7 @@ class Placement:
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} cannot be combined: give one of them")
         if tp_plan is not None and tp_plan != "auto" and not isinstance(tp_plan, Mapping):
-            raise InputError(
-                f"tp_plan={tp_plan!r}: must be 'auto' or a mapping of modules to styles"
-            )
+            raise InputError(f"tp_plan={tp_plan!r}: must be 'auto' or a dict from module to style")
         self.given = given
         self.device_map = device_map
         self.tp_plan = None if tp_plan is None or _processes() == 1 else tp_plan
@@ -272,7 +270,7 @@ class Placement:
         return self.target.type == "cpu"
 
     def arguments(self, auto_class: Any, config: Any) -> dict[str, Any]:
-        """Return arguments for ``from_pretrained``; the model then moves to ``target``, if set.
+        """Return arguments for ``from_pretrained``; then move the model to ``target``, if set.
 
         Raises:
             InputError: if the heads cannot be divided among the processes.
@@ -290,10 +288,10 @@ class Placement:
 
 
 def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
-    """Return the transformers styles of what is divided: heads, MLPs, experts and output layer.
+    """Return the tensor-parallel styles of the sharded modules: heads, MLPs, experts, output layer.
 
     Args:
-        model: a model, which may have no weights.
+        model: a model, with or without weights.
         count: number of processes.
     """
     family = family_of(model.config.model_type)
@@ -305,7 +303,7 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
     layers = dict(_LAYERS)
     if whole := family.undivided.get(model.config.model_type):
         layers |= {name: _WHOLE for name in layers if whole in name}
-    # Newer versions of transformers merge the model's own rules in, so each is overridden.
+    # Newer versions of transformers merge the model's own rules in, so override each of them.
     plan = dict.fromkeys(model.tp_plan, _WHOLE)
     plan |= {f"{decoder}.{name}": style for name, style in layers.items()}
     if writer.get_output_embeddings().out_features % count == 0:
@@ -316,14 +314,14 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
 
 
 def meta_model(auto_class: Any, config: Any) -> PreTrainedModel:
-    """Create a model on the meta device: shapes without weights."""
+    """Create a model on the meta device, without weights."""
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with torch.device("meta"):
         return make(config)
 
 
 def device_of(device: str | torch.device | None) -> torch.device:
-    """Return a device by name; by default a GPU if there is one.
+    """Return the device of a name; by default a GPU if there is one.
 
     Raises:
         InputError: if the device cannot be used.

@@ -1,6 +1,6 @@
-"""OscarOmniPipeline: answers questions about recordings, images and videos in text or speech.
+"""OscarOmniPipeline: answers questions about audio, images and videos in text or speech.
 
-Speech comes from Qwen3-Omni's own ``generate``, together with the text.
+Spoken answers, speech and text, come from Qwen3-Omni's own ``generate``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ARGUMENTS = (
     *("use_audio_in_video", "speak", "speaker"),
 )
 SAMPLE_RATE = 24_000
-"""Samples per second of Qwen3-Omni's speech."""
+"""Sample rate of Qwen3-Omni's speech, in Hz."""
 _USUAL_SPEAKER = "ethan"
 _SPOKEN_OPTIONS = (
     *("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -44,7 +44,7 @@ _SPOKEN_OPTIONS = (
 
 
 class OscarOmniPipeline(Pipeline):
-    """Pipeline of Qwen3-Omni for recordings, images and videos, with a packed KV cache.
+    """Pipeline for Qwen3-Omni: audio, images and videos, with a packed KV cache.
 
     ::
 
@@ -77,15 +77,15 @@ class OscarOmniPipeline(Pipeline):
 
         Args:
             images, prompt, videos: see ``OscarVLPipeline``.
-            audio: one recording or a list of recordings: path of a sound file, bytes, a pair
-                (samples, rate), or with ``allow_remote`` an http(s) address. None or [] for none.
+            audio: one recording or a list of recordings: path of an audio file, bytes, a pair
+                (samples, rate), or with ``allow_remote`` an http(s) URL. None or [] for none.
             system: system prompt.
-            messages: a whole conversation in place of a prompt, see ``OscarVLPipeline``.
-            use_audio_in_video: use the sound of video files too, interleaved with the frames.
+            messages: a whole conversation instead of a prompt, see ``OscarVLPipeline``.
+            use_audio_in_video: also use the audio tracks of videos, interleaved with the frames.
             speak: also speak the answer: ``answer.speech``, float32 mono at
                 ``answer.sample_rate``. Needs a checkpoint with a talker; options that end the
                 answer early or edit logits are not supported.
-            speaker: voice, one of the checkpoint's names; by default "Ethan", or its first voice.
+            speaker: name of one of the checkpoint's voices; by default "Ethan", or the first voice.
             options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
                 for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
 
@@ -123,10 +123,10 @@ class OscarOmniPipeline(Pipeline):
     ) -> AnswerStream:
         """Answer one question and stream the answer.
 
-        Returns an iterator of text pieces, whose ``result`` is the answer at the end; its
-        ``with_reasoning`` includes a thinking model's reasoning. The request is checked and its
-        media are decoded at once; the model runs as pieces are consumed. A spoken answer comes in
-        one piece. Arguments and errors are the same as in a call.
+        The returned iterator yields text chunks, and has the answer as ``result`` at the end; its
+        ``with_reasoning`` also yields a thinking model's reasoning. The request is checked and its
+        media are decoded immediately; the model runs as chunks are consumed. A spoken answer comes
+        in one chunk. Arguments and errors are the same as in ``__call__``.
         """
         start = time.perf_counter()
         if messages is None:
@@ -159,7 +159,7 @@ class OscarOmniPipeline(Pipeline):
 
 
 def _check_order(images: Any, prompt: Any) -> None:
-    """Refuse a call whose first argument is the prompt, as in earlier versions.
+    """Refuse a call that passes the prompt as its first argument, as in earlier versions.
 
     Raises:
         InputError: if the prompt is not text; explains the order of the arguments.
@@ -180,11 +180,11 @@ def _check_spoken(options: Mapping[str, Any]) -> None:
 
 
 def speaker_of(model: Any, speaker: str | None) -> str:
-    """Return the name of the voice.
+    """Validate a voice and return its name in lower case.
 
     Args:
         model: the outer Qwen3-Omni model.
-        speaker: name of a voice, in any case; None for the default.
+        speaker: name of a voice, in upper or lower case; None for the default.
 
     Raises:
         InputError: if the checkpoint has no talker or no such voice.
@@ -205,20 +205,20 @@ def speaker_of(model: Any, speaker: str | None) -> str:
 
 
 class _Listener(BaseStreamer):
-    """Streamer that records the tokens of the text and their times."""
+    """Streamer that records the text tokens and their arrival times."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.ids: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive the prompt, then every token."""
+        """Receive the prompt, then each generated token."""
         if self.times:
             self.ids.append(int(value))
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Do nothing at the end."""
+        """Do nothing; the interface requires it."""
 
 
 def speak_answer(
@@ -229,27 +229,28 @@ def speak_answer(
     speaker: str,
     start: float,
 ) -> Answer:
-    """Answer in text, with an ``OscarCache``, and speak the same text.
+    """Generate a text answer, with an ``OscarCache``, and speak it.
 
-    The talker reads the thinker's hidden states of the whole prompt, so a spoken answer cannot
-    continue a past. The talker's own tokens are sampled with the checkpoint's settings;
-    ``sampling.seed`` makes them reproducible.
+    The talker reads the thinker's hidden states for the whole prompt, so a spoken answer cannot
+    continue a cached conversation. The talker's own tokens are sampled with the checkpoint's
+    settings; ``sampling.seed`` makes them reproducible.
 
     Args:
         family: family of a checkpoint with a talker.
         prompt: prompt of a single row.
-        policy: policy that says how the thinker's keys and values are stored.
-        sampling: sampling options of the text.
-        speaker: voice of the checkpoint.
-        start: ``time.perf_counter()`` at the arrival of the request.
+        policy: policy for storing the thinker's keys and values.
+        sampling: sampling options for the text.
+        speaker: name of a voice, see ``speaker_of``.
+        start: ``time.perf_counter()`` when the request arrived.
     """
     talker = family.outer_model.talker.config
     if not hasattr(talker, "audio_config"):
-        # transformers looks here for the audio tower's window, which is in the thinker's config.
+        # transformers looks here for the audio tower's window size, which is in the thinker's
+        # config.
         talker.audio_config = family.model.config.audio_config
     cache, listener = OscarCache(policy, model=family.model), _Listener()
     cache.expect(prompt.modalities)
-    # Every option is given, as the checkpoint's settings would replace missing ones.
+    # Pass every option: the checkpoint's settings would replace missing ones.
     options: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
         "repetition_penalty": float(sampling.repetition_penalty),
@@ -278,7 +279,7 @@ def speak_answer(
                 thinker_eos_token_id=sorted(ends),
                 thinker_position_ids=prompt.positions,
                 thinker_streamer=listener,
-                # ``generate`` fails with less than one frame of sound.
+                # ``generate`` fails on less than one frame of audio.
                 talker_min_new_tokens=2,
                 **{
                     f"thinker_{name}": value
@@ -311,7 +312,7 @@ def speak_answer(
 
 
 def _is_heard(prompt: Prompt) -> bool:
-    """Whether the prompt contains the sound of a video."""
+    """Whether the prompt contains the audio track of a video."""
     row = prompt.modalities[0]
     return any(
         bool((row[span.start : span.stop] == int(Modality.AUDIO)).any())

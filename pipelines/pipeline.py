@@ -1,4 +1,4 @@
-"""Pipeline: base of the pipelines, which loads a checkpoint and answers checked requests."""
+"""Pipeline: base class that loads a checkpoint, validates requests and generates answers."""
 
 from __future__ import annotations
 
@@ -45,41 +45,42 @@ from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
 _REASONING = 8192
-"""Additional default tokens for the reasoning of thinking models."""
+"""Tokens added to the default ``max_new_tokens`` of thinking models, for their reasoning."""
 
 
 class Pipeline:
-    """Base of the pipelines: loads a checkpoint and answers prompts made from checked requests.
+    """Base class of the pipelines: loads a checkpoint, validates requests and generates answers.
 
     Args:
         model: hub id, local folder, name of a bundled model (``oscar_mm.models``), or a loaded
-            model (with ``processor``, or its processor is loaded from the model's origin).
+            model (pass ``processor`` too, or it is loaded from where the model came from).
         processor: processor of a loaded model.
         policy: how keys and values are stored: a ``KVPolicy`` or the name of a preset.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
-        device_map: "auto", or the device of each module: whole layers on different GPUs, each with
-            its keys and values.
-        tp_plan: "auto" for tensor parallelism: each process started by torchrun has a part of every
-            layer, and stores the keys and values of its own heads. All processes must make the same
+        device_map: "auto", or a dict from module to device: puts whole layers, each with its keys
+            and values, on different GPUs.
+        tp_plan: "auto" for tensor parallelism: each process started by torchrun holds a part of
+            every layer, and the keys and values of its own heads. All processes must make the same
             requests in the same order, and get the same answers (``oscar_mm.pipelines.loading``).
         dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
-        attn_implementation: attention of the towers ("sdpa", "flash_attention_2", "eager"); by
-            default "sdpa", or that of a loaded model.
-        max_context: maximum tokens of a conversation including its answer; by default, and at most,
-            the model's context. A larger request is refused before prefill.
-        prefill_chunk: prefill prompts in chunks of this many tokens, which bounds activations and
-            lets other prompts run between two chunks; later chunks then attend to packed history.
-            None: at once, exact. "auto": 1,024 on a CPU, 32,768 on a GPU, for services.
-        allow_remote: allow http(s) addresses as media.
+        attn_implementation: attention of the vision and audio towers ("sdpa", "flash_attention_2",
+            "eager"); by default "sdpa", or whatever a loaded model uses.
+        max_context: maximum tokens of a conversation, including its answer; by default, and at
+            most, the model's context length. A larger request is refused before prefill.
+        prefill_chunk: prefill prompts in chunks of this many tokens, which bounds activation memory
+            and lets other prompts run between chunks; later chunks then attend to packed history.
+            None: the whole prompt in one pass, with exact attention. "auto", meant for servers:
+            1,024 on a CPU, 32,768 on a GPU.
+        allow_remote: allow http(s) URLs as media.
         limits: limits on media.
-        video_fps: frames per second sampled from videos.
-        prefix_cache: bytes ("2GB") for beginnings of prompts, so that the same media after the
-            same system prompt are prefilled once. None, the default, turns it off: it takes memory
-            beyond the request, and tokens after a shared beginning attend to packed pages.
-        kv_budget: maximum bytes ("8GB") of all chats and requests together: idle chats are written
-            to disk, and a request that still does not fit is refused before prefill. None: no
-            limit.
-        spill: folder for idle chats; True for a temporary folder; False to refuse turns instead.
+        video_fps: frames per second to sample from videos.
+        prefix_cache: memory ("2GB") for cached prompt prefixes, so that the same media after the
+            same system prompt are prefilled once. None, the default, turns it off, because it uses
+            memory beyond what the requests need, and tokens after a shared prefix attend to packed
+            pages.
+        kv_budget: memory limit ("8GB") for all chats and requests together: idle chats are moved to
+            disk, and a request that still does not fit is refused before prefill. None: no limit.
+        spill: folder for idle chats; True for a temporary folder; False to refuse requests instead.
         model_kwargs: arguments of ``from_pretrained``: quantization_config, revision, ...
 
     Raises:
@@ -87,7 +88,7 @@ class Pipeline:
     """
 
     name: ClassVar[str]
-    """Key of the pipeline in ``oscar_mm.pipelines.loading.FAMILIES``."""
+    """Name of the pipeline, see ``oscar_mm.pipelines.registry.pipeline_of``."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class Pipeline:
         )
         self.store.ranks = TPGroup.of(self.model)
         self.store.ranks.check(self.policy)
-        # Shared by this pipeline and those that ``with_policy`` derives from it.
+        # Shared with the pipelines that ``with_policy`` derives from this one.
         self._fingerprint = ModelFingerprint(self.model)
         self.media_reader.fit, self.media_reader.sizes = self.family.largest_image, self.family
         longest = self.model.config.get_text_config().max_position_embeddings
@@ -150,8 +151,8 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of checkpoint and adapters, see ``model_fingerprint``; stored in saved
-        chats."""
+        """Fingerprint of the checkpoint and its adapters, which saved chats contain; see
+        ``model_fingerprint``."""
         return self._fingerprint()
 
     def chat(
@@ -166,14 +167,14 @@ class Pipeline:
 
         Args:
             system: system prompt.
-            cache_salt: with ``prefix_cache`` only chats with the same salt share beginnings.
+            cache_salt: with ``prefix_cache``, only chats with the same salt share prefixes.
             tools: functions that the model may call, in the format of OpenAI's API, or Python
-                functions with type hints and a docstring; ``Answer.tool_calls`` has the calls.
+                functions with type hints and a docstring; calls are in ``Answer.tool_calls``.
             tool_choice: as in OpenAI's API: "auto", "none", "required", or a function that must be
                 called.
 
         Raises:
-            InputError: if the system prompt is not text or empty, or the tools are invalid.
+            InputError: if the system prompt is empty or not text, or the tools are invalid.
         """
         if system is not None:
             self.check_text("system", system)
@@ -183,15 +184,15 @@ class Pipeline:
     def offer(
         self, tools: Sequence[Any] | None, tool_choice: Any = None, *, parallel: bool = True
     ) -> ToolOffer | None:
-        """Check tools; None if none are given or none may be called.
+        """Validate tools and return them as an offer; None if there are none or none may be called.
 
         Args:
             tools, tool_choice: see ``chat``.
             parallel: whether an answer may contain several calls.
 
         Raises:
-            InputError: if a tool is invalid, ``RequestTooLarge`` if tools are too long; names the
-                tool and says what would be valid.
+            InputError: if a tool is invalid; names the tool and says what would be valid.
+                ``RequestTooLarge`` if the tools are too long.
         """
         offer = self.family.offer(tools, tool_choice, parallel=parallel)
         if offer is not None:
@@ -199,7 +200,7 @@ class Pipeline:
         return offer
 
     def load_chat(self, path: str | Path) -> Chat:
-        """Load a chat written by ``Chat.save``, of this model and policy.
+        """Load a chat that ``Chat.save`` wrote with the same model and policy.
 
         With ``tp_plan`` each rank reads its own file; the number of ranks must be the same.
 
@@ -207,7 +208,8 @@ class Pipeline:
             InputError: if the file cannot be read, is not a chat, was altered or belongs to another
                 model, or if ``kv_budget`` has no memory for it.
         """
-        # In this thread, as reading may take long: other requests may take the memory meanwhile.
+        # Read in the calling thread, because it may take long; other requests may use up the memory
+        # meanwhile.
         chat = read_chat(
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,
@@ -220,7 +222,8 @@ class Pipeline:
             self.admission.check_characters(f"{path}: tools", chat.tools.characters)
         if budget is not None and saved.bytes > budget.limit:
             raise InputError(
-                f"{path}: has {saved.bytes:,} bytes, but kv_budget is {budget.limit:,}: raise it"
+                f"{path} needs {saved.bytes:,} bytes, but kv_budget is only {budget.limit:,}; "
+                "raise kv_budget"
             )
 
         def place() -> OscarCache:
@@ -238,24 +241,24 @@ class Pipeline:
         batch_size: int = 32,
         max_tokens: int = 262_144,
     ) -> list[BatchResult]:
-        """Answer many requests, several at a time, with results in the order of the requests.
+        """Answer many requests, several at a time, and return the results in request order.
 
         ::
 
             for result in pipe.batch([{"images": ["a.png"], "prompt": "What is it?"}, ...]):
                 print(result.error or result.answer)
 
-        A request is a dict of the arguments of a single question: prompt, images, videos (for
-        Qwen3-Omni also audio and use_audio_in_video), system, and its own ``RequestOptions``. It
-        gets the same tokens as if run alone, up to rounding (matrix products of another size). An
-        invalid request does not stop the others: its result has the error. Answers are text only.
-        With ``prefix_cache`` beginnings shared by prompts are prefilled once.
+        A request is a dict of the arguments of a single call: prompt, images, videos (for
+        Qwen3-Omni also audio and use_audio_in_video), system, and ``RequestOptions``. It gets the
+        same tokens as if run alone, up to rounding (matrix products have other sizes). An invalid
+        request does not stop the others: its result holds the error. Answers are text only. With
+        ``prefix_cache``, shared prompt prefixes are prefilled once.
 
         Args:
-            requests: a list or an iterator; an iterator is consumed as requests end.
+            requests: a list or an iterator; an iterator is consumed as requests finish.
             batch_size: maximum number of running requests.
-            max_tokens: maximum tokens of all running requests, including their longest answers; a
-                larger request runs alone.
+            max_tokens: maximum total tokens of the running requests with their longest possible
+                answers; a larger request runs alone.
 
         Raises:
             InputError: if ``requests`` is not a list of requests, or a limit is invalid.
@@ -277,10 +280,10 @@ class Pipeline:
         return batch_results(self, requests, batch_size, max_tokens)
 
     def with_policy(self, policy: str | KVPolicy) -> Self:
-        """Return a pipeline of the same loaded model with another policy.
+        """Return a pipeline for the same loaded model with another policy.
 
-        Both share engine thread and budget: their chats may be used concurrently, from several
-        threads, and count together. Only this pipeline has a prefix cache.
+        Both share the engine thread and the budget, so their chats can be used concurrently from
+        several threads, and count toward the same limit. The new pipeline has no prefix cache.
 
         Args:
             policy: a KVPolicy or the name of a preset.
@@ -301,15 +304,15 @@ class Pipeline:
         return twin
 
     def release_graphs(self) -> None:
-        """Drop captured CUDA graphs; the next request captures its steps again.
+        """Drop the captured CUDA graphs; the next request captures them again.
 
-        With ``tp_plan`` call it before ``torch.distributed.destroy_process_group``, which waits
-        until no graph contains an operation of the group.
+        With ``tp_plan``, call this before ``torch.distributed.destroy_process_group``, which waits
+        until no graph contains an operation of the process group.
         """
         self.engine.release_graphs()
 
     def new_cache(self) -> OscarCache:
-        """Create an empty cache in the pipeline's store; use it in ``engine.call``."""
+        """Create an empty cache in the pipeline's store; use it only within ``engine.call``."""
         return OscarCache(self.policy, store=self.store)
 
     @property
@@ -324,12 +327,12 @@ class Pipeline:
 
     @property
     def budget(self) -> KVBudget | None:
-        """Limit on the bytes of all caches; None for no limit."""
+        """Memory limit for all caches; None for no limit."""
         return self.admission.budget
 
     @property
     def max_context(self) -> int:
-        """Maximum tokens of a conversation including its answer."""
+        """Maximum tokens of a conversation, including its answer."""
         return self.admission.max_context
 
     @property
@@ -344,7 +347,7 @@ class Pipeline:
 
     @property
     def allow_remote(self) -> bool:
-        """Whether media may be http(s) addresses."""
+        """Whether http(s) URLs are allowed as media."""
         return self.media_reader.allow_remote
 
     def read_media(
@@ -357,8 +360,8 @@ class Pipeline:
         """Refuse text that is invalid, empty or longer than the context.
 
         Raises:
-            InputError: if the text is refused, ``RequestTooLarge`` if it is too long; names the
-                argument.
+            InputError: if the text is invalid or empty; ``RequestTooLarge`` if it is too long. Both
+                name the argument.
         """
         self.admission.check_text(name, text, may_be_empty=may_be_empty)
 
@@ -369,16 +372,16 @@ class Pipeline:
         tools: ToolOffer | None = None,
         template: TemplateOptions = USUAL,
     ) -> Prompt:
-        """Run chat template and processor on a conversation with checked texts.
+        """Run the chat template and the processor on a conversation whose texts have been checked.
 
         Args:
             messages: the conversation.
-            media: media of all messages, each modality in order.
+            media: media of all messages, in order within each modality.
             tools: tools that the model may call.
             template: checked chat-template options.
 
         Raises:
-            InputError: if the model does not support the media, or there are too many.
+            InputError: if the model does not support the media, or there are too many media.
         """
         prompt = self.family.prompt(messages, media, tools, template)
         return prompt.to(self.family.device)
@@ -391,19 +394,19 @@ class Pipeline:
         template: TemplateOptions = USUAL,
         cancelled: Callable[[], bool] = bool,
     ) -> Prompt:
-        """Build the prompt of a conversation, if it fits together with its answer.
+        """Build the prompt of a conversation, after checking that it and its answer fit.
 
         Args:
-            messages: conversation whose last message is to be answered or continued.
+            messages: the conversation; its last message is answered or continued.
             max_new_tokens: maximum tokens of the answer.
             tools: tools that the model may call.
             template: checked chat-template options.
-            cancelled: returns whether the request was cancelled.
+            cancelled: function that returns whether the request was cancelled.
 
         Raises:
             InputError: if texts or media are invalid; ``RequestTooLarge`` if the request is too
-                long for ``max_context``, ``kv_budget`` or the GPU, before media are decoded if
-                their headers suffice to tell.
+                long for ``max_context``, ``kv_budget`` or the GPU. If media headers are enough to
+                tell, it is raised before the media are decoded.
         """
         self.admission.check_messages(messages)
 
@@ -417,7 +420,7 @@ class Pipeline:
         return read
 
     def text_prompt(self, ids: Sequence[int]) -> Prompt:
-        """Make a prompt of token ids without a chat template, which the answer continues.
+        """Make a prompt from token ids, without a chat template; the answer continues it.
 
         Args:
             ids: at least one token id, checked by ``Family.check_ids``.
@@ -456,11 +459,11 @@ class Pipeline:
     def read_options(
         self, options: Mapping[str, Any], arguments: Sequence[str]
     ) -> tuple[Sampling, TemplateOptions, MediaOptions]:
-        """Split the options of a request into sampling, chat template and media, and check them.
+        """Validate request options, and split them into sampling, template and media options.
 
         Args:
             options: see ``RequestOptions``.
-            arguments: names of other arguments of the call, for the error message.
+            arguments: names of the call's other arguments, for the error message.
 
         Raises:
             InputError: see ``sampling``; also if an option is invalid for the template or not
@@ -475,14 +478,14 @@ class Pipeline:
         return self.sampling(sampling, known), template, of_media
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
-        """Check sampling options and return them as ``Sampling``.
+        """Validate sampling options and return them as ``Sampling``.
 
-        None and missing options default to the checkpoint's: without a temperature the settings of
-        its generation_config apply, and without max_new_tokens ``longest_answer``.
+        Options that are None or missing get defaults: those of the checkpoint's generation_config
+        if there is no temperature, and ``longest_answer`` for max_new_tokens.
 
         Args:
             options: see ``SamplingOptions``.
-            arguments: names of other arguments of the call, for the error message.
+            arguments: names of the call's other arguments, for the error message.
 
         Raises:
             InputError: if a name is unknown or a value is invalid.
@@ -506,9 +509,9 @@ class Pipeline:
         return replace(sampling, grammar=grammar)
 
     def longest_answer(self, text: int = 256) -> int:
-        """Return the default of max_new_tokens: ``text``, and more for a model that reasons.
+        """Return the default max_new_tokens: ``text``, and more for a thinking model.
 
-        Both together take at most half of the context, unless the text alone does.
+        The total is at most half of the context, unless ``text`` alone is more.
         """
         if not self.family.thinks:
             return text
@@ -521,12 +524,12 @@ class Pipeline:
         start: float,
         tools: ToolOffer | None = None,
     ) -> AnswerStream:
-        """Return the answer to a prompt as a stream of pieces.
+        """Return the answer to a prompt as a stream.
 
         Args:
             prompt: checked prompt of a single row.
             sampling: sampling options.
-            start: ``time.perf_counter()`` at the arrival of the request.
+            start: ``time.perf_counter()`` when the request arrived.
             tools: tools that the model may call.
         """
         running_request = self.new_request(prompt, sampling, start, tools)
@@ -550,7 +553,7 @@ class Pipeline:
         Args:
             prompt: checked prompt of a single row.
             sampling: sampling options.
-            start: ``time.perf_counter()`` at the arrival of the request.
+            start: ``time.perf_counter()`` when the request arrived.
             tools: tools that the model may call.
         """
         return Request(self.engine, prompt, self.new_cache(), sampling, start, tools=tools)

@@ -1,4 +1,4 @@
-"""Plan: the memory of a conversation with a model, without loading its weights."""
+"""Plan: computes the memory that a conversation needs, without loading the model's weights."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _LIMITS = MediaLimits()
 
 @dataclass(frozen=True)
 class Session:
-    """Media and texts of a conversation to plan.
+    """Media and text of a conversation to plan for.
 
     Attributes:
         images: number of images.
         image_size: width and height of each image, in pixels.
-        audio_s: seconds of a recording; 0 for none.
-        video_s: seconds of a video file; 0 for none.
+        audio_s: length of a recording, in seconds; 0 for none.
+        video_s: length of a video file, in seconds; 0 for none.
         video_size: width and height of the video's frames, in pixels.
-        text_tokens: tokens of all questions and answers.
+        text_tokens: total tokens of all questions and answers.
 
     Raises:
         InputError: if a number is invalid.
@@ -60,13 +60,13 @@ class Session:
         for name in ("audio_s", "video_s"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
-                raise InputError(f"{name}={value!r}: must be seconds, 0 or more")
+                raise InputError(f"{name}={value!r}: must be a number of seconds, 0 or more")
 
     def media(self, limits: MediaLimits, video_fps: float) -> Media:
-        """Return media of these sizes, without content.
+        """Return placeholder media of these sizes.
 
         Raises:
-            InputError: if a medium exceeds the limits.
+            InputError: if a media item exceeds the limits.
         """
         limits.check_frame(*self.image_size, "image_size")
         limits.check_audio(self.audio_s, "audio_s")
@@ -85,14 +85,14 @@ class Session:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tokens and bytes of a conversation.
+    """Token counts and KV cache sizes of a conversation.
 
     Attributes:
-        family: name of the model's family, or model type of a language model.
-        shape: shape of the model.
-        policy: policy of the cache.
+        family: name of the model family, or the model type of a text-only model.
+        shape: dimensions of the model.
+        policy: policy of the KV cache.
         tokens: token counts by modality: "text", "image", "video", "audio".
-        context: maximum tokens of the model's context.
+        context: context length of the model, in tokens.
     """
 
     family: str
@@ -103,24 +103,24 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Tokens of all modalities."""
+        """Total number of tokens."""
         return sum(self.tokens.values())
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values with the policy."""
+        """Size in bytes of the keys and values with the policy."""
         return self.shape.kv_bytes(self.policy, self.tokens)
 
     @property
     def bf16_bytes(self) -> int:
-        """Bytes of keys and values in 16-bit precision."""
+        """Size in bytes of the keys and values in 16-bit precision."""
         return self.shape.kv_bytes(_PLAIN, self.tokens)
 
     def by_modality(self) -> dict[str, tuple[int, int]]:
-        """Return bytes in 16-bit precision and with the policy, by modality; they sum to the total.
+        """Return each modality's bytes in 16-bit precision and with the policy.
 
-        Text counts its own bytes, including window and sinks; each other modality counts what it
-        adds to those before it.
+        The numbers add up to the totals. Text includes the window and the sinks; each of the other
+        modalities counts what it adds to the previous ones.
         """
         tokens: dict[str, int] = {}
         before, sizes = (0, 0), {}
@@ -133,8 +133,8 @@ class Plan:
         return sizes
 
     def fits(self, gpu_bytes: float) -> tuple[int, int]:
-        """Return how many such conversations fit on a GPU next to the weights: in 16-bit precision,
-        and with the policy."""
+        """Return how many such conversations fit on a GPU alongside the weights: in 16-bit
+        precision, and with the policy."""
         how = (_PLAIN, self.policy)
         in_16_bit, packed = (self.shape.conversations(gpu_bytes, one, self.tokens) for one in how)
         return in_16_bit, packed
@@ -164,15 +164,15 @@ def plan(
     limits: MediaLimits = _LIMITS,
     video_fps: float = 2.0,
 ) -> Plan:
-    """Plan a conversation from configuration and processor of a model alone.
+    """Plan a conversation, using only the configuration and processor of a model.
 
     Args:
         model: name of a bundled model, hub id or folder; causal language models are supported too.
             Released models (``oscar_mm.models.released``) are known by name, without the hub.
-        session: media and texts of the conversation.
-        policy: policy that says how keys and values would be stored.
+        session: media and text of the conversation.
+        policy: policy for storing keys and values.
         limits: limits on media, as in the pipeline.
-        video_fps: frames per second sampled from videos.
+        video_fps: frames per second to sample from videos.
 
     Raises:
         InputError: if there is no such model, or media are not supported or exceed the limits.
@@ -204,10 +204,10 @@ def plan(
 
 
 def released_skeleton(released: ReleasedModel) -> Family:
-    """Create a family with the shapes of a released model, no weights and a bundled tokenizer.
+    """Create a family with a released model's dimensions, a bundled tokenizer and no weights.
 
-    Media take as many tokens as with the released processor; the text of the chat template is
-    counted to within a few tokens.
+    Media have the same number of tokens as with the released processor; the count for the chat
+    template's text is off by a few tokens at most.
     """
     family = family_of(released.family)
     folder = source_of(family.pocket)

@@ -1,4 +1,4 @@
-"""Registry of model families, by the model types of checkpoints."""
+"""Registry of model families by checkpoint model type."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FAMILIES: dict[str, type[Family]] = {}
 
 
 def register_family(family: type[F]) -> type[F]:
-    """Register a family for its model types; a class decorator.
+    """Class decorator: register a family for its model types.
 
-    Pipelines, planner and fast decoder then know what the class says.
+    Pipelines, planner and fast decoder then use what the class declares.
 
     Raises:
-        ValueError: if another family reads one of the model types.
+        ValueError: if another family already supports one of the model types.
     """
     for model_type in family.model_types:
         if (other := _FAMILIES.get(model_type, family)) is not family:
@@ -32,14 +32,14 @@ def register_family(family: type[F]) -> type[F]:
 
 
 def family_of(model_type: str, pipeline: str | None = None) -> type[Family]:
-    """Return the family of a model type.
+    """Return the family that supports a model type.
 
     Args:
         model_type: ``config.model_type`` of a checkpoint.
         pipeline: name of the pipeline that must support it; None for any.
 
     Raises:
-        InputError: if there is none.
+        InputError: if there is no such family.
     """
     family = _FAMILIES.get(model_type)
     if family is None or pipeline not in (None, pipeline_of(family)):
@@ -49,17 +49,17 @@ def family_of(model_type: str, pipeline: str | None = None) -> type[Family]:
 
 
 def pipeline_of(family: type[Family]) -> str:
-    """Return the name of the pipeline that supports a family: the one that takes its media."""
+    """Return the name of the pipeline that accepts a family's media."""
     return "OscarOmniPipeline" if Modality.AUDIO in family.reads else "OscarVLPipeline"
 
 
 def is_registered(model_type: str) -> bool:
-    """Whether a family reads checkpoints of a model type."""
+    """Whether a family supports a model type."""
     return model_type in _FAMILIES
 
 
 def readers(modality: Modality) -> str:
-    """Name what reads a modality, for a remedy: "a Qwen3-Omni model or pocket-omni"."""
+    """Name the models that support a modality, for error texts: "a Qwen3-Omni model or ..."."""
     families = dict.fromkeys(one for one in _FAMILIES.values() if modality in one.reads)
     pockets = dict.fromkeys(one.pocket for one in families if hasattr(one, "pocket"))
     names = " or ".join(family.name for family in families)

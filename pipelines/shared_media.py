@@ -1,6 +1,6 @@
 """SharedMedia: media that are prefilled once for many questions about them.
 
-Multiple choice: the likeliest of several given answers to a question.
+``choose`` answers multiple-choice questions: it picks the likeliest of several given answers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _QUESTION = "oscar-question"
-"""Stand-in for later questions."""
+"""Placeholder for later questions."""
 
 
 class SharedMedia:
-    """Beginning of a first turn up to its last medium, in a cache that questions continue.
+    """Prefix of a first turn, up to its last media item, in a cache that questions continue.
 
     The media are processed and prefilled once, and all questions share their pages, in sequence or
-    as rows of a batch. A question attends to the media's packed pages, so its answer may differ a
-    little from that of a prompt prefilled at once, whose attention over the prompt is exact; with
-    policy "bf16" it does not.
+    as rows of a batch. A question attends to the media's packed pages, so its answer may differ
+    slightly from that to a prompt prefilled in one pass, whose attention is exact. With policy
+    "bf16" there is no difference.
 
     Args:
         pipe: pipeline that runs the model; the pages are in its store.
@@ -46,8 +46,8 @@ class SharedMedia:
         system: system prompt.
 
     Raises:
-        InputError: if the model does not support the media, there are too many of them, or the
-            system prompt is invalid.
+        InputError: if the model does not support the media, there are too many media, or the system
+            prompt is invalid.
     """
 
     def __init__(self, pipe: Pipeline, media: Media, system: str | None = None) -> None:
@@ -56,7 +56,7 @@ class SharedMedia:
         self._cache = OscarCache(pipe.policy, store=pipe.store)
         self._prompt: Prompt | None = None
         self._state: object = None
-        """State of the weights that prefilled the media."""
+        """Identifies the weights with which the media were prefilled."""
         self._parts = media.parts
         self._before, self._shows = "", len(media) > 0
         if self._shows:
@@ -66,27 +66,27 @@ class SharedMedia:
             tokens = len(ids) - len(rest)
             if tokens < whole.media[-1].stop or not torch.equal(ids[tokens:], rest):
                 raise InputError(
-                    "the chat template or the tokenizer of this checkpoint joins the question with "
-                    "the media before it, so questions cannot share them"
+                    "this checkpoint's chat template or tokenizer merges the question with the "
+                    "media before it, so questions cannot share the media"
                 )
             self._prompt = beginning(whole, tokens)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the beginning; 0 without media."""
+        """Number of tokens in the shared prefix; 0 if it has no media."""
         return 0 if self._prompt is None else self._prompt.tokens
 
     @property
     def prompt(self) -> Prompt | None:
-        """The prompt of the beginning; None without media."""
+        """The shared prefix as a prompt; None if it has no media."""
         return self._prompt
 
     def read(self) -> None:
-        """Prefill the media, once; after that only their pages are kept.
+        """Prefill the media the first time; afterwards only their pages are kept.
 
         Raises:
-            RequestTooLarge: if they leave no memory for an answer.
-            InputError: if weights or adapters have changed since.
+            RequestTooLarge: if the media leave no room for an answer.
+            InputError: if weights or adapters have changed since the media were prefilled.
         """
         if self._prompt is None:
             return
@@ -95,7 +95,7 @@ class SharedMedia:
             if state != self._state:
                 raise InputError(
                     "the model's weights or adapters have changed since it read the shared media: "
-                    "share them again"
+                    "share the media again"
                 )
             return
         self.pipe.admission.check_prompt(self._prompt, 1)
@@ -113,7 +113,7 @@ class SharedMedia:
         self._prompt = replace(self._prompt, inputs={"input_ids": ids})
 
     def new_request(self, question: str, sampling: Sampling) -> Request:
-        """Create a request that continues the media's pages; prefills the media the first time.
+        """Create a request that continues from the media's pages; the first one prefills the media.
 
         Args:
             question: text of the question.
@@ -131,7 +131,7 @@ class SharedMedia:
         return answer
 
     def question(self, question: str, answers: Sequence[str]) -> Question:
-        """Create a multiple-choice question; prefills the media the first time.
+        """Create a multiple-choice question; the first one prefills the media.
 
         Raises:
             InputError: if the text is invalid, or an answer is empty or contains control tokens;
@@ -142,8 +142,10 @@ class SharedMedia:
         return Question(prompt, past, choices)
 
     def _after_media(self, question: str, max_new_tokens: int) -> tuple[Prompt, OscarCache]:
-        """Return the prompt of a question, checked with an answer of this many tokens, and the
-        cache that it continues."""
+        """Return the prompt of a question and the cache that it continues.
+
+        Checks that there is room for the prompt and an answer of ``max_new_tokens``.
+        """
         self.pipe.admission.check_text("prompt", question)
         self.read()
         if self._prompt is None:
@@ -156,7 +158,7 @@ class SharedMedia:
         return prompt, self._cache
 
     def _continuations(self, question: str, answers: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of answers as they follow the question.
+        """Return the token ids of each answer as a continuation of the question.
 
         Raises:
             InputError: if an answer is not text, is empty, or contains control tokens.
@@ -170,20 +172,20 @@ class SharedMedia:
         rows = [tokenize(last + rest + answer)[0] for answer in answers]
         if any(not torch.equal(ids[: len(start)], start) for ids in rows):
             raise InputError(
-                "the tokenizer of this checkpoint writes an answer and the end of its question as "
-                "one token, so answers cannot be scored"
+                "this checkpoint's tokenizer merges the end of a question and the start of its "
+                "answer into one token, so answers cannot be scored"
             )
         return [ids[len(start) :].tolist() for ids in rows]
 
     def close(self) -> None:
-        """Release the pages; running requests keep theirs."""
+        """Release the pages; running requests keep the pages that they use."""
         self.pipe.engine.call(self._cache.close)
 
     def _asked(self, question: str) -> list[Message]:
         return first_turn(question, self._parts, self.system)
 
     def _split(self, question: str) -> tuple[str, str, str]:
-        """Split the rendered turn: text before its media's last control token, that token, rest."""
+        """Split the rendered turn: text up to the media's last control token, that token, rest."""
         family = self.pipe.family
         text = family.render(self._asked(question))
         if not self._shows:
@@ -201,11 +203,11 @@ class SharedMedia:
         before, last, rest = self._split(question)
         if before != self._before:
             raise InputError(
-                "the chat template of this checkpoint writes the question before the media, so "
-                "that questions cannot share them"
+                "this checkpoint's chat template writes the question before the media, so "
+                "questions cannot share the media"
             )
-        # The control token is cut off only after tokenization, as a tokenizer may treat the
-        # beginning of a text differently.
+        # Remove the control token only after tokenization, because a tokenizer may treat the
+        # start of a text differently.
         tokenize = self.pipe.family.tokenize
         return tokenize(last + rest)[:, tokenize(last).shape[1] :]
 
@@ -216,7 +218,7 @@ class Question:
 
     Attributes:
         prompt: prompt of a single row.
-        cache: cache that the prompt continues; it is not changed.
+        cache: cache that the prompt continues; it is not modified.
         choices: token ids of each choice.
     """
 
@@ -231,8 +233,8 @@ class Choice:
 
     Attributes:
         best: index of the likeliest choice; the first one in case of a tie.
-        scores: log-probability of each choice as the whole answer, see ``log_likelihoods``.
-        memory: memory report of the request when its choices were scored.
+        scores: log-probability that each choice is the whole answer, see ``log_likelihoods``.
+        memory: memory report from when the choices were scored.
         prompt_tokens: tokens of the prompt and everything before it, including media.
     """
 
@@ -243,10 +245,10 @@ class Choice:
 
 
 def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
-    """Prefill several questions, then score the choices of each over its pages.
+    """Prefill several questions, then score each one's choices as continuations of its pages.
 
     Args:
-        pipe: pipeline whose model scores.
+        pipe: pipeline whose model scores the choices.
         questions: questions with choices.
 
     Raises:
@@ -286,15 +288,15 @@ def log_likelihoods(
 ) -> list[list[float]]:
     """Return the log-probability that each continuation is the whole answer to its prompt.
 
-    The end of the answer counts, so that a continuation has no disadvantage against its own
-    beginning, which is shorter.
+    The probability that the answer ends there is included, so a continuation is at no disadvantage
+    against a shorter one that is its prefix.
 
     Args:
-        reader: prefill runner, used in its engine thread.
+        reader: prefill runner; call this on its engine thread.
         prompts: prompts of a single row each.
-        caches: caches that the prompts continue, and that then contain the prompts too; the
-            continuations are prefilled on forks, which share their pages.
-        continuations: non-empty token ids of each continuation, by prompt.
+        caches: caches that the prompts continue; afterwards they contain the prompts too. The
+            continuations are prefilled on forks, which share the caches' pages.
+        continuations: for each prompt, its continuations as non-empty lists of token ids.
 
     Raises:
         FloatingPointError: if the model's logits are NaN.

@@ -1,7 +1,7 @@
-"""Language models: any causal language model of transformers with its tokenizer.
+"""Text-only models: any causal language model in transformers, with its tokenizer.
 
-The commands compare and inspect support these in addition to the models of ``pipelines``; to chat
-with one, pass an ``OscarCache`` to its ``generate``.
+The compare and inspect commands support these in addition to the pipelines' models; to chat with
+one, pass an ``OscarCache`` to its ``generate``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from oscar_mm.pipelines.loading import config_of, device_of, dtype_of, first_lin
 from oscar_mm.pipelines.registry import is_registered
 
 _CHARACTERS = 16
-"""Characters per token, above the average of any text."""
+"""Characters per token, more than any text has on average."""
 _VOCABULARY = 16
-"""Minimum number of tokens of a tokenizer that is not empty."""
+"""Minimum vocabulary size of a usable tokenizer."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
 
 
@@ -36,8 +36,8 @@ class TextModel:
     """Language model for plain text.
 
     Attributes:
-        name: name given by the user.
-        model: model in eval mode, with attention "oscar".
+        name: model name as the user gave it.
+        model: model in eval mode, with the "oscar" attention.
         tokenizer: tokenizer of the model.
     """
 
@@ -47,7 +47,7 @@ class TextModel:
 
     @property
     def context(self) -> int:
-        """Maximum tokens of the model's context."""
+        """Context length of the model, in tokens."""
         return context_of(self.model.config)
 
     def prompt(self, text: str, max_tokens: int) -> Prompt:
@@ -56,7 +56,7 @@ class TextModel:
         Raises:
             InputError: if the text has no tokens.
         """
-        # Avoid tokenizing a long file to its end.
+        # Avoid tokenizing all of a long file.
         ids = self._ids(text[: _CHARACTERS * max_tokens])
         if ids.shape[1] < max_tokens:
             ids = self._ids(text)
@@ -101,11 +101,11 @@ def load_text_model(
         model: hub id or folder.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
         dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
-        options: arguments of ``from_pretrained`` for both, such as ``gguf_file``.
+        options: ``from_pretrained`` arguments for both, such as ``gguf_file``.
 
     Raises:
         InputError: if there is no such model, it has no tokenizer, or it has linear attention,
-            whose states are not keys and values.
+            which keeps states instead of keys and values.
     """
     given, target = dict(options or {}), device_of(device)
     # A folder with a GGUF file has no configuration.
@@ -138,7 +138,7 @@ def _tokenizer(source: str, options: Mapping[str, Any]) -> Any:
     )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
-        # Without its files, transformers creates some tokenizers with almost no vocabulary.
+        # If files are missing, transformers creates some tokenizers with almost no vocabulary.
         if len(tokenizer) >= _VOCABULARY and tokenizer("a b", add_special_tokens=False).input_ids:
             return tokenizer
     except _UNREADABLE as error:
@@ -150,7 +150,7 @@ def outline_text_model(model: str | Path) -> PreTrainedModel:
     """Create a language model without weights, from its configuration alone.
 
     Raises:
-        InputError: if there is no such model, or its keys and values differ in size.
+        InputError: if there is no such model, or its keys and values have different sizes.
     """
     source = source_of(model)
     config = config_of(source, {})
@@ -163,7 +163,7 @@ def outline_text_model(model: str | Path) -> PreTrainedModel:
 
 
 def context_of(config: Any) -> int:
-    """Return the maximum tokens of a model's context.
+    """Return the context length of a model, in tokens.
 
     Raises:
         InputError: if the configuration does not specify it.

@@ -1,4 +1,4 @@
-"""OscarVLPipeline: answers questions about images and videos with a packed KV cache."""
+"""OscarVLPipeline: answers questions about images and videos, with a packed KV cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _ARGUMENTS = ("images", "prompt", "videos", "system", "messages")
 
 
 class OscarVLPipeline(Pipeline):
-    """Pipeline of LLaVA-v1.6, Qwen2.5-VL and Qwen3-VL for images and videos, with a packed KV
-    cache.
+    """Pipeline for LLaVA-v1.6, Qwen2.5-VL and Qwen3-VL: images and videos, with a packed KV cache.
 
     ::
 
@@ -46,12 +45,11 @@ class OscarVLPipeline(Pipeline):
 
         Args:
             images: one image or a list of images: path, PIL image, (H, W[, 1, 3 or 4]) array,
-                bytes, or with ``allow_remote`` an http(s) address. None or [] for no image.
+                bytes, or with ``allow_remote`` an http(s) URL. None or [] for no image.
             prompt: the question.
-            videos: one video or a list of videos: paths, bytes, addresses or frames. LLaVA does not
-                support videos.
+            videos: one video or a list of videos: path, bytes, URL or frames. LLaVA supports none.
             system: system prompt.
-            messages: a whole conversation in place of a prompt, with texts and media in order; see
+            messages: a whole conversation instead of a prompt, with texts and media in order; see
                 ``oscar_mm.engine.message_lists.messages_from``.
             options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
                 for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
@@ -75,10 +73,10 @@ class OscarVLPipeline(Pipeline):
     ) -> AnswerStream:
         """Answer one question and stream the answer.
 
-        Returns an iterator of text pieces, whose ``result`` is the answer at the end; its
-        ``with_reasoning`` includes a thinking model's reasoning. The request is checked and its
-        media are decoded at once; the model runs as pieces are consumed. Arguments and errors are
-        the same as in a call.
+        The returned iterator yields text chunks, and has the answer as ``result`` at the end; its
+        ``with_reasoning`` also yields a thinking model's reasoning. The request is checked and its
+        media are decoded immediately; the model runs as chunks are consumed. Arguments and errors
+        are the same as in ``__call__``.
         """
         start = time.perf_counter()
         chosen, template, of_media = self.read_options(options, _ARGUMENTS)

@@ -19,23 +19,23 @@ from oscar_mm.models import released
 from oscar_mm.models.released import ReleasedModel
 from oscar_mm.pipelines.registry import register_family
 
-# Vicuna's and Yi's templates write a few words more.
+# Vicuna's and Yi's templates add a few words.
 _TEMPLATE = """\
 {%- for message in messages -%}{%- for part in message.content -%}
 {{ '<image>\n' if part.type == 'image' else part.text }}
 {%- endfor -%}{%- endfor -%}"""
 _RELEASED_TILES = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
-"""Rows and columns of tiles in the released models."""
+"""Tile grids of the released models, as (rows, columns)."""
 _NEARBY = 64
-"""Maximum number of widths tried for a scaled image of the same shape."""
+"""Maximum number of widths to try when scaling an image down."""
 
 
 @register_family
 class LlavaNext(Family):
     """llava-v1.6-vicuna-7b and -13b, -mistral-7b, -34b, llama3-llava-next-8b.
 
-    Older processors lack the size of a patch and the choice of the tower's features; these are set
-    from the model's configuration.
+    Older processors lack the patch size and the feature selection strategy of the vision tower;
+    these are set from the model's configuration.
     """
 
     model_types = ("llava_next",)
@@ -50,7 +50,7 @@ class LlavaNext(Family):
         super().__init__(model, processor)
         if processor.patch_size is None:
             processor.patch_size = model.config.vision_config.patch_size
-            # Such processors also lack the class token, which CLIP has and SigLIP does not.
+            # Such processors also do not count the class token, which CLIP has and SigLIP does not.
             has_class_token = "clip" in model.config.vision_config.model_type
             processor.num_additional_image_tokens = int(has_class_token)
         if processor.vision_feature_select_strategy is None:
@@ -81,8 +81,8 @@ class LlavaNext(Family):
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
         """See ``Family.largest_image``: about twice the width and height of the image's tiles.
 
-        The processor divides by the given size and rounds, so the result is the first size from
-        there on that takes as many tokens.
+        The processor's rounding depends on the given size, so the result is the first size from
+        there up with the same number of tokens.
         """
         tiles = self.processor.image_processor.image_grid_pinpoints
         best_height, best_width = select_best_resolution((height, width), tiles)
@@ -95,7 +95,7 @@ class LlavaNext(Family):
         return width, height
 
     def min_tokens(self, medium: Medium) -> int:
-        """Count an image's tokens: tiles without padding, a line break per row, the overview."""
+        """Return an image's token count: unpadded tiles, a line break per row, and the overview."""
         return self._image_tokens(medium.content.width, medium.content.height)
 
     def _image_tokens(self, width: int, height: int) -> int:

@@ -1,4 +1,4 @@
-"""Base of Qwen's families: sizes of pictures in patches, and options that set them."""
+"""Base classes of the Qwen families: image sizes in patches, and the options that set them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from oscar_mm.media.options import LOW_PIXELS, OF_MODALITY, MediaOptions
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.models.released import ReleasedModel
 
-# A role's single letter is one token of the bundled tokenizers, as a role's name is in the released
-# ones.
+# Roles are single letters, which are one token in the bundled tokenizers, as role names are in the
+# released ones.
 _TEMPLATE = """\
 {%- set marks = {'image': '<|vision_start|><|image_pad|><|vision_end|>', \
 'video': '<|vision_start|><|video_pad|><|vision_end|>', \
@@ -40,7 +40,7 @@ _TEMPLATE = """\
 
 
 def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = False) -> int:
-    """Return the tokens of an image in a prompt; ``sized`` means the processor does not resize."""
+    """Return an image's token count in a prompt; ``sized``: the processor does not resize it."""
     width, height = image.width, image.height
     if not sized:
         width, height = resized(image_processor, width, height)
@@ -49,14 +49,14 @@ def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = Fals
 
 
 def largest_image(image_processor: Any, width: int, height: int) -> tuple[int, int]:
-    """See ``Family.largest_image``: the size to which the processor resizes, if it is smaller."""
+    """See ``Family.largest_image``: the size to which the processor resizes, if smaller."""
     if width * height <= pixel_bounds(image_processor)[1]:
         return width, height
     try:
         used = resized(image_processor, width, height)
-        # Some strips keep more than the maximum of pixels and would be resized again.
+        # Some long, narrow images keep more than the maximum pixels and would be resized again.
         return used if resized(image_processor, *used) == used else (width, height)
-    except ValueError:  # The strip is too long for the processor, which refuses it later.
+    except ValueError:  # Too long and narrow for the processor, which refuses it later.
         return width, height
 
 
@@ -64,8 +64,8 @@ def limited(kind: type[Any], model: ReleasedModel, pixels: tuple[int, int]) -> A
     """Create an image or video processor with a minimum and maximum number of pixels.
 
     Args:
-        kind: class of the processor.
-        model: released model, whose patches the processor cuts.
+        kind: processor class.
+        model: released model, which determines the patch sizes.
         pixels: minimum and maximum number of pixels.
     """
     size = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
@@ -74,7 +74,7 @@ def limited(kind: type[Any], model: ReleasedModel, pixels: tuple[int, int]) -> A
 
 
 def longer_sides(tokens: int) -> list[int]:
-    """Return the longer sides of all grids with so many tokens, ascending."""
+    """Return the longer sides of all grids with this number of tokens, ascending."""
     sides = [side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0]
     return [tokens // side for side in reversed(sides)]
 
@@ -85,15 +85,15 @@ def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, 
         "videos": [video.frames for video in videos],
         "video_metadata": [video.metadata for video in videos],
         "do_sample_frames": False,
-        # The current meaning of None, which transformers has announced to change.
+        # What None means now; transformers has announced a different default.
         "cap_pixels_per_frame": bool(video_processor.cap_pixels_per_frame),
     }
 
 
 PICTURE_OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
 _FEWEST_TOKENS, _MAX_TOKENS = 4, 16384
-"""Minimum and maximum tokens of a picture with a given size, as in qwen-vl-utils. No option may ask
-for more, because the time of a tower grows with the square of a picture's tokens."""
+"""Minimum and maximum tokens of an image whose size is given, as in qwen-vl-utils. No option can
+exceed the maximum, because a tower's time grows quadratically with an image's tokens."""
 _FRAME_TOKENS = 128, 768
 """Minimum and maximum tokens of a frame, as in qwen-vl-utils."""
 _VIDEO_TOKENS = 115_200
@@ -141,7 +141,7 @@ def frame_size(
 def _resized(
     size: tuple[int, int], factor: int, min_pixels: Any, max_pixels: Any
 ) -> tuple[int, int]:
-    """Return a width and height in whole patches whose product is within the pixel limits."""
+    """Return a width and a height in whole patches, within the pixel limits."""
     from qwen_vl_utils.vision_process import smart_resize  # Slow to import.
 
     width, height = size
@@ -150,11 +150,11 @@ def _resized(
     )
     return max(factor, width), max(
         factor, height
-    )  # smart_resize rounds the short side of long strips to 0.
+    )  # smart_resize rounds the short side of long, narrow images to 0.
 
 
 class QwenFamily(Family):
-    """Family whose image and video processor are Qwen's, with sizes that options can set."""
+    """Family with Qwen's image and video processors, whose sizes can be set by options."""
 
     media_options = PICTURE_OPTIONS
     plain_template = _TEMPLATE
@@ -178,24 +178,24 @@ class QwenFamily(Family):
         """See ``Family.as_released``."""
         super().as_released(processor, fields, model)
         processor.image_processor = limited(Qwen2VLImageProcessor, model, model.pixels)
-        # A word of the timestamps between frames, which is one token in released tokenizers.
+        # A word in the timestamps between frames; it is one token in released tokenizers.
         processor.tokenizer.add_tokens([" seconds"])
         return processor
 
 
 GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
-"""Arguments with the grids of media: pairs of frames, patches down and across."""
+"""Arguments with the media's grids: numbers of frame pairs, patch rows and patch columns."""
 PATCHES = {
     "pixel_values": (Modality.IMAGE, "image_grid_thw"),
     "pixel_values_videos": (Modality.VIDEO, "video_grid_thw"),
 }
-"""Arguments with patches, for ``InputLayout.per_patch``."""
+"""Arguments that contain patches, for ``InputLayout.per_patch``."""
 
 
 class QwenVL(QwenFamily):
-    """Family that reads images and videos through one call of Qwen's processor.
+    """Family that processes images and videos in one call of Qwen's processor.
 
-    Loading lets the model accept pixels as bytes, see ``oscar_mm.media.encoder_inputs``.
+    Loading makes the model accept pixels as bytes, see ``oscar_mm.media.encoder_inputs``.
     """
 
     reads = frozenset({Modality.IMAGE, Modality.VIDEO})
@@ -255,7 +255,7 @@ class QwenVL(QwenFamily):
         return 0
 
     def video_text(self, text: str) -> str:
-        """Return a rendered text with videos as the processor expects it."""
+        """Return rendered text with video placeholders as the processor expects them."""
         return text
 
     def spatial(
@@ -263,8 +263,8 @@ class QwenVL(QwenFamily):
     ) -> torch.Tensor:
         """Compute (3, 1, tokens) int64 positions on the CPU.
 
-        The model's own rope_deltas are not used: that is one number on the model, overwritten by
-        each request.
+        The model's own rope_deltas are not used: the model has only one, which each request
+        overwrites.
         """
         if not grids:
             return torch.arange(ids.shape[1]).expand(3, 1, -1)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: images and videos with 3-D positions, whose first axis follows the time."""
+"""Qwen2.5-VL: images and videos with 3-D positions, whose first axis is time."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Qwen2_5VL(QwenVL):
     def spatial(
         self, ids: torch.Tensor, grids: dict[str, torch.Tensor], videos: Sequence[Video]
     ) -> torch.Tensor:
-        """See ``QwenVL.spatial``; the time of a pair of frames counts in parts of a second.
+        """See ``QwenVL.spatial``; frame pairs have times in fractions of a second.
 
-        The model takes the seconds as an argument too, but in older versions of transformers cuts
-        them to whole ones: frames of a video with more than 2 a second would share one time.
+        The model also accepts seconds per frame pair, but older versions of transformers truncate
+        them to whole seconds: above 2 frames per second, all frames would have the same time.
         """
         spatial = super().spatial(ids, grids, videos)
         kinds = token_modalities(ids, config=self.model.config)[0].tolist()
@@ -42,20 +42,20 @@ class Qwen2_5VL(QwenVL):
         for run, video in zip(runs, videos, strict=True):
             times = spatial[0, 0, run.start : run.stop]
             start = int(times[0])
-            # Without the seconds a pair takes one, that is ``rate`` positions.
+            # Without seconds per pair, a pair lasts one second, that is ``rate`` positions.
             pairs = (times - start) // rate
             times.copy_(start + (pairs * (rate * torch.tensor(frames / video.fps))).long())
         return spatial
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
-        """See ``Family.position_steps``; the positions of a video depend on its times."""
+        """See ``Family.position_steps``; a video's positions depend on its timestamps."""
         if modality is Modality.VIDEO:
             return None
         return longer_sides(tokens) if modality is Modality.IMAGE else [tokens]
 
     @classmethod
     def as_released(cls, processor: Any, fields: dict[str, Any], model: ReleasedModel) -> Any:
-        """See ``Family.as_released``; the limits of an image are those of a frame."""
+        """See ``Family.as_released``; images have the same limits as frames."""
         processor = super().as_released(processor, fields, model)
         return Qwen2_5_VLProcessor(
             image_processor=processor.image_processor,

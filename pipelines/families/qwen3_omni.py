@@ -1,4 +1,4 @@
-"""Qwen3-Omni: recordings, and images and videos with 3-D positions and times."""
+"""Qwen3-Omni: audio, images, and videos, with 3-D positions and timestamps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from oscar_mm.pipelines.families.qwen import (
 from oscar_mm.pipelines.registry import register_family
 
 _FRAME = RATE // 100
-"""Samples between two frames of audio features."""
+"""Audio samples per frame of audio features."""
 _MASK = "feature_attention_mask"
 
 
@@ -53,12 +53,12 @@ class Qwen3Omni(QwenFamily):
     """Qwen3-Omni-30B-A3B, Instruct, Thinking and Captioner.
 
     ``model`` is the thinker, which generates text; ``outer_model`` also has the talker, if the
-    checkpoint has one. Loading lets the thinker accept ``logits_to_keep``, pixels as bytes, and
-    samples (``oscar_mm.media.encoder_inputs``).
+    checkpoint has one. Loading makes the thinker accept ``logits_to_keep``, pixels as bytes, and
+    audio samples (``oscar_mm.media.encoder_inputs``).
 
-    A prompt is processed one medium at a time. Thus a medium gets the same features and positions
+    A prompt is processed one media item at a time. So an item gets the same features and positions
     whatever it is combined with (the processor would pad recordings to the longest and use one
-    frame rate for all videos), and videos with and without sound can be mixed. Loading also makes
+    frame rate for all videos), and videos with and without audio can be mixed. Loading also makes
     the audio tower process each recording as if it were alone.
     """
 
@@ -95,7 +95,7 @@ class Qwen3Omni(QwenFamily):
 
     @classmethod
     def as_released(cls, processor: Any, fields: dict[str, Any], model: ReleasedModel) -> Any:
-        """See ``Family.as_released``; the limits of an image are those of a frame."""
+        """See ``Family.as_released``; images have the same limits as frames."""
         super().as_released(processor, fields, model)
         processor.video_processor = limited(Qwen2VLVideoProcessor, model, model.pixels)
         return processor
@@ -132,7 +132,7 @@ class Qwen3Omni(QwenFamily):
         )
 
     def join_media(self, name: str, parts: Sequence[Any]) -> Any:
-        """See ``Family.join_media``; audio features (sounds, ..., frames) are padded at the end."""
+        """See ``Family.join_media``; audio features (recordings, ..., frames) are end-padded."""
         if name == SAMPLES:
             return [samples for part in parts for samples in part]
         if name in self.layout.padded:
@@ -162,7 +162,7 @@ class Qwen3Omni(QwenFamily):
         """See ``Family.thinks``.
 
         Also True if the template strips reasoning from earlier turns, since such a checkpoint may
-        open it by itself, unless the checkpoint can speak: those do not reason.
+        start reasoning by itself, but not if the checkpoint can speak: these do not reason.
         """
         may_think = self.think_tokens is not None and "</think>" in str(
             self.processor.chat_template
@@ -170,12 +170,12 @@ class Qwen3Omni(QwenFamily):
         return super().thinks or (may_think and not self.outer_model.has_talker)
 
     def generation_setting(self, name: str) -> Any:
-        """See ``Family.generation_setting``; settings may be those of the outer model."""
+        """See ``Family.generation_setting``; the outer model's setting is the fallback."""
         setting = super().generation_setting(name)
         return getattr(self.outer_model.generation_config, name) if setting is None else setting
 
     def _pieces(self, text: str) -> list[tuple[str, bool]]:
-        """Split the text into media with their opening and closing tokens, and the rest."""
+        """Split the text into media (with their delimiters) and other text; True marks media."""
         vision = (self.processor.vision_bos_token, self.processor.vision_eos_token)
         audio = (self.processor.audio_bos_token, self.processor.audio_eos_token)
         blocks = [
@@ -187,7 +187,7 @@ class Qwen3Omni(QwenFamily):
         return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
 
     def _process(self, reading: Any, piece: str, medium: Medium) -> dict[str, torch.Tensor]:
-        """Run a processor on one medium; return ids and further arguments of the forward."""
+        """Run a processor on one media item; return its ids and other arguments of ``forward``."""
         content, how = medium.content, {"do_resize": False} if medium.sized else {}
         if isinstance(content, Audio):
             inputs = _heard(reading.feature_extractor, content)
@@ -207,13 +207,13 @@ class Qwen3Omni(QwenFamily):
         return {name: torch.as_tensor(x) for name, x in inputs.items() if name not in unused}
 
     def _interleaved(self) -> dict[str, Any]:
-        """Return processor arguments for a recording that belongs to the video."""
+        """Return processor arguments for using a recording as the video's audio track."""
         if hasattr(self.processor, "load_audio_from_video"):
             return {"load_audio_from_video": True, "audio_from_video_indices": [0]}
         return {"use_audio_in_video": True}  # Older versions of transformers.
 
     def _positions(self, ids: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Compute (3, 1, tokens) float32 positions of one medium from 0, without rope_deltas."""
+        """Compute (3, 1, tokens) float32 positions of a media item from 0, without rope_deltas."""
         audio = inputs.get(_MASK)
         positions, _ = self.model.get_rope_index(
             ids,
@@ -228,14 +228,14 @@ class Qwen3Omni(QwenFamily):
 
 
 def _sound(medium: Medium) -> Audio | None:
-    """Return the recording of a medium, if it has sound."""
+    """Return the audio of a media item; None if it has none."""
     if medium.modality is Modality.VIDEO:
         return medium.content.sound
     return medium.content if medium.modality is Modality.AUDIO else None
 
 
 def _heard(extractor: Any, sound: Audio) -> dict[str, torch.Tensor]:
-    """Compute features of a recording and their mask with the processor's options."""
+    """Compute a recording's features and their mask, with the processor's options."""
     found = extractor(
         [sound.samples],
         sampling_rate=RATE,
@@ -251,21 +251,21 @@ def _heard(extractor: Any, sound: Audio) -> dict[str, torch.Tensor]:
 
 
 def audio_tokens(samples: int) -> int:
-    """Count the tokens of a recording: 13 per second, and an eighth of the remaining frames."""
+    """Return a recording's token count: 13 per second, plus one per 8 remaining frames."""
     seconds, rest = divmod(samples // _FRAME, 100)
-    # Each of three convolutions halves the number of frames and rounds up.
+    # Three convolutions each halve the number of frames, rounding up.
     return 13 * seconds + -(-rest // 8)
 
 
 _logits_to_keep: ContextVar[int] = ContextVar("logits_to_keep", default=0)
-"""Number of trailing logits that the running forward pass keeps; 0 for all."""
+"""Number of trailing tokens whose logits the current forward pass keeps; 0 for all."""
 _default_logits: ContextVar[int] = ContextVar("default_logits", default=0)
-"""Number of trailing logits kept by a forward pass that does not specify it; 0 for all."""
+"""Default of ``logits_to_keep`` for forward passes that do not specify it; 0 for all."""
 
 
 @contextmanager
 def last_logits_only() -> Iterator[None]:
-    """Keep only the last token's logits within the block unless a forward pass asks for more."""
+    """Within the block, keep only the last token's logits, unless a forward pass asks for more."""
     token = _default_logits.set(1)
     try:
         yield
@@ -274,9 +274,9 @@ def last_logits_only() -> Iterator[None]:
 
 
 def _teach_logits_to_keep(thinker: Any) -> None:
-    """Let the thinker keep the logits of the last tokens only, as other models can.
+    """Let the thinker keep only the last tokens' logits, as other models can.
 
-    Without it the logits of a prompt of 32,000 tokens alone take 20 GB in float32.
+    Otherwise the logits of a 32,000-token prompt alone take 20 GB in float32.
     """
     if getattr(thinker, "_oscar_keeps_logits", False):
         return
@@ -287,7 +287,7 @@ def _teach_logits_to_keep(thinker: Any) -> None:
         return args, kwargs
 
     def cut(_: Any, args: tuple) -> tuple:
-        # With 0 the slice from -0 keeps all logits.
+        # A slice from -0 keeps all logits.
         return (args[0][:, -_logits_to_keep.get() :],)
 
     def forget(*_: Any) -> None:
@@ -299,16 +299,16 @@ def _teach_logits_to_keep(thinker: Any) -> None:
 
 
 _later: ContextVar[tuple[Any, ...]] = ContextVar("later", default=())
-"""Outputs of the audio tower for the remaining recordings of the running call."""
+"""Outputs of the audio tower for the remaining recordings of the current call."""
 
 
 def _read_each_as_alone(tower: Any) -> None:
     """Make the audio tower's features of a recording independent of the other recordings.
 
-    The tower cuts recordings into pieces of one second and pads the pieces of a call to the
-    longest. Its convolutions treat padding differently from the end of a piece, so that a recording
-    of less than a second would depend on the others. Here recordings share a call only if each
-    alone would get the same padding.
+    The tower cuts recordings into one-second chunks and pads all chunks of a call to the longest.
+    Its convolutions treat padding differently from the end of a chunk, so a recording of less than
+    a second would depend on the others. Here recordings share a call only if each would get the
+    same padding on its own.
     """
     if getattr(tower, "_oscar_reads_each_as_alone", False):
         return
@@ -334,9 +334,9 @@ def _read_each_as_alone(tower: Any) -> None:
         later = _later.get()
         _later.set(())
         if output is None or not later:
-            return None  # The tower failed, or the output is whole.
+            return None  # The tower failed, or the output is complete.
         parts = [output, *later]
-        # Hidden states, which ``generate`` requests for speech, are dropped: nothing uses them.
+        # Drop the hidden states, which ``generate`` requests for speech: nothing uses them.
         read = [name for name, value in output.items() if isinstance(value, torch.Tensor)]
         return type(output)(**{name: torch.cat([part[name] for part in parts]) for name in read})
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and MoE: images and videos with 3-D positions, and times between frames."""
+"""Qwen3-VL, dense and MoE: images and videos with 3-D positions; timestamps between frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oscar_mm.pipelines.families.qwen import QwenVL, limited, longer_sides
 from oscar_mm.pipelines.registry import register_family
 
 _VIDEO_PIXELS = (4096, 25165824)
-"""Minimum and maximum pixels of all frames of a video."""
+"""Minimum and maximum total pixels of a video's frames."""
 
 
 @register_family
@@ -27,7 +27,7 @@ class Qwen3VL(QwenVL):
     name = "Qwen3-VL"
     layout = replace(QwenVL.layout, features={"deepstack_visual_embeds": "visual_pos_masks"})
     fast_layers = frozenset({"Qwen3VLTextDecoderLayer", "Qwen3VLMoeTextDecoderLayer"})
-    # The checkpoints store experts transposed, which transformers up to 5.23 splits wrongly.
+    # The checkpoints store experts transposed; transformers up to 5.23 shards them wrongly.
     undivided = MappingProxyType({"qwen3_vl_moe": ".experts"})
     released = released.QWEN3_VL
     pocket = "pocket-vl"
@@ -35,8 +35,8 @@ class Qwen3VL(QwenVL):
     def video_text(self, text: str) -> str:
         """See ``QwenVL.video_text``.
 
-        The models were trained with a pair of marks around each frame and none around the video;
-        transformers 5 inserts the frames between the template's two marks.
+        The models were trained with delimiters around each frame and none around the video;
+        transformers 5 inserts the frames between the template's two delimiters.
         """
         marks = self.processor.vision_start_token, self.processor.vision_end_token
         video = self.processor.video_token

@@ -234,7 +234,7 @@ def test_a_chat_too_large_for_the_budget_is_not_loaded(qwen, held, qwen3_vl_fold
     assert enough.load_chat(path).turns == held.turns
     limit = needed - 1
     small = loaded(OscarVLPipeline, qwen3_vl_folder, kv_budget=limit)
-    with pytest.raises(InputError, match=f"{needed:,} bytes, but kv_budget is {limit:,}: "):
+    with pytest.raises(InputError, match=f"{needed:,} bytes, but kv_budget is only {limit:,}; "):
         small.load_chat(path)
     assert small.store.memory().pool_bytes == 0
 
