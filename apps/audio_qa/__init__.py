@@ -1,7 +1,7 @@
 """Audio QA: answer many questions about recordings, images and videos, here or on a cluster.
 
-``audio_qa`` is the Python equivalent of ``oscar-mm audio-qa``. It is imported, together with torch,
-on first use (PEP 562).
+``audio_qa`` is the Python equivalent of ``oscar-mm audio-qa``. It is imported on first use, because
+it imports torch (PEP 562).
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""ChatClient: request chat completions from an OpenAI server, and retry transient failures."""
+"""ChatClient: requests chat completions from an OpenAI server, and retries transient failures."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import httpx
 from oscar_mm.errors import InputError
 
 TRIES = 8
-"""Number of tries of a request; replies that the server is busy do not count."""
+"""Maximum failed tries of a request; replies that the server is busy do not count."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _PATIENCE_S = 900.0
-"""Seconds after which a request is not retried."""
+"""Seconds after which a request is no longer retried."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0, pool=None)
 _PASSING = frozenset({408, 409, 425, 429})
-"""Statuses of transient failures, in addition to 5xx."""
+"""HTTP statuses of transient failures, in addition to 5xx."""
 _PIECE = 1 << 20
-"""Bytes of a body that are passed to the connection at a time, because it copies pending bytes."""
+"""Bytes of a body to pass to the connection at a time, because it copies pending bytes."""
 _LONGEST_MESSAGE = 500
 
 
 class ServerLost(InputError):
-    """The server no longer answers, or refuses the key."""
+    """Error: the server no longer answers, or refuses the API key."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Reply:
     Attributes:
         text: content of the message.
         finish_reason: reason why the answer ended: "stop", "length", ...
-        tokens: number of tokens of prompt and answer; 0 if the server does not report it.
+        tokens: number of tokens in prompt and answer; 0 if the server does not report it.
     """
 
     text: str
@@ -48,11 +48,11 @@ class Reply:
 
 
 class ChatClient:
-    """Client of a server, for use in ``async with``.
+    """Client of a server; use it in ``async with``.
 
     Args:
-        url: base address to which the protocol's paths are added, as "http://127.0.0.1:8000/v1".
-        api_key: key of the server, or None.
+        url: base URL to which the API's paths are appended, such as "http://127.0.0.1:8000/v1".
+        api_key: API key for the server, or None.
         connections: maximum number of concurrent requests.
     """
 
@@ -63,7 +63,7 @@ class ChatClient:
             headers=None if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=_TIMEOUT,
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-            mounts={"all://127.0.0.1": None},  # no proxy for this machine
+            mounts={"all://127.0.0.1": None},  # never through a proxy
         )
 
     async def __aenter__(self) -> Self:
@@ -73,14 +73,14 @@ class ChatClient:
         await self._http.aclose()
 
     async def model(self, wanted: str | None) -> str:
-        """Return the name of the model to ask.
+        """Return the name of the model to use.
 
         Args:
             wanted: name given by the user; None selects the server's only model.
 
         Raises:
-            InputError: if the server cannot be reached, refuses the request, lacks the model, or
-                has several models and none is given.
+            InputError: if the server cannot be reached, refuses the request, does not have the
+                model, or has several models and no name is given.
         """
         try:
             response = await self._http.get("models")
@@ -94,7 +94,7 @@ class ChatClient:
             names = [str(entry["id"]) for entry in response.json()["data"]]
         except (ValueError, LookupError, TypeError):
             raise InputError(
-                f"{self.url}: is not an OpenAI-compatible server: it lists no models"
+                f"{self.url}: not an OpenAI-compatible server, because it lists no models"
             ) from None
         if wanted is None and len(names) == 1:
             return names[0]
@@ -104,10 +104,10 @@ class ChatClient:
         return wanted
 
     async def complete(self, body: Sequence[bytes]) -> Reply:
-        """Send a request, and retry it a limited number of times.
+        """Send a request, with a limited number of retries.
 
         Args:
-            body: parts of the JSON; they are not joined, so that requests can share them.
+            body: parts of the JSON body; kept separate, so that requests can share them.
 
         Raises:
             InputError: if the server refuses the request, or all tries fail.
@@ -148,7 +148,7 @@ class ChatClient:
         return await self._http.post("chat/completions", content=_pieces(body), headers=headers)
 
     async def _answers(self) -> bool:
-        """Whether the server answers any request."""
+        """Whether the server answers requests at all."""
         try:
             return (await self._http.get("models")).status_code < 500
         except httpx.TransportError:
@@ -188,7 +188,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds that the server asks to wait if they are few, else 0."""
+    """Return the seconds that the server asks to wait, up to a limit; 0 if it does not say."""
     try:
         return min(_LONGEST_PAUSE_S, max(0.0, float(response.headers.get("Retry-After", 0))))
     except ValueError:  # a date

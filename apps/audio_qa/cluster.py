@@ -1,4 +1,4 @@
-"""Answer rows on a Ray cluster by Ray Data, with a pool of actors that run a worker each."""
+"""Answer rows on a Ray cluster with Ray Data: a pool of actors, each of which runs a worker."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ LOCAL = "local"
 TRIES = 3
 """Number of workers that may die on a group of rows before the group fails."""
 _STORE_BYTES = 256 << 20
-"""Bytes of a local cluster's object store; only text goes through it."""
+"""Size in bytes of a local cluster's object store; only text goes through it."""
 _MAX_BLOCKS = 5000
 _CONNECT_S = 5
 _PEAKS = ("kv_peak_bytes", "process_peak_bytes")
 
 
 class Attempts:
-    """Actor that counts how often each group of rows was started: a group may kill its worker."""
+    """Actor that counts the starts of each group of rows, since a group may kill workers."""
 
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
 
     def begin(self, group: str) -> int:
-        """Count a start of the group; return the number of starts so far."""
+        """Count a start of a group, and return its number of starts so far."""
         self._begun[group] += 1
         return self._begun[group]
 
@@ -47,11 +47,11 @@ class Attempts:
 class ClusterWorker:
     """Actor that starts its worker once, then answers groups of rows.
 
-    If the worker's own server is lost the actor ends, and Ray starts another.
+    If the worker loses its own server, the actor ends and Ray starts another one.
 
     Args:
         plan: settings of the worker.
-        begin: function that counts the starts of a group, named by the id of its first row.
+        begin: function that counts the starts of a group; groups are named by their first row's id.
     """
 
     def __init__(self, plan: Plan, begin: Callable[[str], int]) -> None:
@@ -59,7 +59,7 @@ class ClusterWorker:
         self._owns_server = isinstance(plan, VllmSettings)
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
-        """Answer groups of rows in JSON; yield results with the worker's totals so far."""
+        """Answer groups of rows, given as JSON; yield results with the worker's totals so far."""
         for group in batch["rows"]:
             rows = [_row_of_fields(fields) for fields in json.loads(group)]
             if self._begin(rows[0].id) > TRIES:
@@ -91,18 +91,18 @@ def run_on_cluster(
     workers: int | None,
     cpus_per_worker: int,
 ) -> Work:
-    """Answer rows on a Ray cluster whose machines have the media at the same paths.
+    """Answer rows on a Ray cluster; its machines must have the media at the same paths.
 
     Ray Data distributes the groups, keeps the workers busy and restarts workers that die. Another
-    worker then answers the group of the dead one from its beginning.
+    worker then answers the dead worker's group from the start.
 
     Args:
         plan: settings of each worker.
         rows: rows to answer.
-        answers: file that this process writes.
+        answers: output file, which this process writes.
         address: address of the cluster, or "local" to start one on this machine for this job.
         workers: number of workers, or None, see ``audio_qa``.
-        cpus_per_worker: CPUs of a worker.
+        cpus_per_worker: number of CPUs for each worker.
 
     Raises:
         InputError: if Ray or the cluster is missing, or the cluster is too small.
@@ -113,7 +113,7 @@ def run_on_cluster(
     try:
         return _run(ray, plan, rows, answers, workers, cpus_per_worker)
     except ray.exceptions.RayError as error:
-        # The last line is the message of the worker.
+        # The last line is the worker's error message.
         message = str(error).strip().splitlines()[-1]
         _, refused, told = message.rpartition(f"{InputError.__name__}: ")
         if refused:
@@ -125,15 +125,16 @@ def run_on_cluster(
 
 
 def _connect(address: str) -> tuple[Any, bool]:
-    """Import Ray and connect; return the module and whether this call made the connection."""
-    # Ray reads this when it is imported; it turns usage statistics off.
+    """Import Ray and connect; return the module, and whether this call connected."""
+    # Turn off usage statistics; Ray reads this when it is imported.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray  # pyright: ignore[reportMissingImports] an extra
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(
-            f"--ray needs the package {error.name}: pip install '.[batch]' in a clone"
+            f"--ray requires the {error.name} package: run pip install '.[batch]' in a clone of "
+            "the repository"
         ) from None
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray also raises its errors.
     if ray.is_initialized():
@@ -150,7 +151,7 @@ def _connect(address: str) -> tuple[Any, bool]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address without a listener; Ray itself would retry for minutes."""
+    """Refuse an address where nothing listens; Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "://" in address:
         return
@@ -238,14 +239,16 @@ def _share_cluster(
 
 
 def _share_requests(plan: Plan, groups: int) -> tuple[Plan, int]:
-    """Divide a worker's concurrent requests among groups; return the plan of a group and the number
-    of groups that a worker answers at once.
+    """Divide a worker's concurrent requests among groups.
 
-    Ray passes groups to a worker one by one, so a server is only kept busy by several at once.
+    Ray passes groups to a worker one by one, so only several groups at once keep a server busy.
 
     Args:
         plan: settings of a worker.
         groups: number of groups for each worker.
+
+    Returns:
+        The settings for each group, and the number of groups that a worker answers at once.
     """
     if isinstance(plan, WorkerSettings):
         return plan, 1

@@ -46,7 +46,7 @@ def audio_qa_command(
     Each recording is read once and its questions share its pages. Answers are written row by row;
     repeating the command resumes an interrupted run. Exit code 1 if a row failed.
     """
-    # Check the arguments before the model is loaded, which takes long.
+    # Check the arguments before loading the model, which takes a long time.
     KVPolicy.of(settings.policy)
     rows = read_rows(questions, question=settings.question, group_by=settings.group_by)
     if max_audio_seconds is not None:

@@ -1,4 +1,4 @@
-"""Engine: answer many rows at once with a model in this process, reading each recording once."""
+"""Engine: answers many rows at once with a model in this process; it reads recordings once."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class AnswerSettings:
     """Settings for the answers to all rows of a run.
 
     Attributes:
-        policy: policy for keys and values; None if a server decides.
+        policy: policy for keys and values; None if a server chooses it.
         engine: "vllm" if workers start vLLM servers; None for this package's engine or a server.
         system: system prompt.
-        max_new_tokens: maximum tokens of a free answer.
-        list_choices: whether to write the choices under the question, with letters, and score the
+        max_new_tokens: maximum number of tokens in a free-form answer.
+        list_choices: whether to list the choices under the question, with letters, and score the
             letters; otherwise the choices themselves are scored.
-        use_audio_in_video: whether to read the sound of videos too.
-        video_fps: frames per second that are sampled from videos.
+        use_audio_in_video: whether to use the audio tracks of videos too.
+        video_fps: frames per second to sample from videos.
         dtype: dtype of the weights; None for the default.
 
     Raises:
@@ -75,20 +75,23 @@ class AnswerSettings:
             )
 
     def prompt(self, question: str, choices: tuple[str, ...]) -> tuple[str, list[str]]:
-        """Return the text of the prompt, and the answers that the model chooses from."""
+        """Return the prompt text, and the answers to score."""
         if not (self.list_choices and choices):
             return question, list(choices)
         if len(choices) > len(_LETTERS):
-            raise InputError(f"choices: {len(choices)} are more than the {len(_LETTERS)} letters")
+            raise InputError(
+                f"choices: {len(choices)} are more than the {len(_LETTERS)} letters; "
+                "give fewer choices"
+            )
         letters = list(_LETTERS[: len(choices)])
         listed = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
         return "\n".join([question, *listed, "Answer with the letter."]), letters
 
     def fingerprint(self, model: str | None = None) -> dict[str, Any]:
-        """Return everything that the answers depend on.
+        """Return everything that determines the answers.
 
         Args:
-            model: ``Pipeline.fingerprint``, or the name of a server's model; None while unknown.
+            model: ``Pipeline.fingerprint``, or the name of a server's model; None if not yet known.
         """
         values = {"format": _FORMAT, "model": model}
         for name, value in asdict(self).items():
@@ -100,16 +103,17 @@ class AnswerSettings:
 
 
 class Engine:
-    """Answers rows by a pipeline; a fault in a row becomes its ``error``, not an exception.
+    """Answers rows with a pipeline; a fault in a row becomes its ``error``, not an exception.
 
     Args:
-        pipe: pipeline of the model; its ``kv_budget`` limits recordings and answers together.
+        pipe: pipeline of the model; its ``kv_budget`` limits the memory of recordings and answers
+            together.
         settings: settings for the answers.
-        batch_size: maximum number of rows at once, however many choices they have.
+        batch_size: maximum number of rows at once, regardless of their number of choices.
 
     Attributes:
-        audio_seconds: length of the recordings read so far, each counted once.
-        peak_bytes: maximum bytes of the pools so far, free slots included.
+        audio_seconds: total length of the recordings read so far, each counted once.
+        peak_bytes: peak size of the pools so far, including free slots.
     """
 
     def __init__(self, pipe: Pipeline, settings: AnswerSettings, batch_size: int = 32) -> None:
@@ -118,18 +122,18 @@ class Engine:
         self._sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
         self._running: dict[Request, tuple[Row, SharedMedia]] = {}
         self._reading: SharedMedia | None = None
-        """Media of the group that still has rows to start."""
+        """Media of the group some of whose rows have not started yet."""
         self._since = 0.0
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
         """Yield results as they are ready.
 
         Args:
-            groups: rows about the same media, see ``rows.by_recording``.
+            groups: groups of rows about the same media, see ``rows.by_recording``.
         """
         self._since = time.perf_counter()
         try:
-            # The thread decodes the media of the next group while the model answers this one.
+            # The thread decodes the next group's media while the model answers this group.
             with ThreadPoolExecutor(1) as thread:
                 for group, media in self._read_ahead(groups, thread):
                     yield from (error_result(row, row.error) for row in group if row.error)
@@ -146,7 +150,7 @@ class Engine:
     def _read_ahead(
         self, groups: Iterable[list[Row]], thread: ThreadPoolExecutor
     ) -> Iterator[tuple[list[Row], Future[Media]]]:
-        """Yield groups with their media, while a thread reads the media of the next group."""
+        """Yield groups with their media, while a thread reads the next group's media."""
         before = None
         for group in groups:
             first = next((row for row in group if not row.error), None)
@@ -158,7 +162,7 @@ class Engine:
             yield before
 
     def _media_of(self, row: Row | None) -> Media:
-        """Decode the media of a row, after checking that they fit without any question."""
+        """Decode the media of a row, after checking that they fit even without a question."""
         if row is None:
             return Media()
 
@@ -176,7 +180,7 @@ class Engine:
         try:
             media_read = media.result()
             reading = SharedMedia(self.pipe, media_read, self.settings.system)
-        except Exception as error:  # libraries raise any exception on a damaged file
+        except Exception as error:  # A damaged file may make a library raise anything.
             yield from (error_result(row, error_line(error)) for row in rows)
             return
         admission = self.pipe.admission
@@ -199,7 +203,7 @@ class Engine:
         for row in rows:
             try:
                 text, choices = self.settings.prompt(row.question, row.choices)
-                # Raises if the right answer is not among the choices.
+                # Raises InputError if the right answer is not among the choices.
                 is_correct(row, "", 0 if row.choices else None)
                 if choices:
                     questions.append((row, reading.question(text, choices)))
@@ -223,7 +227,7 @@ class Engine:
             raise InputError(refusal)
 
     def _finished(self) -> Iterator[Result]:
-        """Continue until some answers have ended, and yield their results."""
+        """Run until some answers have finished, and yield their results."""
         ended = self.pipe.engine.next_ended(self._running)
         self._note_peak()
         seconds = self._seconds(len(ended))
@@ -236,7 +240,7 @@ class Engine:
             self._close_unless_used(reading)
 
     def _choices(self, questions: list[tuple[Row, Question]]) -> Iterator[Result]:
-        """Answer questions with choices as one batch; if that fails, one by one."""
+        """Answer multiple-choice questions as one batch; if that fails, one by one."""
         if not questions:
             return
         try:
@@ -257,7 +261,7 @@ class Engine:
             yield from self._choices([one])
 
     def _choose(self, questions: list[Question]) -> list[Choice]:
-        """Answer questions with choices as one batch, with memory reserved for them."""
+        """Reserve memory for multiple-choice questions, and answer them as one batch."""
         admission = self.pipe.admission
         reservations: list[object] = []
         for one in questions:
@@ -272,7 +276,7 @@ class Engine:
             reading.close()
 
     def _seconds(self, rows: int) -> Result:
-        """Return each row's share of the time since the previous rows were finished."""
+        """Return each row's share of the time since the previous rows finished."""
         before, self._since = self._since, time.perf_counter()
         return {"seconds": round((self._since - before) / rows, 4)}
 
@@ -282,15 +286,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings of a worker with a model in its process.
+    """Settings of a worker that loads the model in its own process.
 
     Attributes:
         model: name of a bundled model, folder or hub id.
         settings: settings for the answers.
         batch_size: maximum number of rows at once.
-        kv_budget: maximum bytes of keys and values of recordings and answers together, or None.
+        kv_budget: maximum bytes of keys and values, recordings and answers together; None for no
+            limit.
         device: torch device; by default a GPU if there is one.
-        allow_remote: whether to fetch media that are http(s) addresses.
+        allow_remote: whether to fetch media given as http(s) URLs.
         limits: limits on media.
     """
 
@@ -343,17 +348,17 @@ class Worker:
         gc.unfreeze()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
-        """Answer groups of rows about the same media; yield results as they are ready."""
+        """Answer groups of rows, each about the same media; yield results as they are ready."""
         return self._engine.run(groups)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of pages and blocks in use now."""
+        """Size in bytes of the pages and blocks currently in use."""
         return self._pipe.store.memory().used_bytes
 
     @property
     def report(self) -> dict[str, Any]:
-        """Return the fields of ``Work`` that only this worker knows, with their values so far."""
+        """Return the current values of the ``Work`` fields that only this worker knows."""
         return {
             "cpu_seconds": time.process_time() - self._loaded,
             "audio_seconds": self._engine.audio_seconds,

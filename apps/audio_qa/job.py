@@ -1,4 +1,4 @@
-"""Run an audio QA job, from reading the rows to writing the summary."""
+"""Run an audio QA job, from reading the questions to writing the summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 SUMMARY = ".summary.json"
-"""Suffix of the file with the summary."""
+"""Suffix of the summary file."""
 
 
 def audio_qa(
@@ -33,20 +33,20 @@ def audio_qa(
     model: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Answer many questions about recordings, images and videos, reading each medium once.
+    """Answer many questions about recordings, images and videos; each media item is read once.
 
     ::
 
         summary = audio_qa("questions.jsonl", "answers.jsonl", "Qwen/Qwen3-Omni-30B-A3B-Instruct")
 
-    Every answer is flushed to disk before the next one is written, and repeating the call resumes
-    an interrupted run. Answers are written as they are ready; at the end the file is sorted in the
-    order of the questions. A row that cannot be answered gets an ``error``, and the run continues.
+    Answers are written as they are ready, each flushed to disk before the next, so repeating the
+    call resumes an interrupted run. At the end, the file is sorted into the order of the questions.
+    A row that cannot be answered gets an ``error``, and the run continues.
 
     Args:
         questions: JSONL or CSV file, folder of media, or dicts; see ``rows.read_rows``.
-        out: JSONL file of the answers, see ``results.Result``. Two more files are written:
-            ``out``.run.json identifies the run, and ``out``.summary.json has its summary.
+        out: JSONL file for the answers, see ``results.Result``. Two more files are written:
+            ``out``.run.json identifies the run, and ``out``.summary.json contains the summary.
         model: see ``JobSettings``.
         options: fields of ``JobSettings``, such as ``system`` and ``max_new_tokens``.
 
@@ -84,7 +84,7 @@ def run_job(
         done = {row.id: answers.done[row.id] for row in rows}
     finally:
         answers.close()
-    # The groups in the file of questions may have changed since an earlier run.
+    # The groups in the questions file may have changed since an earlier run.
     summary = summarize([done[row.id] | {"group": row.group} for row in rows], work)
     path = Path(f"{out}{SUMMARY}")
     with writing(path), whole_file(path) as part:
@@ -108,13 +108,13 @@ def _run_here(plan: Plan, rows: list[Row], answers: AnswerFile) -> Work:
 
 
 _LOCAL = ("batch_size", "use_audio_in_video", "video_fps", "device")
-"""Settings that only a model in this process takes."""
+"""Settings that apply only to a model in this process."""
 _NOT_OF_A_SERVER = ("policy", "kv_budget", "dtype")
-"""Further settings that a running server has chosen."""
+"""Further settings that do not apply to a running server."""
 
 
 def _plan(settings: JobSettings, rows: Iterable[Row]) -> tuple[Plan, dict[str, Any]]:
-    """Return how workers answer, and what identifies the run."""
+    """Return the settings of the workers, and the fingerprint of the run."""
     name, budget = settings.model, settings.kv_budget
     if budget is not None:
         budget = parse_bytes("kv_budget", budget)
@@ -150,14 +150,13 @@ def _plan(settings: JobSettings, rows: Iterable[Row]) -> tuple[Plan, dict[str, A
 def _check_for_server(
     asked: str, rows: Iterable[Row], settings: JobSettings, local: Iterable[str]
 ) -> None:
-    """Refuse options that apply only to a model in this process, and choices that a server cannot
-    score.
+    """Refuse options and choices that a server does not support.
 
     Args:
-        asked: name of the server in messages.
+        asked: name of the server in error messages.
         rows: the questions.
         settings: settings of the job.
-        local: names of such options.
+        local: names of the options that apply only to a model in this process.
     """
     if given := settings.changed(local):
         raise InputError(
@@ -166,8 +165,8 @@ def _check_for_server(
     count = sum(bool(row.choices) for row in rows)
     if count and not settings.list_choices:
         raise InputError(
-            f"{asked}: {count} rows have choices, which a server does not score; with list_choices "
-            "(--list-choices) its reply names a letter"
+            f"{asked}: {count} rows have choices, which a server does not score; use list_choices "
+            "(--list-choices), so that its reply names a letter"
         )
 
 
@@ -180,7 +179,7 @@ def _check_overwrites(
     where = {medium: row.where for row in rows for medium in sum(row.recording, ())}
     for medium, line in where.items():
         if not is_address(medium):
-            taken.setdefault(_file_identity(medium), f"the medium that {line} asks about")
+            taken.setdefault(_file_identity(medium), f"the media file that {line} asks about")
     for name, path in files.items():
         if path is None:
             continue
@@ -196,5 +195,5 @@ def _file_identity(path: str | Path) -> tuple[int, int] | str:
         return status.st_dev, status.st_ino
     except OSError:
         return os.path.realpath(path)
-    except ValueError:  # not a valid path
+    except ValueError:  # Not a valid path.
         return str(path)

@@ -1,4 +1,4 @@
-"""Results: the output file of a run, its summary, and samples in lmms-eval's layout."""
+"""Results: the output file of a run, its summary, and samples in lmms-eval's format."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Result = dict[str, Any]
 """A line of the output:
 
 - id, group: id and group of the row. digest: ``Row.digest``.
-- answer: text of the answer, or of the choice. choice: index of the choice, from 0.
-- correct: whether the answer is right; null if the row has no answer to compare with.
-- scores: log-likelihood of each choice; null from a server, whose reply only names a choice.
+- answer: text of the answer or of the chosen choice. choice: index of that choice, from 0.
+- correct: whether the answer is right; null if the row has no known answer.
+- scores: log-likelihood of each choice; null if a server answered, which only names a choice.
 - finish_reason: "stop", "length" or "choice".
-- tokens: tokens of prompt and answer, media included.
-- kv_bytes: bytes of the pages, blocks and tables of these tokens, including those shared with
-  other rows; kv_ratio: bytes of as many tokens in 16-bit precision, divided by kv_bytes. 0 and
-  null from a server.
-- seconds: the row's share of the time to read the media and to answer its batch.
-- error: reason why there is no answer, else null.
+- tokens: tokens of the prompt, including media, and the answer.
+- kv_bytes: size of these tokens' pages, blocks and tables, including what is shared with other
+  rows. kv_ratio: size of the same tokens in 16-bit precision, divided by kv_bytes. 0 and null if
+  a server answered.
+- seconds: the row's share of the time to read the media and answer the batch.
+- error: reason why there is no answer, or null.
 """
 RUN = ".run.json"
-"""Suffix of the file with the fingerprint."""
+"""Suffix of the file that contains the fingerprint."""
 
 
 def answer_result(row: Row, answer: Answer) -> Result:
-    """Return the result of a free answer."""
+    """Return the result of a free-form answer."""
     return _result(
         row,
         answer.memory,
@@ -53,7 +53,7 @@ def answer_result(row: Row, answer: Answer) -> Result:
 
 
 def choice_result(row: Row, choice: Choice) -> Result:
-    """Return the result of a row with choices."""
+    """Return the result of a multiple-choice row."""
     return _result(
         row,
         choice.memory,
@@ -67,7 +67,7 @@ def choice_result(row: Row, choice: Choice) -> Result:
 
 
 def reply_result(row: Row, text: str, finish_reason: str, tokens: int) -> Result:
-    """Return the result of a server's reply; with choices, a reply that names none is wrong."""
+    """Return the result of a server's reply; if it names none of the row's choices, it is wrong."""
     choice = named_choice(row, text)
     return _result(
         row,
@@ -86,7 +86,7 @@ def error_result(row: Row, error: str) -> Result:
 
 
 def error_line(error: Exception) -> str:
-    """Describe an error in one line, with its type unless it is an input error."""
+    """Describe an error in one line; input errors without their type."""
     text = " ".join(str(error).split())
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"
 
@@ -108,15 +108,15 @@ def _result(row: Row, memory: MemoryReport | None, **values: Any) -> Result:
 
 @dataclass(frozen=True)
 class Work:
-    """Totals of a run, over this process or its workers.
+    """Totals of a run, for this process or all workers.
 
     Attributes:
         rows: number of rows answered or failed.
-        seconds: time from the first row to the last, without loading the model.
+        seconds: time from the first row to the last, excluding the time to load the model.
         cpu_seconds: CPU time of all threads.
-        audio_seconds: length of the recordings read; a recording that rows share is counted once.
-        kv_peak_bytes: maximum bytes of the pools of a worker.
-        process_peak_bytes: peak resident memory of a process; on a GPU its allocated memory.
+        audio_seconds: total length of the recordings; one that rows share is counted once.
+        kv_peak_bytes: peak size of a worker's pools.
+        process_peak_bytes: peak resident memory of a process; on a GPU, peak allocated GPU memory.
     """
 
     rows: int
@@ -128,7 +128,7 @@ class Work:
 
 
 def summarize(results: Iterable[Mapping[str, Any]], work: Work) -> dict[str, Any]:
-    """Summarize all rows of an output, and the speed of this run."""
+    """Summarize all rows of an output file, and the speed of this run."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     rows = list(results)
     for row in rows:
@@ -166,7 +166,7 @@ def _counts(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _accuracy(rows: list[Mapping[str, Any]]) -> float | None:
-    """Return the share of right rows among rows with a known answer and no error."""
+    """Return the fraction of right answers among rows with a known answer and no error."""
     marked = [row["correct"] for row in rows if row["correct"] is not None]
     return _share(sum(marked), len(marked))
 
@@ -176,7 +176,7 @@ def _share(part: float, total: float) -> float | None:
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:
-    """Print a table of groups, and a line about speed and memory."""
+    """Print a table of the groups, and a line about speed and memory."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -187,7 +187,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         table.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     for name, counts in [*summary["groups"].items(), ("all", summary)]:
         table.add_row(
-            # No markup, and JSON's escape for half of a surrogate pair.
+            # Without markup; unpaired surrogates as JSON escapes.
             Text(name.encode(errors="backslashreplace").decode()),
             f"{counts['rows']:,}",
             f"{counts['failed']:,}",
@@ -202,7 +202,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     work, rates = summary["work"], summary["throughput"]
     peaks = {"KV": work["kv_peak_bytes"], "process": work["process_peak_bytes"]}
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in peaks.items() if size)
-    # A run with no rows left to answer has no peak.
+    # A run that had no rows left to answer has no peak.
     memory = f"; peak memory: {listed}" if listed else ""
     print(
         f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
@@ -218,11 +218,11 @@ def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]
     """Write a line for each answered row, as lmms-eval's ``--log_samples`` does.
 
     A line has doc_id, input, target, resps, filtered_resps and doc_hash, and a metric:
-    ``exact_match``, or for choices ``acc``. The resps of scored choices are pairs of a
-    log-likelihood and whether it is the highest.
+    ``exact_match``, or ``acc`` for multiple choice. For scored choices, each entry of resps is a
+    pair: the log-likelihood, and whether it is the highest.
 
     Returns:
-        Number of lines.
+        Number of lines written.
 
     Raises:
         InputError: if the file cannot be written.
@@ -263,20 +263,20 @@ def _sample(number: int, row: Row, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AnswerFile:
-    """Output file to which rows are appended, each flushed to disk before the next.
+    """Output file to which rows are appended; each row is flushed to disk before the next.
 
-    Whenever the process ends, the file has all rows that were written; resuming removes an
-    incomplete last line. The file is locked: only one process can write to it. An unpaired
-    surrogate, which UTF-8 cannot encode, is written as a JSON escape.
+    However the process ends, the file has all rows written before; resuming removes an incomplete
+    last line. The file is locked, so only one process can write to it. Unpaired surrogates, which
+    UTF-8 cannot encode, are written as JSON escapes.
 
     Args:
         path: JSONL file; its folder is created.
-        fingerprint: fingerprint of the run, without the model while that is unknown.
-        overwrite: whether to start over once the run is confirmed, instead of keeping the rows of
-            the file.
+        fingerprint: fingerprint of the run; its model is None until it is known.
+        overwrite: whether to discard the file's rows once the run is confirmed, instead of keeping
+            them.
 
     Attributes:
-        done: rows of the file, by id.
+        done: rows in the file, by id.
 
     Raises:
         InputError: if the file cannot be written, belongs to another run (the message names the
@@ -296,7 +296,7 @@ class AnswerFile:
         self._begins_anew = overwrite
         try:
             if not os.fstat(self._file.fileno()).st_size:
-                # The run that this file describes has no rows left.
+                # The run that this file describes no longer has any rows.
                 self._run.unlink(missing_ok=True)
             elif not overwrite:
                 self._check(fingerprint)
@@ -306,11 +306,10 @@ class AnswerFile:
             raise
 
     def confirm(self, fingerprint: Mapping[str, Any]) -> None:
-        """Check or write the complete fingerprint of the run, before the first row.
+        """Check the run's complete fingerprint, or write it to a new file, before the first row.
 
         Raises:
-            InputError: if the rows of the file belong to another run, or the file cannot be
-                written.
+            InputError: if the file's rows belong to another run, or the file cannot be written.
         """
         if self._begins_anew:
             with writing(self.path):
@@ -334,14 +333,14 @@ class AnswerFile:
         self.done[row["id"]] = dict(row)
 
     def resume(self, rows: Iterable[Row], *, retry_failed: bool = False) -> None:
-        """Check the rows of the file, and keep them.
+        """Check the rows in the file and keep them.
 
         Args:
             rows: the questions of this run.
             retry_failed: whether to remove rows with an error, so that they are answered again.
 
         Raises:
-            InputError: if the question of a row in the file has changed; the message names it.
+            InputError: if the question of a row in the file has changed; the message names the row.
         """
         done = self.done
         if retry_failed:
@@ -357,7 +356,7 @@ class AnswerFile:
         self._replace(done)
 
     def sort(self, rows: Iterable[Row]) -> None:
-        """Sort the file in the order of the questions, rows without a question last.
+        """Sort the file into the order of the questions; rows without a question come last.
 
         Raises:
             InputError: if the disk is full; the file is unchanged.
@@ -373,7 +372,7 @@ class AnswerFile:
         """Open the file and lock it for this process."""
         while True:
             file = _locked(self.path, self.path)
-            # Another process may have replaced the file meanwhile, and have locked the new one.
+            # Meanwhile another process may have replaced the file and locked the new one.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
                     return file
@@ -402,7 +401,7 @@ class AnswerFile:
                     if os.name == "nt":  # Windows cannot replace an open file.
                         self._file.close()
                     else:
-                        # Lock the new file before renaming it, so that no other process can.
+                        # Lock the new file before renaming it, so that no other process can do so.
                         new = _locked(part, self.path)
             except BaseException:
                 if new is not None:
@@ -433,7 +432,7 @@ class AnswerFile:
             raise InputError(f"{refused}belongs to another run: {', '.join(others)}")
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Read the rows of the file, and remove an incomplete last line."""
+        """Read the rows in the file, and remove an incomplete last line."""
         content = self.path.read_bytes()
         end = content.rfind(b"\n") + 1
         self._file.truncate(end)
@@ -451,7 +450,7 @@ class AnswerFile:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    # Python's backslash escape of a surrogate is valid JSON too.
+    # Python's backslash escape for a surrogate is also valid JSON.
     return (json.dumps(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
@@ -460,7 +459,7 @@ def _locked(file: Path, path: Path) -> FileIO:
 
     Args:
         file: path of the file.
-        path: path that the file has or will have, for messages.
+        path: current or future path of the file, for error messages.
     """
     opened = FileIO(file, "ab+")
     try:
@@ -479,4 +478,4 @@ def _lock_file(file: int, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InputError(f"{path}: another process writes to it") from None
+        raise InputError(f"{path}: another process is writing to it") from None

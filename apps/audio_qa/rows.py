@@ -1,4 +1,4 @@
-"""Rows: read questions from JSONL, CSV or a folder of recordings, and judge answers."""
+"""Rows: read questions from JSONL, CSV or a folder of media, and judge answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
 _CHOSEN = ("choices", "answer")
 _Record = tuple[Mapping[str, Any] | InputError, str]
-"""Fields of a row, or the reason why there are none; and their file and line."""
+"""A row's fields, or the error if they cannot be read, with the row's file and line."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Row:
     """A question and its media.
 
     Attributes:
-        id: name of the row in the answers.
+        id: id of the row in the answers.
         question: text of the question.
-        audio, images, videos: absolute paths, or addresses.
-        choices: texts that the model chooses from; empty for a free answer.
-        answer: texts of right answers; empty if unknown.
-        group: group of the row in the summary; "" for none.
-        where: file and line, for messages.
+        audio, images, videos: absolute paths or URLs.
+        choices: texts to choose from; empty for a free-form answer.
+        answer: correct answers; empty if unknown.
+        group: the row's group in the summary; "" for none.
+        where: file and line of the row, for error messages.
         error: reason why the row cannot be answered; "" if it can.
     """
 
@@ -54,17 +54,17 @@ class Row:
 
     @property
     def media(self) -> dict[str, list[str]]:
-        """Arguments of ``Pipeline.read_media``."""
+        """Arguments for ``Pipeline.read_media``."""
         return {kind: list(getattr(self, kind)) for kind in MEDIA if getattr(self, kind)}
 
     @property
     def recording(self) -> tuple[tuple[str, ...], ...]:
-        """Key that is equal for rows about the same media."""
+        """Key that rows about the same media share."""
         return tuple(getattr(self, kind) for kind in MEDIA)
 
     @property
     def digest(self) -> str:
-        """Digest that is equal for rows with the same question and media."""
+        """Digest that rows with the same question and media share."""
         content = [
             self.question,
             self.choices,
@@ -79,20 +79,20 @@ def read_rows(
     question: str | None = None,
     group_by: str = "group",
 ) -> list[Row]:
-    """Read the rows of a file or folder, or convert dicts with the same fields.
+    """Read the rows of a file or folder, or convert dicts to rows.
 
     Args:
         source: a JSONL file (a JSON object on each line), a CSV file with a header, a folder of
-            recordings, pictures and videos, each of which becomes a row, or dicts. Fields are id,
-            question, audio, images, videos (a path or a list of them, relative to the file),
-            choices and answer; in CSV a list is a JSON list. Other fields are ignored. The id of
-            a row without one is its line number, or "line 7" if another row has the id "7".
-        question: question for rows that have none; a folder needs it.
-        group_by: field whose value groups the rows of the summary.
+            recordings, images and videos (each becomes a row), or dicts. Fields are id, question,
+            audio, images, videos (each a path or a list of paths, relative to the file), choices
+            and answer; CSV cells contain lists as JSON. Other fields are ignored. A row without an
+            id gets its line number, or "line 7" if another row has the id "7".
+        question: question for rows that have none; required for a folder.
+        group_by: field by whose value the summary groups the rows.
 
     Returns:
-        Rows in the order of the source. A row with unusable fields has an ``error``; so has a line
-        that is not a JSON object, with an id such as "line 7".
+        Rows in the order of the source. A row with unusable fields has an ``error``; so does a line
+        that is not a JSON object, whose id is, for example, "line 7".
 
     Raises:
         InputError: if there are no rows, no line is a JSON object, the quotes of a CSV file do not
@@ -154,20 +154,20 @@ def _csv(path: Path) -> Iterator[_Record]:
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: is not valid UTF-8 text: {error}") from None
         except csv.Error as error:
-            # Where the next row begins is unknown.
+            # It is unknown where the next row starts.
             raise InputError(
                 f"{path}, after line {reader.line_num}: not valid CSV: {error}"
             ) from None
 
 
 def _record(parse: Callable[[Any], Any], raw: Any) -> Mapping[str, Any] | InputError:
-    """Return the fields of a row, or the error if it has none."""
+    """Return the fields of a row, or the error if they cannot be read."""
     try:
         return _fields(parse(raw))
     except InputError as error:
         return error
     except RecursionError:
-        return InputError("is nested too deep")
+        return InputError("is nested too deeply")
 
 
 def _fields(record: Any) -> Mapping[str, Any] | InputError:
@@ -183,7 +183,7 @@ def _parse_line(line: bytes) -> Any:
         raise InputError(f"is not valid JSON: {error.msg} at character {error.pos + 1}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"is not valid UTF-8 text: {error}") from None
-    except ValueError as error:  # also a number with thousands of digits
+    except ValueError as error:  # such as a number with thousands of digits
         raise InputError(f"is not valid JSON: {error}") from None
 
 
@@ -194,20 +194,20 @@ def _parse_cells(columns: int, cells: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _cell(name: str, cell: str) -> Any:
-    """Return the value of a cell; an error is returned as a value, so that the row keeps its id."""
+    """Return the value of a cell; return, not raise, an error, so that the row keeps its id."""
     if name not in (*_CHOSEN, *MEDIA, *_SINGULAR) or not cell.lstrip().startswith("["):
         return cell
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):
-        # File names may begin like this too.
+        # File names may start like this too.
         wrong = InputError(f'{name}: {cell[:80]!r} is not a JSON list such as ["a", "b"]')
         return wrong if name in _CHOSEN else cell
 
 
 def _in_folder(folder: Path, question: str | None) -> list[Row]:
     if question is None:
-        raise InputError(f"{folder}: is a folder; give the question to ask about what is in it")
+        raise InputError(f"{folder} is a folder: give the question to ask about its files")
 
     def medium(path: Path) -> dict[str, Any]:
         return {kind_of(path) or "images": (str(path.absolute()),)}
@@ -226,7 +226,7 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
 
 
 def _rows(records: Sequence[_Record], base: Path, question: str | None, group_by: str) -> list[Row]:
-    """Convert records to rows; a file without any valid record is refused."""
+    """Convert records to rows; refuse a source without any valid record."""
     if records and all(isinstance(record, InputError) for record, _ in records):
         record, where = records[0]
         raise InputError(f"{where}: {record}")
@@ -279,21 +279,21 @@ def _given_id(record: Mapping[str, Any] | InputError) -> str | None:
 
 
 def _unused_id(taken: Container[str | None], *names: str) -> str:
-    """Return an id for a row without one: the first of ``names`` that no other row has."""
+    """Return an id for a row that has none: the first of ``names`` that no other row has."""
     more = (f"{names[-1]} ({count})" for count in itertools.count(2))
     return next(name for name in itertools.chain(names, more) if name not in taken)
 
 
 def _label(name: str, value: Any) -> str:
     try:
-        # A round trip through JSON, as for the answers, joins surrogate pairs to characters.
+        # A round trip through JSON, as for the answers, joins surrogate pairs into characters.
         return json.loads(json.dumps(str(value)))
     except (RecursionError, ValueError):
         raise InputError(f"{name} must be text or a number") from None
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Convert a text or a list of texts to a tuple; numbers become texts."""
+    """Convert a text or a list of texts to a tuple; numbers become text."""
     if isinstance(value, InputError):
         raise value
     if value is None or value == "":
@@ -313,7 +313,7 @@ def _medium_path(base: Path, source: str) -> str:
 
 
 def right_choices(row: Row) -> set[int]:
-    """Return the indices of right choices, matched by text or else by letter (A is the first).
+    """Return the indices of the right choices, matched by text or else by letter (A is the first).
 
     Raises:
         InputError: if the row's answer is not among its choices.
@@ -331,15 +331,15 @@ def right_choices(row: Row) -> set[int]:
 
 
 _LETTER = (
-    # A letter by itself: "A bird", "A's" and "A.M." begin with a word.
+    # Only a letter on its own: "A bird", "A's" and "A.M." start with a word.
     r"([A-Z])(?=\s*$|[)\]}<>*_`\"”】」』:;!?,。、]|'(?!\w)|\.(?![A-Z]\b)|\s+[-\u2013\u2014]\s"
     r"|\s+(?:because|since|as|is (?:the )?(?:correct|right|best|answer))\b)"
 )
 _MARKED = re.compile(
     rf"(?:^|\b(?:or|and)\b|或|和)(?:[^\w\n]|_)*{_LETTER}", re.MULTILINE | re.IGNORECASE
 )
-"""A letter at the start of a line, or a later one in the same form: "(B) white", "A. brown or B.
-white"."""
+"""A letter at the start of a line, or a later letter in the same format: "(B) white", "A. brown or
+B. white"."""
 _CLAIMED = re.compile(
     r"(?:\b(?:answer|option|choice|correct|choose|pick|select|letter|boxed|it is|it's)"
     r"|答案|正确|选)"
@@ -347,7 +347,7 @@ _CLAIMED = re.compile(
     rf"|[是为应该项择的]){{0,16}}?(?<![A-Za-z]){_LETTER}",
     re.MULTILINE | re.IGNORECASE,
 )
-"""A letter that a sentence calls the answer: "The correct answer is B.", "选择B"."""
+"""A letter that a sentence names as the answer: "The correct answer is B.", "选择B"."""
 _SEVERAL = re.compile(
     r"(?<![A-Za-z])[A-Z](?![A-Za-z])[^\w\s,]*"
     r"(?:\s*(?:,(?!\s*[AI]\s+[a-z])|[/&+、或和与及]|\b(?:or|and|nor)\b)+[\s(\[*]*"
@@ -359,9 +359,9 @@ _SEVERAL = re.compile(
 def named_choice(row: Row, reply: str) -> int | None:
     """Return the index of the choice that a reply names; None if it names none, or several.
 
-    A reply names a choice by its text, by a letter that begins a line ("B", "b.", "(B) white"), or
-    by a sentence that calls a letter the answer ("The answer is B.", "Option B"). A sentence
-    decides among letters that begin lines.
+    A reply names a choice by its text, by a letter at the start of a line ("B", "b.", "(B) white"),
+    or by a sentence that names a letter as the answer ("The answer is B.", "Option B"). If lines
+    start with several letters, such a sentence decides.
     """
     texts = [normal_form(choice) for choice in row.choices]
     if (text := normal_form(reply)) in texts:
@@ -377,12 +377,12 @@ def named_choice(row: Row, reply: str) -> int | None:
 
 
 def _place(letter: str) -> int:
-    """Return the index of the choice named by a letter from A to Z."""
+    """Return the index of the choice that a letter from A to Z names."""
     return ord(letter.upper()) - ord("A")
 
 
 def is_correct(row: Row, text: str, choice: int | None) -> bool | None:
-    """Whether the choice, or else the text, is right; None if the row has no answer."""
+    """Whether the choice, or without one the text, is right; None if the row has no answer."""
     if not row.answer:
         return None
     if choice is not None:

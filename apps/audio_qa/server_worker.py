@@ -1,4 +1,4 @@
-"""ServerWorker: answer rows by an OpenAI server, a running one or a vLLM server that it starts."""
+"""ServerWorker: answers rows with a running OpenAI server, or a vLLM server that it starts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from oscar_mm.media.source import describe, read_bytes
 _READERS = 4
 """Threads that decode recordings."""
 _MAX_BYTES = 512 << 20
-"""Maximum bytes of base64 media of requests in progress; media of the next groups come on top."""
+"""Maximum bytes of base64 media in open requests; media of the next groups are not included."""
 _HOST = "127.0.0.1"
 _LONGEST_START_S = 3600.0
 """Maximum seconds for a server to download and load its model."""
@@ -53,12 +53,12 @@ class ServerSettings:
     """Settings of a worker that uses a running server.
 
     Attributes:
-        url: the server's address, with or without the path "/v1".
-        settings: settings for the answers; ``policy`` is None if the server decides.
-        model: name of the server's model; None for its only one.
+        url: URL of the server, with or without the path "/v1".
+        settings: settings for the answers; ``policy`` is None if the server chooses it.
+        model: name of the server's model; None if it has only one.
         concurrency: maximum number of concurrent requests.
-        api_key: key of the server, or None.
-        allow_remote: whether to fetch media that are http(s) addresses.
+        api_key: API key for the server, or None.
+        allow_remote: whether to fetch media given as http(s) URLs.
         limits: limits on media.
 
     Raises:
@@ -84,13 +84,11 @@ class ServerSettings:
         except ValueError:
             usable = False
         if not usable:
-            raise InputError(
-                f"--server {self.url}: must be an address such as http://127.0.0.1:8000/v1"
-            )
+            raise InputError(f"--server {self.url}: must be a URL such as http://127.0.0.1:8000/v1")
 
     @property
     def endpoint(self) -> str:
-        """Base address to which the protocol's paths are added."""
+        """Base URL, to which the API's paths are appended."""
         address = self.url.rstrip("/")
         return address if urlsplit(address).path else f"{address}/v1"
 
@@ -110,11 +108,11 @@ class VllmSettings:
 
     Attributes:
         model: name of a bundled model, folder or hub id.
-        policy: preset, with or without changes, for the pages that vLLM stores.
+        policy: preset, with or without changes, for vLLM's KV cache.
         settings: settings for the answers.
         concurrency: maximum number of concurrent requests.
-        kv_budget: bytes of keys and values; None for all memory that vLLM has available.
-        allow_remote: whether to fetch media that are http(s) addresses; the server gets bytes.
+        kv_budget: KV cache size in bytes; None for all memory available to vLLM.
+        allow_remote: whether to fetch media given as http(s) URLs; the server gets their bytes.
         limits: limits on media.
 
     Raises:
@@ -141,7 +139,7 @@ class VllmSettings:
         """Start a server on a free port, and return a worker that owns it.
 
         Raises:
-            InputError: if vLLM is missing, or its server ends or does not answer within an hour.
+            InputError: if vLLM is missing, or its server exits or does not answer within an hour.
         """
         check_installed()
         [sock] = bind(_HOST, 0)
@@ -165,7 +163,7 @@ class VllmSettings:
 
     def _arguments(self, port: int) -> list[str]:
         options = {
-            "max_context": "auto",  # the model's context, or less if the KV memory is smaller
+            "max_context": "auto",  # the model's limit, or less if KV memory is short
             **({} if self.kv_budget is None else {"kv_budget": self.kv_budget}),
             **({} if self.settings.dtype is None else {"dtype": self.settings.dtype}),
         }
@@ -191,26 +189,26 @@ def _answers(client: httpx.Client, endpoint: str) -> bool:
 
 
 Plan = WorkerSettings | ServerSettings | VllmSettings
-"""Settings of the workers of a run."""
+"""Settings for the workers of a run."""
 
 
 class ServerWorker:
-    """Worker that sends rows to a server, with the interface of ``Worker``.
+    """Worker that sends rows to a server; it has the interface of ``Worker``.
 
-    Several threads may run groups at once; each has ``plan.concurrency`` requests.
+    Several threads can run groups at once, each with up to ``plan.concurrency`` open requests.
 
     Args:
         plan: settings of the worker.
-        owned: the server, if the worker owns it.
+        owned: the server, if the worker started it.
 
     Attributes:
         model: name of the server's model.
-        fingerprint: everything that the answers depend on, as far as the server reports it.
-        audio_seconds: length of the recordings sent so far, each counted once.
+        fingerprint: everything that determines the answers, as far as the server reports it.
+        audio_seconds: total length of the recordings sent so far, each counted once.
         kv_bytes: 0, because a server does not report it.
 
     Raises:
-        InputError: if the server cannot be reached, or lacks the model.
+        InputError: if the server cannot be reached, or does not have the model.
     """
 
     kv_bytes = 0
@@ -225,15 +223,15 @@ class ServerWorker:
         self._counting = threading.Lock()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
-        """Answer groups of rows about the same media; yield results as they are ready.
+        """Answer groups of rows, each about the same media; yield results as they are ready.
 
         Raises:
-            ServerLost: if the server no longer answers; rows without a result stay open.
+            ServerLost: if the server no longer answers; the remaining rows get no result.
         """
         ready: SimpleQueue[Result | None] = SimpleQueue()
         since = time.perf_counter()
-        # Requests run in an event loop of another thread, because the caller may have a running
-        # loop, and so that they continue while the caller writes. Leaving the block cancels them.
+        # Requests run in another thread's event loop, because the caller may have a running loop,
+        # and so that they continue while the caller writes. Leaving the block cancels them.
         with start_blocking_portal() as portal:
             asked = portal.start_task_soon(self._ask_all, groups, ready)
             while (result := ready.get()) is not None:
@@ -245,17 +243,17 @@ class ServerWorker:
                 raise ServerLost(f"{error}{self.close()}") from None
 
     def heard(self, seconds: float) -> None:
-        """Add the length of recordings that were sent."""
+        """Add the length of recordings that were sent to the total."""
         with self._counting:
             self.audio_seconds += seconds
 
     def close(self) -> str:
-        """Stop the worker's own server; return the gist of its log for a message."""
+        """Stop the worker's own server; return an excerpt of its log for an error message."""
         return "" if self._owned is None else self._owned.close()
 
     @property
     def report(self) -> dict[str, Any]:
-        """Return the fields of ``Work`` that only this worker knows, with their values so far."""
+        """Return the current values of the ``Work`` fields that only this worker knows."""
         return {
             "cpu_seconds": time.process_time() - self._begun,
             "audio_seconds": self.audio_seconds,
@@ -281,10 +279,10 @@ class ServerWorker:
             ready.put(None)
 
     def shown(self, rows: list[Row]) -> _Shown:
-        """Return the media of a group as parts of a message.
+        """Return the media of a group as message parts.
 
         Raises:
-            InputError: if a medium cannot be read, or cannot be sent to a server.
+            InputError: if a media item cannot be read, or cannot be sent to a server.
         """
         row = next((row for row in rows if not row.error), Row("", ""))
         if row.videos:
@@ -306,12 +304,12 @@ class ServerWorker:
 
 @dataclass
 class _Shown:
-    """Media of a group as parts of a message.
+    """Media of a group as message parts.
 
     Attributes:
         parts: JSON of the parts, each followed by a comma.
-        seconds: length of the recordings.
-        open_rows: rows of the group without a result.
+        seconds: total length of the recordings.
+        open_rows: number of the group's rows that have no result yet.
     """
 
     parts: bytes
@@ -320,7 +318,7 @@ class _Shown:
 
 
 class _Requests:
-    """Requests of a run, in an event loop."""
+    """Requests of a run, for use in an event loop."""
 
     def __init__(
         self, worker: ServerWorker, client: ChatClient, ready: SimpleQueue[Result | None]
@@ -353,15 +351,15 @@ class _Requests:
     async def _begin(
         self, tasks: asyncio.TaskGroup, rows: list[Row], reading: asyncio.Future[_Shown]
     ) -> None:
-        """Start the requests of a group, after waiting for memory for its media, and for each row
-        until a request may start."""
+        """Start the requests of a group: wait for memory for its media, then start a request for
+        each row as soon as there is a free slot."""
         for row in rows:
             if row.error:
                 self._ready.put(error_result(row, row.error))
         rows = [row for row in rows if not row.error]
         try:
             shown = await reading
-        except Exception as error:  # libraries raise any exception on a damaged file
+        except Exception as error:  # A damaged file may make a library raise anything.
             for row in rows:
                 self._ready.put(error_result(row, error_line(error)))
             return
@@ -395,7 +393,7 @@ class _Requests:
         """Return the JSON of a request in three parts, without copying the media.
 
         Raises:
-            InputError: if the choices cannot be listed, or none of them is right.
+            InputError: if there are too many choices to list, or none of them is right.
         """
         settings = self._worker.plan.settings
         text, _ = settings.prompt(row.question, row.choices)
@@ -412,7 +410,7 @@ class _Requests:
 
 
 def wav(recording: Audio) -> bytes:
-    """Encode a recording as 16-bit WAV; this is lossless if its source was 16-bit at 16 kHz."""
+    """Encode a recording as 16-bit WAV, which is lossless for 16-bit sources at 16 kHz."""
     samples = np.rint(recording.samples * 2**15).clip(-(2**15), 2**15 - 1).astype("<i2")
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
@@ -422,7 +420,7 @@ def wav(recording: Audio) -> bytes:
 
 
 def _image_part(source: str, media: MediaReader, place: str) -> bytes:
-    """Return the part of a message that contains an image file, not re-encoded.
+    """Return the message part for an image file, without re-encoding it.
 
     Raises:
         InputError: if the file cannot be read, or is not an image.
@@ -432,20 +430,18 @@ def _image_part(source: str, media: MediaReader, place: str) -> bytes:
     try:
         with opened_image(io.BytesIO(data)) as image:
             kind = Image.MIME[image.format or ""]
-    except Exception:  # any error of any parser: the bytes are not trusted
-        raise InputError(
-            f"{name}: is not an image that can be read; save it as PNG, JPEG or WebP"
-        ) from None
+    except Exception:  # The bytes are untrusted: a parser may raise anything.
+        raise InputError(f"{name} is not a readable image; save it as PNG, JPEG or WebP") from None
     return _part("image_url", {}, "url", f"data:{kind};base64,".encode(), data)
 
 
 def _part(kind: str, fields: dict[str, str], name: str, before: bytes, data: bytes) -> bytes:
-    """Return the JSON of a part of a message, followed by a comma.
+    """Return the JSON of a message part, followed by a comma.
 
     Args:
-        kind: type of the part, and name of its field.
-        fields: other fields within that field.
-        name: field that contains ``before``, followed by ``data`` in base64.
+        kind: type of the part, which is also the name of its field.
+        fields: other fields inside that field.
+        name: field that gets ``before`` followed by ``data`` in base64.
     """
     part = json.dumps({"type": kind, kind: {**fields, name: "?"}}).encode()
     start, _, end = part.rpartition(b"?")

@@ -1,4 +1,4 @@
-"""JobSettings: settings of an audio QA job, the options of ``oscar-mm audio-qa``."""
+"""JobSettings: settings of an audio QA job, which are the options of ``oscar-mm audio-qa``."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 class JobSettings:
     """Settings of an audio QA job; the help texts of the options document the fields.
 
-    With ``engine="vllm"`` each worker starts its own vLLM server, with pages of this package, and
-    uses it like ``server``; then ``policy`` must be the name of a preset. A server, running or
-    started, gets recordings and images, and answers choices only with ``list_choices``: its reply
+    With ``engine="vllm"``, each worker starts its own vLLM server with this package's KV cache, and
+    uses it like ``server``; then ``policy`` must be the name of a preset. Servers of both kinds
+    support recordings and images, and multiple choice only with ``list_choices``, where the reply
     names a letter. ``batch_size``, ``use_audio_in_video``, ``video_fps`` and ``device`` apply only
-    to a model in this process, and with ``server`` so do ``policy``, ``kv_budget`` and ``dtype``.
+    to a model in this process; with ``server``, so do ``policy``, ``kv_budget`` and ``dtype``.
 
     Attributes:
-        model: name of a bundled model, folder or hub id; with ``server`` the name of the server's
-            model, or None for its only one.
+        model: name of a bundled model, folder or hub id; with ``server``, name of the server's
+            model, or None if it has only one.
         workers: number of Ray workers, each of which loads the model, starts a vLLM server or sends
-            requests to the server; by default one per GPU, or without GPUs and with ``server`` as
-            many as the CPUs allow.
-        video_fps: frames per second that are sampled from videos.
+            requests to the server. Default: one per GPU; with ``server`` or without GPUs, the
+            number that the CPUs allow.
+        video_fps: frames per second to sample from videos.
         limits: limits on media.
-        api_key: key of the server.
+        api_key: API key for the server.
 
     Raises:
-        InputError: if a value is not allowed, or two contradict each other.
+        InputError: if a value is not allowed, or two values conflict.
     """
 
     model: options.Model = None
@@ -118,10 +118,11 @@ class JobSettings:
             raise InputError(f"engine={self.engine!r}: must be oscar or vllm")
         if self.server is not None and self.engine != "oscar":
             raise InputError(
-                f"server with engine {self.engine}: the server has its own engine; leave engine out"
+                f"server and engine {self.engine} cannot be combined, because a server has its own "
+                "engine; leave engine out"
             )
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return those of some fields whose values are not the defaults."""
+        """Return the names of the given fields that do not have their default values."""
         usual = {one.name: one.default for one in fields(self)}
         return [name for name in names if getattr(self, name) != usual[name]]

@@ -1,1 +1,1 @@
-"""`oscar-mm serve`: OpenAI's chat-completions protocol over cached conversations."""
+"""`oscar-mm serve`: OpenAI and Anthropic APIs, with cached conversations."""

@@ -1,4 +1,4 @@
-"""Access log: a line for each request."""
+"""Access log, with a line for each request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOGGER = logging.getLogger("oscar_mm.serve.access")
-"""Logger of the lines: refused requests at WARNING, server faults at ERROR, all others at INFO."""
+"""Logger: refused requests are at WARNING, server faults at ERROR, all other lines at INFO."""
 REQUEST_ID = "X-Request-Id"
-"""Header with the id of a request, which the client chooses or the server generates."""
+"""Header with the request id, which the client sends or the server generates."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _SHOWN = 200
-"""Maximum characters of a path or a reason in a line."""
+"""Maximum number of characters of a path or a reason in a line."""
 
 
 def note_answer(scope: MutableMapping[str, Any], usage: Mapping[str, Any]) -> None:
-    """Record the usage of a complete answer; the line of its request has its tokens."""
+    """Record the token usage of a completed answer, for its request's access-log line."""
     scope["state"]["tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
 
 
@@ -33,14 +33,14 @@ def note_refusal(scope: MutableMapping[str, Any], reason: str) -> None:
 
 
 class AccessLog:
-    """Middleware that logs method, path, status, tokens, seconds, id and the reason of a refusal.
+    """Middleware that logs method, path, status, tokens, seconds, id, and the reason for a refusal.
 
-    A line contains no text of the bodies except what a refusal quotes, and no control characters::
+    A line has no control characters, and no text from the bodies except what a refusal quotes::
 
         POST /v1/chat/completions 200 in=345 out=12 1.234s id=page-7
         POST /v1/chat/completions 400 0.001s id=7f3a "messages: must end with a message of ..."
 
-    The response has the id in its header ``X-Request-Id``.
+    The response contains the id in its ``X-Request-Id`` header.
 
     Args:
         app: the application.

@@ -1,4 +1,4 @@
-"""AnswerSet: all answers (choices) to a client's request, which are generated concurrently."""
+"""AnswerSet: all answers (choices) to a request, which are generated concurrently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
     Attributes:
         completed: the answer.
-        logprobs: log-probabilities that no piece contained; None if they were not requested.
+        logprobs: log-probabilities that came with no piece; None if they were not requested.
     """
 
     completed: CompletedAnswer
@@ -36,17 +36,17 @@ class Choice(NamedTuple):
 class AnswerSet:
     """All answers to one HTTP request, which may have several prompts with several answers each.
 
-    The first answer to a prompt reads the prompt. The others begin after that and reuse it from
-    the prefix cache, or the earlier turns of their conversation from the stored chat.
+    The first answer to a prompt reads the prompt. The other answers start after that: they reuse
+    the prompt from the prefix cache, or the conversation's earlier turns from the stored chat.
 
     Args:
-        places: request queue in which each answer has a place; the places are returned to it.
+        places: request queue, to which each answer's slot is returned.
         conversations, gone, arrival: see ``RunningAnswer``.
-        requests: one request per prompt. The first answer to a prompt uses the seed of its
-            request, the second seed + 1, and so on.
+        requests: one request per prompt. The first answer to a prompt uses the request's seed,
+            the second answer seed + 1, and so on.
 
     Attributes:
-        answers: all answers in the order of their index in the response.
+        answers: all answers, in the order of their indices in the response.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AnswerSet:
         self.answers = [answer for group in self._groups for answer in group]
 
     async def begin(self, memory_wait_s: float) -> None:
-        """Begin all answers.
+        """Start all answers.
 
         Args:
             memory_wait_s: maximum seconds that each answer waits for memory.
@@ -92,37 +92,37 @@ class AnswerSet:
         await asyncio.gather(*map(_complete, self.answers))
 
     def complete_choices(self) -> list[Choice]:
-        """Return the answers of the response once all are complete.
+        """Return the answers for the response, once all are complete.
 
-        If more are generated than returned (``best_of``), the likeliest are returned, best first.
+        With ``best_of``, these are the likeliest of the generated answers, best first.
         """
         choices: list[Choice] = []
         for group in self._groups:
             found = [Choice(answer.completed, answer.take_logprobs()) for answer in group]
             if len(found) > self._kept:
                 found = sorted(found, key=lambda choice: -choice.likelihood)[: self._kept]
-            # Only the first answer of a group computed the prompt's log-probabilities.
+            # Only the first answer of a group computes the prompt's log-probabilities.
             of_prompt = group[0].completed.answer.prompt_logprobs
             choices += [_with_prompt(choice, of_prompt) for choice in found]
         return choices
 
     def end(self) -> asyncio.Future[Any]:
-        """Close all answers and free their places, once the model has ended its step."""
+        """Close all answers and free their slots, once the model has finished its step."""
         return asyncio.gather(*(answer.end() for answer in self.answers))
 
     def outlive_client(self) -> None:
-        """Continue until ``end``, even if the client has disconnected."""
+        """Continue until ``end`` even if the client disconnects."""
         for answer in self.answers:
             answer.gone = asyncio.get_running_loop().create_future()
 
     @property
     def written(self) -> int:
-        """Tokens of all complete answers."""
+        """Total number of tokens in all complete answers."""
         return sum(len(answer.completed.answer.token_ids) for answer in self.answers)
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Usage: tokens of all prompts and answers; everything else is of the first answer."""
+        """Usage: total tokens of all prompts and answers; all else is from the first answer."""
         usage = self.answers[0].completed.usage
         read = sum(group[0].completed.prompt_tokens for group in self._groups)
         counts = {"prompt_tokens": read, "completion_tokens": self.written}
@@ -130,7 +130,7 @@ class AnswerSet:
 
 
 def _part(request: ApiRequest, index: int) -> ApiRequest:
-    """The request for one of several answers."""
+    """Return the request for one of several answers."""
     if request.count == 1:
         return request
     sampling = dict(request.sampling)
@@ -140,7 +140,7 @@ def _part(request: ApiRequest, index: int) -> ApiRequest:
         sampling.setdefault("logprobs", 0)  # Needed to find the likeliest answers.
     if index:
         sampling.pop("prompt_logprobs", None)  # The first answer computes them.
-    # The others begin after the first piece of this answer, so it must be streamed.
+    # The others start after the first piece of this answer, so it must be streamed.
     return replace(request, sampling=sampling, stream=True)
 
 
@@ -155,7 +155,7 @@ async def _complete(answer: RunningAnswer) -> None:
 
 
 async def merged(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[str]:
-    """Yield the items of several streams as they arrive; the first error ends all streams."""
+    """Yield the items of several streams as they arrive; the first error ends all of them."""
     arrived: asyncio.Queue[str | Exception | None] = asyncio.Queue()
 
     async def drain(stream: AsyncIterator[str]) -> None:

@@ -1,4 +1,4 @@
-"""ChatWriter: answers in OpenAI's chat-completions protocol, whole or as server-sent events."""
+"""ChatWriter: formats answers for OpenAI's chat-completions API, streamed or not."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from oscar_mm.tool_parsers.parser import Piece
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _REASONING = "reasoning", "reasoning_content"
-"""Names of the reasoning: that of vLLM and OpenRouter, and that of DeepSeek. Clients read one of
-them."""
+"""Fields for the reasoning, as in vLLM and OpenRouter, and as in DeepSeek; clients read either."""
 _TEXT = "\0"
-"""Placeholder for the text in the constant part of an answer's events."""
+"""Placeholder for the text in the template of an answer's events."""
 
 
 class ChatWriter:
-    """Writes the answers to one request, see ``AnswerFormat``.
+    """Formats the answers to one request, see ``AnswerFormat``.
 
     Args:
-        model: the model's name for clients.
+        model: model name to show to clients.
         tokenizer: tokenizer of the model.
-        usage: whether the events end with the usage.
-        echo: text that is put before each answer.
+        usage: whether the events end with the token usage.
+        echo: text to prepend to each answer.
         reasoning: whether the response includes the reasoning.
     """
 
@@ -55,7 +54,7 @@ class ChatWriter:
         self._parts: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of answers that are not streamed."""
+        """Return the body of a response that is not streamed."""
         written = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         found = choices[0].completed.answer.prompt_logprobs
         listed = found and prompt_logprobs_body(self._tokenizer, found, MAX_LOGPROBS)
@@ -85,13 +84,13 @@ class ChatWriter:
         }
 
     def begin(self, index: int) -> Iterator[str]:
-        """Events before the first piece of an answer."""
+        """Yield the events before the first piece of an answer."""
         yield self._event(index, {"role": "assistant", "content": self._echo})
 
     def piece(
         self, index: int, piece: Piece, found: Sequence[TokenLogprob] | None
     ) -> Iterator[str]:
-        """Events of a piece of text, of reasoning or of a call."""
+        """Yield the events for a piece of text, of reasoning or of a tool call."""
         logprobs = logprobs_body(self._tokenizer, found)
         if isinstance(piece, ToolCallDelta):
             yield self._event(index, {"tool_calls": [delta_body(piece)]}, logprobs=logprobs)
@@ -108,21 +107,21 @@ class ChatWriter:
         yield _JSON.encode(piece).join(parts)
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
-        """Events after the last piece of an answer."""
+        """Yield the events after the last piece of an answer."""
         logprobs = logprobs_body(self._tokenizer, choice.logprobs)
         yield self._event(index, {}, choice.completed.answer.finish_reason, logprobs)
 
     def close(self, usage: Mapping[str, Any]) -> Iterator[str]:
-        """Events after all answers."""
+        """Yield the events after all answers."""
         if self._usage:
             yield self._chunk([], usage=usage)
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Events of answers that cannot be completed."""
+        """Yield the events for answers that cannot be completed."""
         yield _event(refusal.body)
 
     def last(self) -> Iterator[str]:
-        """Events after the places of the answers are free."""
+        """Yield the final events, after the answers' slots have been freed."""
         yield "data: [DONE]\n\n"
 
     def _event(

@@ -1,4 +1,4 @@
-"""`oscar-mm serve`: answer other programs over HTTP."""
+"""`oscar-mm serve`: serve a model over HTTP."""
 
 import logging
 import os
@@ -20,12 +20,12 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 _PREFIXES = "1GB"
-"""Size of the prefix cache without a budget."""
+"""Default size of the prefix cache without --kv-budget."""
 _LEVELS = ("info", "warning", "error")
 _NAME = 256
-"""Most characters of a model name."""
+"""Maximum length of a model name, in characters."""
 _RELEASE_S = 2.0
-"""Maximum seconds in which the engine must end its pass after the server has stopped."""
+"""Maximum seconds to wait for the engine to finish its pass after the server has stopped."""
 
 
 @options.grouped
@@ -143,7 +143,7 @@ def serve(
     if not 0 < port < 65536:
         raise InputError(f"--port {port}: must be from 1 to 65535")
     if not 0 <= grace <= 3600:
-        raise InputError(f"--grace {grace:g}: must be seconds from 0 to 3600")
+        raise InputError(f"--grace {grace:g}: must be seconds, from 0 to 3600")
     domains = media_domains(allowed_media_domains, allow_remote=allow_remote)
     _check_words(log_level, served_model_name or ())
     key = api_key(api_key_file)
@@ -167,12 +167,13 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"serve needs the package {error.name}: pip install '.[serve]' in a clone"
+            f"serve requires the {error.name} package: run pip install '.[serve]' in a clone of "
+            "the repository"
         ) from None
     sockets = bind(host, port)
     model = options.model_or_bundled(model, supports_audio=True)
     terminal.quiet_transformers()
-    from oscar_mm.apps.serve.server import Server, create_app  # brings torch
+    from oscar_mm.apps.serve.server import Server, create_app  # imports torch
     from oscar_mm.apps.serve.service import ServerLimits
     from oscar_mm.engine.warm_up import warm_up
     from oscar_mm.media.source import AllowedHosts
@@ -208,7 +209,7 @@ def serve(
         freeze_loaded()
         listen(sockets)
         print(f"{name} at {url(host, port)}/v1", file=sys.stderr)
-        # uvicorn raises the signal again after it has stopped.
+        # uvicorn raises the signal again after stopping.
         with sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
             server.run(sockets)
     finally:
@@ -217,7 +218,7 @@ def serve(
     try:
         pipe.engine.call(lambda: None, timeout=_RELEASE_S)
     except TimeoutError:
-        # At exit the engine thread must not run operations of a long prompt.
+        # At exit, the engine thread must not be running a long prompt.
         sys.stderr.flush()
         os._exit(0)
 
@@ -233,7 +234,7 @@ def _check_words(log_level: str, names: Sequence[str]) -> None:
 
 
 def _log_requests(level: str) -> None:
-    """Write the access log to stderr, and the package's own log at the same level."""
+    """Write the access log and the package's own log to stderr, at this level."""
     from oscar_mm.apps.serve.access_log import LOGGER
 
     handler = logging.StreamHandler()
@@ -245,7 +246,7 @@ def _log_requests(level: str) -> None:
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether the user has given an option, even with its default."""
+    """Whether the user has given an option, even if with its default value."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
@@ -259,7 +260,7 @@ def _serve_with_vllm(
     passed: Sequence[str],
     key: str | None,
 ) -> NoReturn:
-    """Replace this process by vLLM's server; see ``vllm_arguments``."""
+    """Replace this process with vLLM's server; see ``vllm_arguments``."""
     from oscar_mm.apps.serve.vllm_server import become_vllm, check_installed, vllm_arguments
 
     if passed and not passed[0].startswith("-"):
@@ -275,7 +276,7 @@ def _serve_with_vllm(
 
 
 def _warn_of_no_key(host: str, key: str | None) -> None:
-    from oscar_mm.apps.guard import is_loopback  # needs the packages of a server
+    from oscar_mm.apps.guard import is_loopback  # requires the server's packages
 
     if key is None and not is_loopback(host):
         print(
@@ -288,7 +289,7 @@ def media_domains(given: Sequence[str] | None, *, allow_remote: bool) -> list[st
     """Return the hosts of all ``--allowed-media-domains`` options; an empty list allows any host.
 
     Raises:
-        InputError: hosts are given without ``--allow-remote``, or a name is not a host name.
+        InputError: if hosts are given without ``--allow-remote``, or one is not a host name.
     """
     names = [name.strip() for text in given or () for name in text.split(",")]
     if given and not allow_remote:
@@ -304,10 +305,10 @@ def media_domains(given: Sequence[str] | None, *, allow_remote: bool) -> list[st
 
 
 def prefix_bytes(size: str | None, budget: int | None) -> int | None:
-    """Bytes of the prefix cache from its option; None for no prefix cache.
+    """Return the prefix cache size in bytes that its option requests; None for no prefix cache.
 
     Raises:
-        InputError: no size.
+        InputError: if the value is not a size.
     """
     if size is None:
         return parse_bytes("--prefix-cache", _PREFIXES if budget is None else max(1, budget // 4))

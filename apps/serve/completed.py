@@ -1,4 +1,4 @@
-"""CompletedAnswer: a complete answer of the server, and its usage."""
+"""CompletedAnswer: a complete answer and its token usage."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class CompletedAnswer:
-    """A complete answer and its usage; both outlive the chat.
+    """A complete answer and its token usage; they outlive the chat.
 
     Attributes:
         answer: the answer.
-        cached_tokens: tokens of the prompt that were in the stored chat or the prefix cache.
+        cached_tokens: prompt tokens that were in the stored chat or the prefix cache.
         prompt_tokens: tokens of the whole prompt, including earlier turns.
     """
 
@@ -25,14 +25,14 @@ class CompletedAnswer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens and memory of the conversation, as the protocol and this server name them."""
+        """Tokens and memory of the conversation, under the names of the API and this server."""
         written, memory = len(self.answer.token_ids), self.answer.memory
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": written,
             "total_tokens": self.prompt_tokens + written,
             "prompt_tokens_details": {
-                # In whole pages: the exact number would tell clients about others.
+                # In whole pages: the exact number would tell clients about other requests.
                 "cached_tokens": self.cached_tokens // PAGE_TOKENS * PAGE_TOKENS,
                 "audio_tokens": memory.tokens["audio"],
             },

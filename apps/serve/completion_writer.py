@@ -1,4 +1,4 @@
-"""CompletionWriter: answers in OpenAI's completions protocol, whole or as server-sent events."""
+"""CompletionWriter: formats answers for OpenAI's completions API, streamed or not."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 class CompletionWriter:
-    """Writes the answers to one request, see ``AnswerFormat``.
+    """Formats the answers to one request, see ``AnswerFormat``.
 
     Args:
         body: the request.
-        prompts: its prompts; each has ``n`` answers.
-        model: the model's name for clients.
+        prompts: the prompts of the request; each has ``n`` answers.
+        model: model name to show to clients.
         tokenizer: tokenizer of the model.
     """
 
@@ -43,40 +43,40 @@ class CompletionWriter:
         self._logprobs: dict[int, LegacyLogprobs] = {}
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of answers that are not streamed."""
+        """Return the body of a response that is not streamed."""
         written = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         if self._body.max_tokens == 0:
             usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return {**self._header, "choices": written, "usage": usage}
 
     def begin(self, index: int) -> Iterator[str]:
-        """Events before the first piece of an answer."""
+        """Yield the events before the first piece of an answer."""
         if self._body.echo:
             yield self._event(index, self._prompt(index).text)
 
     def piece(
         self, index: int, piece: Piece, found: Sequence[TokenLogprob] | None
     ) -> Iterator[str]:
-        """Events of a piece of text."""
+        """Yield the events for a piece of text."""
         if self._body.max_tokens != 0:
             yield self._event(index, str(piece), self._legacy(index, found))
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
-        """Events after the last piece of an answer."""
+        """Yield the events after the last piece of an answer."""
         reason, found = self._reason(choice), choice.logprobs
         yield self._event(index, "", self._legacy(index, found), reason)
 
     def close(self, usage: Mapping[str, Any]) -> Iterator[str]:
-        """Events after all answers."""
+        """Yield the events after all answers."""
         if self._body.has_usage:
             yield _event({**self._header, "choices": [], "usage": usage})
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Events of answers that cannot be completed."""
+        """Yield the events for answers that cannot be completed."""
         yield _event(refusal.body)
 
     def last(self) -> Iterator[str]:
-        """Events after the places of the answers are free."""
+        """Yield the final events, after the answers' slots have been freed."""
         yield "data: [DONE]\n\n"
 
     def _prompt(self, index: int) -> Prompt:

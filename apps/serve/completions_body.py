@@ -1,7 +1,8 @@
 """Requests of OpenAI's completions API: prompts without a chat template.
 
-A prompt may contain control tokens, because its client writes all of it. Fields that are unknown or
-do not change the answer are ignored, and unsupported ones are refused, as in ``protocol``.
+A prompt may contain control tokens, because the client writes the whole prompt. As in ``protocol``,
+fields that are unknown or do not change the answer are ignored; other unsupported fields are
+refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _USUAL_LENGTH = 16
 """Default of ``max_tokens``, as in OpenAI's API."""
 _TOGETHER = 8
-"""All prompts of a request together have at most this many times the tokens of the context."""
+"""Maximum total tokens of a request's prompts, in multiples of the context length."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "length_penalty": (1,),
@@ -41,11 +42,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Unsupported fields, and their values, in addition to null, that do not change the answer."""
+"""Unsupported fields, and the values (besides null) that do not change the answer."""
 
 
 class CompletionBody(SampledBody):
-    """The JSON of a request; ``prompts`` checks its prompt."""
+    """JSON body of a request; ``prompts`` checks the prompt."""
 
     prompt: Any = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -74,19 +75,19 @@ class CompletionBody(SampledBody):
 
     @property
     def count(self) -> int:
-        """Number of answers that are generated for each prompt."""
+        """Number of answers to generate for each prompt."""
         return max(self.n or 1, self.best_of or 1)
 
     def prompts(self, pipe: Pipeline, max_answers: int) -> list[Prompt]:
         """Tokenize and check the prompts.
 
         Args:
-            pipe: provides the tokenizer and the limits.
-            max_answers: maximum number of answers to all prompts together.
+            pipe: pipeline, for its tokenizer and limits.
+            max_answers: maximum total number of answers to all prompts.
 
         Raises:
             RequestTooLarge: if a prompt is longer than the context.
-            InputError: if the field has no valid prompts, or too many.
+            InputError: if the field does not contain valid prompts, or contains too many.
         """
         given = self.prompt
         if isinstance(given, str) or (_is_list(given) and all(map(_is_token, given))):
@@ -100,7 +101,7 @@ class CompletionBody(SampledBody):
         if len(given) * self.count > max_answers:
             asked = f"{len(given):,} prompts with {self.count} answers each"
             raise FieldError(
-                f"{asked} are more than the {max_answers} answers that this server runs at once",
+                f"{asked} are too many: this server runs at most {max_answers} answers at once",
                 "prompt",
             )
         prompts, tokens = [], 0
@@ -114,7 +115,7 @@ class CompletionBody(SampledBody):
         return prompts
 
     def requests(self, prompts: Sequence[Prompt]) -> list[ApiRequest]:
-        """Return one request for each prompt."""
+        """Return one request per prompt."""
         sampling = self.sampling()
         longest = _USUAL_LENGTH if self.max_tokens is None else self.max_tokens
         sampling["max_new_tokens"] = max(
@@ -144,11 +145,11 @@ class CompletionBody(SampledBody):
 
 
 class Prompt:
-    """A prompt as text and as token ids.
+    """A prompt, both as text and as token ids.
 
     Args:
-        text: the text, for ``echo``.
-        ids: the token ids.
+        text: text, for ``echo``.
+        ids: token ids.
     """
 
     def __init__(self, text: str, ids: Sequence[int]) -> None:
@@ -156,16 +157,16 @@ class Prompt:
 
     @classmethod
     def of(cls, given: str | list[int], pipe: Pipeline, special: bool) -> Prompt:
-        """A prompt from its text or its token ids.
+        """Create a prompt from its text or its token ids.
 
         Args:
             given: the text or the ids.
-            pipe: provides the tokenizer and the limits.
-            special: whether to put the tokenizer's own tokens at the beginning of a text.
+            pipe: pipeline, for its tokenizer and limits.
+            special: whether to prepend the tokenizer's special tokens to a text.
 
         Raises:
-            RequestTooLarge: if it is longer than the context.
-            InputError: if it has no tokens, or tokens that the model cannot read.
+            RequestTooLarge: if the prompt is longer than the context.
+            InputError: if it has no tokens, or contains invalid token ids.
         """
         tokenizer = pipe.processor.tokenizer
         if not isinstance(given, str):
@@ -174,7 +175,7 @@ class Prompt:
         pipe.admission.check_text_length("prompt", given)
         ids = tokenizer(given, add_special_tokens=special)["input_ids"]
         if not ids:
-            raise FieldError("is empty: give some text", "prompt")
+            raise FieldError("must not be empty", "prompt")
         pipe.family.check_ids("prompt", ids)
         return cls(given, ids)
 

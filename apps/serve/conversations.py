@@ -1,4 +1,4 @@
-"""Conversations: stored chats that later requests continue, found by their content."""
+"""Conversations: stored chats, which are found by content when later requests continue them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """Chats by the SHA-256 of their whole content and of the client's salt.
+    """Chats by the SHA-256 of their whole content and the client's salt.
 
-    A client sends the whole conversation with each request. If a chat has all messages but the
+    A client sends the whole conversation with each request. If a chat contains all messages but the
     last, the model reads only the last message; otherwise it reads the earlier messages again. The
-    request continues a fork, so that several requests can continue one chat; forks share pages.
+    request continues a fork of the chat, so several requests can continue the same chat. Forks
+    share pages.
 
     Args:
-        pipe: pipeline that answers.
+        pipe: pipeline that generates the answers.
         limit: maximum number of chats; the least recently used is dropped first.
     """
 
@@ -50,26 +51,26 @@ class Conversations:
     def answer_steps(
         self, request: ApiRequest
     ) -> Generator[Chat | WholePrompt | Piece | Request | CompletedAnswer, None, None]:
-        """Answer step by step; closing the generator ends the answer there.
+        """Answer a request step by step; closing the generator ends the answer.
 
         Yields:
             in this order:
 
-            - the chat or prompt that answers
-            - "" after the earlier turns, if the model had to read any, and "" after the question
+            - the ``Chat`` or ``WholePrompt`` that answers
+            - "" after reading earlier turns, if that was necessary, and "" after the question
             - the first piece of the answer
-            - the running ``Request``, from which the caller may take pieces
+            - the running ``Request``, from which the caller can take pieces
             - all remaining pieces, as in ``AnswerStream.pieces``
             - the complete answer
 
         Raises:
             MemoryBusy: if other answers use the memory that the request needs.
-            InputError: if something cannot be read or does not fit.
+            InputError: if the request is invalid or does not fit.
         """
         if request.is_whole:
             yield from WholePrompt(self.pipe, request).answer_steps()
             return
-        self.pipe.sampling(request.sampling, ())  # This compiles a grammar, or refuses it.
+        self.pipe.sampling(request.sampling, ())  # Compiles the grammar, or refuses it.
         chat, turns = self._fork_longest_past(request)
         if chat is None:
             system = request.system.written if request.system else None
@@ -105,7 +106,7 @@ class Conversations:
     def give_way(self) -> bool:
         """Close the least recently used chat, and return whether that may have freed memory.
 
-        Do nothing if the budget moves chats to disk when others need their memory.
+        Does nothing if the budget moves chats to disk when others need their memory.
         """
         budget = self.pipe.budget
         if budget is not None and budget.folder is not None:
@@ -124,9 +125,9 @@ class Conversations:
             chat.close()
 
     def _store(self, key: str, chat: Chat) -> None:
-        """Add a chat that has just answered."""
+        """Store a chat after its answer."""
         with self._lock:
-            # Another thread may be forking the previous chat of this key.
+            # Another thread may be forking the previous chat with this key.
             dropped = [chat] if key in self._chats else []
             self._chats.setdefault(key, chat)
             self._chats.move_to_end(key)
@@ -136,10 +137,10 @@ class Conversations:
             old.close()
 
     def _fork_longest_past(self, request: ApiRequest) -> tuple[Chat | None, int]:
-        """Fork the chat with the longest beginning of the past; return it and its number of turns.
+        """Fork the chat with the longest prefix of the past; return the fork and its turn count.
 
         Raises:
-            MemoryBusy: if the chat is on disk, and other answers use the memory that it needs.
+            MemoryBusy: if the chat is on disk, and other answers use the memory it needs.
         """
         keys = _keys(request, request.past)
         for turns, key in reversed([*enumerate(keys, 1)]):
@@ -153,7 +154,7 @@ class Conversations:
             except MemoryBusy:
                 raise
             except (InputError, RuntimeError):
-                # The file is missing, or another thread has closed the chat: the model reads again.
+                # The file is missing, or another thread has closed the chat: read the turns again.
                 self._drop(key, chat)
         return None, 0
 
@@ -165,7 +166,7 @@ class Conversations:
 
 
 def _keys(request: ApiRequest, past: tuple[PastTurn, ...]) -> list[str]:
-    """Return a key for each beginning of a past, computed from all of it and the salt."""
+    """Return a key for each prefix of a past, computed from its content and the salt."""
     system = request.system and request.system.written
     tools = request.tools and request.tools.for_template()
     keys, before = [], json.dumps([request.cache_salt, system, tools])
@@ -178,19 +179,19 @@ def _keys(request: ApiRequest, past: tuple[PastTurn, ...]) -> list[str]:
 
 
 def _said(message: Message) -> list[Any]:
-    """The content of a message that the model reads."""
-    if message.role == "assistant":  # Independent of how a client splits the text of an answer.
+    """Return the parts of a message that the model reads."""
+    if message.role == "assistant":  # Do not depend on how a client splits an answer's text.
         return [message.role, message.written, *map(_call, message.tool_calls)]
     return [message.role, message.tool_call_id, message.name, *map(_digest, message.parts)]
 
 
 def _call(call: ToolCall) -> list[Any]:
-    """A call, in a form in which equal arguments are equal however a client writes their spaces."""
+    """Return a call in a form that does not depend on the white space in its JSON arguments."""
     return [call.id, call.for_template()["function"]]
 
 
 def _digest(part: Part | MediumSpan) -> str | list[Any]:
-    """Return a text unchanged; for a medium, its modality, digest, sound flag and options."""
+    """Return text unchanged; for a media item, its modality, digest, audio flag and options."""
     if isinstance(part, str):
         return part
     assert isinstance(part, MediaPart), "requests hold the bytes of their media"

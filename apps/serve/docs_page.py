@@ -1,4 +1,4 @@
-"""The HTML page at /docs: the server's paths and the fields of their requests."""
+"""The HTML page at /docs: the server's endpoints and their request fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BODIES: dict[str, tuple[type[BaseModel], Iterable[str]]] = {
     TRANSCRIPTIONS: (TranscriptionBody, ()),
     TRANSLATIONS: (TranscriptionBody, ()),
 }
-"""Request body of each path, and names of the chat-completions fields that it accepts as well."""
+"""Request body of each endpoint, and the names of chat-completions fields that it also accepts."""
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>oscar-mm serve</title><style>
 body {{ font-family: sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }}
@@ -73,7 +73,7 @@ def _described(route: APIRoute) -> Iterator[str]:
 
 
 def fields_of(path: str) -> dict[str, str]:
-    """Return the fields of the requests to a path, with their JSON types."""
+    """Return the request fields of an endpoint, with their JSON types."""
     body, same = _BODIES[path]
     fields = _types(body)
     shared = _types(Body)

@@ -1,4 +1,4 @@
-"""EventStream: the server-sent events of the answers to a request."""
+"""EventStream: streams the answers to a request as server-sent events."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from oscar_mm.tool_parsers.parser import Piece
 
 
 class AnswerFormat(Protocol):
-    """How a protocol writes the answers to a request: as one body, or as server-sent events."""
+    """Formats the answers to a request for an API: as one body, or as server-sent events."""
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any], /) -> dict[str, Any] | str:
-        """The body of answers that are not streamed: JSON, or plain text."""
+        """Return the body of a response that is not streamed: JSON, or plain text."""
         ...
 
     def begin(self, index: int, /) -> Iterator[str]:
-        """Events before the first piece of an answer."""
+        """Yield the events before the first piece of an answer."""
         ...
 
     def piece(
         self, index: int, piece: Piece, logprobs: Sequence[TokenLogprob] | None, /
     ) -> Iterator[str]:
-        """Events of a piece of an answer."""
+        """Yield the events for a piece of an answer."""
         ...
 
     def end(self, index: int, choice: Choice, /) -> Iterator[str]:
-        """Events after the last piece of an answer."""
+        """Yield the events after the last piece of an answer."""
         ...
 
     def close(self, usage: Mapping[str, Any], /) -> Iterator[str]:
-        """Events after all answers."""
+        """Yield the events after all answers."""
         ...
 
     def failed(self, refusal: Refusal, /) -> Iterator[str]:
-        """Events of answers that cannot be completed."""
+        """Yield the events for answers that cannot be completed."""
         ...
 
     def last(self) -> Iterator[str]:
-        """Events after the places of the answers are free."""
+        """Yield the final events, after the answers' slots have been freed."""
         ...
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of answers; the answers end with them, even if they never begin.
+    """Server-sent events of answers; the answers end with the stream, even if it never starts.
 
     Args:
-        answers: answers that have begun.
-        written: writes their events.
-        scope: ASGI scope of the request; its line in the access log says how the stream ended.
+        answers: answers that have started.
+        written: formats their events.
+        scope: ASGI scope of the request; its access-log line says how the stream ended.
     """
 
     def __init__(self, answers: AnswerSet, written: AnswerFormat, scope: Scope) -> None:
-        note_refusal(scope, str(ClientGone()))  # until the stream ends in another way
+        note_refusal(scope, str(ClientGone()))  # Unless the stream ends differently.
         headers, events = {"Cache-Control": "no-cache"}, _events(answers, written, scope)
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._answers = answers
@@ -86,7 +86,7 @@ async def _events(answers: AnswerSet, written: AnswerFormat, scope: Scope) -> As
         for event in written.last():
             yield event
     except Refusal as error:
-        # The status has already been sent, because the answer has begun.
+        # The status has already been sent, because the answer has started.
         note_refusal(scope, str(error))
         answers.places.metrics.requests.labels(str(error.status)).inc()
         for event in written.failed(error):

@@ -1,14 +1,14 @@
-"""FieldError: error of one field of a request."""
+"""FieldError: an error in one field of a request."""
 
 from oscar_mm.errors import InputError
 
 
 class FieldError(InputError):
-    """Error of one field of a request.
+    """Error in one field of a request.
 
     Attributes:
-        field: the API's name of the field, such as ``messages[2].content[0]``; None if the request
-            as a whole is wrong.
+        field: the API's name for the field, such as ``messages[2].content[0]``; None if the error
+            is not in a single field.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""KeptResponses: responses that later requests may continue or fetch by their id."""
+"""KeptResponses: stored responses, which later requests can continue or fetch by id."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 256 << 20
-"""Maximum bytes of all requests whose responses are stored, including media in base64."""
+"""Maximum total bytes of the requests whose responses are stored, including base64 media."""
 
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """A response and the conversation up to it.
+    """A stored response, and the conversation up to it.
 
     Attributes:
         body: the response.
-        messages: the conversation in the chat-completions protocol, without instructions.
-        size: bytes of the requests of this conversation.
+        messages: the conversation as chat-completions messages, without instructions.
+        size: total bytes of the conversation's requests.
     """
 
     body: dict[str, Any]
@@ -29,7 +29,7 @@ class KeptResponse:
 
 
 class KeptResponses:
-    """Responses by id; the least recently used is dropped first. Ids cannot be guessed."""
+    """LRU store of responses by id; ids cannot be guessed."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
@@ -37,7 +37,7 @@ class KeptResponses:
         self._lock, self._bytes = threading.Lock(), 0
 
     def add(self, response: KeptResponse) -> None:
-        """Store a response, unless it alone exceeds the limit of all responses."""
+        """Store a response, unless it exceeds ``MAX_BYTES`` by itself."""
         with self._lock:
             self._kept[response.body["id"]] = response
             self._items |= {item["id"]: item for item in response.body["output"]}
@@ -53,7 +53,7 @@ class KeptResponses:
             return self._kept.get(key)
 
     def item(self, key: str) -> dict[str, Any] | None:
-        """Return an item of a response's output by its id; None if it is not stored."""
+        """Return the output item with an id; None if it is not stored."""
         with self._lock:
             return self._items.get(key)
 

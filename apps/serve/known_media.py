@@ -1,4 +1,4 @@
-"""KnownMedia: stored media that clients can reuse by their uuid."""
+"""KnownMedia: stored media that clients can reuse by uuid."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from oscar_mm.modality import Modality
 
 MAX_UUID_CHARACTERS = 256
 MAX_BYTES = 256 << 20
-"""Maximum bytes of all stored media together."""
+"""Maximum total bytes of all stored media."""
 MAX_MEDIA = 1 << 16
-"""Maximum number of stored media."""
+"""Maximum number of stored media items."""
 
 
 class KnownMedium(NamedTuple):
@@ -24,13 +24,13 @@ class KnownMedium(NamedTuple):
 
 
 class KnownMedia:
-    """A least-recently-used store of media, by the ``cache_salt`` of their request and their uuid.
+    """LRU store of media, by their uuid and the ``cache_salt`` of their request.
 
-    A client needs both to use a medium. Sending a medium again with the same uuid replaces the
-    stored one, so an answer is never about bytes other than those last sent.
+    A client needs both to use a media item. Sending an item again with the same uuid replaces the
+    stored item, so answers are always about the bytes that were sent last.
 
     Args:
-        max_bytes: maximum bytes of all media; beyond that, the least recently used are dropped.
+        max_bytes: maximum total bytes; beyond that, the least recently used media are dropped.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -38,11 +38,11 @@ class KnownMedia:
         self._max_bytes, self._bytes, self._lock = max_bytes, 0, threading.Lock()
 
     def __len__(self) -> int:
-        """Number of stored media."""
+        """Number of stored media items."""
         return len(self._media)
 
     def add(self, salt: str, uuid: str, medium: KnownMedium) -> None:
-        """Store a medium, unless it alone is larger than ``max_bytes``."""
+        """Store a media item, unless it is larger than ``max_bytes`` by itself."""
         with self._lock:
             self._remove((salt, uuid))
             if len(medium.data) > self._max_bytes:
@@ -53,7 +53,7 @@ class KnownMedia:
                 self._remove(next(iter(self._media)))
 
     def get(self, salt: str, uuid: str) -> KnownMedium | None:
-        """Return the medium of a salt and a uuid, and mark it as used; None if it is not stored."""
+        """Return the media item of a salt and a uuid, marking it as used; None if not stored."""
         with self._lock:
             if (medium := self._media.get((salt, uuid))) is not None:
                 self._media.move_to_end((salt, uuid))

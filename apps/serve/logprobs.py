@@ -1,4 +1,4 @@
-"""Log-probabilities as the protocol has them: a text and bytes for each token."""
+"""Log-probabilities in the API's format: text and bytes of each token."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.engine.think_tokens import ThinkTokens
 
 _SPACE = "\u2581"
-"""Space in SentencePiece's pieces; decoding omits it at the beginning."""
+"""Space in SentencePiece pieces; decoding drops it at the start."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""Pattern of SentencePiece's pieces for single bytes."""
+"""Pattern of SentencePiece pieces for single bytes."""
 _MIN_LOGPROB = -9999.0
-"""Value for minus infinity, which JSON does not have, as in vLLM."""
+"""Replaces minus infinity, which JSON does not support; the same as in vLLM."""
 
 
 def logprobs_body(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob] | None
 ) -> dict[str, Any] | None:
-    """Body of a choice's ``logprobs``; None if none were requested."""
+    """Return the body of a choice's ``logprobs``; None if none were requested."""
     if found is None:
         return None
     return {"content": logprob_entries(tokenizer, found), "refusal": None}
@@ -45,7 +45,7 @@ def logprob_entries(
 def after_reasoning(
     tokenizer: PreTrainedTokenizerBase, thinks: ThinkTokens | None, found: Sequence[TokenLogprob]
 ) -> Sequence[TokenLogprob]:
-    """Drop the tokens of a reasoning that ends in these tokens, and the line breaks after it."""
+    """If reasoning ends in these tokens, drop it and the line breaks after it."""
     ids = [one.token_id for one in found]
     if thinks is None or thinks.closing not in ids:
         return found
@@ -59,8 +59,8 @@ def prompt_logprobs_body(
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's ``prompt_logprobs``, one entry for each token of the prompt.
 
-    The entry of the first token is null. Every other entry has the ``top`` most likely tokens and
-    the prompt's own token, by their ids.
+    The entry of the first token is null. Every other entry maps token ids to log-probabilities, for
+    the ``top`` likeliest tokens and the prompt's own token.
     """
     return [None, *(_by_id(tokenizer, one, top) for one in found)]
 
@@ -80,7 +80,7 @@ def _by_id(tokenizer: PreTrainedTokenizerBase, one: TokenLogprob, top: int) -> d
 
 
 class LegacyLogprobs:
-    """Log-probabilities in the format of the completions API, for one text piece by piece.
+    """Log-probabilities of one text in the completions API's format, piece by piece.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -97,7 +97,7 @@ class LegacyLogprobs:
 
         Args:
             found: log-probabilities of the tokens.
-            first: id of a prompt's first token, if it comes before them; it has no log-probability.
+            first: id of the prompt's first token if it precedes them; it has no log-probability.
         """
         rows = [] if first is None else [self._row(first, None)]
         rows += [self._row(one.token_id, one) for one in found]
@@ -116,7 +116,7 @@ class LegacyLogprobs:
         likely = [(token, found.logprob), *found.top[: self._top]]
         names = [_bytes(self._tokenizer, one).decode(errors="replace") for one, _ in likely]
         values = [max(logprob, _MIN_LOGPROB) for _, logprob in likely]
-        # Several tokens may have the same text: keep the likeliest.
+        # Several tokens may have the same text: keep the likeliest one.
         by_name = dict(reversed([*zip(names, values, strict=True)]))
         return offset, text, values[0], by_name
 
@@ -128,7 +128,7 @@ def _entry(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> di
 
 
 def _bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    """Return the bytes of a token, which may end within a character."""
+    """Return the bytes of a token, which may end in the middle of a character."""
     piece = str(tokenizer.convert_ids_to_tokens(token))
     if byte := _BYTE.fullmatch(piece):
         return bytes([int(byte[1], 16)])

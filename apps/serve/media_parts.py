@@ -1,8 +1,8 @@
-"""Parts of messages: text and media as clients send them, and where the bytes of media come from.
+"""Message parts: text and media as clients send them, and the sources of media.
 
-A medium is sent in the request, fetched from a URL if the server allows that, or reused: as
-in vLLM, a part with a ``uuid`` and a null or empty medium stands for the medium that was sent
-with this ``uuid`` and the same ``cache_salt``.
+A media item is sent in the request, fetched from a URL if the server allows it, or reused: as in
+vLLM, a part with a ``uuid`` and null or empty content refers to the media item that was sent with
+the same ``uuid`` and ``cache_salt``.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from oscar_mm.media.timeline import picture_track, sound_track
 from oscar_mm.modality import MEDIA, Modality
 
 _BASE64_PIECE = 4 << 20
-"""Characters to decode while holding the interpreter lock; a multiple of 4."""
-NOT_FETCHED = "the {0} at this address cannot be fetched, is too large, or is not a valid {0}"
-"""The only error that clients get about a URL, which may belong to a private network."""
+"""Characters to decode at a time while holding the interpreter lock; a multiple of 4."""
+NOT_FETCHED = "the {0} at this URL cannot be fetched, is too large, or is not a valid {0}"
+"""The only error that clients get for a URL, because it may belong to a private network."""
 _NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
 _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
 _DATA = {"input_audio": "data", "file": "file_data"}
-"""Fields with the data of parts that have no URL."""
+"""Names of the data fields of parts without a URL."""
 _SOUND = "use_audio_in_video"
 _IGNORED_HOOKS = {"do_sample_frames": True, "do_resize": True, "truncation": False}
-"""Processor arguments that are accepted with these values, which change nothing."""
+"""Processor arguments that are accepted with these values, which have no effect."""
 _log = logging.getLogger(__name__)
 
 
 class StrictModel(BaseModel):
-    """Base of request models: values must have the API's types, without conversion."""
+    """Base class of request models: values must have the API's types; none are converted."""
 
     model_config = ConfigDict(strict=True)
 
 
 class MediaURL(StrictModel):
-    """A medium as a data URI or, with ``--allow-remote``, as an http(s) URL."""
+    """A media item, as a data URI or, with ``--allow-remote``, as an http(s) URL."""
 
     url: str | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class InputAudio(StrictModel):
-    """A sound file in base64."""
+    """An audio file in base64."""
 
     data: str | None = None
 
@@ -80,7 +80,7 @@ URL = Annotated[MediaURL | None, BeforeValidator(_as_url)]
 
 
 class GivenPart(StrictModel):
-    """Text, or a medium with the options of qwen-vl-utils next to it."""
+    """Text, or a media item with qwen-vl-utils options alongside it."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio", "file"]
     text: str | None = None
@@ -104,11 +104,11 @@ class GivenPart(StrictModel):
     video_end: float | None = None
 
     def options(self, modality: Modality, name: str) -> MediaOptions:
-        """Return the options of the part's medium.
+        """Return the options of the part's media item.
 
         Args:
-            modality: modality of the medium.
-            name: name of the part, for errors.
+            modality: modality of the media item.
+            name: name of the part, for error messages.
 
         Raises:
             FieldError: if the modality does not have an option, or a value is not allowed.
@@ -125,7 +125,7 @@ class GivenPart(StrictModel):
 
 
 class WithMediaOptions(Protocol):
-    """A request body with vLLM's options for all of its media."""
+    """A request body with vLLM's options for all its media."""
 
     mm_processor_kwargs: dict[str, Any] | None
     media_io_kwargs: dict[str, dict[str, Any]] | None
@@ -138,7 +138,7 @@ class UsualOptions:
         body: the body of the request.
 
     Attributes:
-        sound: whether the sound of videos is also read.
+        sound: whether to use the audio tracks of videos as well.
 
     Raises:
         FieldError: if an option is unknown, or a value is not allowed.
@@ -163,12 +163,12 @@ class UsualOptions:
 
     @property
     def field(self) -> str:
-        """Name of the request field that has the options."""
+        """Name of the request field that contains the options."""
         return "media_io_kwargs" if self._by_modality else "mm_processor_kwargs"
 
     @property
     def given(self) -> dict[str, Any]:
-        """All options of the request by name."""
+        """All options in the request, by name."""
         by_modality = [one.given for one in self._by_modality.values()]
         return {
             name: value for one in (self._of_all.given, *by_modality) for name, value in one.items()
@@ -200,13 +200,13 @@ def _options(given: Mapping[str, Any], name: str) -> MediaOptions:
 
 @dataclass(frozen=True)
 class MediaSource:
-    """Sources that the media of requests may come from.
+    """Allowed sources of the media in requests.
 
     Attributes:
-        limits: ``max_file_bytes`` bounds each medium.
-        remote_bytes: maximum bytes that a request may fetch from http(s) URLs; 0 refuses URLs.
+        limits: limits on media; ``max_file_bytes`` applies to each item.
+        remote_bytes: maximum total bytes to fetch from http(s) URLs per request; 0 refuses URLs.
         hosts: hosts from which media may be fetched; None for all.
-        known: stored media that clients may reuse by uuid, or None.
+        known: stored media that clients can reuse by uuid, or None.
     """
 
     limits: MediaLimits
@@ -216,12 +216,12 @@ class MediaSource:
 
 
 class MediaDecoder:
-    """Decoder of the media of one request; it also fetches media if the server allows that.
+    """Decodes the media of one request, and fetches media if the server allows it.
 
     Args:
-        source: sources that the media may come from.
+        source: allowed sources of the media.
         salt: ``cache_salt`` of the request.
-        usual: options of media without their own options.
+        usual: options of media that have no options themselves.
     """
 
     def __init__(self, source: MediaSource, salt: str, usual: UsualOptions) -> None:
@@ -230,7 +230,7 @@ class MediaDecoder:
         self._named: dict[str, KnownMedium] = {}
 
     def decode(self, part: GivenPart, name: str) -> MediaPart | None:
-        """Return the medium of a part; None if it is null and has no uuid."""
+        """Return the media item of a part; None if it is null and has no uuid."""
         found = self._sent(part, name)
         if found is None and part.uuid is None:
             return None
@@ -250,13 +250,13 @@ class MediaDecoder:
         )
 
     def keep_named(self) -> None:
-        """Store the media that have a uuid for later requests; call this once all are decoded."""
+        """Store media with a uuid for later requests; call this once all media are decoded."""
         if self._source.known is not None:
             for uuid, medium in self._named.items():
                 self._source.known.add(self._salt, uuid, medium)
 
     def _sent(self, part: GivenPart, name: str) -> KnownMedium | None:
-        """Return the medium that was sent or linked in a part; None if it is null."""
+        """Return the media item that a part contains or links to; None if it is null."""
         field = _DATA.get(part.type, "url")
         sent = getattr(part, part.type)
         data: str | None = None if sent is None else getattr(sent, field)
@@ -272,25 +272,26 @@ class MediaDecoder:
         return KnownMedium(modality, self._at(data, part.type, name))
 
     def _recall(self, uuid: str, kind: str, name: str) -> KnownMedium:
-        """Return the stored medium of a uuid."""
+        """Return the stored media item with a uuid."""
         found = self._named.get(uuid)
         if found is None and self._source.known is not None:
             found = self._source.known.get(self._salt, uuid)
         if found is None:
             raise FieldError(
-                "no medium is stored for this uuid and cache_salt (it may have been evicted): "
-                "send the medium again with its uuid",
+                "no media item is stored for this uuid and cache_salt (it may have been evicted): "
+                "send it again with its uuid",
                 name,
             )
         wanted = MEDIA.get("audio" if kind == "input_audio" else kind.removesuffix("_url"))
         if wanted not in (None, found.modality):
             raise FieldError(
-                f"the medium stored with this uuid has the type {found.modality.label}", name
+                f"the media item stored with this uuid is of type {found.modality.label}", name
             )
         self._known_bytes -= len(found.data)
         if self._known_bytes < 0:
             raise FieldError(
-                f"the media reused by uuid have more than {MAX_BYTES:,} bytes: use fewer", name
+                f"the media reused by uuid have more than {MAX_BYTES:,} bytes: use fewer",
+                name,
             )
         return KnownMedium(found.modality, NamedBytes(found.data, name))
 
@@ -298,7 +299,7 @@ class MediaDecoder:
         allow_remote = self._source.remote_bytes > 0
         if allow_remote and url[:5].lower() != "data:" and is_address(url):
             return self._fetch(url, field, name)
-        # A client must not make the server fetch a URL or open a path.
+        # A client must not be able to make the server fetch a URL or open a path.
         kind, data = _data_uri(url)
         if kind is None:
             or_address = " or an http(s) URL" if allow_remote else ""
@@ -318,7 +319,7 @@ class MediaDecoder:
     def _fetch(self, url: str, field: str, name: str) -> NamedBytes:
         if self._remote_bytes <= 0:
             raise FieldError(
-                "the media fetched before it used up the byte limit of a request: use fewer URLs",
+                "the request's other media have used up its byte limit for URLs: use fewer URLs",
                 name,
             )
         limits, hosts = self._source.limits, self._source.hosts
@@ -326,7 +327,7 @@ class MediaDecoder:
         try:
             data = read_bytes(url, allow_remote=True, limits=limits, label=name, hosts=hosts)
             _check_kind(data, field)
-        except Exception as error:  # of the URL, or any error of any parser
+        except Exception as error:  # A download or a parser may raise anything.
             _log.warning("%r was not fetched: %r", url[:200], str(error)[:200])
             raise FieldError(NOT_FETCHED.format(_NOUNS[field]), name) from None
         self._remote_bytes -= len(data)
@@ -334,7 +335,7 @@ class MediaDecoder:
 
 
 def _check_null(kind: str, field: str, sent: object, name: str) -> None:
-    """Refuse a part without data that no uuid replaces, unless its whole medium is null."""
+    """Refuse a part without data or uuid, unless its whole media field is null."""
     if kind == "file":
         raise FieldError(
             "a file needs file_data, because this server does not store uploaded files", name
@@ -344,7 +345,7 @@ def _check_null(kind: str, field: str, sent: object, name: str) -> None:
 
 
 def _data_uri(text: str) -> tuple[str | None, str]:
-    """Return the media type and the base64 text of a data URI; None and "" for other texts."""
+    """Return the media type and base64 text of a data URI; None and "" if it is not a data URI."""
     head, comma, data = text.partition(",")
     if not comma or head[:5].lower() != "data:" or not head.lower().endswith(";base64"):
         return None, ""
@@ -352,7 +353,7 @@ def _data_uri(text: str) -> tuple[str | None, str]:
 
 
 def _check_kind(data: bytes, field: str) -> None:
-    """Raise a parser's error if fetched bytes are not of the kind that the field requires."""
+    """Raise a parser's error if fetched bytes are not the kind of media that the field requires."""
     if field == "image_url":
         with opened_image(io.BytesIO(data)):
             return
@@ -363,7 +364,7 @@ def _check_kind(data: bytes, field: str) -> None:
 
 
 def _decode_base64(text: str, name: str, limits: MediaLimits) -> NamedBytes:
-    """Decode a medium in base64."""
+    """Decode a base64-encoded media item."""
     limits.check_bytes(len(text) * 3 // 4, name)
     try:
         if "=" in text[:-2]:

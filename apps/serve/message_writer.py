@@ -1,4 +1,4 @@
-"""MessageWriter: an answer in Anthropic's Messages API, whole or as server-sent events."""
+"""MessageWriter: formats an answer for Anthropic's Messages API, streamed or not."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Type and field of a ``content_block_delta``, by type of block."""
+"""Type and field of a ``content_block_delta``, by block type."""
 
 
 class MessageWriter:
-    """Writes the answer to one request, see ``AnswerFormat``.
+    """Formats the answer to one request, see ``AnswerFormat``.
 
     The content blocks are reasoning, text and tool calls, in this order. A block is open from its
-    first piece until a piece of another block or the end of the answer.
+    first piece until the first piece of another block or the end of the answer.
 
     Args:
-        model: the model's name for clients.
+        model: model name to show to clients.
     """
 
     def __init__(self, model: str) -> None:
@@ -42,19 +42,19 @@ class MessageWriter:
         self._index = -1
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The message, not streamed."""
+        """Return the whole message, which is not streamed."""
         answer = choices[0].completed.answer
         message = self._message(_blocks(answer), _usage(usage))
         return message | _ending(answer)
 
     def begin(self, _: int) -> Iterator[str]:
-        """Events before the first piece; the prompt's tokens come in ``message_delta``."""
+        """Yield the events before the first piece; ``message_delta`` has the prompt's tokens."""
         message = self._message([], {"input_tokens": 0, "output_tokens": 0})
         yield _event("message_start", message=message)
         yield _event("ping")
 
     def piece(self, _: int, piece: Piece, __: object) -> Iterator[str]:
-        """Events of a piece of text, of reasoning or of a call."""
+        """Yield the events for a piece of text, of reasoning or of a tool call."""
         kind = "tool_use" if isinstance(piece, ToolCallDelta) else "text"
         kind = "thinking" if isinstance(piece, Reasoning) else kind
         if self._open != kind or (isinstance(piece, ToolCallDelta) and piece.id is not None):
@@ -68,7 +68,7 @@ class MessageWriter:
             yield _event("content_block_delta", index=self._index, delta=delta)
 
     def end(self, _: int, choice: Choice) -> Iterator[str]:
-        """Events after the last piece."""
+        """Yield the events after the last piece."""
         yield from self._close_block()
         completed = choice.completed
         delta, usage = _ending(completed.answer), _usage(completed.usage)
@@ -76,15 +76,15 @@ class MessageWriter:
         yield _event("message_stop")
 
     def close(self, _: Mapping[str, Any]) -> Iterator[str]:
-        """None: the events of the answer have the usage."""
+        """Yield nothing: the answer's own events contain the usage."""
         return iter(())
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """The event of an answer that cannot be completed."""
+        """Yield the event for an answer that cannot be completed."""
         yield _event("error", error=error_body(refusal.status, str(refusal))["error"])
 
     def last(self) -> Iterator[str]:
-        """None: the stream ends with the answer."""
+        """Yield nothing: the stream ends with the answer."""
         return iter(())
 
     def _close_block(self) -> Iterator[str]:
@@ -106,7 +106,7 @@ class MessageWriter:
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
-    """Return the content of a complete answer; a truncated call has the input received so far."""
+    """Return the content of a complete answer; a truncated call has the input generated so far."""
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -129,14 +129,14 @@ def _new_block(kind: str, piece: Piece) -> dict[str, Any]:
 
 
 def _ending(answer: Answer) -> dict[str, Any]:
-    """Return the reason why an answer ended, as fields of the response."""
+    """Return the reason why an answer ended, as response fields."""
     if answer.stop_text is not None and answer.finish_reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_text}
     return {"stop_reason": _REASONS[answer.finish_reason], "stop_sequence": None}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the usage in Anthropic's form, which does not count cached tokens as input tokens."""
+    """Return the usage in Anthropic's format, where input tokens exclude cached tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

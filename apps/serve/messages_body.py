@@ -1,6 +1,6 @@
-"""Requests of Anthropic's Messages API, turned into chat-completions requests.
+"""Requests of Anthropic's Messages API, converted to chat-completions requests.
 
-As with the Responses API, this module converts the fields, and ``protocol`` checks the values.
+As for the Responses API, this module converts the fields, and ``protocol`` checks the values.
 Fields that are unknown or do not change the answer are ignored.
 """
 
@@ -19,7 +19,7 @@ from oscar_mm.apps.serve.refusals import Refusal
 PATH = "/v1/messages"
 COUNT_TOKENS = f"{PATH}/count_tokens"
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content)?(?:\[(\d+)\])?")
-"""Names of messages in the chat-completions protocol."""
+"""Names of messages in errors of the chat-completions API."""
 _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -27,11 +27,11 @@ _NAMES = {
     "chat_template_kwargs": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-"""Anthropic's names of fields that have another name in the chat-completions protocol."""
+"""Anthropic's names for fields that have other names in the chat-completions API."""
 _FIELD = re.compile(rf"^(?:{'|'.join(_NAMES)})\b")
 _REFUSED = ("container", "mcp_servers", "context_management")
 SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt")
-"""Fields that mean the same in both protocols."""
+"""Fields that have the same meaning in both APIs."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _KINDS = {
     401: "authentication_error",
@@ -51,7 +51,7 @@ class _Model(BaseModel):
 
 
 class GivenMessage(_Model):
-    """A message; its blocks are checked one by one as they are converted."""
+    """A message; each block is checked when it is converted."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[dict[str, Any]], BeforeValidator(lambda given: _as_blocks(given))]
@@ -67,7 +67,7 @@ class GivenTool(_Model):
 
 
 class ToolChoice(_Model):
-    """The tools that the model may or must call."""
+    """Which tools the model may or must call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -75,14 +75,14 @@ class ToolChoice(_Model):
 
 
 class Thinking(_Model):
-    """Whether the model reasons, and how long."""
+    """Whether and for how long the model reasons."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class OutputFormat(_Model):
-    """A JSON schema for the text of the answer."""
+    """A JSON schema for the answer's text."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -96,11 +96,11 @@ class OutputConfig(_Model):
 
 
 class Place(NamedTuple):
-    """Origin of a converted message in the client's request.
+    """The part of the client's request from which a message was converted.
 
     Attributes:
-        name: name of that part, such as ``messages[1]``.
-        first: index of the message's first block there.
+        name: name of the part, such as ``messages[1]``.
+        first: index of the message's first block within the part.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Place(NamedTuple):
 
 
 class MessagesBody(_Model):
-    """The JSON of a request."""
+    """JSON body of a request."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -124,7 +124,7 @@ class MessagesBody(_Model):
     output_config: OutputConfig | None = None
 
     def chat_body(self) -> tuple[dict[str, Any], list[Place]]:
-        """Return the request in the chat-completions protocol, and the origin of each message.
+        """Convert the request to a chat-completions body; also return each message's origin.
 
         Raises:
             FieldError: if a block, a tool or a field is not supported.
@@ -178,10 +178,10 @@ class MessagesBody(_Model):
 
 
 def renamed(refusal: Refusal, places: Sequence[Place]) -> Refusal:
-    """Rename the messages and fields in a refusal as in Anthropic's API.
+    """Rename the messages and fields in a refusal to those of Anthropic's API.
 
     Args:
-        refusal: a refusal with the names of the chat-completions protocol; it is changed.
+        refusal: a refusal with the names of the chat-completions API; it is modified.
         places: origin of each message.
     """
 
@@ -210,7 +210,7 @@ def _as_blocks(given: Any) -> Any:
 
 
 def _assistant(message: GivenMessage, name: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Convert an earlier answer, without its reasoning, which chat templates omit too."""
+    """Convert an earlier answer without its reasoning, which chat templates would also drop."""
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(message.content):
@@ -223,7 +223,7 @@ def _assistant(message: GivenMessage, name: str) -> Iterator[tuple[dict[str, Any
 
 
 def _others(message: GivenMessage, name: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Convert a user or system message; each tool result in it becomes its own message."""
+    """Convert a user or system message; each tool result becomes a separate message."""
     parts: list[dict[str, Any]] = []
     first = 0
     for index, block in enumerate(message.content):
@@ -245,7 +245,7 @@ def _part(block: Mapping[str, Any], name: str) -> dict[str, Any]:
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": _address(block.get("source"), name)}}
-    known = "text, image, tool_use, tool_result and thinking"
+    known = "text, image, tool_use, tool_result or thinking"
     raise FieldError(f"blocks of type {kind!r} are not supported: use {known}", name)
 
 

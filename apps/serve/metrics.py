@@ -1,4 +1,4 @@
-"""Metrics: counts, times and KV bytes for Prometheus."""
+"""Metrics: counts, times and KV memory for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SECONDS = (
     *(1, 2.5, 5, 10, 30, 60, 120),
 )
 _BUSY_S = 0.2
-"""Maximum seconds to wait until the engine measures the memory."""
+"""Maximum seconds to wait for the engine to measure the memory."""
 
 
 class Metrics:
-    """Counters of a server, and its memory use at the time of each scrape.
+    """Counters of a server, and its memory usage at the time of each scrape.
 
     Args:
-        conversations: the server's chats; memory is read from their pipeline.
+        conversations: the server's chats; memory is measured in their pipeline.
 
     Attributes:
-        registry: all metrics, for ``prometheus_client.generate_latest``.
+        registry: registry of all metrics, for ``prometheus_client.generate_latest``.
     """
 
     def __init__(self, conversations: Conversations) -> None:
@@ -65,14 +65,14 @@ class Metrics:
 
 
 class AnswerTimes:
-    """Counts an answer's tokens and measures their times as they come.
+    """Counts an answer's tokens, and measures when they arrive.
 
     Args:
         metrics: metrics of the server.
-        arrival: ``perf_counter()`` when the request came.
+        arrival: ``perf_counter()`` when the request arrived.
 
     Attributes:
-        count: pieces of text so far.
+        count: number of text pieces so far.
     """
 
     def __init__(self, metrics: Metrics, arrival: float) -> None:
@@ -80,11 +80,11 @@ class AnswerTimes:
         self.count = 0
 
     def note(self) -> None:
-        """Count a piece of text, which comes now."""
+        """Count a piece of text that has just arrived."""
         metrics, now = self._metrics, perf_counter()
         if self.count:
             metrics.inter_token_seconds.observe(now - self._last)
-            # The last piece may be text of an earlier token: ``end`` counts the rest.
+            # The last piece may not be a token of its own, so ``end`` counts the rest.
             metrics.completion_tokens.inc()
         else:
             metrics.first_token_seconds.observe(now - self._arrival)
@@ -103,9 +103,9 @@ class AnswerTimes:
 
 
 class _PipelineCollector(Collector):
-    """Measures the pipeline when Prometheus asks for it.
+    """Collector that measures the pipeline at each scrape.
 
-    The memory is that of an earlier measurement while the engine is busy.
+    While the engine is busy, it reports the memory of an earlier measurement.
     """
 
     def __init__(self, conversations: Conversations) -> None:

@@ -9,7 +9,7 @@ from oscar_mm.errors import InputError
 
 ANY = "*"
 _OPAQUE = "null"
-"""The origin of local files, and of sandboxed frames, which any page can create."""
+"""The origin of local files and of sandboxed frames, which any page can create."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 
 
@@ -21,14 +21,14 @@ def read_origins(given: Iterable[str], *, has_key: bool) -> tuple[str, ...]:
         has_key: whether clients must send a key.
 
     Raises:
-        InputError: if a value is not an origin, or would open a server without a key to any page.
+        InputError: if a value is not an origin, or would open a keyless server to any page.
     """
     origins = tuple(dict.fromkeys(origin.lower() for origin in given))
     for origin in origins:
         if origin in (ANY, _OPAQUE):
             if not has_key:
                 raise InputError(
-                    f"--allow-origin {origin}: any web page could use this server: list the "
+                    f"--allow-origin {origin}: any web page could use this server; list the "
                     "allowed origins, or require a key (--api-key-file)"
                 )
         elif not _ORIGIN.fullmatch(origin):

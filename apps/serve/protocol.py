@@ -1,21 +1,21 @@
-"""Protocol: OpenAI's chat-completions requests, parsed and checked.
+"""Protocol: parse and validate requests of OpenAI's chat-completions API.
 
-Where OpenAI's own server and vLLM differ, this one behaves as vLLM, because most clients of open
-models are written for vLLM:
+Where OpenAI's own server and vLLM differ, this server behaves like vLLM, because most clients of
+open models are written for vLLM:
 
 - It refuses an unknown ``model`` and accepts a request without one.
-- Roles of messages need not alternate. The checkpoint's chat template writes several user messages
-  in a row, an answer without a question, and a system or developer message in the middle, each as
-  its own message; a template that requires alternating roles refuses them. "developer" is "system".
-- A ``content`` of null is empty, in any role. A part whose text, image or recording is null is
-  ignored.
+- Roles of messages need not alternate. Consecutive user messages, an answer without a question,
+  and a system or developer message in the middle are each rendered as a separate message, unless
+  the checkpoint's chat template requires alternating roles. "developer" is the same as "system".
+- A ``content`` of null is empty, whatever the role. A part whose text, image or recording is null
+  is ignored.
 - It ignores unknown fields, and fields that do not change the answer (``user``, ``metadata``,
   ``store``, ``service_tier``, ...).
 
-Unlike vLLM this server
+Unlike vLLM, this server
 
-- refuses unsupported fields that would change the answer, where vLLM ignores unknown ones;
-- refuses roles that chat templates would silently omit, and conversations that end with an answer,
+- refuses unsupported fields that would change the answer, where vLLM ignores unknown fields;
+- refuses roles that chat templates would silently drop, and conversations that end with an answer,
   unless ``continue_final_message`` or ``add_generation_prompt`` says what to do with that answer.
 """
 
@@ -51,16 +51,16 @@ from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import MAX_CALLS
 
 MAX_STRUCTURE = 250_000
-"""Maximum brackets and commas of a request: the time to parse JSON grows with them."""
+"""Maximum number of brackets and commas in a request, which determine the time to parse it."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-"""Maximum parts of all messages together."""
+"""Maximum number of parts in all messages of a request."""
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
-"""Maximum characters of a stop string."""
+"""Maximum length of a stop string, in characters."""
 MAX_SALT_CHARACTERS = 256
 MAX_ANSWERS = 16
-"""Maximum answers to one request."""
+"""Maximum number of answers to one request."""
 _OWN_ERROR = "protocol"
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
@@ -83,7 +83,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Unsupported fields, and their values, in addition to null, that do not change the answer."""
+"""Unsupported fields, and the values (besides null) that do not change the answer."""
 _IN_VLLM = {
     *("add_special_tokens", "allowed_token_ids", "chat_template", "documents"),
     *("background", "length_penalty", "logprob_token_ids", "mm_processor_kwargs"),
@@ -93,7 +93,7 @@ _IN_VLLM = {
 }
 """Unsupported fields that vLLM's server supports."""
 _ALL = -1
-"""A number of most likely tokens with which vLLM returns the whole vocabulary."""
+"""Value with which vLLM returns the log-probabilities of the whole vocabulary."""
 
 
 _SAMPLING = (
@@ -126,14 +126,14 @@ def _as_parts(content: Any) -> Any:
 
 
 class GivenFunction(StrictModel):
-    """The tool of a call, and its arguments as JSON text."""
+    """The name of a called function, and its arguments as JSON text."""
 
     name: str
     arguments: str = "{}"
 
 
 class GivenCall(StrictModel):
-    """A call of a tool in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     id: str
     type: Literal["function"] = "function"
@@ -141,7 +141,7 @@ class GivenCall(StrictModel):
 
 
 class GivenMessage(StrictModel):
-    """A message of the conversation."""
+    """A message in a request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[GivenPart] | None, BeforeValidator(_as_parts)] = None
@@ -151,7 +151,7 @@ class GivenMessage(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
@@ -160,11 +160,11 @@ def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any
     """Refuse fields that are not supported and would change the answer.
 
     Args:
-        given: fields of a request by name.
-        refused: names of unsupported fields, and their harmless values in addition to null.
+        given: the request's fields by name.
+        refused: names of unsupported fields, and their harmless values besides null.
 
     Raises:
-        FieldError: if a field is unsupported; the message says whether ``--engine vllm`` has it.
+        FieldError: if a field is unsupported; the message says if ``--engine vllm`` supports it.
     """
     for name, value in given.items():
         harmless = refused.get(name)
@@ -176,11 +176,11 @@ def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any
 
 
 def check_top(name: str, count: int | None) -> None:
-    """Refuse a number of most likely tokens that is out of range.
+    """Refuse a field like ``top_logprobs`` whose value is out of range.
 
     Args:
         name: name of the field.
-        count: the number; None is valid.
+        count: its value; None is valid.
 
     Raises:
         FieldError: if it is out of range; the message says whether ``--engine vllm`` supports it.
@@ -194,7 +194,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class SampledBody(StrictModel):
-    """Fields that chat completions and completions have in common."""
+    """Fields that the chat-completions and completions APIs have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -239,11 +239,11 @@ class SampledBody(StrictModel):
 
     @property
     def has_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether the stream ends with the token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
-        """Return the given options of ``Sampling``, without ``max_new_tokens`` and ``logprobs``.
+        """Return the given ``Sampling`` options, except ``max_new_tokens`` and ``logprobs``.
 
         Raises:
             InputError: see ``grammar_of``.
@@ -261,7 +261,7 @@ class SampledBody(StrictModel):
 
 
 class Body(ToolFields, SampledBody):
-    """The JSON of a request; fields in ``_REFUSED`` are refused, other unknown ones ignored."""
+    """JSON body of a request; ``_REFUSED`` fields are refused, other unknown fields ignored."""
 
     messages: Annotated[list[GivenMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -278,13 +278,13 @@ class Body(ToolFields, SampledBody):
 
     @property
     def template_fields(self) -> TemplateFields:
-        """Options of the chat template."""
+        """The chat-template options."""
         names = TemplateFields.__annotations__
         return TemplateFields(**{name: getattr(self, name) for name in names})
 
     @property
     def echoed(self) -> str:
-        """Text of the last message if ``echo`` puts it before the answer, else ""."""
+        """Text of the last message if ``echo`` prepends it to the answer, else ""."""
         open_end = self.continue_final_message or self.add_generation_prompt is False
         last = self.messages[-1]
         if not (self.echo and open_end and last.role == "assistant"):
@@ -302,22 +302,22 @@ class Body(ToolFields, SampledBody):
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A checked request.
+    """A validated request.
 
     Attributes:
-        model: name that the client asked for, or None.
+        model: model name that the client requested, or None.
         system: the system prompt, or None.
         past: earlier turns.
-        question: the messages to answer, the last of which is a user's.
+        question: the messages to answer; the last one is from the user.
         sampling: fields of ``Sampling``.
         stream: whether to stream the answer.
-        usage: whether a stream ends with the usage.
+        usage: whether a stream ends with the token usage.
         cache_salt: only requests with the same salt share stored conversations and prefixes.
         n: number of answers to return.
-        best_of: number of answers to generate, of which the ``n`` likeliest are returned.
+        best_of: number of answers to generate; the ``n`` likeliest are returned.
         tools: tools that the model may call.
         template: options of the chat template.
-        raw: token ids of a prompt without a chat template, instead of messages.
+        raw: token ids of a prompt without a chat template, in place of messages.
     """
 
     model: str | None
@@ -341,12 +341,12 @@ class ApiRequest:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole prompt is read, instead of continuing a stored conversation."""
+        """Whether to read the whole prompt rather than continue a stored conversation."""
         asks = "prompt_logprobs" in self.sampling
         return self.raw is not None or asks or self.template.is_special
 
     def messages(self) -> Iterator[Message]:
-        """Yield all messages in their order."""
+        """Yield all messages in order."""
         if self.system is not None:
             yield self.system
         for turn in self.past:
@@ -359,10 +359,10 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def parsed(kind: type[T], data: bytes) -> T:
-    """Parse the JSON of a request.
+    """Parse the JSON body of a request.
 
     Args:
-        kind: kind of the body.
+        kind: class of the body.
         data: the body, of bounded length.
 
     Raises:
@@ -371,8 +371,8 @@ def parsed(kind: type[T], data: bytes) -> T:
     structure = sum(map(data.count, (b"{", b"[", b",")))
     if structure > MAX_STRUCTURE:
         raise FieldError(
-            f"the request has {structure:,} brackets and commas, more than the {MAX_STRUCTURE:,} "
-            "allowed"
+            f"the request has {structure:,} brackets and commas, but at most {MAX_STRUCTURE:,} "
+            "are allowed"
         )
     try:
         return kind.model_validate_json(data)
@@ -381,7 +381,7 @@ def parsed(kind: type[T], data: bytes) -> T:
 
 
 def checked(fields: dict[str, Any]) -> Body:
-    """Check the parsed JSON of a request.
+    """Validate the parsed JSON body of a request.
 
     Raises:
         FieldError: see ``parsed``.
@@ -390,7 +390,7 @@ def checked(fields: dict[str, Any]) -> Body:
 
 
 def validated(kind: type[T], fields: dict[str, Any]) -> T:
-    """Check the fields of a request.
+    """Validate the fields of a request.
 
     Raises:
         FieldError: see ``parsed``.
@@ -422,9 +422,9 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
     """Decode the media of a request, and split its messages into turns.
 
     Args:
-        body: the JSON of the request.
-        source: sources that media may come from, and their limits.
-        template: checked options of the chat template.
+        body: the body of the request.
+        source: allowed sources of media, and their limits.
+        template: checked chat-template options.
 
     Raises:
         FieldError: if a field is wrong; the message names the field and the remedy.
@@ -463,8 +463,8 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
 def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message, ...]]:
     """Split messages into earlier turns and the question.
 
-    An assistant's message after a message of another role is an answer; any other assistant's
-    message is put before the next question.
+    An assistant message is an answer if it follows a message of another role; otherwise it becomes
+    part of the next question.
     """
     past: list[PastTurn] = []
     question: list[Message] = []
@@ -476,12 +476,12 @@ def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message
             question.append(message)
     if not question or question[-1].role == "assistant":
         raise FieldError(
-            "must not end with an assistant's message, unless continue_final_message continues it",
+            "must not end with an assistant's message, unless continue_final_message is set",
             "messages",
         )
     for last in (*(turn.messages[-1] for turn in past), question[-1]):
         if last.is_empty:
-            raise FieldError("is empty: give some text", last.place)
+            raise FieldError("must not be empty", last.place)
     return past, tuple(question)
 
 
@@ -530,15 +530,15 @@ _MESSAGES = {
     "string_too_short": "must not be empty",
     "string_too_long": "is longer than the {max_length} characters allowed",
 }
-"""Messages by pydantic's type of error."""
+"""Error messages by pydantic's error type."""
 
 
 _NO_NAMES = ("[key]", "str", "dict[str,any]")
-"""Parts that pydantic inserts in the name of a field of type dict or union."""
+"""Parts that pydantic inserts in the names of fields whose type is a dict or a union."""
 
 
 def _field_error(error: ValidationError) -> FieldError:
-    """Convert the first of pydantic's errors, with the protocol's name of the field."""
+    """Convert the first of pydantic's errors, and use the API's name for the field."""
     first = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx", {})
     if first["type"] == "json_invalid":

@@ -1,4 +1,4 @@
-"""Refusals: error responses in OpenAI's format; and the entry of a model."""
+"""Refusals: error responses in OpenAI's format; also the entry for a model in the list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oscar_mm.engine.template import TemplateFields
 from oscar_mm.errors import InputError, MemoryBusy, RequestTooLarge
 
 RETRY_S = 5
-"""Seconds after which a client may retry."""
+"""Seconds after which a client should retry."""
 _FOR_OPERATORS = re.compile(r",? or raise MediaLimits\.\w+")
 """Advice that only the server's operator can follow."""
 _OPTIONS = *(option.name for option in fields(Sampling)), *TemplateFields.__annotations__
@@ -26,19 +26,19 @@ _FIELD = re.compile(
     r"|(response_format|structured_outputs|guided_[a-z]+|chat_template_kwargs|prompt"
     r"|continue_final_message)[: ]"
 )
-"""The protocol's name of the faulty field, with which the package's messages begin."""
+"""Pattern of the API's field name at the start of this package's error messages."""
 
 
 class Refusal(Exception):
-    """Refusal of a request.
+    """Error response to a request.
 
     Args:
         status: HTTP status.
         message: message for the client.
-        kind: OpenAI's type of error.
-        code: OpenAI's code of the error.
-        field: the protocol's name of the faulty field.
-        retry_after: seconds after which to retry; None if that does not help.
+        kind: OpenAI's error type.
+        code: OpenAI's error code.
+        field: the API's name for the faulty field.
+        retry_after: seconds after which to retry; None if retrying does not help.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Body of the response."""
+        """Return the body of the response."""
         return error_body(str(self), self.kind, self.code, self.field)
 
 
 class ClientGone(Refusal):
-    """Refusal for a client that has disconnected and will not read it."""
+    """Refusal for a client that has disconnected; only the log shows it."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has disconnected")
 
 
 def busy(message: str) -> Refusal:
-    """Return the refusal of a request that the server has no capacity for now."""
+    """Return the refusal of a request for which the server has no capacity at the moment."""
     return Refusal(503, f"{message}: try again", "server_error", retry_after=RETRY_S)
 
 
 @contextmanager
 def as_refusals() -> Iterator[None]:
-    """Convert errors within the block to refusals in the protocol's words, not this package's."""
+    """Convert errors within the block to refusals, in the API's terms and not this package's."""
     try:
         yield
     except Refusal:
@@ -106,8 +106,8 @@ def _refusal_of(error: Exception) -> Refusal:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Drop the frames of an error: they would keep the media of a request alive until the garbage
-    collector runs, because the refusal refers to the error."""
+    """Drop the frames of an error: the refusal refers to it, so they would keep the request's media
+    alive until the garbage collector runs."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.with_traceback(None).__context__
@@ -116,15 +116,15 @@ def _let_go(error: BaseException | None) -> None:
 def error_body(
     message: str, kind: str, code: str | None = None, field: str | None = None
 ) -> dict[str, Any]:
-    """Return the body of an error."""
+    """Return the body of an error response."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
 def model_card(name: str, created: int, context: int) -> dict[str, Any]:
-    """Return the entry of the list of models, with the context under vLLM's name.
+    """Return a model's entry in the list of models; the context length is named as in vLLM.
 
     Args:
-        name: name of the model, for clients.
+        name: model name for clients.
         created: Unix time in seconds at which the server started.
         context: maximum tokens of a prompt and its answer.
     """

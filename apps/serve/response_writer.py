@@ -1,4 +1,4 @@
-"""ResponseWriter: an answer in OpenAI's Responses API, whole or as server-sent events."""
+"""ResponseWriter: formats an answer for OpenAI's Responses API, streamed or not."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _ECHOED = (
     *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice"),
     *("tools", "top_logprobs", "top_p", "user"),
 )
-"""Fields of a request that are repeated in its response."""
+"""Request fields to repeat in the response."""
 
 
 class ResponseWriter:
-    """Writes the answer to one request, see ``AnswerFormat``.
+    """Formats the answer to one request, see ``AnswerFormat``.
 
     Output items are in the order of the answer: reasoning, text, then tool calls. An item is open
-    from its first piece until a piece of another item or the end of the answer.
+    from its first piece until the first piece of another item or the end of the answer.
 
     Args:
         request: the request to answer.
-        model: the model's name for clients.
+        model: model name to show to clients.
         tokenizer: tokenizer of the model.
-        thinks: tokens that enclose the model's reasoning, as in ``Family.think_tokens``.
-        keep: called with the response once it is complete.
+        thinks: tokens that delimit the model's reasoning, as in ``Family.think_tokens``.
+        keep: function that stores the complete response and its answer as a message.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ResponseWriter:
         self._number = 0
 
     def whole(self, choices: Sequence[Choice], _: Mapping[str, Any]) -> dict[str, Any]:
-        """The response, not streamed."""
+        """Return the whole response, which is not streamed."""
         answer = choices[0].completed.answer
         self._untold += choices[0].logprobs or ()
         pieces: list[Piece] = [Reasoning(answer.reasoning)] if answer.reasoning else []
@@ -83,15 +83,15 @@ class ResponseWriter:
         return self._completed(choices[0].completed)
 
     def begin(self, _: int) -> Iterator[str]:
-        """Events before the first piece."""
+        """Yield the events before the first piece."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
     def piece(self, _: int, piece: Piece, found: Sequence[TokenLogprob] | None) -> Iterator[str]:
-        """Events of a piece of text, of reasoning or of a call."""
+        """Yield the events for a piece of text, of reasoning or of a tool call."""
         kind = "function_call" if isinstance(piece, ToolCallDelta) else "message"
         kind = "reasoning" if isinstance(piece, Reasoning) else kind
-        # Log-probabilities that come with reasoning may belong to the text after it.
+        # Log-probabilities that arrive with reasoning may belong to the text after it.
         self._untold = [] if kind == "function_call" else [*self._untold, *(found or ())]
         begins = self._open is None or self._open["type"] != kind
         if begins or (isinstance(piece, ToolCallDelta) and piece.id is not None):
@@ -103,7 +103,7 @@ class ResponseWriter:
             yield self._event(_DELTAS[kind], **self._place(kind), delta=text, **more)
 
     def end(self, _: int, choice: Choice) -> Iterator[str]:
-        """Events after the last piece."""
+        """Yield the events after the last piece."""
         self._untold += choice.logprobs or ()
         self._new_logprobs()
         yield from self._close_item()
@@ -111,20 +111,20 @@ class ResponseWriter:
         yield self._event(f"response.{response['status']}", response=response)
 
     def close(self, _: Mapping[str, Any]) -> Iterator[str]:
-        """None: the last event of the answer has the usage."""
+        """Yield nothing: the last event of the answer contains the usage."""
         return iter(())
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """Events of an answer that cannot be completed."""
+        """Yield the events for an answer that cannot be completed."""
         error = {"code": "server_error", "message": str(refusal)}
         yield self._event("response.failed", response=self._response("failed", error=error))
 
     def last(self) -> Iterator[str]:
-        """None: the stream ends with the answer."""
+        """Yield nothing: the stream ends with the answer."""
         return iter(())
 
     def _new_logprobs(self) -> list[dict[str, Any]]:
-        """Add the log-probabilities received so far to the message, and return their entries."""
+        """Move the log-probabilities received so far to the message, and return their entries."""
         if not self._untold:
             return []
         found, self._untold = after_reasoning(self._tokenizer, self._thinks, self._untold), []
@@ -150,7 +150,7 @@ class ResponseWriter:
             yield self._event("response.content_part.added", **self._place(kind), part=part)
 
     def _close_item(self) -> Iterator[str]:
-        """Events that end the open item, if any."""
+        """Yield the events that close the open item, if any."""
         if (item := self._open) is None:
             return
         kind, text = item["type"], "".join(self._text)
@@ -229,7 +229,7 @@ class ResponseWriter:
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """Convert an answer to a message of the chat-completions protocol."""
+    """Convert an answer to a message of the chat-completions API."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.tool_calls:
         message["tool_calls"] = [call_body(call) for call in answer.tool_calls]

@@ -1,7 +1,8 @@
-"""Requests of OpenAI's Responses API, turned into chat-completions requests.
+"""Requests of OpenAI's Responses API, converted to chat-completions requests.
 
-This module converts the fields, and ``protocol`` checks the values, for both APIs. As there, fields
-that are unknown or do not change the answer are ignored, and other unsupported fields are refused.
+This module converts the fields; ``protocol`` checks the values for both APIs. As in ``protocol``,
+fields that are unknown or do not change the answer are ignored; other unsupported fields are
+refused.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from oscar_mm.apps.serve.refusals import Refusal
 
 MAX_ID_CHARACTERS = 128
 _MESSAGE = re.compile(r"\bmessages(?:\[(\d+)\]((?:\.content)?))?")
-"""Names of messages in the chat-completions protocol."""
+"""Names of messages in errors of the chat-completions API."""
 _LOGPROBS = "message.output_text.logprobs"
-"""Value of ``include`` for log-probabilities; other values belong to tools that are refused."""
+"""Value of ``include`` that requests log-probabilities; all others are for unsupported tools."""
 _PART_TYPES = ("input_text", "output_text", "text")
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -27,15 +28,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled", "auto"),
 }
-"""Unsupported fields that would change the answer, and their values, in addition to null, that do
-not."""
+"""Unsupported fields, and the values (besides null) that do not change the answer."""
 SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "cache_salt"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"),
     *("chat_template_kwargs", "structured_outputs", "thinking_token_budget"),
     *("mm_processor_kwargs", "media_io_kwargs"),
 )
-"""Fields that mean the same in both protocols."""
+"""Fields that have the same meaning in both APIs."""
 
 
 class TextFormat(BaseModel):
@@ -69,7 +69,7 @@ def _as_items(given: Any) -> Any:
 
 
 class ResponsesBody(BaseModel):
-    """The JSON of a request; ``input`` is checked item by item as it is converted to messages."""
+    """JSON body of a request; ``input`` is checked item by item as it is converted to messages."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -91,14 +91,14 @@ class ResponsesBody(BaseModel):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the response includes log-probabilities of its text."""
+        """Whether the response includes the log-probabilities of its text."""
         return _LOGPROBS in (self.include or ())
 
     def chat_body(self, past: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the same request in the chat-completions protocol.
+        """Convert the request to a chat-completions body.
 
         Args:
-            past: messages of the response that this one continues, without instructions.
+            past: messages up to the response that this request continues, without instructions.
 
         Raises:
             FieldError: if an item, a tool or a field cannot be used.
@@ -124,10 +124,10 @@ class ResponsesBody(BaseModel):
         return body
 
     def places(self, past: int) -> list[str]:
-        """Return the protocol's name of each message of ``chat_body``.
+        """Return this API's name for each message of ``chat_body``.
 
         Args:
-            past: number of messages of the response that this one continues.
+            past: number of messages up to the response that this request continues.
         """
         first = ["instructions"] if self.instructions else []
         names = [f"input[{index}]" for index in messages_of(self.input)[1]]
@@ -138,7 +138,7 @@ def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
     """Return a refusal that names messages as in the Responses API.
 
     Args:
-        refusal: a refusal with the names of the chat-completions protocol.
+        refusal: a refusal with the names of the chat-completions API.
         places: name of each message.
     """
 
@@ -155,7 +155,7 @@ def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
 
 
 def unknown_response(key: str, field: str | None = None) -> Refusal:
-    """Return the refusal of a request for a response that is not stored."""
+    """Return the refusal for a response that is not stored."""
     key = key[:MAX_ID_CHARACTERS]
     message = f"Response with id {key!r} not found: send its whole conversation again"
     return Refusal(404, message, code="not_found", field=field)
@@ -164,7 +164,7 @@ def unknown_response(key: str, field: str | None = None) -> Refusal:
 def with_referenced(
     items: Sequence[dict[str, Any]], find: Callable[[str], dict[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """Replace references by the items of earlier answers to which they refer.
+    """Replace references with the items of earlier answers to which they refer.
 
     The AI SDK sends earlier answers in this form.
 
@@ -173,8 +173,8 @@ def with_referenced(
         find: function that returns the item with an id; None if it is not stored.
 
     Raises:
-        FieldError: if two references refer to one item.
-        Refusal: if no such item is stored.
+        FieldError: if two references refer to the same item.
+        Refusal: if an item is not stored.
     """
     found: dict[str, dict[str, Any]] = {}
     named: list[dict[str, Any]] = []
@@ -192,12 +192,12 @@ def with_referenced(
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Convert the items of an input to messages of the chat-completions protocol.
+    """Convert the items of an input to messages of the chat-completions API.
 
-    Consecutive calls, also after an assistant's message, become one message.
+    Consecutive calls, and an assistant message before them, become one message.
 
     Returns:
-        the messages, and for each the index of its first item.
+        the messages, and the index of each message's first item.
 
     Raises:
         FieldError: if an item cannot be used; the error names it.
@@ -216,9 +216,9 @@ def messages_of(items: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
             content = _content({"content": item.get("output")}, name)
             answers = {"role": "tool", "tool_call_id": item.get("call_id")}
             messages.append(answers | {"content": content})
-        elif kind != "reasoning":  # Chat templates omit the reasoning of earlier turns.
-            known = "message, function_call, function_call_output, reasoning and item_reference"
-            raise FieldError(f"its type is {kind!r}, and those supported are {known}", name)
+        elif kind != "reasoning":  # Chat templates drop the reasoning of earlier turns.
+            known = "message, function_call, function_call_output, reasoning or item_reference"
+            raise FieldError(f"type {kind!r} is not supported: use {known}", name)
         places += [index] * (len(messages) - len(places))
     return messages, places
 
@@ -249,8 +249,8 @@ def _part(part: Any, name: str) -> dict[str, Any]:
         return {"type": "file", "file": {"file_data": part.get("file_data")}}
     if kind == "input_video":
         return {"type": "video_url", "video_url": part.get("video_url")}
-    known = "input_text, output_text, input_image, input_audio, input_video, input_file and refusal"
-    raise FieldError(f"its type is {kind!r}, and those supported are {known}", name)
+    known = "input_text, output_text, input_image, input_audio, input_video, input_file or refusal"
+    raise FieldError(f"type {kind!r} is not supported: use {known}", name)
 
 
 def _call(item: dict[str, Any], name: str) -> dict[str, Any]:

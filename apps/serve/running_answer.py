@@ -1,6 +1,6 @@
-"""RunningAnswer: an answer of a server while the model writes it.
+"""RunningAnswer: a server's answer while the model generates it.
 
-Places: those of answers that run at once, and the queue for them.
+RequestQueue: slots of the running answers, and the queue for them.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
 
 _MEMORY_POLL_S = 1.0
-"""Seconds after which to look for memory that something else than an answer has freed."""
+"""Seconds after which to check for memory that was freed by something other than an answer."""
 
 
 class RequestQueue:
-    """Places of answers that run at once, and the queue for them.
+    """Slots of the running answers, and the queue for them.
 
     Args:
-        running: number of places.
-        waiting: most requests in the queue; more get status 429.
-        metrics: counts both.
+        running: number of slots.
+        waiting: maximum number of requests in the queue; further requests get status 429.
+        metrics: metrics that count running and waiting requests.
 
     Attributes:
-        workers: bound on the threads that read requests and complete answers.
-        watchers: called after each step of the model.
-        closing: tasks that close answers.
+        workers: limit on the threads that read requests and complete answers.
+        watchers: functions to call after each step of the model.
+        closing: running tasks that close answers.
     """
 
     def __init__(self, running: int, waiting: int, metrics: Metrics) -> None:
@@ -59,23 +59,23 @@ class RequestQueue:
 
     @cached_property
     def stopping(self) -> asyncio.Future[None]:
-        """Done when the server takes no more requests."""
+        """Future that is done when the server accepts no more requests."""
         return asyncio.get_running_loop().create_future()
 
     @cached_property
     def cut(self) -> asyncio.Future[None]:
-        """Done when the server cuts running answers short."""
+        """Future that is done when the server cuts running answers short."""
         return asyncio.get_running_loop().create_future()
 
     async def take(self, gone: asyncio.Future[None], count: int = 1) -> None:
-        """Wait in the queue for places.
+        """Wait in the queue for free slots, and take them.
 
         Args:
-            gone: done when the client has left.
-            count: number of places, at most all.
+            gone: future that is done when the client has disconnected.
+            count: number of slots to take, at most the total number.
 
         Raises:
-            Refusal: the queue is full, the client has left, or the server stops.
+            Refusal: if the queue is full, the client disconnects, or the server stops.
         """
         if self._free.locked() and self._waiting >= self._max_waiting:
             message = "too many requests are waiting: try again"
@@ -95,8 +95,8 @@ class RequestQueue:
             self.metrics.waiting.dec()
 
     async def _collect(self, count: int) -> None:
-        """Take places for one request after the other: two that hold some would wait for each
-        other."""
+        """Take slots for one request at a time, because two requests with some slots each could
+        deadlock."""
         async with self._turn:
             taken = 0
             try:
@@ -112,10 +112,10 @@ class RequestQueue:
             self._free.release()
 
     async def wait_for_memory(self, gone: asyncio.Future[None], seconds: float) -> None:
-        """Wait until an answer has ended, for at most ``seconds``.
+        """Wait up to ``seconds`` until an answer ends; return sooner to check for memory.
 
         Raises:
-            Refusal: the client has left, or the server stops.
+            Refusal: if the client disconnects, or the server stops.
         """
         if self._memory_freed is None:
             self._memory_freed = asyncio.get_running_loop().create_future()
@@ -123,12 +123,12 @@ class RequestQueue:
         await self._wait_for(self._memory_freed, gone, timeout)
 
     def close(self, answer: asyncio.Task[None]) -> None:
-        """Keep a reference to a task that closes an answer until it is done."""
+        """Keep a reference to a task that closes an answer, until the task is done."""
         self.closing.add(answer)
         answer.add_done_callback(self.closing.discard)
 
     def release(self) -> None:
-        """Free a place, and tell requests that wait for the memory of its answer."""
+        """Free a slot, and wake requests that wait for its answer's memory."""
         self._free.release()
         if self._memory_freed is not None:
             self._memory_freed.set_result(None)
@@ -137,10 +137,10 @@ class RequestQueue:
     async def _wait_for(
         self, awaited: asyncio.Future[Any], gone: asyncio.Future[None], seconds: float | None = None
     ) -> None:
-        """Wait for a future, for at most ``seconds``.
+        """Wait up to ``seconds`` for a future.
 
         Raises:
-            Refusal: the client has left, or the server stops.
+            Refusal: if the client disconnects, or the server stops.
         """
         ends = (awaited, gone, self.stopping)
         await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -151,17 +151,17 @@ class RequestQueue:
 
 
 class RunningAnswer:
-    """An answer that the model writes; its pieces wait here until they are taken.
+    """An answer that is being generated; it buffers pieces until they are consumed.
 
-    A thread reads the request, up to the first piece, and another one completes the answer. In
-    between there is none: the answer looks for its pieces after each step.
+    One thread reads the request, up to the first piece of the answer, and another thread completes
+    the answer. Between the two no thread is needed: the answer collects new pieces after each step.
 
     Args:
-        places: count the answer, and get its place back.
-        conversations: answer.
+        places: request queue, which counts the answer and gets its slot back.
+        conversations: stored chats, which generate the answer.
         request: the request.
-        gone: done when the client has left.
-        arrival: ``perf_counter()`` when the request came.
+        gone: future that is done when the client has disconnected.
+        arrival: ``perf_counter()`` when the request arrived.
     """
 
     def __init__(
@@ -177,18 +177,18 @@ class RunningAnswer:
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[Piece | CompletedAnswer] = deque()
         self._changed: asyncio.Future[None] | None = None
-        """Done where there are pieces, the thread has ended or the answer is to end."""
+        """Future that is done when there are pieces, the thread has ended or the answer must."""
         self._steps = conversations.answer_steps(request)
         self._chat: Chat | WholePrompt | None = None
-        """What the thread answers in."""
+        """The chat or prompt in which the thread answers."""
         self._running_request: Request | None = None
-        """Set while no thread is needed."""
+        """The running request, while the answer needs no thread."""
         self._thread: asyncio.Future[None] | None = None
         self._left = False
         self._end: asyncio.Task[None] | None = None
         self._times = AnswerTimes(places.metrics, arrival)
         self._told = 0
-        """Tokens whose log-probabilities were taken."""
+        """Number of tokens whose log-probabilities ``take_logprobs`` has returned."""
         places.metrics.running.inc()
         places.watchers.add(self.look)
         for end in (gone, places.cut):
@@ -202,13 +202,13 @@ class RunningAnswer:
         return self._completed
 
     async def begin(self, room_s: float) -> None:
-        """Read media, past and prompt; wait for memory that other answers use, and for pieces.
+        """Start the answer, and wait for its first pieces; wait for memory if other answers use it.
 
         Args:
-            room_s: seconds in which there must be memory.
+            room_s: maximum seconds to wait for memory.
 
         Raises:
-            Refusal: there is no answer; the message says why.
+            Refusal: if there is no answer; the message says why.
         """
         deadline = perf_counter() + room_s
         with as_refusals():
@@ -225,10 +225,10 @@ class RunningAnswer:
                         await self.places.wait_for_memory(self.gone, left)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield text and tool calls, all that waits of each in one piece, then set ``completed``.
+        """Yield text and tool calls, merging the buffered pieces of each; then set ``completed``.
 
         Raises:
-            Refusal: the answer ends here; the message says why.
+            Refusal: if the answer is aborted; the message says why.
         """
         with as_refusals():
             while self._completed is None:
@@ -241,7 +241,7 @@ class RunningAnswer:
         self._times.end(self.completed)
 
     def take_logprobs(self) -> list[TokenLogprob] | None:
-        """Return the log-probabilities since the last call; None if they were not requested."""
+        """Return the new log-probabilities since the last call; None if they were not requested."""
         if "logprobs" not in self.request.sampling:
             return None
         writing = self._chat and self._chat.answering
@@ -251,7 +251,7 @@ class RunningAnswer:
         return fresh
 
     def end(self) -> asyncio.Task[None]:
-        """Close the answer and free its place, once the model has ended its step."""
+        """Close the answer and free its slot, once the model has finished its step."""
         if self._end is None:
             self._left = True
             self._end = asyncio.ensure_future(self._close())
@@ -259,7 +259,7 @@ class RunningAnswer:
         return self._end
 
     def look(self) -> None:
-        """Take the pieces that have come, and complete an answer that has ended."""
+        """Take the pieces that have arrived; if the answer has ended, complete it."""
         running_request = self._running_request
         if running_request is None or self._left:
             return
@@ -281,15 +281,15 @@ class RunningAnswer:
         self.look()
 
     def _write(self) -> Request | None:
-        """Go on with the answer, in a thread, to its first piece or its end, or until it is closed.
+        """Continue the answer, in a thread, to its first piece or its end, or until it is closed.
 
         Returns:
-            what has pieces from now on; None at the end.
+            the request that produces pieces from now on; None if the answer has ended.
         """
         for step in self._steps:
             if isinstance(step, Chat | WholePrompt):
                 self._chat = step
-            # After that: who leaves cancels a chat that is there.
+            # Only after setting ``_chat``, which ``_end_thread`` cancels.
             if self._left:
                 break
             if isinstance(step, Request):
@@ -306,10 +306,10 @@ class RunningAnswer:
         self._pieces.append(piece)
 
     async def _wait(self) -> None:
-        """Return when there are pieces, of an answer that is not streamed all.
+        """Wait for new pieces or, unless the answer is streamed, for the whole answer.
 
         Raises:
-            BaseException: of the thread, or a Refusal.
+            BaseException: the error of the thread, or a Refusal.
         """
         while not (self._pieces and self.request.stream):
             if self._thread is not None and self._thread.done() and self._running_request is None:
@@ -340,16 +340,16 @@ class RunningAnswer:
             places.release()
 
     async def _end_thread(self, thread: asyncio.Future[None]) -> None:
-        """Wait for a thread, whose chat ends what it reads or writes."""
+        """Cancel what a thread is doing, and wait for the thread."""
         if self._chat is not None and not thread.done():
             self._chat.cancel()
-        # Its error concerns nobody any more.
+        # Nobody needs its error any more.
         await asyncio.gather(thread, return_exceptions=True)
 
 
 def joined(pieces: deque[Piece | CompletedAnswer]) -> Iterator[Piece | CompletedAnswer]:
-    """Take out pieces, those joined that follow each other in the reasoning, in the text or in a
-    tool call."""
+    """Remove and yield all pieces, merging adjacent ones of the reasoning, the text or a tool
+    call."""
     taken = [pieces.popleft() for _ in range(len(pieces))]
     for kind, group in groupby(taken, type):
         if issubclass(kind, str):

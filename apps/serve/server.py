@@ -1,4 +1,4 @@
-"""Server: the routes and the HTTP server of `oscar-mm serve`, on FastAPI and uvicorn."""
+"""Server: routes and HTTP server of `oscar-mm serve`, based on FastAPI and uvicorn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _AFTER_GRACE_S = 3
-"""Seconds that answers cut short by the server have to send their last event."""
+"""Seconds for answers that the server has cut short to send their last events."""
 
 
 def create_app(
@@ -56,15 +56,15 @@ def create_app(
     other_names: Sequence[str] = (),
     origins: tuple[str, ...] = (),
 ) -> FastAPI:
-    """Create the application for ``Server``; all chats are in its one process.
+    """Create the application for ``Server``; it must run in a single process, which has all chats.
 
     Args:
-        pipe: pipeline that answers; its store has the memory of all conversations.
-        name: the model's name for clients.
-        limits: bounds on requests and answers.
+        pipe: pipeline that generates the answers; its store holds all conversations.
+        name: model name for clients.
+        limits: limits on requests and answers.
         host: the address on which the server will listen.
-        other_names: more names of the model.
-        origins: origins of web pages that may use the server, see ``read_origins``.
+        other_names: further names by which clients may request the model.
+        origins: origins of the web pages that may use the server, see ``read_origins``.
 
     Returns:
         the application; its ``state.service`` is the ``Service``.
@@ -88,7 +88,7 @@ def create_app(
         app.add_middleware(Guard, host=host, uploads=uploads, origins=origins)
     app.add_middleware(OneLength)
     if origins:
-        # Outermost, so that a page can read the reason of a refusal.
+        # Outermost, so that a page can read the reason for a refusal.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -226,10 +226,10 @@ def create_app(
 
 
 class Server(uvicorn.Server):
-    """Server of an application of ``create_app``; running answers get a grace period when it stops.
+    """Server of a ``create_app`` application; running answers get a grace period when it stops.
 
     Args:
-        app: the application; ``run`` takes the sockets on which it listens.
+        app: the application; the sockets to listen on are passed to ``run``.
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -240,7 +240,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 AccessLog(app),
-                # h11, because httptools, uvicorn's first choice, does not bound a request's head.
+                # h11, because httptools, uvicorn's default, does not limit a request's head.
                 http=partial(Connection, bounds),  # pyright: ignore[reportArgumentType] is called
                 ws="none",
                 log_level="warning",
@@ -250,7 +250,7 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop at the first signal, and end the grace period of answers at the second."""
+        """Stop at the first signal; end the grace period of running answers at the second one."""
         if self.should_exit:
             self.service.hurry.set()
         else:

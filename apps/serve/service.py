@@ -1,4 +1,4 @@
-"""Service: answers the requests of `oscar-mm serve`, whose routes lie in ``server``."""
+"""Service: answers the requests of `oscar-mm serve`; ``server`` defines the routes."""
 
 from __future__ import annotations
 
@@ -71,36 +71,36 @@ if TYPE_CHECKING:
 Asked = Body | list[ApiRequest]
 """A parsed request: a conversation, or a list of prompts."""
 _MIN_TEXT = 1024
-"""Answers of clients that give no length may have so many tokens, however many share the memory; a
-model that reasons gets more."""
+"""Minimum of the default answer length, in tokens, however many requests share the memory; thinking
+models get more."""
 _READERS = 2
-"""Threads that parse requests."""
+"""Number of threads that parse requests."""
 _BODIES = 8
-"""All requests before their answers begin may take as much as this many of the largest size."""
+"""Maximum total size of all request bodies in memory, in multiples of the maximum request size."""
 _SENDING_S = 0.005
-"""Seconds in which the pieces of a step should be sent."""
+"""Maximum seconds that a step waits until the pieces of the previous step are sent."""
 _CLOSING_S = 5.0
-"""Seconds in which to close answers that the server has cut short."""
+"""Maximum seconds to wait for answers that were cut short to close."""
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds on requests and answers.
+    """Limits on requests and answers.
 
     Attributes:
-        api_key: bearer token that clients must send; None for no key.
-        max_request_bytes: largest body of a request, media in base64 included.
-        max_new_tokens: longest answer, in tokens; None for what context and memory have. A client
-            that gives no length gets this, or else what the context has, but no more than its
-            share of the memory if ``running`` answers do so, unless that is less than 1,024.
-        running: most answers at once, which decode together.
-        waiting: most requests in the queue; more get status 429.
-        conversations: most chats that later requests can continue.
-        idle: most connections beside those of running and queued requests.
-        head_s: seconds in which the head of a request must come.
-        body_s: seconds in which the body of a request must come.
-        memory_wait_s: seconds that a request waits for memory that other answers use.
-        grace_s: seconds in which answers must end when the server stops.
+        api_key: bearer token that clients must send; None if they need no key.
+        max_request_bytes: maximum size of a request body, including base64 media.
+        max_new_tokens: maximum tokens of an answer, and default for clients that give no length.
+            None: as many as fit into the context and the memory; then the default is an equal
+            share of the memory among ``running`` answers, but at least 1,024.
+        running: maximum number of running answers, which are decoded as one batch.
+        waiting: maximum number of requests in the queue; further requests get status 429.
+        conversations: maximum number of stored chats, which later requests can continue.
+        idle: maximum number of connections besides those of running and queued requests.
+        head_s: maximum seconds to receive a request's head.
+        body_s: maximum seconds to receive a request's body.
+        memory_wait_s: maximum seconds that a request waits for memory that other answers use.
+        grace_s: maximum seconds to let answers finish when the server stops.
         media_hosts: hosts from which media may be fetched if the pipeline allows remote media; None
             for all.
     """
@@ -123,17 +123,17 @@ class Service:
     """Reads and answers requests.
 
     Args:
-        conversations: answers requests.
-        metrics: counts them.
-        limits: bounds on requests and answers.
-        names: the model's names for clients.
+        conversations: stored chats, which answer the requests.
+        metrics: metrics to update.
+        limits: limits on requests and answers.
+        names: names by which clients may request the model.
 
     Attributes:
         name: the first name, used in answers to requests that do not give one.
-        hurry: ends the grace time of answers when it is set.
-        places: places of running answers.
-        responses: responses that later requests may continue.
-        known_media: stored media that clients may reuse by uuid.
+        hurry: event that ends the grace period of running answers.
+        places: request queue, which also limits the running answers.
+        responses: stored responses, which later requests can continue.
+        known_media: stored media that clients can reuse by uuid.
     """
 
     def __init__(
@@ -151,22 +151,22 @@ class Service:
         self.known_media = KnownMedia()
         self._body_bytes = 0
         self._readers = CapacityLimiter(_READERS)
-        # Threads of their own: these requests may decode media, and parsing must not wait for it.
+        # A separate pool: these requests may decode media, and parsing must not wait for that.
         self._converters = CapacityLimiter(_READERS)
 
     @property
     def media_source(self) -> MediaSource:
-        """Where the media of requests may come from."""
+        """Return the allowed sources of media in requests."""
         pipe, limits = self.conversations.pipe, self.limits
         remote_bytes = limits.max_request_bytes if pipe.allow_remote else 0
         return MediaSource(pipe.limits, remote_bytes, limits.media_hosts, self.known_media)
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Run all requests within the block; after each step the answers send their pieces.
+        """Run all requests within the block, and send the new pieces of answers after each step.
 
-        The next step waits briefly until the pieces are sent: the event loop shares the interpreter
-        with the engine thread, and would otherwise wait for it at each piece.
+        The next step waits briefly until the pieces are sent, because the event loop shares the
+        interpreter with the engine thread, and would otherwise wait for it at each piece.
         """
         loop, sent = asyncio.get_running_loop(), threading.Event()
         watchers = self.places.watchers
@@ -175,24 +175,24 @@ class Service:
             if not watchers:
                 return
             sent.clear()
-            with suppress(RuntimeError):  # The loop is closed: nobody looks.
+            with suppress(RuntimeError):  # The loop is closed.
                 loop.call_soon_threadsafe(look)
                 sent.wait(_SENDING_S)
 
         def look() -> None:
             for watcher in tuple(watchers):
                 watcher()
-            loop.call_soon(sent.set)  # After all tasks that now go on.
+            loop.call_soon(sent.set)  # After all tasks that were woken up.
 
         with self.conversations.pipe.engine.keep_stepping(after_step):
             yield
 
     def authorize(self, http: HttpRequest) -> None:
-        """Raise Refusal if the request lacks the key."""
+        """Raise Refusal if the request does not have the API key."""
         if self.limits.api_key is None:
             return
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        given = given or http.headers.get("x-api-key", "")  # of Anthropic's clients
+        given = given or http.headers.get("x-api-key", "")  # from Anthropic's clients
         if not hmac.compare_digest(given.encode(), self.limits.api_key.encode()):
             raise Refusal(401, "a valid API key is needed", "authentication_error")
 
@@ -204,7 +204,7 @@ class Service:
             raise Refusal(404, message, code="model_not_found", field="model")
 
     def answering(self, name: str | None) -> str:
-        """Return the model name for an answer: the requested one if it exists, else the first."""
+        """Return the model name for an answer: the requested one if valid, else the first one."""
         return name if name and name in self.names else self.name
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -256,7 +256,7 @@ class Service:
         return await self._convert(http, read)
 
     async def _convert(self, http: HttpRequest, read: Callable[[bytes], Response]) -> Response:
-        """Answer a request that does not run the model."""
+        """Answer a request without running the model."""
         with self._memory_for_body() as add:
             data = await self._body(http, add)
             with as_refusals():
@@ -337,7 +337,7 @@ class Service:
             raise as_in_form(refusal) from None
 
     def _past(self, previous: str | None) -> tuple[Sequence[dict[str, Any]], int]:
-        """Messages up to a response, and the bytes of their requests."""
+        """Return the messages up to a stored response, and their requests' size in bytes."""
         if previous is None:
             return (), 0
         if (kept := self.responses.get(previous)) is None:
@@ -347,7 +347,7 @@ class Service:
     async def _answer(
         self, http: HttpRequest, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
     ) -> Response:
-        """Read a request, wait for a place, then answer at once or piece by piece."""
+        """Read a request, wait for a free slot, then answer it in one body or as a stream."""
         arrival = perf_counter()
         with self._memory_for_body() as add:
             requests, written = await self._requests(await self._body(http, add), read)
@@ -361,7 +361,7 @@ class Service:
         try:
             await answers.begin(self.limits.memory_wait_s)
             if requests[0].stream:
-                # A streaming response itself notices that its client has left.
+                # A streaming response notices by itself when its client disconnects.
                 answers.outlive_client()
                 return EventStream(answers, written, http.scope)
             await answers.complete()
@@ -376,23 +376,24 @@ class Service:
         return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
 
     async def stop(self) -> None:
-        """Take no more requests, and cut running answers short after their grace time."""
+        """Accept no more requests, and cut running answers short after the grace period."""
         self.places.stopping.set_result(None)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.hurry.wait(), self.limits.grace_s)
         self.places.cut.set_result(None)
 
     async def close(self) -> None:
-        """Close all chats, unless the model does not release them in time."""
+        """Close all chats; give up if the model does not release them in time."""
         closing = [*self.places.closing, asyncio.ensure_future(run_sync(self.conversations.close))]
         await asyncio.wait(closing, timeout=_CLOSING_S)
 
     @contextmanager
     def _memory_for_body(self) -> Iterator[Callable[[int], None]]:
-        """Count the bytes of a body while its request waits.
+        """Count the bytes of a request body toward the limit within the block.
 
         Yields:
-            a function that counts more bytes, and raises Refusal if all requests have too many.
+            a function that counts more bytes, and raises Refusal if all bodies together exceed the
+            limit.
         """
         own = 0
 
@@ -409,7 +410,7 @@ class Service:
             self._body_bytes -= own
 
     async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
-        """Read the body, but not to its end if it is too large or too slow."""
+        """Read the body; stop early if it is too large or too slow."""
         limit, seconds = self.limits.max_request_bytes, self.limits.body_s
         stopping = self.places.stopping
         too_large = Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
@@ -444,7 +445,7 @@ class Service:
     async def _requests(
         self, data: bytes, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
     ) -> tuple[list[ApiRequest], AnswerFormat]:
-        """Parse and check a request, which may have several prompts."""
+        """Parse and validate a request, which may have several prompts."""
         with as_refusals():
             requests, written = await run_sync(self._parse, data, read, limiter=self._readers)
         self.check_model(requests[0].model)
@@ -459,12 +460,12 @@ class Service:
             self._bound_answer(request.sampling)
             if request.n > self.limits.running:
                 raise FieldError(f"must be at most {self.limits.running} on this server", "n")
-            # A grammar takes its time to compile: that comes when the request has its place.
+            # A grammar takes long to compile, so that is done once the request has its slot.
             self.conversations.pipe.sampling(request.sampling | {"grammar": None}, ())
         return requests, written
 
     def _chat_request(self, body: Body) -> ApiRequest:
-        """Decode a conversation and check it."""
+        """Decode and check a conversation."""
         pipe = self.conversations.pipe
         check_media_options(body, pipe.family)
         template = pipe.family.template(body.template_fields)
@@ -480,7 +481,7 @@ class Service:
         return request
 
     def _bound_answer(self, sampling: dict[str, Any]) -> None:
-        """Set the longest answer; the conversation lowers it to what it has memory for."""
+        """Set the maximum answer length; the conversation lowers it to what fits in memory."""
         pipe, limit = self.conversations.pipe, self.limits.max_new_tokens
         asked = sampling.get("max_new_tokens")
         if asked is None:
@@ -488,13 +489,13 @@ class Service:
         sampling["max_new_tokens"] = min(asked, limit or asked, pipe.max_context)
 
     def _usual_answer(self) -> int:
-        """Longest answer for clients that give no length: memory is reserved for all of it."""
+        """Return the default answer length in tokens; memory is reserved for all of it."""
         pipe = self.conversations.pipe
         minimum = pipe.longest_answer(_MIN_TEXT)
         return max(minimum, pipe.admission.fair_answer(self.limits.running))
 
 
 async def _disconnect(http: HttpRequest) -> None:
-    """Return when the client has left; call this after the body has been read."""
+    """Wait until the client disconnects; call this after the body has been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Structured output: the fields with which clients of OpenAI and vLLM request it."""
+"""Structured output: the request fields for it in the APIs of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oscar_mm.errors import InputError
 
 
 class JsonSchema(BaseModel):
-    """A named schema; answers are valid for it, whether ``strict`` is set or not."""
+    """A named schema; answers always conform to it, whether or not ``strict`` is set."""
 
     model_config = ConfigDict(strict=True)
 
@@ -28,7 +28,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's field for structured output; its options for backend and spaces are ignored."""
+    """vLLM's field for structured output; its backend and white-space options are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -41,7 +41,7 @@ class StructuredOutputs(BaseModel):
 
 
 class AsksForStructure(Protocol):
-    """Fields of a request for structured output."""
+    """A request's fields for structured output."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -55,8 +55,8 @@ def grammar_of(body: AsksForStructure) -> Grammar | None:
     """Return the grammar that the answer must match; None if none is requested.
 
     Raises:
-        InputError: if several fields request one, or a field cannot be used; the message begins
-            with the field.
+        InputError: if several fields request a grammar, or a field cannot be used; the message
+            starts with the field's name.
     """
     given = [
         *_of_response_format(body.response_format),
@@ -74,7 +74,7 @@ def grammar_of(body: AsksForStructure) -> Grammar | None:
     if len(given) > 1:
         first, *others = dict.fromkeys(grammar.name for grammar in given)
         if not others:
-            raise InputError(f"{first}: has several constraints: keep one")
+            raise InputError(f"{first}: has several constraints; keep one")
         raise InputError(f"{first}: cannot be combined with {', '.join(others)}")
     return given[0] if given else None
 

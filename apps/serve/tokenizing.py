@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(BaseModel):
-    """The JSON of a /tokenize request: a prompt, or the fields of a chat-completions request."""
+    """JSON body of a /tokenize request: a prompt, or fields of a chat-completions request."""
 
     model_config = ConfigDict(strict=True)
 
@@ -26,7 +26,7 @@ class TokenizeBody(BaseModel):
         """Return the body of the response.
 
         Args:
-            pipe: provides the tokenizer.
+            pipe: pipeline, for its tokenizer.
             ids: the token ids.
         """
         tokenizer, strings = pipe.processor.tokenizer, None
@@ -37,7 +37,7 @@ class TokenizeBody(BaseModel):
 
 
 class DetokenizeBody(BaseModel):
-    """The JSON of a /detokenize request."""
+    """JSON body of a /detokenize request."""
 
     model_config = ConfigDict(strict=True)
 
@@ -48,11 +48,11 @@ class DetokenizeBody(BaseModel):
         """Return the text of the tokens.
 
         Raises:
-            FieldError: if a token id is unknown, or there are more tokens than the context has.
+            FieldError: if a token id is invalid, or there are more tokens than the context length.
         """
         tokenizer, context = pipe.processor.tokenizer, pipe.max_context
         if len(self.tokens) > context:
-            count = f"{len(self.tokens):,} tokens are more than the context of {context:,}"
+            count = f"{len(self.tokens):,} tokens are more than the context length of {context:,}"
             raise FieldError(count, "tokens")
         if unknown := [token for token in self.tokens if not 0 <= token < len(tokenizer)]:
             raise FieldError(f"{str(unknown[0])[:20]} is not a token id of this model", "tokens")
@@ -72,7 +72,7 @@ def text_ids(pipe: Pipeline, asked: TokenizeBody) -> list[int]:
 
 
 def conversation_ids(pipe: Pipeline, request: ApiRequest) -> list[int]:
-    """Return the token ids of a conversation as the model reads it, including those of media.
+    """Return the token ids of a conversation as the model reads them, including media tokens.
 
     Raises:
         InputError: see ``Pipeline.read_request``.

@@ -1,4 +1,4 @@
-"""TranscriptionWriter: an answer in OpenAI's audio API, whole or as server-sent events."""
+"""TranscriptionWriter: formats an answer for OpenAI's audio API, streamed or not."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ _JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 class TranscriptionWriter:
-    """Writes the text of a recording, see ``AnswerFormat``; reasoning is left out.
+    """Formats a transcription, without reasoning; see ``AnswerFormat``.
 
     Args:
-        plain: whether a response that is not streamed is plain text instead of JSON.
+        plain: whether a response that is not streamed is plain text rather than JSON.
     """
 
     def __init__(self, *, plain: bool) -> None:
         self._plain = plain
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any] | str:
-        """The text, not streamed."""
+        """Return the whole text, which is not streamed."""
         text = choices[0].completed.answer.text
         return text if self._plain else {"text": text, "usage": _usage(usage)}
 
     def begin(self, _: int) -> Iterator[str]:
-        """None."""
+        """Yield nothing."""
         return iter(())
 
     def piece(self, _: int, piece: Piece, __: object) -> Iterator[str]:
-        """The event of a piece of text."""
+        """Yield the event for a piece of text."""
         if isinstance(piece, str) and not isinstance(piece, Reasoning):
             yield _event("transcript.text.delta", delta=piece)
 
     def end(self, _: int, choice: Choice) -> Iterator[str]:
-        """The event after the last piece, with the whole text."""
+        """Yield the event after the last piece, with the whole text."""
         completed = choice.completed
         usage = _usage(completed.usage)
         yield _event("transcript.text.done", text=completed.answer.text, usage=usage)
 
     def close(self, _: Mapping[str, Any]) -> Iterator[str]:
-        """None: the last event of the answer has the usage."""
+        """Yield nothing: the last event of the answer contains the usage."""
         return iter(())
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        """The event of an answer that cannot be completed."""
+        """Yield the event for an answer that cannot be completed."""
         yield f"data: {_JSON.encode(refusal.body)}\n\n"
 
     def last(self) -> Iterator[str]:
-        """None: the stream ends with the answer."""
+        """Yield nothing: the stream ends with the answer."""
         return iter(())
 
 

@@ -1,7 +1,7 @@
 """Requests of OpenAI's audio API, which are forms, converted to chat-completions requests.
 
-A transcription is the model's answer to a question about the recording. So the recording has the
-limits of any other medium, and a model without audio refuses it with the same error.
+A transcription is the model's answer to a question about the recording. So the usual media limits
+apply, and models without audio support refuse the recording with the usual error.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from oscar_mm.media.audio import audio_outline
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 _MAX_PARTS, _MAX_CHARACTERS = 32, 1 << 16
-"""Maximum parts of a form, and maximum characters of its prompt."""
+"""Maximum number of parts in a form, and of characters in its prompt."""
 _LISTS = ("timestamp_granularities", "include")
-"""Fields that may be repeated, also with ``[]`` after their names."""
+"""Fields that may be repeated; their names may end with ``[]``."""
 _MIN_TOKENS, _TOKENS_PER_SECOND = 256, 16
-"""Maximum tokens of a transcription: several times those of speech. Clients cannot set a limit, and
-a model that repeats itself would write until its context is full."""
+"""Maximum tokens of a transcription, at least and per second: several times as many as speech needs.
+Clients cannot set a limit, and a model that repeats itself would fill its context."""
 _PLACE = re.compile(r"messages\[0\](?:\.content)?(\[0\])?")
-"""Name of the recording, or of the text, in errors of the chat-completions protocol."""
+"""Name of the recording, or of the text, in errors of the chat-completions API."""
 
 
 def _timeless(given: Any) -> Any:
     if given in ("verbose_json", "srt", "vtt", "diarized_json"):
         raise FieldError(
-            "must be json or text, because the model gives no timestamps", "response_format"
+            "must be json or text, because the model generates no timestamps", "response_format"
         )
     return given
 
@@ -53,7 +53,7 @@ def _known(given: Any) -> Any:
 
 
 class TranscriptionBody(BaseModel):
-    """The fields of a form; unknown ones are ignored."""
+    """Fields of a form; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
 
@@ -69,7 +69,7 @@ class TranscriptionBody(BaseModel):
     cache_salt: str | None = None
 
     def chat_body(self, *, translate: bool) -> dict[str, Any]:
-        """Return the request in the chat-completions protocol.
+        """Convert the request to a chat-completions body.
 
         Args:
             translate: whether to translate into English.
@@ -96,12 +96,12 @@ class TranscriptionBody(BaseModel):
 
     @property
     def _longest_text(self) -> int | None:
-        """Return the maximum tokens of the text; None if the recording's header has no duration."""
+        """Return the maximum tokens of the text; None if the file's header has no duration."""
         sound = audio_outline(self.file, limits=MediaLimits())
         return None if sound is None else _MIN_TOKENS + round(sound.seconds * _TOKENS_PER_SECOND)
 
     def instruction(self, *, translate: bool) -> str:
-        """Return the question to the model."""
+        """Return the question to ask the model."""
         spoken = "the audio" if self.language is None else f"the {self.language} audio"
         asked = f"Translate {spoken} into English." if translate else None
         asked = asked or f"Transcribe {spoken} into text."
@@ -113,7 +113,7 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
 
     Args:
         data: body of the request, of bounded length.
-        content_type: header of the request, with the boundary.
+        content_type: Content-Type header of the request, with the boundary.
 
     Raises:
         FieldError: if the body is not a form, or a field is wrong.
@@ -137,7 +137,7 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
             form[name] = _text(part, name)
 
     try:
-        # Keep files in memory, where the body already is.
+        # Keep files in memory, because the body is in memory anyway.
         limits = {"MAX_MEMORY_FILE_SIZE": len(data) + 1}
         parser = FormParser(
             kind.decode(), add, add, boundary=options.get(b"boundary"), config=limits

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with pages of this package: its command line, and its start."""
+"""vLLM's OpenAI server with this package's KV cache: build its command line and start it."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ _KEY_VARIABLE = "VLLM_API_KEY"
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 _DOMAINS = "--allowed-media-domains"
 _NO_DOMAIN = "remote-media-are-off.invalid"
-"""A host name that cannot exist: .invalid is reserved (RFC 2606)."""
+"""A host name that cannot exist, because .invalid is reserved (RFC 2606)."""
 _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
     "kv_budget": lambda size: ["--kv-cache-memory-bytes", str(size)],
     "max_context": lambda tokens: ["--max-model-len", str(tokens)],
@@ -33,16 +33,16 @@ _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
     "allow_origin": lambda origins: ["--allowed-origins", json.dumps(origins)],
     "log_level": lambda level: ["--uvicorn-log-level", level],
 }
-"""Functions from the value of an option of ``oscar-mm serve`` to vLLM's arguments."""
+"""For each option of ``oscar-mm serve``, a function from its value to vLLM's arguments."""
 _REFUSED = {
-    "max_request": "vLLM does not bound a request's bytes",
+    "max_request": "vLLM does not bound the size of a request",
     "waiting": "vLLM does not bound its queue",
-    "conversations": "vLLM caches as many prefixes of prompts as fit into its KV memory",
+    "conversations": "vLLM caches all prompt prefixes that fit into its KV memory",
     "prefill_chunk": "vLLM chunks prompts itself: use -- --max-num-batched-tokens N",
-    "device": "CUDA_VISIBLE_DEVICES chooses vLLM's GPUs",
+    "device": "set CUDA_VISIBLE_DEVICES to choose vLLM's GPUs",
     "device_map": "use -- --tensor-parallel-size N, which spreads a model over N GPUs",
 }
-"""Options without an equivalent in vLLM, and the reason or the alternative."""
+"""Options that have no equivalent in vLLM, with a reason or an alternative."""
 
 
 def vllm_arguments(
@@ -55,16 +55,16 @@ def vllm_arguments(
     *,
     has_key: bool = False,
 ) -> list[str]:
-    """Return the arguments of vLLM's server for those of ``oscar-mm serve``.
+    """Convert the arguments of ``oscar-mm serve`` to arguments of vLLM's server.
 
     Args:
         model: name of a bundled model, folder or hub id.
-        policy: preset, with or without changes, whose pages vLLM stores.
+        policy: preset, with or without changes, for vLLM's KV cache.
         host, port: address to listen on.
-        options: other options that the user has given, by name, with ``kv_budget`` in bytes; vLLM
-            has its own defaults for those not given.
-        passed: arguments for vLLM, which follow and so override the others.
-        has_key: whether clients must send a key. Without a key, no web page may use the server.
+        options: other options that the user has given, by name, with ``kv_budget`` in bytes; for
+            all others, vLLM's own defaults apply.
+        passed: further arguments for vLLM, which come last and so override the others.
+        has_key: whether clients must send an API key; if not, web pages cannot use the server.
 
     Raises:
         InputError: if vLLM cannot store the policy, or has no equivalent of an option.
@@ -101,7 +101,7 @@ def _prefix_arguments(size: str | None) -> list[str]:
         return []
     if size not in ("0", "off"):
         raise InputError(
-            f"--prefix-cache {size} with --engine vllm: vLLM stores prefixes in all KV memory that "
+            f"--prefix-cache {size} with --engine vllm: vLLM keeps prefixes in all KV memory that "
             'no answer uses; only "off" is possible'
         )
     return ["--no-enable-prefix-caching"]
@@ -111,19 +111,22 @@ def check_installed() -> None:
     """Check that vLLM is installed.
 
     Raises:
-        InputError: if it is not; the message has the command that installs it.
+        InputError: if it is not; the message contains the command to install it.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise InputError("--engine vllm needs the package vllm: pip install '.[vllm]' in a clone")
+        raise InputError(
+            "--engine vllm requires the vllm package: run pip install '.[vllm]' in a clone of the "
+            "repository"
+        )
 
 
 def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[str], dict[str, str]]:
-    """Return the command of vLLM's server, and its environment.
+    """Return the command line and the environment for vLLM's server.
 
     Args:
         arguments: see ``vllm_arguments``.
-        api_key: key that clients must send, or None. It is passed in the environment, because all
-            users of a machine see arguments.
+        api_key: key that clients must send, or None. It is passed in the environment, because
+            command lines are visible to all users of a machine.
     """
     environment = os.environ | ({} if api_key is None else {_KEY_VARIABLE: api_key})
     if _DOMAINS in arguments:
@@ -132,7 +135,7 @@ def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[st
 
 
 def become_vllm(arguments: Sequence[str], api_key: str | None) -> NoReturn:
-    """Replace this process by vLLM's server, so that signals and the exit code are vLLM's.
+    """Replace this process with vLLM's server, which then gets signals and sets the exit code.
 
     Args:
         arguments, api_key: see ``vllm_command``.

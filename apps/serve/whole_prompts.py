@@ -1,7 +1,7 @@
 """WholePrompt: the answer to a request that does not continue a stored conversation.
 
-These are prompts without a chat template, and conversations with options of the template or with
-``prompt_logprobs``. The whole prompt is read, except for the part that is in the prefix cache.
+Such requests are prompts without a chat template, and conversations with template options or
+``prompt_logprobs``. The whole prompt is read, except for what is in the prefix cache.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 MAX_PROMPT_LOGPROBS = 1 << 18
-"""Maximum log-probabilities of a prompt in a response, about 20 MB of JSON."""
+"""Maximum number of prompt log-probabilities in a response, about 20 MB of JSON."""
 
 
 class WholePrompt:
-    """The running answer to one request; ``cancel`` may be called from any thread.
+    """The running answer to one request; any thread can call ``cancel``.
 
     Args:
         pipe: the pipeline that answers.
         request: a request without earlier turns.
 
     Attributes:
-        answering: the running generation; None before it begins.
+        answering: the running generation; None before it starts.
     """
 
     def __init__(self, pipe: Pipeline, request: ApiRequest) -> None:
@@ -50,7 +50,7 @@ class WholePrompt:
     def answer_steps(
         self,
     ) -> Generator[WholePrompt | Piece | Request | CompletedAnswer, None, None]:
-        """Answer as in ``Conversations.answer_steps``, but yield itself instead of the chat."""
+        """Answer like ``Conversations.answer_steps``, but yield this object instead of a chat."""
         start, pipe, tools = perf_counter(), self._pipe, self._request.tools
         options = pipe.family.with_calls(self._request.sampling, tools)
         sampling = pipe.sampling(options, ())

@@ -130,12 +130,12 @@ def test_what_is_asked_about_is_not_written_over(recordings, tmp_path) -> None:
         samples = samples and tmp_path / samples
         (tmp_path / "sub").mkdir(exist_ok=True)
         with pytest.raises(
-            InputError, match=f"is the medium that {file}, line {line} asks about; give"
+            InputError, match=f"is the media file that {file}, line {line} asks about; give"
         ):
             audio_qa(file, tmp_path / out, "no-such-model", samples=samples, overwrite=True)
     for name in ("a.wav", "b.png", "c.mp4"):
         assert (tmp_path / name).read_bytes() == sound
-    with pytest.raises(InputError, match=r"0\.wav: is the medium that .* asks about"):
+    with pytest.raises(InputError, match=r"0\.wav: is the media file that .* asks about"):
         audio_qa(recordings, recordings / "0.wav", "no-such-model", question="?", overwrite=True)
     assert (recordings / "0.wav").read_bytes() == sound and not new.exists()
 
@@ -183,7 +183,7 @@ def test_bad_rows_stop_nothing(loaded, recordings, tmp_path, capsys) -> None:
         assert list(rows) == ["line 1", "\ud800", "2", "line 4"]
         assert [row["error"] for row in rows.values()] == [
             "is not valid JSON: Expecting value at character 1",
-            *(None, None, "is nested too deep"),
+            *(None, None, "is nested too deeply"),
         ]
         assert len(samples.read_text().splitlines()) == 2
     file.write_text(whole)

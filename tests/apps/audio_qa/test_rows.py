@@ -78,7 +78,7 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
         "",
         "is not valid JSON: Expecting property name enclosed in double quotes at character 11",
         "must be an object with fields, not list",
-        "is nested too deep",
+        "is nested too deeply",
     ]
     assert "is not valid UTF-8 text" in rows[4].error and "is not valid JSON" in rows[5].error
     # How deep is too deep depends on Python; whichever it is, it ends nothing.
@@ -144,7 +144,7 @@ def test_ids_as_they_come_back() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("q.jsonl", f"\n{DEEP}\n", r"q.jsonl, line 2: is nested too deep"),
+        ("q.jsonl", f"\n{DEEP}\n", r"q.jsonl, line 2: is nested too deeply"),
         ("q.jsonl", '{"id": 2,\nno\n', r"q.jsonl, line 1: is not valid JSON: .* at character 11"),
         ("q.jsonl", "\n[1]\n", r"q.jsonl, line 2: must be an object with fields, not list"),
         ("q.jsonl", '{"id": 1}\n\n{"id": "1"}\n', r"line 3: id '1' already occurs at .*line 1"),

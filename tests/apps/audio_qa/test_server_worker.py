@@ -383,8 +383,8 @@ def test_refused(tmp_path, pocket) -> None:
     nobody = "http://127.0.0.1:9"
     for records, url, options, expected in (
         (record, nobody, {}, "http://127.0.0.1:9/v1: cannot be reached"),
-        (record, "127.0.0.1:8000", {}, "--server 127.0.0.1:8000: must be an address such as"),
-        (record, "http://[", {}, "must be an address such as"),
+        (record, "127.0.0.1:8000", {}, "--server 127.0.0.1:8000: must be a URL such as"),
+        (record, "http://[", {}, "must be a URL such as"),
         (record, nobody, {"concurrency": 0}, "concurrency=0"),
         (record, nobody, {"policy": "compact"}, "server: policy: only supported without a server"),
         (record, nobody, {"kv_budget": "1GB", "dtype": "float16"}, "server: kv_budget, dtype: "),

@@ -235,7 +235,7 @@ def command_importing(folder: str, *words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "--engine vllm needs the package vllm: pip install '.[vllm]' in a clone"),
+        ([], "--engine vllm requires the vllm package: run pip install '.[vllm]' in a clone"),
         (["--batch-size", "4"], "engine vllm: batch_size: only supported without a server"),
         (["--device", "cpu"], "engine vllm: device: only"),
         (["--policy", "channel"], "policy channel has key_axis='channel'"),

@@ -262,7 +262,7 @@ def test_nobody_reads_what_was_sent_under_another_salt() -> None:
     read(named(image(png()), "a"), source=kept, cache_salt="mine")
     for options in ({}, {"cache_salt": "yours"}, {"cache_salt": "mine "}):
         error = refused(again("image_url", "a"), source=kept, **options)
-        assert "no medium is stored for this uuid and cache_salt" in str(error)
+        assert "no media item is stored for this uuid and cache_salt" in str(error)
         assert "send the medium again with its uuid" in str(error)
         assert error.field == "messages[0].content[0]"
     assert shown(read(again("image_url", "a"), source=kept, cache_salt="mine"))
