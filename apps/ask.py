@@ -1,4 +1,4 @@
-"""`oscar-mm ask`: answer one question about images, videos and sound."""
+"""`oscar-mm ask`: answer one question about images, videos and audio."""
 
 import json
 import sys
@@ -47,12 +47,12 @@ def ask(
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
 ) -> None:
-    """Answer one question about images, videos and sound.
+    """Answer one question about images, videos and audio.
 
     The answer is streamed to stdout; a thinking model's reasoning and the memory table go to
     stderr.
     """
-    # Check the arguments before the model is loaded, which takes long.
+    # Check the arguments before loading the model, which takes a long time.
     KVPolicy.preset(policy)
     given = options.by_kind(media or [])
     given["videos"] += video or []
@@ -118,7 +118,7 @@ def _check_request(prompt: str, given: dict[str, list[str]]) -> None:
 
 
 def _file_or_bytes(name: str, allow_remote: bool) -> Path | bytes:
-    """Return a file's path, or the bytes at an address."""
+    """Return a file's path, or the bytes at a URL."""
     if not is_address(name):
         return existing_file(name, name)
     return read_bytes(name, allow_remote=allow_remote, limits=MediaLimits(), label=name)

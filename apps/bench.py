@@ -1,4 +1,4 @@
-"""`oscar-mm bench`: compare methods of storing the KV cache on a user's model and questions."""
+"""`oscar-mm bench`: compare ways to store the KV cache, on the user's own model and questions."""
 
 import json
 import sys
@@ -26,9 +26,9 @@ _TOKENS, _PASSAGES = 1024, 8
 
 
 class Column(NamedTuple):
-    """A column of the table: the key of a number in the rows, and its format.
+    """A table column: the key of a number in the rows, and how to format it.
 
-    The standard error is omitted if there is only one prompt.
+    With only one prompt, the standard error is omitted.
     """
 
     head: str
@@ -38,7 +38,7 @@ class Column(NamedTuple):
     offset: float = 0
 
     def cell(self, row: dict[str, Any]) -> str:
-        """Format the row's number; "" if the row has none."""
+        """Format a row's number; "" if the row does not have it."""
         value = row.get(self.key)
         if value is None or (self.key.endswith("_error") and row["prompts"] == 1):
             return ""
@@ -131,13 +131,13 @@ def accuracy(
 ) -> None:
     """Compare methods on your questions or text: bits per value against quality.
 
-    The model answers each question with a 16-bit cache. Then the model reads these answers over
-    the cache of each method, and its next-token distributions are compared with those of the
-    16-bit cache. If the file has an answer, each policy also answers freely, and is right if its
-    text contains the answer.
+    The model answers each question with a 16-bit cache. Then it reads these answers with each
+    method's cache, and its next-token distributions are compared with those of the 16-bit cache. If
+    the file contains an answer, each policy also generates a free-form answer, which is right if
+    it contains that answer.
 
     With --text, a language model reads passages: each method stores their keys and values, and the
-    model reads the tokens that follow in the text over what the method restores.
+    model then reads the following tokens of the text with what the method restores.
     """
     if (questions is None) == (not text):
         raise InputError("give either --questions FILE or, for a language model, --text FILE")
@@ -183,9 +183,9 @@ def accuracy(
 
 
 def _select_methods(names: list[str]) -> list[Any]:
-    """Select methods by name, after the 16-bit cache."""
+    """Return the 16-bit cache, followed by the methods that match the names."""
     terminal.quiet_transformers()
-    from oscar_mm.compare.methods import REFERENCE, main_methods, selected  # brings torch
+    from oscar_mm.compare.methods import REFERENCE, main_methods, selected  # imports torch
 
     available = main_methods()
     selected_methods = selected(available, names)
@@ -240,7 +240,7 @@ def _compare_texts(
     """Compare methods and print a table; return its rows and what was compared.
 
     Args:
-        sizes: tokens of a passage, number of passages, and judged tokens after each.
+        sizes: tokens per passage, number of passages, and scored tokens after each passage.
     """
     from oscar_mm.compare.comparison import PassageComparison, longest, passages
     from oscar_mm.pipelines.text import is_text_model, load_text_model
@@ -286,7 +286,7 @@ def _is_policy(method: Any) -> "TypeGuard[Paged]":
 
 
 def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
-    """Compare methods on a question; if that fails, print why and return False."""
+    """Compare methods on a question; on failure, print the reason and return False."""
     from oscar_mm.engine.message import first_turn
     from oscar_mm.media.part import media_parts
 

@@ -1,4 +1,4 @@
-"""`oscar-mm chat`: hold a conversation in the terminal, with its cache kept between turns."""
+"""`oscar-mm chat`: have a conversation in the terminal; the cache is kept between turns."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ _HELP = """\
 _SUFFIX = ".safetensors"
 _UNCHANGED = "stopped; the chat is unchanged"
 _ANSWER_TOKENS = 1024
-"""Default maximum tokens of an answer."""
+"""Default for the maximum tokens of an answer."""
 
 
 @options.grouped
@@ -64,10 +64,10 @@ def chat(
     audio_in_video: options.AudioInVideo = False,
     allow_remote: options.AllowRemote = False,
 ) -> None:
-    """Chat about images, videos and sound, which stay in the context in later turns.
+    """Chat about images, videos and audio, which stay in context in later turns.
 
-    A line is a message, or a command: /help lists them. Answers go to stdout, a thinking model's
-    reasoning to stderr.
+    Each line is a message or a command; /help lists the commands. Answers go to stdout, a thinking
+    model's reasoning to stderr.
     """
     KVPolicy.preset(policy)
     if load is not None:
@@ -78,7 +78,9 @@ def chat(
     is_default = model is None
     model = options.model_or_bundled(model, supports_audio=audio_in_video)
     terminal.quiet_transformers()
-    from oscar_mm.pipelines import pipeline_for  # brings transformers' models, slow to import
+    from oscar_mm.pipelines import (
+        pipeline_for,
+    )  # Slow to import, because it imports transformers' models.
 
     pipe = pipeline_for(model)(
         model,
@@ -102,7 +104,7 @@ def chat(
 
 
 class _TerminalChat:
-    """A chat in the terminal, and the media for its next message."""
+    """A chat in the terminal, with the media for its next message."""
 
     def __init__(self, pipe: "Pipeline", chat: Any, sampling: dict[str, Any]) -> None:
         self.pipe, self.chat, self.sampling = pipe, chat, sampling
@@ -122,7 +124,7 @@ class _TerminalChat:
         }
 
     def take(self, line: str) -> bool:
-        """Execute a line and print errors; return whether the conversation continues."""
+        """Process a line and print errors; return whether the conversation continues."""
         name, _, argument = line.strip().partition(" ")
         if name == "/quit":
             return False
@@ -173,13 +175,13 @@ class _TerminalChat:
         self.pending[kind] += [self._checked(path, modality) for path in paths_of(line)]
 
     def _checked(self, path: str, modality: Modality) -> str:
-        """Return a path or an address after checking that it can be used."""
+        """Return a path or a URL, after checking that it can be used."""
         if is_address(path) and self.pipe.allow_remote and modality is not Modality.VIDEO:
             return path
         path = os.path.expanduser(path)
         existing_file(path, path)
         if modality is Modality.IMAGE:
-            load_image(path, fit=eighth)  # raises if the image cannot be decoded
+            load_image(path, fit=eighth)  # Raises InputError if the image cannot be decoded.
         return path
 
     def _drop(self) -> None:
@@ -226,16 +228,16 @@ def _asked(turn: "Turn") -> str:
 
 
 class _Interruption:
-    """State of an answer: whether it has started, and whether Ctrl-C has requested its end."""
+    """State of an answer: whether it has started, and whether Ctrl-C has asked it to end."""
 
     begun = requested = False
 
 
 @contextmanager
 def _end_on_ctrl_c() -> Iterator[_Interruption]:
-    """Let the first Ctrl-C after the start of an answer request its end, within the block.
+    """Within the block, let the first Ctrl-C after the start of an answer ask it to end.
 
-    Before that, and from the second on, Ctrl-C raises KeyboardInterrupt.
+    Before the start, and from the second Ctrl-C on, KeyboardInterrupt is raised.
     """
     interruption = _Interruption()
 
@@ -259,7 +261,7 @@ def _only_path(command: str, line: str, of: str) -> Path:
 
 
 def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
-    from oscar_mm.pipelines.registry import readers  # slow to import
+    from oscar_mm.pipelines.registry import readers  # Slow to import.
 
     if modality not in pipe.family.reads:
         labels = ", ".join(sorted(readable.label for readable in pipe.family.reads))

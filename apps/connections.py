@@ -11,30 +11,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 @dataclass(eq=False)
 class ConnectionBounds:
-    """Limits on the connections of a server, for use in its event loop.
+    """Limits on a server's connections, for use in its event loop.
 
     Attributes:
-        maximum: maximum number of connections; a further one closes the connection that has waited
-            longest for its client.
-        head_s: maximum seconds until the head of a request is complete, counted from the start of
-            the connection or the end of the previous response.
+        maximum: maximum number of connections; beyond that, each new connection closes the one that
+            has been waiting longest for its client.
+        head_s: maximum seconds to receive the head of a request, counted from the start of the
+            connection or the end of the previous response.
     """
 
     maximum: int
     head_s: float
     _waiting: dict[Connection, None] = field(default_factory=dict, init=False, repr=False)
-    """Connections that wait for a complete request, longest wait first."""
+    """Connections that are waiting for a complete request, longest wait first."""
 
     def add(self, connection: Connection) -> None:
-        """Record that a connection waits for its client."""
+        """Record that a connection is waiting for its client."""
         self._waiting.setdefault(connection)
 
     def discard(self, connection: Connection) -> None:
-        """Record that a connection no longer waits for its client."""
+        """Record that a connection is no longer waiting for its client."""
         self._waiting.pop(connection, None)
 
     def close_oldest(self) -> None:
-        """Close the connection that has waited longest for its client."""
+        """Close the connection that has been waiting longest for its client."""
         if self._waiting:
             longest = next(iter(self._waiting))
             self.discard(longest)
@@ -42,11 +42,11 @@ class ConnectionBounds:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if no request arrives; uvicorn by itself waits forever.
+    """A connection that is closed if no request arrives; uvicorn itself would wait forever.
 
     Args:
         bounds: limits on all connections of the server.
-        arguments: arguments that uvicorn passes.
+        arguments: arguments passed by uvicorn.
     """
 
     def __init__(self, bounds: ConnectionBounds, **arguments: Any) -> None:
@@ -55,7 +55,7 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as uvicorn has it
-        """Start to wait for the first request."""
+        """Start waiting for the first request."""
         super().connection_made(transport)
         self._follow()
         if len(self.connections) > self._bounds.maximum:
@@ -73,12 +73,12 @@ class Connection(H11Protocol):
         self._follow()
 
     def on_response_complete(self) -> None:
-        """Start to wait for the next request."""
+        """Start waiting for the next request."""
         super().on_response_complete()
         self._follow()
 
     def _follow(self) -> None:
-        """Update the deadline and the wait for the state: head, body or response."""
+        """Update the deadline and the waiting list for the state: head, body or response."""
         cycle = self.cycle
         answers = cycle is not None and not cycle.response_complete
         if answers:

@@ -1,4 +1,4 @@
-"""Guard: refuse requests that a web page of another site makes a browser send."""
+"""Guard: refuses requests that other sites' web pages make a browser send."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _LOOPBACK_NAMES = ("localhost",)
 _FOREIGN_SITES = ("cross-site", "same-site")
-"""Values of Sec-Fetch-Site in requests from pages of another origin."""
+"""Values of Sec-Fetch-Site in requests from pages of other origins."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address, without a port, is a loopback address."""
+    """Whether a host name or an address, without a port, is a loopback address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -22,22 +22,22 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Middleware for a server without a key.
+    """Middleware for a server without an API key.
 
-    Any web page can make a browser send requests, also to a server that only this machine can
+    Any web page can make a browser send requests, even to a server that only this machine can
     reach. The guard refuses:
 
     - other host names in ``Host`` if the server listens only on loopback: a site whose name is made
-      to resolve to this machine (DNS rebinding) counts as the same origin in the browser;
-    - requests from pages of another origin, by ``Origin`` and ``Sec-Fetch-Site``. Links to a page
-      still work, because the other site cannot read the response;
-    - bodies other than JSON: browsers send them across origins without a preflight request (CORS).
+      to resolve to this machine (DNS rebinding) has the same origin for the browser;
+    - requests from pages of other origins, according to ``Origin`` and ``Sec-Fetch-Site``. Links to
+      pages still work, because the other site cannot read the response;
+    - bodies other than JSON, because browsers send them across origins without a CORS preflight.
 
     Args:
         app: application to protect.
         host: address on which the server listens.
-        uploads: endings of paths that accept files as multipart/form-data.
-        origins: origins of web pages that may use the server nevertheless.
+        uploads: suffixes of paths that accept files as multipart/form-data.
+        origins: origins of the web pages that are allowed to use the server.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Guard:
         self.loopback = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer requests that are refused, and pass on the rest."""
+        """Refuse some requests, and pass on the rest."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -60,7 +60,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         status, message = refusal
-        scope.setdefault("state", {})["refusal"] = message  # for the access log
+        scope.setdefault("state", {})["refusal"] = message  # For the access log.
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": message})
             return
@@ -90,10 +90,10 @@ class Guard:
 
 
 class OneLength:
-    """Middleware that refuses a request with both Content-Length and Transfer-Encoding.
+    """Middleware that refuses requests with both Content-Length and Transfer-Encoding.
 
-    A proxy in front might place the end of such a request, and so the start of the next one,
-    elsewhere than this server (request smuggling).
+    A proxy might disagree with this server about where such a request ends and the next one starts
+    (request smuggling).
 
     Args:
         app: application to protect.
@@ -103,7 +103,7 @@ class OneLength:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request and close the connection, or pass the request on."""
+        """Refuse a request and close its connection, or pass the request on."""
         headers = Headers(scope=scope) if scope["type"] == "http" else {}
         if not ("content-length" in headers and "transfer-encoding" in headers):
             await self.app(scope, receive, send)
@@ -126,6 +126,6 @@ def _is_foreign(headers: Headers, host: str) -> bool:
 
 
 def _without_port(host: str) -> str:
-    """Return the name of a Host header, ``[::1]`` for ``[::1]:80``."""
+    """Return the host name in a Host header, such as ``[::1]`` for ``[::1]:80``."""
     name, colon, port = host.rpartition(":")
     return name if colon and (port.isdecimal() or not port) else host

@@ -1,4 +1,4 @@
-"""`oscar-mm inspect`: measure key norms by modality and quantization errors of a prompt."""
+"""`oscar-mm inspect`: measure a prompt's key norms by modality and its quantization errors."""
 
 import json
 import sys
@@ -42,9 +42,9 @@ def inspect(
 ) -> None:
     """Show whether a model needs token scaling, and why.
 
-    Reads one prompt with the media, or a text with a language model, and measures in every layer:
-    norms of keys by modality, outlier channels, and quantization errors with and without token
-    scaling.
+    The model reads a prompt with the media (a language model reads a text), and in every layer, key
+    norms by modality, outlier channels, and quantization errors with and without token scaling are
+    measured.
     """
     if text is not None and (media or prompt is not None):
         raise InputError("--text cannot be combined with media or --prompt")
@@ -57,7 +57,7 @@ def inspect(
         existing = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise InputError(f"--out {out}: {existing} is a file; give a folder")
-        from oscar_mm.inspect.report import require_matplotlib  # brings torch
+        from oscar_mm.inspect.report import require_matplotlib  # imports torch
 
         require_matplotlib()
     if text is not None and model is None:
@@ -89,9 +89,9 @@ def _load(
     device: str | None,
     dtype: str | None,
 ) -> tuple[Any, Any]:
-    """Load a model and prepare its prompt, either a question with media or a text."""
+    """Load a model and prepare its prompt: either a question with media, or a text."""
     from oscar_mm.engine.message_lists import conversation_from
-    from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # slow to import
+    from oscar_mm.pipelines import OscarOmniPipeline, pipeline_for  # Slow to import.
     from oscar_mm.pipelines.registry import readers
     from oscar_mm.pipelines.text import is_text_model, load_text_model
 

@@ -1,4 +1,4 @@
-"""Pipelines as a model of lmms-eval, registered by the entry point "lmms_eval.models":
+"""Pipelines as an lmms-eval model, registered through the entry point "lmms_eval.models":
 
     lmms-eval --model oscar_mm --model_args pretrained=Qwen/Qwen3-VL-8B-Instruct,policy=compact \
         --tasks ocrbench
@@ -28,9 +28,9 @@ class OscarMM(lmms):
     Args:
         pretrained: name of a bundled model, folder or hub id.
         policy: name of a preset.
-        batch_size: maximum number of questions at once.
-        max_tokens: maximum number of tokens at once, including padding and the answers.
-        device: torch device; with several processes each uses its own GPU instead.
+        batch_size: maximum number of questions in progress.
+        max_tokens: maximum total tokens of these questions, including their answers.
+        device: torch device; with several processes, each uses its own GPU instead.
         dtype: dtype of the weights.
 
     Raises:
@@ -48,7 +48,7 @@ class OscarMM(lmms):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        # lmms-eval adds arguments of its own, which are None and have no meaning here.
+        # lmms-eval adds its own arguments, which are None and have no meaning here.
         given = sorted(name for name, value in unknown.items() if value is not None)
         if given:
             raise InputError(f"model_args: oscar_mm does not support {', '.join(given)}")
@@ -61,7 +61,7 @@ class OscarMM(lmms):
         self.batch_size, self.max_tokens = int(batch_size), int(max_tokens)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answer requests; return texts in the same order."""
+        """Answer requests, and return the texts in the same order."""
         answers = [""] * len(requests)
         results = self.pipe.batch_stream(
             self._questions(requests), batch_size=self.batch_size, max_tokens=self.max_tokens
@@ -75,7 +75,7 @@ class OscarMM(lmms):
         return answers
 
     def _questions(self, requests: list[Instance]) -> Iterator[dict[str, Any]]:
-        """Yield arguments of ``Pipeline.batch`` lazily, so that not all media are in memory."""
+        """Lazily yield requests for ``Pipeline.batch``, so that not all media are in memory."""
         for request in requests:
             context, options, media_of, doc_id, task, split = request.args
             question: dict[str, Any] = {"prompt": context} | _sampling(options)
@@ -85,11 +85,11 @@ class OscarMM(lmms):
             yield question
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Refuse, because a pipeline generates answers and does not score given ones."""
+        """Raise an error, because this model generates answers but does not score given ones."""
         raise NotImplementedError("oscar_mm supports generate_until tasks, not loglikelihood")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Refuse, because a pipeline answers a single round."""
+        """Raise an error, because this model supports only a single round."""
         raise NotImplementedError("oscar_mm supports only single-round generate_until tasks")
 
 
@@ -99,7 +99,7 @@ def manifest() -> ModelManifest:
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Convert a task's generation_kwargs to fields of ``Sampling``; beams are not supported."""
+    """Convert a task's generation_kwargs to ``Sampling`` fields; beam search is not supported."""
     longest = int(options.get("max_new_tokens") or 256)
     fields: dict[str, Any] = {"max_new_tokens": longest, "temperature": 0}
     if until := options.get("until"):
@@ -112,7 +112,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _medium(medium: Any) -> tuple[str, Any]:
-    """Return the name and the value of the argument of ``Pipeline.batch`` for a medium."""
+    """Return a media item's argument for ``Pipeline.batch``, as name and value."""
     if isinstance(medium, Image.Image):
         return "images", medium
     if isinstance(medium, str):
@@ -120,4 +120,6 @@ def _medium(medium: Any) -> tuple[str, Any]:
     if isinstance(medium, dict) and "array" in medium:
         samples = np.asarray(medium["array"], dtype=np.float32)
         return "audio", (samples, int(medium["sampling_rate"]))
-    raise InputError(f"a medium of type {type(medium).__name__}: must be image, video or sound")
+    raise InputError(
+        f"media of type {type(medium).__name__} are not supported: use an image, a video or audio"
+    )

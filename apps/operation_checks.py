@@ -1,6 +1,6 @@
 """Compare GPU and CPU kernels with PyTorch operations, and the speed of GPU kernels with a copy.
 
-python -m oscar_mm.apps.operation_checks checks the CPU kernels. The first call on a machine
+``python -m oscar_mm.apps.operation_checks`` checks the CPU kernels; the first call on a machine
 compiles them.
 """
 
@@ -54,14 +54,14 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 KERNELS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)
 _WHOLE_PAGE_POLICY = KVPolicy.preset("channel")
-"""Policy to check ``pack`` with, which the default policy does not use."""
+"""Policy for the check of ``pack``, which the default policy does not use."""
 _DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
 _PAGES = 1024
-"""Pages of the prompt: 131,072 tokens, 537 MB in 16-bit precision and 94 MB packed, which exceeds
-the cache of a GPU."""
+"""Number of pages in the prompt: 131,072 tokens, 537 MB in 16-bit precision and 94 MB packed, more
+than a GPU's cache holds."""
 _ROWS = 8
 _WIDTH, _HIDDEN = 4096, 12288
-"""Widths of the feed-forward layer that is checked."""
+"""Widths of the feed-forward layer to check."""
 _CHOICE = Choice(32, 8, True, _DTYPE)
 _MIXTURE = mixture_module.Specialization(_CHOICE, 1, 2048, 768)
 _LINEAR_KERNELS = (
@@ -74,25 +74,25 @@ _MIXTURE_KERNELS = (
     (GroupedKernels, mixture_module.GroupedSpecialization(_CHOICE, 8)),
     (PromptKernels, _CHOICE),
 )
-"""Kernels of an operation and their specializations; only the first works without TMA."""
+"""Kernels of an operation, with their specializations; only the first one works without TMA."""
 _COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 LOOPS = ("decode", "store", "unpack")
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of keys and values; CPU kernels are compiled for each."""
+"""Dtypes of keys and values; CPU kernels are compiled for each one."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of an operation, and the minimum bytes that it must read and write."""
+    """A call of an operation, and the minimum number of bytes that it must read and write."""
 
     call: Callable[[], object]
     moved_bytes: int
 
 
 def check_kernel(operation: str, device: torch.device) -> Verdict:
-    """Compare the kernel that the default policy uses for an operation with PyTorch.
+    """Compare PyTorch with the kernel that the default policy uses for an operation.
 
     Raises:
         KernelError: if this device has no kernel; the message says why.
@@ -124,12 +124,12 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
 def _first_that_disagrees(
     device: torch.device, first: tuple[Any, Any], *others: tuple[Any, Any]
 ) -> Verdict:
-    """Return the verdict on the first kernel that disagrees with PyTorch, otherwise on the last.
+    """Return the verdict on the first kernel that disagrees with PyTorch, or else on the last one.
 
     Args:
         device: device to check.
         first: kernel and its specialization.
-        others: further pairs, which are only checked on devices with TMA.
+        others: further pairs, which are checked only on devices with TMA.
     """
     kernel, made = first
     verdict = kernel.checked.check(made, device)
@@ -140,7 +140,7 @@ def _first_that_disagrees(
 
 
 def workload(operation: str, device: torch.device, pages: int = _PAGES) -> Workload:
-    """Prepare a call on one layer of 8 KV heads, with a prompt of ``pages`` pages of tokens."""
+    """Prepare a call on a layer with 8 KV heads, for a prompt of ``pages`` pages."""
     if operation in _TOKEN_WORKLOADS:
         return _TOKEN_WORKLOADS[operation](device)
     page_format = _page(_WHOLE_PAGE_POLICY if operation == "pack" else _POLICY)
@@ -193,7 +193,7 @@ def _store(pool: torch.Tensor, page_format: PageFormat) -> Workload:
 
 
 def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> Workload:
-    """Decode one new token of each row; the prompt is divided into rows of equal length."""
+    """Decode one new token per row; the prompt is divided into rows of equal length."""
     device, per_row = pool.device, len(slots) // _ROWS
     keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
     new = (_states(device, _ROWS, _HEADS * _GROUP, 1), keys, values)
@@ -213,7 +213,7 @@ def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) ->
 
 
 def _append(device: torch.device) -> Workload:
-    """Append one new token of each row."""
+    """Append one new token per row."""
     keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
     writes = [[row, 0, row] for row in range(_ROWS)]
     writes = torch.tensor(writes, dtype=torch.int32, device=device)
@@ -244,7 +244,7 @@ def _mixture(device: torch.device) -> Workload:
 
 
 def _rope(device: torch.device) -> Workload:
-    """Rotate the query and key heads of one token of each row."""
+    """Rotate the query and key heads of one token per row."""
     heads = _states(device, _ROWS, _HEADS * (_GROUP + 1))
     angles = _states(device, _ROWS)
     call = partial(rope_, heads, _HEADS * _GROUP, angles, angles)
@@ -255,7 +255,7 @@ _TOKEN_WORKLOADS = {"append": _append, "linear": _linear, "mixture": _mixture, "
 
 
 def call_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call on the device; a CUDA graph excludes host time."""
+    """Return the median time of a call in seconds, on a GPU without host time (by a CUDA graph)."""
     with torch.cuda.device(device):
         call()
         torch.cuda.synchronize()
@@ -277,7 +277,7 @@ def copy_speed(device: torch.device) -> float:
 
 
 def _median_seconds(call: Callable[[], object]) -> float:
-    """Return the median seconds between two events around a call."""
+    """Return the median time between two events around a call, in seconds."""
     times = []
     for _ in range(_REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -299,7 +299,7 @@ class _StoreLoops:
 
 
 def check_loops(operation: str, dtype: torch.dtype) -> Verdict:
-    """Compare the CPU kernel of an operation with PyTorch, by the same test as its GPU kernel."""
+    """Compare an operation's CPU kernel with PyTorch, in the same way as its GPU kernel."""
     page_format = PageFormat.of(_POLICY, _POLICY.bits.text, 1, 128)
     if operation == "decode":
         made = Specialization.of((page_format,), 128, _POLICY.rotate, torch.bfloat16, 4)
@@ -317,7 +317,7 @@ def check_loops(operation: str, dtype: torch.dtype) -> Verdict:
 
 
 def check_all_loops() -> dict[str, Verdict]:
-    """Return a verdict for each operation and dtype, by name."""
+    """Return the verdicts for all operations and dtypes, by name."""
     return {
         f"{operation}, {str(dtype).removeprefix('torch.')}": check_loops(operation, dtype)
         for operation in LOOPS

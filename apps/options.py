@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, singly and in groups, and a server's key."""
+"""Command-line options and groups of options that commands share, and the API key of a server."""
 
 import functools
 import inspect
@@ -101,7 +101,7 @@ _KEY_BYTES = 4096
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Sampling options; None uses the checkpoint's default."""
+    """Sampling options; None selects the checkpoint's default."""
 
     max_new_tokens: AnswerLength = None
     temperature: Annotated[
@@ -125,14 +125,14 @@ class SamplingOptions:
     )
 
     def checked(self) -> dict[str, Any]:
-        """Check the options and return those that are not None, before the model is loaded.
+        """Check the options before the model is loaded, and return those that are not None.
 
         Raises:
             InputError: if a value is not allowed.
         """
         options = {name: value for name, value in asdict(self).items() if value is not None}
         if options:
-            from oscar_mm.engine.sampling import Sampling  # brings torch
+            from oscar_mm.engine.sampling import Sampling  # imports torch
 
             Sampling(**options)
         return options
@@ -151,10 +151,10 @@ class PlacementOptions:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command so that typer gets the fields of each group of options as parameters.
+    """Decorate a command so that typer sees the fields of each option group as parameters.
 
-    Fields without an option of typer are left out. Of the types that a field may have, an option
-    takes text, which includes paths.
+    Fields without a typer option are left out. If a field allows several types, the option accepts
+    text, which includes paths.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -180,14 +180,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options_of(group: Any) -> dict[str, tuple[Any, Any]]:
-    """Return annotation and default of each field of a dataclass that is an option."""
+    """Return the annotation and default of each dataclass field that is an option."""
     hints = get_type_hints(group, include_extras=True)
     found = {field.name: (_annotation(hints[field.name]), field.default) for field in fields(group)}
     return {name: option for name, option in found.items() if option[0] is not None}
 
 
 def _annotation(hint: Any) -> Any:
-    """Return the annotation of an option for typer, which takes one type; None if it is none."""
+    """Return an option's annotation for typer, with a single type; None if it is not an option."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for part in parts:
         if get_origin(part) is Annotated:
@@ -208,7 +208,7 @@ def by_kind(media: list[str]) -> dict[str, list[str]]:
 
 
 def model_or_bundled(model: str | None, *, supports_audio: bool = False) -> str:
-    """Return ``model``, or choose a bundled model and name it on stderr.
+    """Return ``model``, or choose a bundled model and print its name to stderr.
 
     Args:
         model: model given by the user, or None.
@@ -226,10 +226,10 @@ def model_or_bundled(model: str | None, *, supports_audio: bool = False) -> str:
 
 
 def api_key(file: Path | None) -> str | None:
-    """Read the key from a file or the environment; an option would be visible in the process list.
+    """Read the API key from a file or the environment; an option would appear in the process list.
 
     Raises:
-        InputError: if the file cannot be read, or contains no key.
+        InputError: if the file cannot be read, or does not contain a key.
     """
     name = KEY_VARIABLE if file is None else str(file)
     if file is None:

@@ -1,4 +1,4 @@
-"""`oscar-mm plan`: compute the memory of a conversation without loading a model."""
+"""`oscar-mm plan`: compute the memory that a conversation needs, without loading a model."""
 
 import json
 import re
@@ -48,9 +48,9 @@ def plan(
         bool, typer.Option("--json", help="Print one JSON object instead of the tables.")
     ] = False,
 ) -> None:
-    """Show tokens, KV bytes in 16-bit precision and packed, and how many such sessions fit a GPU.
+    """Show tokens, KV memory in 16-bit precision and packed, and how many sessions fit on a GPU.
 
-    Only the model's configuration and processor are read, not its weights. The shapes of released
+    Only the model's configuration and processor are read, not its weights. The sizes of released
     models (qwen2.5-vl-3b to -72b, qwen3-vl-2b to -32b and -30b-a3b, qwen3-omni-30b-a3b,
     llava-v1.6-vicuna-7b, -13b, -mistral-7b, -34b) are built in and need no download. A language
     model needs only its configuration, and supports only --text-tokens.
@@ -126,7 +126,7 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
 
 
 def _gpus(gpu: str | None) -> dict[str, float]:
-    """Return names and bytes of the GPUs to plan for."""
+    """Return the names and memory sizes in bytes of the GPUs to plan for."""
     if gpu is None:
         return {f"{name}, {size} GB": size * _GIGABYTE for name, size in GPUS.items()}
     known = {name.lower(): name for name in GPUS}

@@ -1,4 +1,4 @@
-"""Server processes: sockets to listen on, signals, and a server owned by another process."""
+"""Server processes: sockets to listen on, signals, and servers owned by another process."""
 
 import atexit
 import errno
@@ -20,21 +20,21 @@ from oscar_mm.errors import InputError
 _MODULE = "oscar_mm.apps.server_process"
 _POLL_S = 0.2
 _TELL_S = 30.0
-"""Seconds between two messages that a server is still loading."""
+"""Seconds between messages that a server is still loading."""
 _END_S = 15.0
-"""Seconds to let a server end before it is killed."""
+"""Maximum seconds to let a server exit before it is killed."""
 _LOG_BYTES = 1 << 16
 _LOG_LINES = 10
 _ERROR = re.compile(r"\w(Error|Exception): ")
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind a socket to each address of a name; connections are refused until ``listen``.
+    """Bind a socket to each address of a host; connections are refused until ``listen``.
 
-    This reserves the port of a server before its model is loaded, which takes long.
+    This reserves a server's port before its model is loaded, which takes a long time.
 
     Args:
-        host: name or address of this machine.
+        host: host name or address of this machine.
         port: port number; 0 for a free one.
 
     Raises:
@@ -51,7 +51,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         for family, kind, protocol, _, address in dict.fromkeys(addresses):
             try:
                 sock = opened.enter_context(socket.socket(family, kind, protocol))
-                if os.name == "posix":  # Windows would share a port in use.
+                if os.name == "posix":  # Windows would share a port that is in use.
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -70,10 +70,10 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def listen(sockets: Iterable[socket.socket]) -> None:
-    """Start to accept connections.
+    """Start accepting connections.
 
     Raises:
-        InputError: if another server has bound the same port and is listening already.
+        InputError: if another server has bound the same port and is already listening.
     """
     for sock in sockets:
         host, port = sock.getsockname()[:2]
@@ -102,21 +102,21 @@ def _unusable(host: str, port: int, error: OSError) -> InputError:
 
 
 def freeze_loaded() -> None:
-    """Exclude all objects that exist now from garbage collection, in a process that keeps them.
+    """Exclude all existing objects from garbage collection; for processes that keep them anyway.
 
-    Otherwise each collection scans the many objects of modules, processor and libraries: it took
-    two to three times as long to prepare a short request.
+    Otherwise each collection scans the many objects of modules, processor and libraries, and
+    preparing a short request took two to three times as long.
     """
     gc.collect()
     gc.freeze()
-    # Otherwise libraries complain at exit that objects of theirs were not destroyed.
+    # Otherwise libraries complain at exit that their objects were not destroyed.
     atexit.register(gc.unfreeze)
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Let the first SIGTERM act like Ctrl-C within the block; later ones are ignored, so that they
-    do not disturb the shutdown."""
+    """Within the block, make the first SIGTERM act like Ctrl-C, and ignore later ones, which would
+    disturb the shutdown."""
 
     def interrupt(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -133,13 +133,13 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 class OwnedServer:
-    """A server in a separate process that ends with this process, however this one ends.
+    """A server in a separate process, which ends when this process ends, in whatever way.
 
     A keeper process runs the server. It ends the server and all its children as soon as the pipe
-    from this process is closed, which also happens when this process is killed.
+    from this process is closed, which also happens if this process is killed.
 
     Args:
-        name: name of the server in messages.
+        name: name of the server for messages.
         command: program and arguments.
         environment: all environment variables of the server.
     """
@@ -152,18 +152,18 @@ class OwnedServer:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C must reach only this process.
+            start_new_session=True,  # Only this process should get Ctrl-C.
         )
 
     def wait_until(self, answers: Callable[[], bool], seconds: float) -> None:
-        """Wait until the server answers, reporting the time from time to time; else end it.
+        """Wait until the server answers, and report progress; end the server if it does not.
 
         Args:
             answers: function that returns whether the server answers.
             seconds: maximum time to wait.
 
         Raises:
-            InputError: if the server has ended, or does not answer in time; the message quotes its
+            InputError: if the server has exited, or does not answer in time; the message quotes its
                 log.
         """
         start, told = time.monotonic(), 0
@@ -181,7 +181,7 @@ class OwnedServer:
             time.sleep(_POLL_S)
 
     def close(self) -> str:
-        """End the server; return the errors in its log, else its last lines, joined to one line."""
+        """End the server; return its log's errors, or else its last lines, as a single line."""
         if self._log.closed:
             return ""
         if self._keeper.stdin is not None:
@@ -197,9 +197,9 @@ class OwnedServer:
 
 
 def _keep(command: Sequence[str]) -> None:
-    """Run a command until it or stdin ends; then kill this process group, which is its own."""
+    """Run a command until it or stdin ends; then kill this process's own process group."""
     if os.fork():
-        # Fork because Ray kills the children of a worker that ends, but not their children.
+        # Fork, because when a worker ends, Ray kills its children but not their children.
         os.wait()
         return
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)

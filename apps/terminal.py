@@ -1,4 +1,4 @@
-"""Terminal: output of answers, reasoning, warnings and progress bars; input of lines."""
+"""Terminal: print answers, reasoning, warnings and progress bars; read lines."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _GAIN = 1.05
-"""Minimum ratio for which a cache is called smaller than in 16-bit precision."""
+"""Minimum ratio at which a cache is called smaller than in 16-bit precision."""
 
 
 def model_description(model: str, pipe: Pipeline) -> str:
-    """Describe a model in one line: its name, its size and the modalities that it supports."""
+    """Describe a model in one line: its name, size and supported modalities."""
     if model in BUNDLED:
         return description(model)
     count = pipe.family.outer_model.num_parameters()
@@ -43,7 +43,7 @@ def print_hint(pipe: Pipeline, question: str) -> None:
 
 
 def headline(kv_bytes: int, bf16_bytes: int) -> str:
-    """Describe the bytes of a cache in one line, starting with what it saves."""
+    """Describe the size of a cache in one line, starting with what it saves."""
     stored, plain = format_bytes(kv_bytes), format_bytes(bf16_bytes)
     if bf16_bytes < _GAIN * kv_bytes:
         return f"{stored} stored, against {plain} in 16-bit: only longer conversations save memory"
@@ -51,7 +51,7 @@ def headline(kv_bytes: int, bf16_bytes: int) -> str:
 
 
 def memory_text(report: MemoryReport) -> str:
-    """Format a report for the terminal: what is saved, or why nothing is, then the table."""
+    """Format a report for the terminal: what is saved or why nothing is, then the table."""
     if any(report.by_kind.get(kind) for kind in ("codes", "scales")):
         return f"{headline(report.kv_bytes, report.bf16_bytes)}\n{report}"
     more = report.kv_bytes - report.bf16_bytes
@@ -62,10 +62,10 @@ def memory_text(report: MemoryReport) -> str:
 
 
 def print_pieces(pieces: Iterable[str]) -> Iterator[str]:
-    """Print an answer while it is generated: text to stdout, reasoning dimmed to stderr.
+    """Print an answer while it is generated: text to stdout, dimmed reasoning to stderr.
 
     Args:
-        pieces: pieces of ``AnswerStream.with_reasoning``.
+        pieces: pieces from ``AnswerStream.with_reasoning``.
 
     Yields:
         Each piece after it is printed.
@@ -93,7 +93,7 @@ def _print_dimly(piece: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, by which an answer could control the terminal."""
+    """Replace control characters, so that an answer cannot manipulate the terminal."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}"
         if unicodedata.category(character) == "Cc" and character not in "\n\t"
@@ -104,7 +104,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Print warnings as single lines on stderr within the block."""
+    """Within the block, print warnings as single lines to stderr."""
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         yield
@@ -115,7 +115,7 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def quiet_transformers() -> None:
-    """Silence transformers, except for its progress bar over the weights on a terminal."""
+    """Silence transformers, except for its progress bar for loading weights on a terminal."""
     from transformers.utils import logging
 
     # The command line shows errors itself.
@@ -126,12 +126,12 @@ def quiet_transformers() -> None:
 
 @contextmanager
 def prefill_bar(model: Any) -> Iterator[None]:
-    """Show a progress bar over the decoder's layers in the first forward pass within the block.
+    """Within the block, show a progress bar over the decoder layers of the first forward pass.
 
-    The bar is only shown on a terminal.
+    The bar is shown only on a terminal.
 
     Args:
-        model: generative model of transformers.
+        model: generative transformers model.
     """
     if not sys.stderr.isatty():
         yield
@@ -139,7 +139,7 @@ def prefill_bar(model: Any) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress
 
-    # Some language models have another name for their layers; they get no bar.
+    # Some language models name their layers differently; they get no bar.
     layers = getattr(model.get_decoder(), "layers", ())
     if not len(layers):
         yield
@@ -159,7 +159,7 @@ def prefill_bar(model: Any) -> Iterator[None]:
 
 
 class RowsBar:
-    """A progress bar with rows, hours of audio per hour and KV memory; hidden unless stderr is a
+    """A progress bar with rows, hours of audio per hour and KV memory; shown only if stderr is a
     terminal."""
 
     def __init__(self, shown: tuple[Progress, TaskID] | None) -> None:
@@ -177,7 +177,7 @@ class RowsBar:
 
 @contextmanager
 def rows_bar(rows: int) -> Iterator[RowsBar]:
-    """Show a progress bar over ``rows`` rows within the block."""
+    """Within the block, show a progress bar for ``rows`` rows."""
     if not sys.stderr.isatty():
         yield RowsBar(None)
         return
@@ -196,15 +196,15 @@ def rows_bar(rows: int) -> Iterator[RowsBar]:
 
 
 def typed_lines(commands: Iterable[str]) -> Iterator[str]:
-    """Yield lines of stdin until its end; on a terminal Ctrl-C clears the line.
+    """Yield lines from stdin until it ends; on a terminal, Ctrl-C clears the line.
 
     Args:
-        commands: words that a line may start with, for completion by Tab.
+        commands: words that a line may start with, for Tab completion.
     """
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
-    # Python on Windows has no readline; the console itself edits lines.
+    # Python on Windows has no readline, but the console itself supports line editing.
     with suppress(ImportError):
         _complete_by_tab(sorted(commands))
     while True:
@@ -218,27 +218,27 @@ def typed_lines(commands: Iterable[str]) -> Iterator[str]:
 
 
 def _complete_by_tab(commands: list[str]) -> None:
-    import readline  # also keeps the history
+    import readline  # Also keeps the history.
 
     def complete(line: str, number: int) -> str | None:
         found = completions(line, commands)
         return found[number] if number < len(found) else None
 
     readline.set_completer(complete)
-    # Without delimiters the completer gets the whole line, and can tell where a path starts.
+    # Without delimiters, the completer gets the whole line, and can tell where a path starts.
     readline.set_completer_delims("")
     libedit = "libedit" in (readline.__doc__ or "")
     readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
 
 
 def completions(line: str, commands: Iterable[str]) -> list[str]:
-    """Return the completions of a line: of a command, or of the last path after a command."""
+    """Return the completions of a line: of its command, or of the last path after the command."""
     if not line.startswith("/"):
         return []
     command, *words = line.split(" ")
     if not words:
         return [f"{name} " for name in commands if name.startswith(line)]
-    # Names may contain spaces, so the longest suffix that matches a path is used.
+    # Names may contain spaces, so use the longest suffix that matches a path.
     for first in range(len(words)):
         path = " ".join(words[first:]).lstrip("'\"").replace("\\ ", " ")
         before = " ".join([command, *words[:first]])
@@ -251,7 +251,7 @@ def completions(line: str, commands: Iterable[str]) -> list[str]:
 
 
 def paths_of(text: str) -> list[str]:
-    """Return the paths in a text: plain or quoted paths, and the matches of patterns (*.png).
+    """Return the paths in a text: plain or quoted paths, and matches of patterns such as *.png.
 
     A single file name with spaces needs no quotes.
     """
@@ -260,7 +260,7 @@ def paths_of(text: str) -> list[str]:
         return [text]
     try:
         words = shlex.split(text)
-    except ValueError:  # unbalanced quote, such as an apostrophe in a name
+    except ValueError:  # Unbalanced quote, such as an apostrophe in a name.
         words = [text]
     paths = []
     for word in words:
@@ -271,7 +271,7 @@ def paths_of(text: str) -> list[str]:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Hide typed characters within the block; the next line that is read starts with them."""
+    """Within the block, hide typed characters; the next line that is read starts with them."""
     if not sys.stdin.isatty():
         yield
         return

@@ -118,8 +118,7 @@ class JobSettings:
             raise InputError(f"engine={self.engine!r}: must be oscar or vllm")
         if self.server is not None and self.engine != "oscar":
             raise InputError(
-                f"server and engine {self.engine} cannot be combined, because a server has its own "
-                "engine; leave engine out"
+                f"server with engine {self.engine}: the server has its own engine; leave engine out"
             )
 
     def changed(self, names: Iterable[str]) -> list[str]:

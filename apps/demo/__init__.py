@@ -1,1 +1,1 @@
-"""The web demo: a long conversation with its memory live. Needs gradio, the extra "demo"."""
+"""The web demo: a long conversation with a live view of its memory. Requires the extra "demo"."""

@@ -1,4 +1,4 @@
-"""Draw charts as HTML, among them the charts of an inspection, layer by layer.
+"""Draw charts as HTML, including the charts of an inspection over the layers.
 
 The curves of a chart are paths in an SVG that stretches; labels are HTML elements that do not.
 """
@@ -35,9 +35,9 @@ class Line:
 
     Attributes:
         name: label in the legend.
-        style: CSS class of the colour, "c-image" for example.
-        points: (x, y), x ascending.
-        filled: whether this is an area, which reaches down to the previous area or to zero.
+        style: CSS class of the colour, such as "c-image".
+        points: (x, y) pairs, x ascending.
+        filled: whether this is an area, which extends down to the previous area or to zero.
         dashed: whether the line is dashed.
     """
 
@@ -50,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Note:
-    """Text at a position of the horizontal axis.
+    """Text at a position on the horizontal axis.
 
     Attributes:
         x: position on the axis.
@@ -77,17 +77,17 @@ def chart(
     """Draw a chart with axes from zero, a legend, and a summary for screen readers.
 
     Args:
-        lines: areas in the order in which they are stacked, then lines.
+        lines: areas in stacking order, then lines.
         title: caption above the chart.
-        summary: description of the chart's present content.
+        summary: description of what the chart shows.
         x_label: label of the horizontal axis.
         show_y: function that formats a value of the vertical axis.
-        ticks: values on the horizontal axis; by default its ends and its middle.
-        min_x: minimum length of the horizontal axis.
-        min_y: minimum length of the vertical axis.
-        events: media that were shown or forgotten, drawn as vertical lines; screen readers get the
-            texts.
-        readouts: texts shown when the pointer is nearest to their position, x ascending.
+        ticks: values to label on the horizontal axis; by default its ends and its middle.
+        min_x: minimum range of the horizontal axis.
+        min_y: minimum range of the vertical axis.
+        events: media that were shown or forgotten, drawn as vertical lines; screen readers get
+            their texts.
+        readouts: texts to show when the pointer is nearest to their position, x ascending.
     """
     points = [point for line in lines for point in line.points]
     top = _round_up(max(max((y for _, y in points), default=0), min_y) or 1)
@@ -136,7 +136,7 @@ def chart(
 
 
 def _readouts(readouts: Sequence[Note], right: float) -> str:
-    """Divide the plot into strips, one per readout, which show its text under the pointer."""
+    """Divide the plot into one strip per readout, which shows its text under the pointer."""
     places = [note.x for note in readouts]
     borders = [0.0, *(sum(pair) / 2 for pair in pairwise(places)), right]
     strips = "".join(
@@ -151,13 +151,13 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _round_up(value: float) -> float:
-    """Return the next round number whose quarters are round too."""
+    """Return the next round number whose quarters are also round."""
     power = 10.0 ** math.floor(math.log10(value / 4))
     return next(4 * step * power for step in _STEPS if 4 * step * power >= value * 0.999)
 
 
 def inspection_view(inspection: Inspection) -> str:
-    """Show the verdict, charts over layers, and the other findings."""
+    """Show the verdict, charts over the layers, and the other findings."""
     verdict, *others = map(escape, findings(inspection))
     charts = [_norms(inspection), _spread(inspection), _channels(inspection)]
     if inspection.has_pages:

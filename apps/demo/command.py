@@ -13,7 +13,7 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 DEFAULT_MODEL = "pocket-omni"
-"""A model that supports pictures and sound."""
+"""A bundled model that supports images and audio."""
 
 
 def demo(
@@ -64,10 +64,12 @@ def demo(
     KVPolicy.preset(policy)
     parse_bytes("--kv-budget", kv_budget)
     if importlib.util.find_spec("gradio") is None:
-        raise InputError("the demo needs gradio: pip install '.[demo]' in a clone")
+        raise InputError(
+            "the demo requires gradio: run pip install '.[demo]' in a clone of the repository"
+        )
     check_source(model)
     terminal.quiet_transformers()
-    from oscar_mm.apps.demo.server import serve  # brings gradio and torch
+    from oscar_mm.apps.demo.server import serve  # imports gradio and torch
 
     serve(
         model,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "media"
-"""Folder of the media; it exists in a checkout but not in an installed wheel."""
+"""Folder with the media, which exists in a checkout but not in an installed wheel."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Example:
     """An example conversation.
 
     Attributes:
-        title: label of its button.
+        title: label of the button.
         summary: short description; "" if the title says it all.
-        messages: questions in their order.
-        needs_sound: whether the model must support sound.
+        messages: questions, in order.
+        needs_sound: whether the model must support audio.
     """
 
     title: str
@@ -40,12 +40,12 @@ class Example:
 
     @property
     def exists(self) -> bool:
-        """Whether all of its files exist."""
+        """Whether all files exist."""
         return all(path.is_file() for message in self.messages for path in message.paths)
 
     @property
     def picture(self) -> Path | None:
-        """The picture, if the conversation is a single question about a single picture."""
+        """The picture, if the example is a single question about a single picture."""
         paths = self.messages[0].paths
         alone = len(self.messages) == len(paths) == 1 and paths[0].suffix == ".png"
         return paths[0] if alone else None

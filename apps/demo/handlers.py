@@ -1,4 +1,4 @@
-"""Handlers: functions that the page calls on events, and that return what it shows then."""
+"""Handlers: functions that the page calls on events; they return what it shows next."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _UNCHANGED = gr.skip()
 class Handlers:
     """Event handlers of the page.
 
-    Most take the scenario for which the page shows the capacity: GPU, model and length.
+    Most take the scenario for the capacity that the page shows: GPU, model and length.
 
     Args:
-        sessions: sessions of the visitors.
-        folder: folder for the files that visitors download.
+        sessions: the visitors' sessions.
+        folder: folder for files that visitors download.
 
     Attributes:
-        part_names: names of the parts of the page that most handlers return, in order.
+        part_names: names of the page's parts that most handlers return, in order.
     """
 
     part_names = (
@@ -58,14 +58,14 @@ class Handlers:
         self.shape = ModelShape.of(pipe.model.config, model.num_parameters())
 
     def initial(self, *scenario: str) -> dict[str, Any]:
-        """Return the parts of an empty conversation by name."""
+        """Return the page's parts for an empty conversation, by name."""
         session = Session(self.sessions)
         parts = self.all_parts(session, *scenario)
         session.close()
         return dict(zip(self.part_names, parts, strict=True))
 
     def all_parts(self, session: Session, *scenario: str) -> tuple:
-        """Return all parts, in the order of ``part_names``."""
+        """Return all parts of the page, in the order of ``part_names``."""
         return (
             history(session.exchanges, session.active),
             live(session.active),
@@ -85,7 +85,7 @@ class Handlers:
         longest: float,
         *scenario: str,
     ) -> Iterator[tuple]:
-        """Answer a message; a refused message is put back into the box."""
+        """Answer a message; a refused message returns to the input box."""
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
         session = self._session(request)
         steps = session.ask(text, files, **self._options(temperature, longest))
@@ -106,7 +106,7 @@ class Handlers:
         yield from self._answer_from_box(session, steps, text, files, scenario)
 
     def edit(self, request: gr.Request, *scenario: str) -> tuple:
-        """Take back the last question, and put it into the box."""
+        """Undo the last question, and put it into the input box."""
         session, box = self._session(request), _UNCHANGED
         with _errors_in_chat(session):
             text, files = session.take_back()
@@ -154,14 +154,14 @@ class Handlers:
         return self.sessions.pipe.sampling({}, ()).temperature
 
     def _options(self, temperature: float, longest: float) -> dict[str, Any]:
-        # None selects the checkpoint's top_k and top_p too, which only suit its own temperature.
+        # None also selects the checkpoint's top_k and top_p, which only suit its own temperature.
         sampled = None if temperature == self.default_temperature else temperature
         return {"temperature": sampled, "max_new_tokens": as_int(longest)}
 
     def _answer(
         self, session: Session, steps: Iterator[None], box: Any
     ) -> Generator[tuple, None, str]:
-        """Show an answer while it is generated; return the history that the page then shows."""
+        """Show an answer while it is generated; return the last history that was shown."""
         active, sent = None, ""
         try:
             for _ in steps:
@@ -178,7 +178,7 @@ class Handlers:
         return sent
 
     def compare(self, request: gr.Request, wanted: bool, *scenario: str) -> Iterator[tuple]:
-        """Begin or end the comparison."""
+        """Start or end the comparison."""
         session = self._session(request)
         try:
             if wanted:
@@ -192,7 +192,7 @@ class Handlers:
         yield self.all_parts(session, *scenario)
 
     def action(self, name: str) -> Callable[..., tuple]:
-        """Return a handler that calls a session's method without arguments: "undo" or "begin"."""
+        """Return a handler that calls a session method without arguments: "undo" or "begin"."""
 
         def act(request: gr.Request, *scenario: str) -> tuple:
             session = self._session(request)
@@ -253,13 +253,13 @@ class Handlers:
         return str(path) if path.exists() else None, history(session.exchanges)
 
     def report(self, request: gr.Request) -> str:
-        """Return the memory report as a file."""
+        """Write the memory report to a file, and return its path."""
         path = self._new_file("memory.json")
         path.write_text(memory_report(self._session(request)))
         return str(path)
 
     def transcript(self, request: gr.Request) -> str:
-        """Return questions and answers as a file."""
+        """Write the questions and answers to a file, and return its path."""
         path = self._new_file("conversation.md")
         path.write_text(as_markdown(self._session(request).turns))
         return str(path)
@@ -269,7 +269,7 @@ class Handlers:
         return self._capacity(self._session(request), *scenario)
 
     def inspect(self, request: gr.Request) -> Iterator[str]:
-        """Inspect the keys of this conversation."""
+        """Inspect this conversation's keys."""
         session = self._session(request)
         yield '<p class="empty">Reading …</p>'
         try:
@@ -278,7 +278,7 @@ class Handlers:
             yield f'<p class="empty">{escape(str(error))}</p>'
 
     def open_page(self, request: gr.Request, session_id: str, *scenario: str) -> tuple:
-        """Show the conversation of a page that a browser has loaded; return its id too."""
+        """Show the conversation of the page that a browser has loaded; also return its id."""
         with _errors_as_messages():
             session = self.sessions.visit(str(request.session_hash), session_id)
         if session_id and session.id != session_id:
@@ -286,7 +286,7 @@ class Handlers:
         return *self.all_parts(session, *scenario), session.id
 
     def fork(self, request: gr.Request, *scenario: str) -> tuple:
-        """Continue with a copy of the conversation; return its id too."""
+        """Continue with a copy of the conversation; also return its id."""
         with _errors_as_messages():
             session = self.sessions.fork(str(request.session_hash))
         gr.Info("This is a copy. The browser's Back button leads to the original.")
@@ -297,7 +297,7 @@ class Handlers:
             return self.sessions.session(str(request.session_hash))
 
     def leave(self, request: gr.Request) -> None:
-        """End the visit of a page that a browser has closed or reloads."""
+        """End the visit of a browser that closes or reloads the page."""
         self.sessions.leave(str(request.session_hash))
 
     def _capacity(self, session: Session, gpu: str, model: str, length: str) -> str:

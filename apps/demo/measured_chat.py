@@ -1,4 +1,4 @@
-"""MeasuredChat: a chat with the curve of its memory and the speed of its latest answer."""
+"""MeasuredChat: a chat that records its memory over time and the speed of its latest answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 TABLES = "tables"
 PARTS = ("text", "image", "video", "audio", TABLES)
-"""The parts of the memory, in the order in which the chart stacks them."""
+"""Parts of the memory, in the order in which the chart stacks them."""
 UPDATES_PER_S = 10
-"""Updates per second that a page gets of a running answer."""
+"""Number of updates per second that a page gets while an answer is running."""
 _MAX_SAMPLES = 1200
 
 
@@ -29,11 +29,11 @@ class MemorySample:
     """One measurement of a conversation's memory.
 
     Attributes:
-        tokens: tokens of the conversation, forgotten ones included.
-        by_modality: tokens that are not forgotten.
-        parts: bytes of each of PARTS, without free slots, which all conversations share.
+        tokens: tokens in the conversation, including forgotten ones.
+        by_modality: number of tokens that are not forgotten, by modality.
+        parts: bytes of each of PARTS, without free slots, because all conversations share those.
         bf16_bytes: bytes that the stored tokens would take in a plain 16-bit cache.
-        values: number of stored key and value elements.
+        values: number of stored elements of keys and values.
     """
 
     tokens: int
@@ -44,7 +44,7 @@ class MemorySample:
 
     @classmethod
     def of(cls, report: MemoryReport, tokens: int) -> MemorySample:
-        """Convert the library's report."""
+        """Convert a memory report of the library."""
         parts = {name: report.by_modality[name] for name in PARTS if name != TABLES}
         parts[TABLES] = report.by_kind["tables"]
         return cls(tokens, report.tokens, parts, report.bf16_bytes, report.values)
@@ -56,27 +56,27 @@ class MemorySample:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Total bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def ratio(self) -> float:
-        """Bytes in 16-bit precision per byte used; 1.0 while nothing is stored."""
+        """Ratio of the size in 16-bit precision to the size used; 1.0 while nothing is stored."""
         return self.bf16_bytes / self.used_bytes if self.bf16_bytes else 1.0
 
     @property
     def gains(self) -> bool:
-        """Whether the memory is more than a twentieth smaller than in 16-bit precision."""
+        """Whether the memory is over 5% smaller than in 16-bit precision."""
         return self.ratio >= 1.05
 
     @property
     def bits_per_value(self) -> float:
-        """Bits per key or value element, tables included; 0.0 while nothing is stored."""
+        """Bits per key or value element, including tables; 0.0 while nothing is stored."""
         return self.used_bytes * 8 / self.values if self.values else 0.0
 
 
 class MemoryCurve:
-    """Samples in order of time, starting with an empty one; their token counts never decrease."""
+    """Samples in chronological order, from an empty one; their token counts never decrease."""
 
     def __init__(self) -> None:
         self.samples = [MemorySample(0, {}, dict.fromkeys(PARTS, 0), 0, 0)]
@@ -87,13 +87,13 @@ class MemoryCurve:
         return self.samples[-1]
 
     def add(self, report: MemoryReport, tokens: int) -> None:
-        """Add a measurement; a long curve drops every other old sample."""
+        """Add a measurement; if the curve gets long, drop every other old sample."""
         if len(self.samples) >= _MAX_SAMPLES:
             del self.samples[1:-1:2]
         self.samples.append(MemorySample.of(report, tokens))
 
     def cut(self, tokens: int) -> None:
-        """Go back to a conversation of ``tokens`` tokens."""
+        """Drop the samples with more than ``tokens`` tokens."""
         self.samples = [sample for sample in self.samples if sample.tokens <= tokens]
 
     def thinned(self, count: int) -> list[MemorySample]:
@@ -104,16 +104,17 @@ class MemoryCurve:
 
 
 class MeasuredChat:
-    """A conversation over the packed cache, or over the 16-bit cache of a comparison.
+    """A conversation with the packed cache, or with the 16-bit cache for a comparison.
 
     Args:
         chat: a new chat, or one to continue.
 
     Attributes:
-        curve: curve of the memory.
-        memory, segments: memory and segments at the latest measurement; the conversation may have
-            been moved to disk since, to keep a budget.
-        forgotten: for each forgotten medium, the tokens of the conversation then, and its name.
+        curve: memory over the tokens of the conversation.
+        memory, segments: memory report and segments at the latest measurement; since then, the
+            conversation may have been moved to disk to stay within the budget.
+        forgotten: for each forgotten media item, the length of the conversation at that time, in
+            tokens, and the name of the item.
         timings: timings of the latest answer so far.
         finish_reason: why the latest answer ended.
         reasoning: reasoning of the latest answer so far.
@@ -130,16 +131,16 @@ class MeasuredChat:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the conversation, forgotten ones included."""
+        """Tokens in the conversation, including forgotten ones."""
         return self.chat.turns[-1].stop if self.chat.turns else 0
 
     @property
     def tokens_by_modality(self) -> dict[str, int]:
-        """Tokens stored at the latest measurement."""
+        """Tokens stored at the latest measurement, by modality."""
         return self.curve.last.by_modality
 
     def measure(self) -> None:
-        """Measure the memory; reasoning or a turn that was measured before may be gone by now."""
+        """Measure the memory; reasoning or a turn in earlier samples may be gone by now."""
         self.curve.cut(self.tokens)
         self.forgotten = [event for event in self.forgotten if event[0] <= self.tokens]
         self.memory, self.segments = self.chat.memory, self.chat.segments
@@ -152,12 +153,12 @@ class MeasuredChat:
         options: Mapping[str, Any],
         stop: threading.Event,
     ) -> Generator[str]:
-        """Yield the answer so far, several times while it is generated and once at its end.
+        """Yield the answer so far, several times during generation and once at the end.
 
         Args:
             question: text of the question.
             media: files by kind, see ``visitor_input.files_by_kind``.
-            options: options of the answer, such as max_new_tokens and temperature.
+            options: options for the answer, such as max_new_tokens and temperature.
             stop: event that ends the answer; the text so far is kept.
 
         Raises:
@@ -201,13 +202,13 @@ class MeasuredChat:
         return fork
 
     def undo(self) -> None:
-        """Take back the last turn."""
+        """Undo the last turn."""
         self.chat.undo()
         self.timings = None
         self.measure()
 
     def forget(self, index: int) -> None:
-        """Drop the medium of a segment."""
+        """Drop the media item of a segment."""
         self.chat.forget(index)
         if not self.segments[index].forgotten:
             self.forgotten.append((self.tokens, self.segments[index].label))

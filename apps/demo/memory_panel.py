@@ -1,5 +1,5 @@
-"""Memory panel: the memory of a conversation by segment, how many conversations fit on a GPU, and
-the comparison with a 16-bit cache."""
+"""Memory panel: a conversation's memory by segment, how many conversations fit on a GPU, and the
+comparison with a 16-bit cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from oscar_mm.sizes import GPUS, format_bytes
 _MAX_POINTS = 160
 _MAX_READOUTS, _MAX_EVENTS = 48, 40
 _MIN_TOKENS, _MIN_BYTES = 256, 100_000
-"""Minimum lengths of the axes."""
+"""Minimum ranges of the axes."""
 FORGET_SCRIPT = """
 const table = document.getElementById('segments');
 table.tabIndex = 0;
@@ -46,8 +46,8 @@ element.addEventListener('click', (event) => {
   trigger('click', {index: Number(button.dataset.index)});
 });
 """
-"""Script that lets the keyboard scroll the table, and sends the index of the segment whose button
-is pressed."""
+"""Script that makes the table scrollable by keyboard, and sends the index of the segment whose
+button is pressed."""
 MODELS = {
     "Qwen3-VL-2B": ModelShape(28, 8, 128, 2_100_000_000),
     "Qwen3-VL-4B": ModelShape(36, 8, 128, 4_400_000_000),
@@ -59,23 +59,23 @@ MODELS = {
     "LLaVA-v1.6-Vicuna-7B": ModelShape(32, 32, 128, 7_100_000_000),
     "LLaVA-v1.6-Vicuna-13B": ModelShape(40, 40, 128, 13_400_000_000),
 }
-"""Shapes of published checkpoints: layers, KV heads, head_dim, approximate number of parameters."""
+"""Dimensions of published checkpoints: layers, KV heads, head_dim, approximate parameter count."""
 LENGTHS = {"this long": 0, "8K tokens": 8192, "32K tokens": 32768, "128K tokens": 131072}
-"""Tokens of a conversation; 0 for its present length."""
+"""Lengths of a conversation in tokens; 0 for its current length."""
 _NOT_COMPARED = (
     '<p class="empty">Start comparing, and every question is also answered with a plain 16-bit '
     "cache and the same sampling. Earlier questions are asked again.</p>"
 )
 _MAX_WORDS = 2000
-"""Maximum number of words of an answer that are compared."""
+"""Maximum number of words to compare per answer."""
 _MAX_PAIRS = 20
-"""Maximum number of questions, the latest, whose answers are compared."""
+"""Maximum number of latest questions whose answers are compared."""
 _EXAMPLE_MIX = {"text": 1, "image": 7}
-"""Mix of modalities that is assumed for an empty conversation."""
+"""Mix of modalities to assume for an empty conversation."""
 
 
 def memory_view(session: Session) -> str:
-    """Show the memory of a conversation in numbers and as a curve over its tokens."""
+    """Show a conversation's memory as numbers and as a curve over its tokens."""
     chat, baseline = session.conversation, session.baseline
     return memory_panel(
         chat.curve,
@@ -99,8 +99,8 @@ def memory_panel(
     Args:
         curve: memory of the conversation.
         timings: timings of the latest answer so far.
-        baseline: memory of the same conversation over a 16-bit cache, if one is compared.
-        events: events to mark, at the number of tokens that the conversation had then.
+        baseline: memory of the same conversation with a 16-bit cache, if they are compared.
+        events: events to mark, each at the conversation's length in tokens at that time.
         packs: whether the policy packs tokens at all.
     """
     now = curve.last
@@ -134,7 +134,7 @@ def _headline(now: MemorySample, *, packs: bool) -> str:
 
 
 def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
-    """Explain why a conversation takes about as much as in 16-bit precision, or slightly more."""
+    """Explain why a conversation takes about as much memory as in 16-bit precision, or more."""
     tables = f"The tables of token positions take {format_bytes(now.parts[TABLES])}."
     if not packs:
         return f"This conversation is stored in 16-bit precision, as set. {tables}"
@@ -145,8 +145,8 @@ def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
 
 
 def curve_events(chat: MeasuredChat) -> list[Note]:
-    """List the latest media that were shown and forgotten, with the tokens of the conversation at
-    that time."""
+    """List the latest media that were shown and forgotten, with the conversation's length in tokens
+    at that time."""
     events = []
     for turn in chat.chat.turns:
         counts = Counter(KINDS[span.modality] for span in turn.media)
@@ -162,7 +162,7 @@ def curve_events(chat: MeasuredChat) -> list[Note]:
 def memory_chart(
     curve: MemoryCurve, baseline: MemoryCurve | None, events: Sequence[Note] = ()
 ) -> str:
-    """Draw bytes over tokens, stacked by modality, and a line for 16-bit precision."""
+    """Draw bytes against tokens, stacked by modality, with a line for 16-bit precision."""
     samples = curve.thinned(_MAX_POINTS)
     parts = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
     lines, below = [], [0.0] * len(samples)
@@ -197,7 +197,7 @@ def _readout(sample: MemorySample, events: Sequence[Note] = ()) -> Note:
 
 
 def _axis_bytes(count: float) -> str:
-    """Format the bytes of an axis tick."""
+    """Format the bytes at an axis tick."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:g} {unit}"
@@ -251,7 +251,7 @@ def _pair(turn: Exchange, is_complete: bool) -> str:
 
 
 def mark_differences(left: str, right: str) -> tuple[str, str]:
-    """Return both texts as HTML, with <mark> around what the other text lacks."""
+    """Return both texts as HTML, with <mark> around words that the other text lacks."""
     words = [re.findall(r"\s+|\w+|[^\w\s]", text)[:_MAX_WORDS] for text in (left, right)]
     htmls: tuple[list[str], list[str]] = ([], [])
     for kind, *ranges in SequenceMatcher(None, *words, autojunk=False).get_opcodes():
@@ -262,18 +262,18 @@ def mark_differences(left: str, right: str) -> tuple[str, str]:
 
 
 def segments_view(session: Session) -> str:
-    """Show the parts of a conversation."""
+    """Show the segments of a conversation."""
     previews = [[preview.html for preview in turn.previews] for turn in session.turns]
     return segment_table(session.conversation.segments, previews)
 
 
 def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]) -> str:
-    """Show segments with their tokens and bytes, and a button to forget each medium.
+    """Show segments with their tokens and bytes, and a button to forget each media item.
 
     Args:
         segments: segments of the conversation.
-        previews: HTML of the media of each turn, in the order of its segments; "" if a medium has
-            no preview.
+        previews: HTML of each turn's media, in the order of its segments; "" if an item has no
+            preview.
     """
     if not segments:
         return (
@@ -321,14 +321,14 @@ def capacity(
     shape: ModelShape,
     length: str,
 ) -> str:
-    """Show how many conversations like this fit on a GPU, computed from the model's shape.
+    """Show how many conversations like this one fit on a GPU, computed from the model's dimensions.
 
     Args:
-        stored: tokens of the conversation by modality.
+        stored: number of tokens in the conversation, by modality.
         policy: policy of the conversation.
         gpu: a key of ``oscar_mm.sizes.GPUS``.
         model: name of the model.
-        shape: shape of the model.
+        shape: dimensions of the model.
         length: a key of LENGTHS.
     """
     mix = stored if sum(stored.values()) else _EXAMPLE_MIX
@@ -358,12 +358,12 @@ def capacity(
 
 
 def format_label(preset: str, shape: ModelShape) -> str:
-    """Describe a preset: its bits, and how much smaller than in 16-bit precision a long
-    conversation is.
+    """Describe a preset: its bits, and how much smaller it makes a long conversation than 16-bit
+    precision.
 
     Args:
         preset: name of the preset.
-        shape: shape of the model.
+        shape: dimensions of the model.
     """
     policy, tokens = KVPolicy.preset(preset), scale_mix(_EXAMPLE_MIX, LENGTHS["32K tokens"])
     if not policy.packs:
@@ -374,7 +374,7 @@ def format_label(preset: str, shape: ModelShape) -> str:
 
 
 def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:
-    """Scale a mix of modalities to ``total`` tokens; the remainder of rounding goes to text."""
+    """Scale a mix of modalities to ``total`` tokens; the rounding remainder goes to text."""
     count = sum(mix.values())
     tokens = {name: total * part // count for name, part in mix.items()}
     tokens["text"] = tokens.get("text", 0) + total - sum(tokens.values())
@@ -384,7 +384,7 @@ def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:
 def memory_report(session: Session) -> str:
     """Return model, policy, memory, segments (without names) and speed as JSON.
 
-    The report is meant for sharing: it contains no content of the conversation.
+    The report is safe to share: it contains nothing of what was said or shown.
     """
     conversation, pipe = session.conversation, session.conversation.chat.pipe
     now = conversation.curve.last
@@ -416,7 +416,7 @@ def memory_report(session: Session) -> str:
 
 
 def status_view(session: Session) -> str:
-    """Show a line about this conversation and the server."""
+    """Show a status line about this conversation and the server."""
     policy, tokens = session.settings.policy, session.conversation.tokens
     context = session.sessions.pipe.admission.max_context
     bits = ", ".join(f"{name} {count}" for name, count in policy.bits._asdict().items())

@@ -1,6 +1,6 @@
-"""The page: its parts, their handlers, and its isolation.
+"""The demo page: its components, their handlers, and its isolation.
 
-Gradio is kept from sending anything off the machine and from reading files other than uploads.
+Gradio is prevented from sending anything off the machine and from reading files other than uploads.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ if (field) field.setAttribute('aria-label', 'Message');
 _THUMBNAIL_SCRIPT = """() => {
   for (const item of document.querySelectorAll('#message [role=listitem]')) item.role = 'group';
 }"""
-"""Script that corrects roles for screen readers: gradio marks the files of a message as list items
-without a list."""
+"""Script that corrects ARIA roles: gradio makes a message's files list items without a list."""
 _OPENED_SCRIPT = """(id) => {
   history.replaceState(null, '', '#' + id);
   window.onhashchange = () => location.reload();
 }"""
 _FORKED_SCRIPT = "(id) => history.pushState(null, '', '#' + id)"
-"""Script that puts the conversation's id into the fragment of the address, which browsers do not
-send to servers."""
+"""Script that puts the conversation's id into the URL fragment, which browsers do not send to
+servers."""
 GPU, MODEL, LENGTH = "H100", "Qwen3-VL-8B", "32K tokens"
-"""Initial scenario of a page."""
+"""Initial scenario for the capacity of a GPU."""
 _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None)
-# Answers are decoded as one batch, and each occupies a worker for long; other handlers are short.
+# Answers are decoded as one batch, and each occupies a worker for long; other handlers are quick.
 _ANSWERS_AT_ONCE = 32
 _QUEUE = 64
 _CONTENT_POLICY = (
@@ -66,9 +65,9 @@ _CONTENT_POLICY = (
     "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'self'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-"""Policy that keeps the browser from fetching from other servers, whatever an answer contains."""
+"""Policy that prevents requests to other servers, whatever an answer contains."""
 _FETCHING_PATHS = ("/file=http:", "/file=https:", "/proxy=")
-"""Parts of paths that make gradio fetch from other servers."""
+"""Parts of URL paths that make gradio fetch from other servers."""
 
 
 def build(handlers: Handlers) -> gr.Blocks:
@@ -155,7 +154,7 @@ def _limits_of(sessions: Sessions) -> str:
 
 
 def _example_buttons(*, supports_audio: bool) -> list[tuple[gr.Button, Example]]:
-    """Add the buttons of the examples, which style.css shows while the conversation is empty."""
+    """Add the example buttons, which style.css shows while the conversation is empty."""
     buttons = []
     with gr.Column(elem_id="examples"):
         for examples in (QUESTIONS, EXAMPLES):
@@ -170,7 +169,7 @@ def _example_buttons(*, supports_audio: bool) -> list[tuple[gr.Button, Example]]
 
 
 def icon_style() -> str:
-    """Return the CSS of buttons with a picture; gradio's own icons would reveal file paths."""
+    """Return the CSS for buttons with a picture; gradio's own icons would reveal file paths."""
     rules = []
     for example in QUESTIONS:
         if example.exists and example.picture is not None:
@@ -317,17 +316,17 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
 
 
 def _press(name: str) -> str:
-    """Return a script that clicks a hidden button once its file is set."""
+    """Return a script that clicks a hidden button after its file has been set."""
     return f"() => setTimeout(() => document.getElementById('{name}').click(), 100)"
 
 
 class LocalBlocks(gr.Blocks):
-    """Blocks that accept only uploaded files; gradio itself would download addresses."""
+    """Blocks that accept only uploaded files; gradio itself would also download URLs."""
 
     async def preprocess_data(
         self, block_fn: Any, inputs: list[Any], state: Any, explicit_call: bool = False
     ) -> list[Any]:
-        """Refuse addresses in place of files, then do what ``gradio.Blocks`` does."""
+        """Refuse URLs in place of files; then do what ``gradio.Blocks`` does."""
         traverse(inputs, _check_file, is_file_obj_with_meta)
         return await super().preprocess_data(block_fn, inputs, state, explicit_call)
 
@@ -339,20 +338,20 @@ def _check_file(file: dict[str, Any]) -> dict[str, Any]:
 
 
 class Isolation:
-    """Middleware that keeps the browser on this server, refuses downloads and limits uploads.
+    """Middleware that confines the browser to this server, refuses downloads and limits uploads.
 
     Args:
         app: application to protect.
-        folder: folder of the uploads.
+        folder: folder for uploads.
     """
 
     def __init__(self, app: ASGIApp, folder: Path) -> None:
         self.app, self.folder = app, folder
         self._coming: dict[object, int] = {}
-        """Bytes of each running upload that have not arrived yet."""
+        """For each running upload, the number of bytes that have not arrived yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer requests that are refused, and pass on the rest."""
+        """Refuse some requests, and pass on the rest."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -378,7 +377,7 @@ class Isolation:
             await self.app(scope, receive, with_headers)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Accept an upload if there is enough space for it and for all other running uploads."""
+        """Accept an upload if there is enough space for all running uploads."""
         announced = Headers(scope=scope).get("content-length", "")
         if not announced.isdecimal():
             await PlainTextResponse("uploads need a Content-Length", 411)(scope, receive, send)
@@ -387,14 +386,14 @@ class Isolation:
         expected = stored_bytes(self.folder) + sum(self._coming.values()) + size
         if expected > visitor_input.MAX_STORED_BYTES:
             refusal = PlainTextResponse(
-                "the server cannot store more files now; try again later", 507
+                "the server cannot store more files at the moment; try again later", 507
             )
             await refusal(scope, receive, send)
             return
 
         async def counted() -> Message:
             message = await receive()
-            # Bytes that have arrived are counted in the folder.
+            # Bytes that have arrived count as part of the folder.
             self._coming[upload] -= len(message.get("body", b""))
             return message
 
@@ -406,7 +405,7 @@ class Isolation:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Return the total bytes of files below a folder; files that vanish meanwhile do not count."""
+    """Return the total bytes of the files in a folder tree; ignore files that vanish meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""PageServer: serve gradio's page with limits on connections, which gradio's own server lacks."""
+"""PageServer: serves the page with limits on connections, which gradio's own server lacks."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
 _OFF: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
 _CLOSING_S = 5
-"""Seconds to let open HTTP responses finish when the server shuts down."""
+"""Maximum seconds to let open HTTP responses finish at shutdown."""
 
 
 class PageServer(uvicorn.Server):
-    """Server that serves a page in its own thread within a ``with`` block.
+    """Server that runs in its own thread within a ``with`` block.
 
     Args:
-        page: gradio's blocks; closing them closes this server.
-        sockets: sockets to listen on; closed at the end.
+        page: gradio ``Blocks``; closing them closes this server.
+        sockets: sockets to listen on, which are closed at the end.
         host: address of the sockets.
-        folder: folder of the uploads.
+        folder: folder for uploads.
         bounds: limits on the connections.
     """
 
@@ -89,7 +89,7 @@ class PageServer(uvicorn.Server):
 
 
 def _mounted(page: Any, host: str, folder: Path) -> FastAPI:
-    """Return an application that serves a page and nothing else."""
+    """Return an application that serves only a page."""
     app = gr.mount_gradio_app(
         FastAPI(**_OFF),
         page,
@@ -114,6 +114,6 @@ def _mounted(page: Any, host: str, folder: Path) -> FastAPI:
         theme=Base(font=_FONTS, font_mono=_MONO, primary_hue="teal", neutral_hue="slate"),
         head=f"<style>{_STYLE.read_text()}\n{icon_style()}</style>",
     )
-    # When the page is closed it ends the streams of ``page.app``.
+    # Closing the page ends the streams of ``page.app``.
     [page.app] = [route.app for route in app.routes if isinstance(route, Mount)]
     return app

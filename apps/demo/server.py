@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S = 600, 6 * 3600
 _CONNECTIONS = 2 * MAX_VISITS + 128
-"""Maximum number of connections: a page keeps two open, and has more while it loads."""
+"""Maximum number of connections: a page keeps two open, and uses more while it loads."""
 _HEAD_S = 10.0
-"""Maximum seconds until the head of a request is complete."""
+"""Maximum seconds to receive the head of a request."""
 GRACE_S = 10.0
-"""Seconds to let running answers finish when the page is closed."""
+"""Maximum seconds to let running answers finish when the page is closed."""
 _KEEP_GRACE_S = 120.0
-"""Seconds to let conversations be written when the page is closed."""
+"""Maximum seconds to write conversations when the page is closed."""
 
 
 def serve(
@@ -51,10 +51,10 @@ def serve(
     dtype: str | None,
     keep: Path | None,
 ) -> None:
-    """Load the model and serve the page until Ctrl-C or SIGTERM, then remove its temporary files.
+    """Load the model and serve the page until Ctrl-C or SIGTERM; then remove temporary files.
 
     Raises:
-        InputError: if there is no such model, or the port or the host cannot be used.
+        InputError: if there is no such model, or the host or port cannot be used.
     """
     with sigterm_as_ctrl_c():
         sockets = bind(host, port)
@@ -80,19 +80,19 @@ def serve(
                 pipe.budget.close()
     print(file=sys.stderr)
     if not running.sessions.is_empty:
-        # A normal exit would wait for a thread in which the model still processes a prompt.
+        # A normal exit would wait for a thread in which the model is still processing a prompt.
         sys.stderr.flush()
         os._exit(0)
 
 
 def _dtype(device: str | None) -> str | None:
-    """Choose 16-bit precision for unpacked tokens on a CPU too; on a GPU the checkpoint decides."""
+    """Return a 16-bit dtype on a CPU too; on a GPU, None, so that the checkpoint decides."""
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     return "bfloat16" if on_cpu else None
 
 
 def _warm_up(pipe: Pipeline) -> None:
-    """Generate an answer, so that no visitor waits for what the first answer compiles and loads."""
+    """Generate an answer, so that no visitor has to wait for compilation and loading."""
     with suppress(InputError), pipe.chat() as chat:
         chat.ask("Hello", max_new_tokens=2)
 
@@ -103,8 +103,8 @@ class RunningPage:
 
     Attributes:
         address: URL of the page.
-        sessions: sessions of its visitors.
-        page: gradio's blocks.
+        sessions: the visitors' sessions.
+        page: gradio ``Blocks``.
     """
 
     address: str
@@ -121,24 +121,24 @@ def serve_page(
     keep: Path | None = None,
     head_s: float = _HEAD_S,
 ) -> Iterator[RunningPage]:
-    """Serve the page within the block; afterwards end all sessions, running answers within
-    ``GRACE_S``.
+    """Serve the page within the block; then end all sessions, giving running answers ``GRACE_S``
+    seconds to finish.
 
     Args:
         pipe: pipeline that generates the answers.
-        settings: settings of conversations for which the visitor has chosen none.
-        sockets: sockets to listen on, see ``bind``; closed at the end.
+        settings: default settings of conversations.
+        sockets: sockets to listen on, see ``bind``; they are closed at the end.
         host: address of the sockets.
-        keep: folder for conversations that are to continue when the page is served again.
-        head_s: maximum seconds until the head of a request is complete.
+        keep: folder to store conversations in, so that they survive a restart of the server.
+        head_s: maximum seconds to receive the head of a request.
 
     Raises:
-        InputError: if the port is taken, or the folder cannot be made.
+        InputError: if the port is taken, or the folder cannot be created.
     """
-    # Cleanup errors are ignored because running answers may have files open in this folder.
+    # Ignore cleanup errors, because running answers may have files open in this folder.
     with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
-        # gradio reads this when it builds a page; uploads go there and are removed with the folder.
+        # gradio reads this when it builds a page; uploads go there and are removed with it.
         os.environ["GRADIO_TEMP_DIR"] = str(folder)
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         from oscar_mm.apps.demo.handlers import Handlers

@@ -1,4 +1,4 @@
-"""Session: a visitor's conversation, its settings and its operations."""
+"""Session: a visitor's conversation, with its settings and operations."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 60
 _MAX_REFUSED, _SHOWN_CHARACTERS = 20, 4000
-"""Maximum number of refused messages in the transcript, and of characters of their texts."""
+"""Maximum number of refused messages in the transcript, and of characters in each."""
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
 
 
 class Session:
-    """A visitor's conversation; its methods may be called from several threads.
+    """A visitor's conversation; its methods can be called from several threads.
 
     Args:
         sessions: all sessions of the page.
 
     Attributes:
-        id: name of the session in the page's address; it cannot be guessed.
+        id: id of the session in the page's URL; it cannot be guessed.
         settings: settings of the conversation.
-        conversation: the chat over the packed cache.
-        baseline: the same chat over a 16-bit cache, or None.
-        exchanges: exchanges that the transcript shows.
+        conversation: the chat with the packed cache.
+        baseline: the same chat with a 16-bit cache, or None.
+        exchanges: exchanges to show in the transcript.
         active: exchange whose answer is being generated, or None.
-        baseline_exchange: exchange that is being answered over the 16-bit cache, or None.
+        baseline_exchange: exchange that is being answered with the 16-bit cache, or None.
         last_active: ``time.monotonic()`` of the visitor's last action.
-        is_unsaved: whether the conversation has changed since it was written to, or read from, a
-            folder of conversations.
+        is_unsaved: whether the conversation has changed since it was written to, or read from, the
+            conversation folder.
     """
 
     def __init__(self, sessions: Sessions) -> None:
@@ -64,7 +64,7 @@ class Session:
             time.monotonic(),
         )
         self._turn, self._stop, self._closed = threading.Lock(), threading.Event(), False
-        # Acquired before ``_turn``, so that a question waits while the conversation is written.
+        # Acquired before ``_turn``, so that questions wait while the conversation is being written.
         self._writing, self.is_unsaved = threading.Lock(), False
         self._begin(sessions.settings)
 
@@ -81,23 +81,23 @@ class Session:
 
     @property
     def turns(self) -> list[Exchange]:
-        """The exchanges that are turns of the chat."""
+        """Exchanges that are turns of the chat."""
         return [exchange for exchange in self.exchanges if exchange.counts]
 
     @property
     def converses(self) -> bool:
-        """Whether a question was answered or is being answered."""
+        """Whether a question has been or is being answered."""
         return self._turn.locked() or bool(self.turns)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of keys and values at the latest measurement."""
+        """Size in bytes of the keys and values at the latest measurement."""
         return sum(chat.curve.last.used_bytes for chat in self._chats)
 
     def ask(self, text: str, files: Sequence[str | Path], **options: Any) -> Iterator[None]:
         """Ask a question; each step updates ``exchanges`` with the growing answer.
 
-        A fault in the question becomes the exchange's error; the conversation stays usable.
+        An error in the question is stored in the exchange; the conversation stays usable.
 
         Args:
             text: text of the question.
@@ -127,7 +127,7 @@ class Session:
     def _answer(self, exchange: Exchange, text: str, files: Sequence[str | Path]) -> Iterator[None]:
         try:
             exchange.question = bounded_text("message", text)
-            # A chat accepts pictures without text; here the visitor forgot to type the question.
+            # A chat accepts pictures without text, but the visitor probably forgot to ask.
             self.sessions.pipe.check_text("message", exchange.question)
             self._check_length(exchange.options.get("max_new_tokens"))
             exchange.media = files_by_kind(files, self.sessions.folders)
@@ -176,7 +176,7 @@ class Session:
         return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)
 
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
-        """Answer over the 16-bit cache; an incomplete answer ends the comparison."""
+        """Answer with the 16-bit cache; an incomplete answer ends the comparison."""
         complete, self.baseline_exchange = False, exchange
         try:
             with closing(self._texts(chat, exchange)) as texts:
@@ -189,7 +189,7 @@ class Session:
                 self._drop_baseline()
 
     def compare(self) -> Iterator[None]:
-        """Answer all earlier and later questions over a 16-bit cache too.
+        """Start to answer all earlier and later questions with a 16-bit cache too.
 
         Raises:
             InputError: if media files are missing because the conversation was loaded.
@@ -224,11 +224,11 @@ class Session:
             exchange.baseline = None
 
     def show_error(self, error: Exception) -> None:
-        """Show in the transcript why the page refused something."""
+        """Show an error in the transcript."""
         self._show(Exchange("", error=str(error)))
 
     def _show(self, exchange: Exchange) -> None:
-        """Add an exchange to the transcript; the oldest of too many refused messages is dropped."""
+        """Add an exchange to the transcript; drop the oldest refused one if there are too many."""
         refused = [old for old in self.exchanges if not old.counts]
         for old in refused[: len(refused) - _MAX_REFUSED]:
             self.exchanges.remove(old)
@@ -240,7 +240,7 @@ class Session:
         return self._stop.is_set() or self.conversation.finish_reason == "interrupted"
 
     def stop(self) -> None:
-        """End the running answer, or the processing of its prompt; the text so far is kept."""
+        """Stop the running answer, or the processing of its prompt; the text so far is kept."""
         self._stop.set()
         for chat in self._chats:
             chat.chat.stop()
@@ -254,7 +254,7 @@ class Session:
                 chat.chat.close()
 
     def undo(self) -> None:
-        """Take back the last question, or the last message that the page refused."""
+        """Undo the last question, or remove the last message that was refused."""
         with self._change():
             if not self.exchanges:
                 raise InputError("there is nothing to undo")
@@ -264,7 +264,7 @@ class Session:
             self.exchanges.pop()
 
     def take_back(self) -> tuple[str, list[str | Path]]:
-        """Take back the last question; return its text and files, to ask it again.
+        """Undo the last question; return its text and files, so that it can be asked again.
 
         Raises:
             InputError: if there is no question, or its files are missing.
@@ -308,8 +308,8 @@ class Session:
 
         Args:
             path: path of the file.
-            previews: trusted HTML of the conversation's first media, in order; other media get the
-                previews that were shown recently, if any.
+            previews: trusted HTML of the conversation's first media, in order; other media get
+                recently shown previews, if any.
         """
         with self._change():
             chat, store = self._pipe.load_chat(path), self.sessions.previews
@@ -327,7 +327,7 @@ class Session:
                 exchange.hint = self.sessions.card.hint(exchange.question)
 
     def inspection(self) -> Inspection:
-        """Measure what quantization does to keys and values of this conversation's media."""
+        """Measure what quantization does to the keys and values of this conversation's media."""
         from oscar_mm.engine.message import first_turn
         from oscar_mm.inspect.inspection import inspect_prompt
         from oscar_mm.media.part import media_parts
@@ -346,7 +346,7 @@ class Session:
             return pipe.engine.call(inspect, runs_model=True)
 
     def close(self) -> None:
-        """Free the conversation now, or as soon as a running answer or write has ended."""
+        """Free the conversation now, or as soon as a running answer or write has finished."""
         self._closed = True
         self.stop()
         if self._turn.acquire(timeout=_PATIENCE_S):
@@ -355,7 +355,7 @@ class Session:
 
     @property
     def _pipe(self) -> Pipeline:
-        """The pipeline of the conversation."""
+        """The conversation's pipeline."""
         return self.sessions.pipeline(self.conversation.chat.pipe.policy)
 
     @property
@@ -374,10 +374,10 @@ class Session:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """End the running answer, and keep others from starting within the block."""
+        """Stop the running answer, and prevent new answers within the block."""
         self.stop()
         if not self._turn.acquire(timeout=_PATIENCE_S):
-            why = "being written to disk" if self._writing.locked() else "read by the model"
+            why = "being written to disk" if self._writing.locked() else "being read by the model"
             raise InputError(f"this conversation is still {why}: try again in a moment")
         try:
             if self._closed:
@@ -389,13 +389,13 @@ class Session:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Keep others from changing the conversation within the block, and mark it unsaved."""
+        """Prevent other changes to the conversation within the block, and mark it as unsaved."""
         with self._exclusive():
             self.is_unsaved = True
             yield
 
     def _release(self) -> None:
-        """Let other threads change the conversation, and write it in the background if it has
+        """Allow other changes to the conversation, and write it in the background if it has
         changed."""
         self._free_turn()
         if self.is_unsaved and not self._closed:
@@ -408,13 +408,14 @@ class Session:
 
     @contextmanager
     def unchanging(self, patience: float) -> Iterator[bool]:
-        """Keep the conversation unchanged within the block; questions wait.
+        """Prevent changes to the conversation within the block; new questions wait.
 
         Args:
-            patience: seconds to wait for a running answer.
+            patience: maximum seconds to wait for a running answer.
 
         Yields:
-            False if the answer is still running then, or the conversation has ended.
+            True; False if the answer is still running after that time, or the conversation has
+            ended.
         """
         with self._writing:
             if not self._turn.acquire(timeout=patience):

@@ -1,6 +1,6 @@
-"""Sessions: the conversations of a page, their visitors and their pipelines.
+"""Sessions: the conversations of the demo page, with their visitors and pipelines.
 
-ConversationFolder: conversations in files, which continue when the page is served again.
+ConversationFolder: conversations stored in files, so that they survive a restart of the server.
 """
 
 from __future__ import annotations
@@ -35,41 +35,42 @@ if TYPE_CHECKING:
 MAX_SESSIONS = 64
 """Maximum number of conversations on the server."""
 IDLE_S = 900.0
-"""Seconds without an action of the visitor after which a full page may evict a conversation."""
+"""Seconds of visitor inactivity after which a full server may evict a conversation."""
 MAX_UNVISITED_S = 6 * 3600.0
-"""Seconds that a conversation without a visitor is kept."""
+"""Maximum seconds to keep a conversation without a visitor."""
 MAX_UNVISITED_BYTES = 2**30
-"""Maximum bytes of keys and values of all conversations without a visitor."""
+"""Maximum bytes of keys and values in all conversations without a visitor."""
 MAX_VISITS = 4 * MAX_SESSIONS
 """Maximum number of browsers whose latest conversation is remembered."""
 MAX_FILES = 64
 """Maximum number of conversations in a folder."""
 MAX_BYTES = 4 * 2**30
-"""Maximum bytes of a folder."""
+"""Maximum total bytes of a folder."""
 MAX_AGE_S = 7 * 24 * 3600.0
-"""Seconds that a conversation is kept in a folder."""
+"""Maximum seconds to keep a conversation in a folder."""
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 _MAX_SAMPLES = 160
 _PATIENCE_S = 60.0
-"""Seconds that ``save`` waits for a running answer."""
+"""Maximum seconds that ``save`` waits for a running answer."""
 _log = logging.getLogger(__name__)
 
 
 class Sessions:
-    """The sessions of a page: one conversation per visitor, with a shared model and budget.
+    """The sessions of the page: one conversation per visitor, sharing a model and a KV budget.
 
-    A conversation outlives the visit: any browser that knows its id can continue it, until it is
-    too old or evicted.
+    A conversation outlives its visit: any browser that knows its id can continue it, until it
+    expires or is evicted.
 
     Args:
-        pipe: pipeline that generates the answers; its ``kv_budget`` limits the visitors' memory.
-        settings: settings of conversations for which the visitor has chosen none.
-        folders: the only folders from which files of messages are read.
-        keep: folder to which conversations are written after each change, so that they continue
-            when the page is served again; None to write none.
+        pipe: pipeline that generates the answers; its ``kv_budget`` limits the memory of all
+            conversations.
+        settings: default settings of conversations.
+        folders: the only folders from which the files of messages are read.
+        keep: folder to which conversations are written after each change, so that they survive a
+            restart of the server; None to write none.
 
     Raises:
-        InputError: if the folder cannot be made.
+        InputError: if the folder cannot be created.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class Sessions:
         )
         self._sessions: dict[str, Session] = {}
         self._visits: dict[str, str] = {}
-        # A browser whose connection broke returns with its old session hash.
+        # A browser that lost its connection returns with its old session hash.
         self._former_visits: dict[str, str] = {}
         self._lock, self._closed = threading.Lock(), False
 
     def pipeline(self, policy: KVPolicy) -> Pipeline:
-        """Return a pipeline of the model with this policy."""
+        """Return a pipeline for the model with this policy."""
         with self._lock:
             pipe = self._pipes.get(policy)
             if pipe is None:
@@ -100,16 +101,16 @@ class Sessions:
             return pipe
 
     def session(self, key: str) -> Session:
-        """Return the session that a browser visits, or begin a new session.
+        """Return the session that a browser is visiting, or begin a new session.
 
-        Clients can invent any number of keys. So when the page is full, a session without a
+        Clients can invent any number of keys. So when the server is full, a session without a
         conversation is evicted; it is created again with its first question.
 
         Args:
             key: the browser's session hash.
 
         Raises:
-            InputError: if the page is full, or closed.
+            InputError: if the demo has reached its session limit, or is closed.
         """
         with self._lock:
             if key in self._former_visits:
@@ -121,14 +122,14 @@ class Sessions:
         return session
 
     def visit(self, key: str, session_id: str) -> Session:
-        """Let a browser continue a conversation, or begin a new one if this id does not exist.
+        """Let a browser continue a conversation, or begin a new one if the id does not exist.
 
         Args:
             key: the browser's session hash.
-            session_id: ``Session.id``, a secret contained in the page's address.
+            session_id: ``Session.id``, a secret that is part of the page's URL.
 
         Raises:
-            InputError: if the page is full, or closed.
+            InputError: if the demo has reached its session limit, or is closed.
         """
         self._give_up(self._expired())
         with self._lock:
@@ -138,7 +139,7 @@ class Sessions:
         return self.session(key) if exists else self._admit(key, self._read(session_id))
 
     def _read(self, session_id: str) -> Session:
-        """Read a conversation from the folder into a session, or return an empty session."""
+        """Return a session with a conversation from the folder; empty if it is not there."""
         session = Session(self)
         if self.folder is not None and not self.folder.load(session, session_id):
             session.close()
@@ -146,10 +147,10 @@ class Sessions:
         return session
 
     def fork(self, key: str) -> Session:
-        """Let a browser visit a copy of its conversation; the original keeps its address.
+        """Move a browser to a copy of its conversation; the original keeps its URL.
 
         Raises:
-            InputError: if the page is full, or closed.
+            InputError: if the demo has reached its session limit, or is closed.
         """
         fork = self._admit(key, self.session(key).fork(), is_fork=True)
         self.save_later(fork)
@@ -161,7 +162,7 @@ class Sessions:
             self.folder.save_later(session)
 
     def __contains__(self, session: Session) -> bool:
-        """Whether the session has not been evicted."""
+        """Whether the session still exists, that is, was not evicted."""
         return self._sessions.get(session.id) is session
 
     def _add_visit(self, key: str, session_id: str) -> None:
@@ -169,7 +170,7 @@ class Sessions:
         _set_latest(self._visits, key, session_id)
 
     def _admit(self, key: str, new: Session, *, is_fork: bool = False) -> Session:
-        """Add the new session unless another thread has meanwhile added one for this key or id."""
+        """Add a new session, unless another thread has meanwhile added one with this key or id."""
         evicted: list[Session] = []
         admitted = None
         try:
@@ -191,10 +192,10 @@ class Sessions:
             self._give_up(evicted)
 
     def _longest_idle(self) -> str:
-        """Return the id of the session to evict, the one idle longest.
+        """Return the id of the session to evict: the one that has been idle longest.
 
-        Sessions without a conversation go first, then sessions without a visitor, then all: a
-        browser that lost its connection still counts as a visitor.
+        Sessions without a conversation go first, then sessions without a visitor, then idle ones
+        with a visitor: a browser that lost its connection still counts as a visitor.
 
         Raises:
             InputError: if all sessions have conversations with active visitors.
@@ -213,7 +214,7 @@ class Sessions:
         return key
 
     def leave(self, key: str) -> None:
-        """End a visit; its conversation is kept for a while, an empty one is removed at once."""
+        """End a visit; its conversation is kept for a while unless it is empty."""
         with self._lock:
             session_id = self._visits.pop(key, "")
             session = self._sessions.get(session_id)
@@ -230,8 +231,8 @@ class Sessions:
         self._give_up(self._expired())
 
     def _expired(self) -> list[Session]:
-        """Remove and return conversations without a visitor that are too old, or in sum too
-        large."""
+        """Remove and return conversations without a visitor that are too old, or too large in
+        total."""
         now, size, expired = time.monotonic(), 0, []
         with self._lock:
             visited = set(self._visits.values())
@@ -250,7 +251,7 @@ class Sessions:
             session.close()
 
     def close(self) -> None:
-        """Admit no more sessions, stop all answers, write unsaved conversations and end all
+        """Accept no more sessions, stop all answers, write unsaved conversations and end all
         sessions."""
         with self._lock:
             self._closed = True
@@ -285,7 +286,7 @@ class Sessions:
 
 
 def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
-    """Record a visit as the latest one, and drop the oldest of too many visits."""
+    """Record a visit as the latest, and drop the oldest one if there are too many."""
     visits.pop(key, None)
     visits[key] = session_id
     if len(visits) > MAX_VISITS:
@@ -293,24 +294,24 @@ def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
 
 
 class ConversationFolder:
-    """Folder that conversations are written to, and read from when a visitor has the id.
+    """Folder to which conversations are written, and from which visitors who have the id get them.
 
-    A conversation has two files named by its id: ``.safetensors`` as ``Chat.save`` writes it, and
-    ``.json`` with settings, curve and previews. Both are complete files at any time, however the
-    process ends. All files in the folder are trusted.
+    A conversation has two files named after its id: ``.safetensors``, as written by ``Chat.save``,
+    and ``.json`` with settings, memory curve and previews. However the process ends, both files are
+    complete. All files in the folder are trusted.
 
     Args:
-        path: folder of the files, created if it is missing.
+        path: path of the folder, which is created if it is missing.
 
     Raises:
-        InputError: if the folder cannot be made.
+        InputError: if the folder cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with writing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for part in path.glob(".*.part"):  # The file of a process that ended while writing.
+        for part in path.glob(".*.part"):  # Left by a process that ended while writing.
             if _ID.fullmatch(part.name[1:33]):
                 self._remove(part)
         self._writer = ThreadPoolExecutor(1, "conversation-writer")
@@ -318,10 +319,11 @@ class ConversationFolder:
         self.prune()
 
     def save_later(self, session: Session) -> None:
-        """Write a conversation in the background, see ``save``; one is written at a time.
+        """Write a conversation in the background, one at a time; see ``save``.
 
-        A conversation that is being changed is skipped, because the end of the change calls this
-        again. One that was spilled to disk and does not fit into memory is written with the next.
+        A conversation that is being changed is skipped, because this is called again after the
+        change. One that was spilled to disk and does not fit in memory is written with the next
+        one.
         """
         self._writer.submit(self.save, session, patience=0.0)
         with suppress(IndexError):  # Other threads take items from the queue too.
@@ -329,13 +331,13 @@ class ConversationFolder:
                 self._writer.submit(self.save, self._refused.popleft(), patience=0.0)
 
     def save(self, session: Session, patience: float = _PATIENCE_S) -> None:
-        """Write a conversation if it has changed; one without turns has no files.
+        """Write a conversation if it has changed; one without turns gets no files.
 
-        A conversation that cannot be written is logged, and its old files are kept.
+        If it cannot be written, the error is logged and its old files are kept.
 
         Args:
             session: the conversation.
-            patience: seconds to wait for a running answer.
+            patience: maximum seconds to wait for a running answer.
         """
         with session.unchanging(patience) as is_ready:
             if not (is_ready and session.is_unsaved):
@@ -349,7 +351,7 @@ class ConversationFolder:
                 _log.warning("a conversation could not be stored: %s", error)
             except Exception:
                 _log.exception("a conversation could not be stored")
-            if session not in session.sessions:  # It was evicted while it was written.
+            if session not in session.sessions:  # It was evicted while it was being written.
                 self.remove(session.id)
         self.prune()
 
@@ -375,11 +377,11 @@ class ConversationFolder:
         path = self._path(session.id, "json")
         with writing(path), whole_file(path, private=True) as new:
             new.write_text(json.dumps(record))
-            # Last, so that the two files are replaced together.
+            # Done last, so that the two files are replaced together.
             chat.chat.save(self._path(session.id, "safetensors"))
 
     def load(self, session: Session, session_id: str) -> bool:
-        """Load a conversation of the folder into a new session; return False if there is none."""
+        """Load a conversation from the folder into a new session; return False if there is none."""
         if not _ID.fullmatch(session_id) or not self._path(session_id, "json").is_file():
             return False
         try:
@@ -392,7 +394,7 @@ class ConversationFolder:
             chat.forgotten = [(tokens, name) for tokens, name in record["forgotten"]]
         except (
             *(InputError, OSError, ValueError, LookupError, TypeError),
-            RecursionError,  # from deeply nested JSON
+            RecursionError,  # From deeply nested JSON.
         ) as error:
             _log.warning("a conversation cannot be read: %s", error)
             return False
@@ -405,7 +407,7 @@ class ConversationFolder:
             self._remove(self._path(session_id, suffix))
 
     def prune(self) -> None:
-        """Remove old conversations, and the oldest if there are too many or too many bytes."""
+        """Remove old conversations, and the oldest if there are too many or they are too large."""
         size, count = 0, 0
         for path in sorted(self.path.glob("*.safetensors"), key=_age):
             if not _ID.fullmatch(path.stem):
@@ -427,7 +429,7 @@ class ConversationFolder:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a file was written; infinity if it is gone or a link to itself."""
+    """Return the seconds since a file was written; infinity if it is gone or links to itself."""
     with suppress(OSError):
         return time.time() - path.stat().st_mtime
     return float("inf")

@@ -29,16 +29,16 @@ NOTES = {
     "interrupted": "stopped: the text so far counts as the answer",
     "length": "ended at the maximum answer length of the settings",
 }
-"""Note of the transcript on an answer that the model did not end, by finish reason."""
+"""Note to show below an answer that the model did not end itself, by finish reason."""
 _THUMBNAIL_SIZE = (144, 96)
 _WAVEFORM_BARS = 28
 KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
-"""Name of a medium on the page."""
+"""Names of the modalities on the page."""
 SCROLL_SCRIPT = """
 const box = document.getElementById('transcript');
 watch('value', () => {
   for (const text of box.querySelectorAll('.asked > p')) {
-    // The keyboard can scroll a long question then.
+    // Makes a long question scrollable by keyboard.
     if (text.scrollHeight > text.clientHeight) text.tabIndex = 0;
   }
   if (box.dataset.away !== 'yes') box.scrollTop = box.scrollHeight;
@@ -92,17 +92,17 @@ class Exchange:
 
     Attributes:
         question: text of the question.
-        files: files of the question as uploaded.
-        media: the same files by kind, after they were checked.
-        previews: previews of the same media, in the order of the turn's segments.
-        parts: texts and media of a loaded question in order; empty if all media precede the text.
-        options: sampling options of the answer.
-        reasoning: reasoning of a thinking model so far.
+        files: files of the question, as uploaded.
+        media: the same files by kind, once they have been checked.
+        previews: previews of the media, in the order of the turn's segments.
+        parts: texts and media of a loaded question, in order; empty if all media come first.
+        options: sampling options for the answer.
+        reasoning: a thinking model's reasoning so far.
         answer: text of the answer so far.
-        baseline: text of the answer over a 16-bit cache so far, or None.
-        note: cause of the answer's end; "" if the model ended it.
-        hint: reason not to trust the answer; "" if there is none.
-        error: reason why there is no answer.
+        baseline: text so far of the answer with a 16-bit cache, or None.
+        note: reason why the answer ended; "" if the model ended it.
+        hint: reason not to trust the answer, or "".
+        error: reason why there is no answer, or "".
         counts: whether the exchange is a turn of the chat.
     """
 
@@ -122,7 +122,7 @@ class Exchange:
 
     @classmethod
     def loaded(cls, turn: Turn, previews: list[Preview]) -> Exchange:
-        """Convert a turn of a saved conversation, which has names of media but no files."""
+        """Convert a turn of a saved conversation, which has the names of its media but no files."""
         by_span = dict[Any, Preview](zip(turn.media, previews, strict=True))
         asked = [part for message in turn.messages for part in message.parts]
         return cls(
@@ -143,7 +143,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Preview:
-    """A medium of a message, with a small embedded picture.
+    """A media item of a message, with a small embedded picture.
 
     Attributes:
         kind: "picture", "video" or "clip".
@@ -159,7 +159,7 @@ class Preview:
 
     @classmethod
     def named(cls, modality: Modality, name: str, html: str = "") -> Preview:
-        """Describe a medium whose file is missing."""
+        """Describe a media item whose file is missing."""
         return cls(KINDS[modality], name, html=html)
 
 
@@ -167,7 +167,7 @@ def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[
     """Read the media of a message, in the order of its segments: images, videos, recordings.
 
     Raises:
-        InputError: if a file cannot be read, or is over the limits.
+        InputError: if a file cannot be read, or exceeds the limits.
     """
     reader = MediaReader(replace(limits, max_video_frames=2), fit=eighth)
     previews = []
@@ -185,7 +185,7 @@ def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[
 
 
 def _read(reader: MediaReader, kind: str, path: Path) -> Media:
-    """Decode a file; errors name it without its folder, which visitors must not see."""
+    """Decode a file; errors give its name without the folder, which visitors must not see."""
     try:
         shown: dict[str, Any] = {kind: [path]}
         return reader.read(media_parts(**shown))
@@ -221,12 +221,12 @@ def _waveform(samples: np.ndarray, name: str) -> str:
 
 
 def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> str:
-    """Show all exchanges except the active answer; this changes only when a turn starts or ends."""
+    """Show all exchanges but the active answer; it changes only when a turn starts or ends."""
     numbers: Counter[str] = Counter()
     is_begun = any(one.question or one.files or one.previews for one in exchanges)
     parts = [] if is_begun else [_EMPTY]
     for exchange in exchanges:
-        # The model gets only the media of its turns, and numbers them.
+        # The model sees only the media of its own turns, and numbers them.
         seen = exchange.counts or exchange is active
         parts.append(_question(exchange, numbers if seen else None))
         if exchange is not active:
@@ -235,7 +235,7 @@ def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> st
 
 
 def as_markdown(exchanges: Sequence[Exchange]) -> str:
-    """Write the questions and answers of a conversation as a text file."""
+    """Return the questions and answers of a conversation as Markdown."""
     numbers: Counter[str] = Counter()
     parts = []
     for exchange in exchanges:
@@ -320,10 +320,10 @@ def _reasoning(exchange: Exchange, *, is_open: bool = False) -> str:
 
 
 class PreviewStore:
-    """Previews of recently shown media, by digest of the content and name.
+    """Previews of recently shown media, by content digest and name.
 
-    A saved conversation with the SHA-256 of a medium comes from a visitor who has had the medium,
-    so showing its preview reveals nothing.
+    A saved conversation that contains the SHA-256 of a media item comes from a visitor who had the
+    item, so showing its preview reveals nothing.
     """
 
     def __init__(self) -> None:
@@ -331,7 +331,7 @@ class PreviewStore:
         self._size, self._lock = 0, threading.Lock()
 
     def add(self, media: Sequence[MediumSpan], htmls: Sequence[str]) -> None:
-        """Add previews, and drop the oldest of too many."""
+        """Add previews, and drop the oldest if they take too much memory."""
         with self._lock:
             for span, html in zip(media, htmls, strict=True):
                 key = span.digest, span.label
@@ -341,10 +341,10 @@ class PreviewStore:
                 self._size -= len(self._htmls.popitem(last=False)[1])
 
     def html(self, span: MediumSpan) -> str:
-        """Return the HTML of a medium's picture, or ""."""
+        """Return the HTML of a media item's picture, or ""."""
         with self._lock:
             return self._htmls.get((span.digest, span.label), "")
 
     def preview(self, span: MediumSpan) -> Preview:
-        """Describe a medium whose file is missing."""
+        """Describe a media item whose file is missing."""
         return Preview.named(span.modality, span.label, self.html(span))

@@ -1,4 +1,4 @@
-"""Check visitor input: the number, size and kind of files, texts and settings."""
+"""Check visitor input: number, size and kind of files; texts; settings."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ LIMITS = MediaLimits(
     max_audio_seconds=300,
 )
 MAX_FILES = 24
-"""Maximum number of files of a message."""
+"""Maximum number of files in a message."""
 MAX_CHAT_BYTES = 2**30
-"""Maximum bytes of an upload: a saved conversation may be larger than any medium."""
+"""Maximum bytes of an upload; a saved conversation may be larger than any media file."""
 MAX_STORED_BYTES = 4 * 2**30
-"""Maximum bytes of all files on the server."""
+"""Maximum total bytes of all files on the server."""
 MAX_NEW_TOKENS = 1024
 """Maximum tokens of an answer, not counting a thinking model's reasoning."""
 MAX_CHARACTERS = 100_000
 """Maximum characters of a message or system prompt; the model's context may be shorter."""
 AS_PRESET = "preset"
-"""Choice of bits that leaves them to the preset."""
+"""Choice that leaves the bits to the preset."""
 WIDTHS = ("2", "3/2", "4/2", "4", "16")
-"""Bits of keys and of values that the page offers; one number if they are the same."""
+"""Bit widths that the page offers, as keys/values; one number if they are the same."""
 
 
 def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[str, list[Path]]:
-    """Sort the files of a message into arguments of ``Chat.stream``.
+    """Sort the files of a message into arguments for ``Chat.stream``.
 
     Args:
         files: paths of the files.
-        folders: the only folders that are read: uploads and examples.
+        folders: the only folders to read files from: uploads and examples.
 
     Raises:
-        InputError: if there are too many files, or a file is not a medium or not in ``folders``.
+        InputError: if there are too many files, or one is not a media file or not in ``folders``.
     """
     if len(files) > MAX_FILES:
         raise InputError(f"{len(files)} files are more than the {MAX_FILES} allowed in one message")
@@ -53,12 +53,10 @@ def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[
         path = upload_path(file, folders)
         if path.stat().st_size > LIMITS.max_file_bytes:
             mebibytes = LIMITS.max_file_bytes // 2**20
-            raise InputError(
-                f"{path.name}: is larger than the {mebibytes} MiB allowed for one file"
-            )
+            raise InputError(f"{path.name} is larger than the {mebibytes} MiB allowed for one file")
         kind = kind_of(path)
         if kind is None:
-            raise InputError(f"{path.name}: is not an image, video or recording in a known format")
+            raise InputError(f"{path.name} is not an image, video or recording in a known format")
         kinds[kind].append(path)
     return kinds
 
@@ -67,18 +65,18 @@ def upload_path(file: str | Path, folders: Sequence[Path]) -> Path:
     """Resolve the path of an uploaded file.
 
     Raises:
-        InputError: if the file is in none of the folders, or does not exist.
+        InputError: if the file is not in any of the folders, or does not exist.
     """
     path = Path(file).resolve()
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
-        raise InputError(f"{path.name}: was not uploaded here")
+        raise InputError(f"{path.name} was not uploaded here")
     if not path.is_file():
-        raise InputError(f"{path.name}: is no longer here; upload it again")
+        raise InputError(f"{path.name} is no longer available; upload it again")
     return path
 
 
 def bounded_text(name: str, text: str) -> str:
-    """Strip the spaces around a text and check its length.
+    """Strip surrounding white space from a text, and check its length.
 
     Raises:
         InputError: if the text is too long.
@@ -92,11 +90,11 @@ def bounded_text(name: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """A visitor's settings of a conversation.
+    """A visitor's settings for a conversation.
 
     Attributes:
         policy: policy for keys and values.
-        preset: name of the preset that the policy is, or was derived from.
+        preset: name of the preset, from which the policy may differ.
         system: system prompt, or None.
         compare: whether to compare with a 16-bit cache.
     """
@@ -110,13 +108,13 @@ class SessionSettings:
     def of_fields(
         cls, preset: str, bits: Mapping[str, str], window: float, system: str | None, compare: bool
     ) -> SessionSettings:
-        """Check the values of the page's fields, and convert them to settings.
+        """Check the values of the page's fields and convert them to settings.
 
         Args:
             preset: name of a preset.
-            bits: one of WIDTHS, or AS_PRESET, by modality.
-            window: number of latest tokens that stay in 16-bit precision.
-            system: system prompt; empty for none.
+            bits: one of WIDTHS, or AS_PRESET, for each modality.
+            window: number of latest tokens to keep in 16-bit precision.
+            system: system prompt; empty or None for none.
             compare: whether to compare with a 16-bit cache.
 
         Raises:
@@ -129,12 +127,12 @@ class SessionSettings:
 
     @property
     def name(self) -> str:
-        """Name of the policy to display; a star marks a changed preset."""
+        """Display name of the policy; an asterisk marks a changed preset."""
         return self.preset if self.policy == KVPolicy.preset(self.preset) else f"{self.preset}*"
 
 
 def as_int(value: Any) -> Any:
-    """Convert a slider's 32.0 to 32; return any other value unchanged, to be checked later."""
+    """Convert a slider's 32.0 to 32; return any other value unchanged, for later checks."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

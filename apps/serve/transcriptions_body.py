@@ -27,7 +27,7 @@ _MAX_PARTS, _MAX_CHARACTERS = 32, 1 << 16
 _LISTS = ("timestamp_granularities", "include")
 """Fields that may be repeated; their names may end with ``[]``."""
 _MIN_TOKENS, _TOKENS_PER_SECOND = 256, 16
-"""Maximum tokens of a transcription, at least and per second: several times as many as speech needs.
+"""Token limit of a transcription, as a minimum and per second: several times what speech needs.
 Clients cannot set a limit, and a model that repeats itself would fill its context."""
 _PLACE = re.compile(r"messages\[0\](?:\.content)?(\[0\])?")
 """Name of the recording, or of the text, in errors of the chat-completions API."""

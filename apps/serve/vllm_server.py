@@ -39,7 +39,7 @@ _REFUSED = {
     "waiting": "vLLM does not bound its queue",
     "conversations": "vLLM caches all prompt prefixes that fit into its KV memory",
     "prefill_chunk": "vLLM chunks prompts itself: use -- --max-num-batched-tokens N",
-    "device": "set CUDA_VISIBLE_DEVICES to choose vLLM's GPUs",
+    "device": "CUDA_VISIBLE_DEVICES chooses vLLM's GPUs",
     "device_map": "use -- --tensor-parallel-size N, which spreads a model over N GPUs",
 }
 """Options that have no equivalent in vLLM, with a reason or an alternative."""

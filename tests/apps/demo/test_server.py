@@ -166,7 +166,7 @@ def test_files_that_are_too_large_are_refused_in_the_chat(served, client, tmp_pa
     data = [{"text": "What?", "files": [upload(client, large)]}, 0, 20, *WHERE]
     sent = call(client, served, "ask", data, "s6")
     assert (
-        "large.png: is larger than the 32 MiB allowed for one file" in sent[-1]["output"]["data"][0]
+        "large.png is larger than the 32 MiB allowed for one file" in sent[-1]["output"]["data"][0]
     )
 
 

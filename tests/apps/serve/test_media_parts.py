@@ -263,7 +263,7 @@ def test_nobody_reads_what_was_sent_under_another_salt() -> None:
     for options in ({}, {"cache_salt": "yours"}, {"cache_salt": "mine "}):
         error = refused(again("image_url", "a"), source=kept, **options)
         assert "no media item is stored for this uuid and cache_salt" in str(error)
-        assert "send the medium again with its uuid" in str(error)
+        assert "send it again with its uuid" in str(error)
         assert error.field == "messages[0].content[0]"
     assert shown(read(again("image_url", "a"), source=kept, cache_salt="mine"))
 
@@ -285,7 +285,7 @@ def test_a_request_that_is_refused_names_nothing() -> None:
 def test_uuids_that_are_refused(monkeypatch) -> None:
     kept = source()
     read(named(image(png()), "a"), source=kept)
-    assert "has the type image" in str(refused(again("video_url", "a"), source=kept))
+    assert "is of type image" in str(refused(again("video_url", "a"), source=kept))
     for kind, field in (("image_url", "url"), ("video_url", "url"), ("input_audio", "data")):
         error = refused({"type": kind, kind: {}}, source=kept)
         assert (str(error), error.field) == (
@@ -329,7 +329,7 @@ def test_a_server_answers_about_a_known_medium(client) -> None:
     then = ask(again("image_url", "x"), again("input_audio", "y"), salt="s")
     assert then.choices[0].message.content == first.choices[0].message.content
     assert then.usage.prompt_tokens == first.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="send the medium again with its uuid"):
+    with pytest.raises(openai.BadRequestError, match="send it again with its uuid"):
         ask(again("image_url", "x"), salt="t")
 
 

@@ -202,7 +202,7 @@ def test_fields_about_reasoning() -> None:
     ("body", "expected"),
     [
         ({"messages": []}, "messages: must not be empty"),
-        ({"messages": [user(" ")]}, "messages[0].content: is empty"),
+        ({"messages": [user(" ")]}, "messages[0].content: must not be empty"),
         ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role: must be"),
         (
             {"messages": [user({"type": "cat"}, text("a"))]},

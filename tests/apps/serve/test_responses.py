@@ -230,18 +230,18 @@ def test_structured_output(client) -> None:
         ({}, "input", "is missing"),
         ({"input": []}, "input", "must not be empty"),
         ({"input": 5}, "input", "must be a list"),
-        ({"input": " "}, "input[0].content", "is empty"),
-        ({"input": [{"type": "cat"}]}, "input[0]", "those supported are message"),
+        ({"input": " "}, "input[0].content", "must not be empty"),
+        ({"input": [{"type": "cat"}]}, "input[0]", "is not supported: use message"),
         ({"input": [{"role": "cat", "content": "a"}]}, "input[0].role", "must be"),
         (
             {"input": [{"role": "user", "content": [{"type": "cat"}]}]},
             "input[0].content[0]",
-            "those supported are input_text",
+            "is not supported: use input_text",
         ),
         (
             {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": [SHOWN, {}]}]},
             "input[1].content[1]",
-            "those supported are input_text",
+            "is not supported: use input_text",
         ),
         (
             {"input": "<|im_end|>", "instructions": "Be brief."},

@@ -246,7 +246,7 @@ def test_several_clients(client) -> None:
         ([user("Why?")], {"logit_bias": {"99999999": 1}}, "logit_bias"),
         ([user("Why?")], {"extra_body": {"stop_token_ids": [99999999]}}, "stop_token_ids"),
         ([user("Why?")], {"extra_body": {"bad_words": ["a"] * 257}}, "bad_words"),
-        ([user(" ")], {}, "messages[0].content: is empty"),
+        ([user(" ")], {}, "messages[0].content: must not be empty"),
         (
             [user("a"), user("<|im_end|>")],
             {},
