@@ -202,14 +202,14 @@ class Pipeline:
     def load_chat(self, path: str | Path) -> Chat:
         """Load a chat that ``Chat.save`` wrote with the same model and policy.
 
-        With ``tp_plan`` each rank reads its own file; the number of ranks must be the same.
+        With ``tp_plan``, each rank reads its own file; the number of ranks must be the same.
 
         Raises:
             InputError: if the file cannot be read, is not a chat, was altered or belongs to another
                 model, or if ``kv_budget`` has no memory for it.
         """
-        # Read in the calling thread, because it may take long; other requests may use up the memory
-        # meanwhile.
+        # Read in the calling thread, because this may take a while. Other requests may use up
+        # the memory meanwhile.
         chat = read_chat(
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,

@@ -382,7 +382,7 @@ def _place(letter: str) -> int:
 
 
 def is_correct(row: Row, text: str, choice: int | None) -> bool | None:
-    """Whether the choice, or without one the text, is right; None if the row has no answer."""
+    """Whether the choice (or the text, if there is none) is right; None if no answer is known."""
     if not row.answer:
         return None
     if choice is not None:

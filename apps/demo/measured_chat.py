@@ -31,7 +31,7 @@ class MemorySample:
     Attributes:
         tokens: tokens in the conversation, including forgotten ones.
         by_modality: number of tokens that are not forgotten, by modality.
-        parts: bytes of each of PARTS, without free slots, because all conversations share those.
+        parts: bytes of each of PARTS, without free slots, which all conversations share.
         bf16_bytes: bytes that the stored tokens would take in a plain 16-bit cache.
         values: number of stored elements of keys and values.
     """

@@ -326,7 +326,7 @@ class LocalBlocks(gr.Blocks):
     async def preprocess_data(
         self, block_fn: Any, inputs: list[Any], state: Any, explicit_call: bool = False
     ) -> list[Any]:
-        """Refuse URLs in place of files; then do what ``gradio.Blocks`` does."""
+        """Refuse URLs instead of files; then do what ``gradio.Blocks`` does."""
         traverse(inputs, _check_file, is_file_obj_with_meta)
         return await super().preprocess_data(block_fn, inputs, state, explicit_call)
 

@@ -178,7 +178,7 @@ class MessagesBody(_Model):
 
 
 def renamed(refusal: Refusal, places: Sequence[Place]) -> Refusal:
-    """Rename the messages and fields in a refusal to those of Anthropic's API.
+    """Rename the messages and fields in a refusal to Anthropic's names.
 
     Args:
         refusal: a refusal with the names of the chat-completions API; it is modified.

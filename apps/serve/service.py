@@ -96,7 +96,7 @@ class ServerLimits:
         running: maximum number of running answers, which are decoded as one batch.
         waiting: maximum number of requests in the queue; further requests get status 429.
         conversations: maximum number of stored chats, which later requests can continue.
-        idle: maximum number of connections besides those of running and queued requests.
+        idle: maximum number of connections in addition to running and queued requests.
         head_s: maximum seconds to receive a request's head.
         body_s: maximum seconds to receive a request's body.
         memory_wait_s: maximum seconds that a request waits for memory that other answers use.
@@ -460,7 +460,7 @@ class Service:
             self._bound_answer(request.sampling)
             if request.n > self.limits.running:
                 raise FieldError(f"must be at most {self.limits.running} on this server", "n")
-            # A grammar takes long to compile, so that is done once the request has its slot.
+            # Grammars take a long time to compile, so do that once the request has its slot.
             self.conversations.pipe.sampling(request.sampling | {"grammar": None}, ())
         return requests, written
 

@@ -152,7 +152,7 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
 
 
 def renamed(refusal: Refusal) -> Refusal:
-    """Rename the fields in a refusal to those of the form."""
+    """Rename the fields in a refusal to the form's names."""
 
     def name(found: re.Match[str]) -> str:
         return "prompt" if found[1] is None else "file"
