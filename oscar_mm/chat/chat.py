@@ -583,7 +583,8 @@ class Chat:
                 delivery=delivery,
             )
             self._spillable.answering = running_request  # From here on the chat cannot be spilled.
-            self.pipe.engine.submit(running_request)  # Here, so that it is in the next step.
+            if not (self._cancelled or self._stopped):
+                self.pipe.engine.submit(running_request)  # Here, so that it is in the next step.
             return before, running_request
 
         def end() -> Answer:

@@ -174,7 +174,7 @@ def test_the_template_decides_what_can_be_asked(llava_next_folder) -> None:
     with pytest.raises(InputError, match=r"template.*refuses.*no system prompts here"):
         pipe(None, "What?", system="Be brief.")
     processor.chat_template = "{% for m in messages %}{{ m.content[-1].text }}{% endfor %}"
-    with pytest.raises(InputError, match="1 media, 0 placeholders"):
+    with pytest.raises(InputError, match="1 media items, 0 placeholders"):
         pipe(noise(40, 40), "What?")
 
 
