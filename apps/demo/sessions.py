@@ -294,11 +294,11 @@ def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
 
 
 class ConversationFolder:
-    """Folder to which conversations are written, and from which visitors who have the id get them.
+    """Folder of saved conversations; a visitor who knows the id of one can open it.
 
     A conversation has two files named after its id: ``.safetensors``, as written by ``Chat.save``,
-    and ``.json`` with settings, memory curve and previews. However the process ends, both files are
-    complete. All files in the folder are trusted.
+    and ``.json`` with settings, memory curve and previews. Both files are always complete, however
+    the process ends. All files in the folder are trusted.
 
     Args:
         path: path of the folder, which is created if it is missing.

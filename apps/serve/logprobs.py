@@ -45,7 +45,7 @@ def logprob_entries(
 def after_reasoning(
     tokenizer: PreTrainedTokenizerBase, thinks: ThinkTokens | None, found: Sequence[TokenLogprob]
 ) -> Sequence[TokenLogprob]:
-    """If reasoning ends in these tokens, drop it and the line breaks after it."""
+    """If the reasoning ends somewhere within these tokens, drop it and the line breaks after it."""
     ids = [one.token_id for one in found]
     if thinks is None or thinks.closing not in ids:
         return found

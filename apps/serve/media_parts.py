@@ -360,7 +360,7 @@ def _check_kind(data: bytes, field: str) -> None:
     with opened(data, "") as container:
         has_track = picture_track if field == "video_url" else sound_track
         if has_track(container) is None:
-            raise InputError("has no such track")
+            raise InputError(f"the file has no {_NOUNS[field]} track")
 
 
 def _decode_base64(text: str, name: str, limits: MediaLimits) -> NamedBytes:

@@ -256,7 +256,8 @@ def _address(source: Any, name: str) -> Any:
     data, kind = source.get("data"), source.get("media_type")
     if source.get("type") != "base64" or not isinstance(data, str) or not isinstance(kind, str):
         raise FieldError(
-            'source must have "type": "base64", "media_type", "data", or "type": "url", "url"',
+            'source must be {"type": "base64", "media_type": ..., "data": ...} or '
+            '{"type": "url", "url": ...}',
             name,
         )
     return f"data:{kind};base64,{data}"

@@ -57,19 +57,20 @@ class PendingModalities:
         """Replace the announced tokens; see ``OscarCache.expect`` for arguments and errors."""
         if modalities is None:
             if attention_mask is None:
-                raise InputError("expect: give modalities, attention_mask or both")
+                raise InputError("expect(): pass modalities, attention_mask or both")
             modalities = torch.zeros_like(attention_mask, dtype=torch.int8)
         ids = modalities.detach().to("cpu").numpy()
         if ids.ndim != 2 or not set(np.unique(ids).tolist()) <= {PADDING, *Modality}:
             raise InputError(
-                "expect: modalities must be (batch, tokens) of 0 text, 1 image, 2 video, 3 audio, "
-                f"-1 padding, not {tuple(ids.shape)} of {np.unique(ids).tolist()[:8]}"
+                "expect(): modalities must have shape (batch, tokens) and contain only 0 (text), "
+                "1 (image), 2 (video), 3 (audio) or -1 (padding); got shape "
+                f"{tuple(ids.shape)} with values {np.unique(ids).tolist()[:8]}"
             )
         ids = ids.astype(np.int8)
         if attention_mask is not None:
             if attention_mask.shape != modalities.shape:
                 raise InputError(
-                    f"expect: attention_mask {tuple(attention_mask.shape)} and modalities "
+                    f"expect(): attention_mask {tuple(attention_mask.shape)} and modalities "
                     f"{tuple(ids.shape)} must both have the shape of the new tokens"
                 )
             ids[attention_mask.to("cpu").numpy() == 0] = PADDING

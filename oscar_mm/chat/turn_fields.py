@@ -124,7 +124,7 @@ def offer_of(fields: Mapping[str, Any] | None, family: Family) -> ToolOffer | No
     choice: Any = "required" if _flag(fields["required"]) else "auto"
     if named is not None:
         if choice == "required":
-            raise ValueError("the tools have both a required and a named choice")
+            raise ValueError("the tool choice is both required and a named tool: pass one")
         choice = {"type": "function", "function": {"name": named}}
     definitions = fields["definitions"]
     if not definitions:

@@ -355,7 +355,7 @@ class Family(ChatFormat, ABC):
         past_tokens: int,
         next_position: torch.Tensor,
     ) -> Prompt:
-        """Drop the first ``cut`` tokens (text), prepend ``pending`` and set the positions."""
+        """Drop the first ``cut`` tokens, which are text, prepend ``pending`` and set positions."""
         before = torch.tensor([pending], dtype=torch.long)
         ids = torch.cat([before, encoded.input_ids[:, cut:]], dim=1)
         begin = torch.arange(len(pending)).expand(*encoded.positions.shape[:-1], -1)

@@ -158,7 +158,7 @@ class LayeredPrefill:
             Cancelled: if all requests of the prompts were cancelled.
         """
         if threading.get_ident() == self._ident and self._cancelled and self._cancelled():
-            raise Cancelled("no consumer waits for the answer any more")
+            raise Cancelled("no consumer is waiting for the answer any more")
 
     def _step(self, count: int, step_seconds: float) -> None:
         """Run up to ``count`` decode steps, as long as there are requests to decode."""

@@ -154,7 +154,7 @@ class Sampling:
                 raise InputError(f"{name}={shown(getattr(self, name))}: must be {allowed}")
 
     def _numbers(self) -> dict[str, tuple[bool, str]]:
-        """Return, for each number, whether it is valid, and the allowed values."""
+        """Return for each numeric option whether its value is valid, and what is allowed."""
         penalty, top = "a number from -2 to 2", f"None or a whole number from 0 to {MAX_LOGPROBS}"
         return {
             "max_new_tokens": (_whole(self.max_new_tokens, 1), "a whole number, at least 1"),

@@ -70,7 +70,7 @@ class _States(NamedTuple):
         return cls(*states, *angles)
 
     def first(self, tokens: int) -> _States:
-        """Return the tensors' beginnings, for this number of tokens."""
+        """Return the tensors, sliced to their first ``tokens`` tokens."""
         return _States(*(x[:tokens] for x in self))
 
 

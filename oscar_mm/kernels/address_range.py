@@ -162,7 +162,7 @@ class _Gpu:
             return int(self._checked(self._driver.cuMemAddressReserve(self.total, 0, 0, 0)))
 
     def free(self, address: int) -> None:
-        """Release addresses without memory."""
+        """Release a reserved range of addresses, to which no memory may be mapped."""
         with self._in_context():
             self._checked(self._driver.cuMemAddressFree(address, self.total))
 

@@ -272,7 +272,7 @@ def splat(typing: Any, number: types.Type) -> Any:
 
 @_intrinsic
 def splat_one(typing: Any, array: types.Array, index: types.Type) -> Any:
-    """Return a vector of 16 copies of one number in a contiguous array; see ``load``."""
+    """Load a number from a contiguous array, and return a vector of 16 copies; see ``load``."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         array = context.make_array(sig.args[0])(context, builder, values[0])

@@ -112,8 +112,8 @@ def scaled_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_bytes(processor: Any, model: Any) -> Any:
-    """Return a copy of a processor that returns pixels as bytes wherever the model scales them in
-    the same way."""
+    """Return a copy of a processor that leaves pixels as bytes where the model does the
+    processor's scaling."""
     twin = copy.copy(processor)
     for name, part in _ARGUMENTS.items():
         own = getattr(processor, part, None)

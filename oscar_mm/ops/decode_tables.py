@@ -218,8 +218,8 @@ def assign(
 
 
 def _shares(lengths: np.ndarray, workers: int) -> list[int]:
-    """Return the number of thread blocks for each segment, such that the longest part is as short
-    as possible, but no shorter than ``FEWEST_ITEMS`` or ``ROUND_ITEMS``."""
+    """Return the number of thread blocks for each segment that makes the longest share of a block
+    as short as possible, but at least ``FEWEST_ITEMS``, or ``ROUND_ITEMS`` if there are many."""
     crowded = (-(-lengths // FEWEST_ITEMS)).sum() * 4 > workers * 3
     longest = ROUND_ITEMS if crowded else FEWEST_ITEMS
     high = max(longest, int(lengths.max()))

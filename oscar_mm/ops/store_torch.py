@@ -78,7 +78,7 @@ class StoreLayersArguments(NamedTuple):
     Attributes:
         recent, pages, not_finite, sigma: see ``StoreArguments``, one per layer.
         jobs, begins: see ``StoreArguments``; all sources refer to ``recent``, and each page that
-            begins has a job.
+            is begun has a job.
         recipe_numbers: see ``StoreArguments``.
     """
 
