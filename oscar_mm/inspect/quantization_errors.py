@@ -139,7 +139,9 @@ def _modality_ids(
                 f"({batch}, {tokens})"
             )
         if not set(modality.unique().tolist()) <= set(Modality):
-            raise InputError("modality ids must be 0 (text), 1 (image), 2 (video) or 3 (audio)")
+            raise InputError(
+                "roundtrip: modality ids must be 0 (text), 1 (image), 2 (video) or 3 (audio)"
+            )
         return modality.to("cpu").expand(batch, tokens)
     if isinstance(modality, str):
         if modality.upper() not in Modality.__members__:
@@ -150,7 +152,7 @@ def _modality_ids(
         kind = Modality(modality or Modality.TEXT)
     except ValueError:
         raise InputError(
-            f"modality {modality!r}: must be 0 (text), 1 (image), 2 (video) or 3 (audio)"
+            f"roundtrip: modality {modality!r} must be 0 (text), 1 (image), 2 (video) or 3 (audio)"
         ) from None
     return torch.full((batch, tokens), int(kind))
 
