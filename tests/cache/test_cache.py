@@ -119,9 +119,13 @@ def test_expected_mask() -> None:
 @pytest.mark.parametrize(
     ("modalities", "mask", "message"),
     [
-        (None, None, "give modalities, attention_mask or both"),
-        (torch.zeros(3), None, r"not \(3,\)"),
-        (torch.tensor([[0, 4]]), None, r"0 text, 1 image, 2 video, 3 audio.*\[0, 4\]"),
+        (None, None, "pass modalities, attention_mask or both"),
+        (torch.zeros(3), None, r"got shape \(3,\)"),
+        (
+            torch.tensor([[0, 4]]),
+            None,
+            r"0 \(text\), 1 \(image\), 2 \(video\), 3 \(audio\).*\[0, 4\]",
+        ),
         (torch.tensor([[0, -2]]), None, "-2"),
         (torch.tensor([[255, 256]]), None, "255"),
         (torch.tensor([[0.5, 1.0]]), None, "0.5"),
