@@ -1,1 +1,1 @@
-"""Admission: the size of requests, and the memory of GPUs and budgets."""
+"""Admission: checks of request sizes against the context, the KV budget and GPU memory."""

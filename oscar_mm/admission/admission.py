@@ -36,19 +36,19 @@ from oscar_mm.policy import PLAIN, Bits
 from oscar_mm.sizes import format_bytes
 
 _DOUBT = 0.05
-"""Assumed maximum relative error of the duration in a recording's or video's header."""
+"""Assumed maximum relative error of the duration in the header of a recording or video."""
 _BLOCK = 1 << 16
 """Number of characters that the length check tokenizes at a time; shorter texts skip the check."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """Past that a request continues.
+    """Past tokens that a request continues.
 
     Attributes:
-        cache: cache with the past.
-        tokens: number of the past's tokens that count toward the context.
-        remedies: function that returns ways to free some of these tokens.
+        cache: cache that contains the past tokens.
+        tokens: number of past tokens that count toward the context.
+        remedies: function that returns ways to free some of these tokens, as texts for an error.
     """
 
     cache: OscarCache
@@ -60,17 +60,17 @@ class Past:
 class Admission:
     """Size checks for requests, and memory reservations for running requests.
 
-    The exact size is checked on the prompt, before the model runs. For a request with media, the
-    size is also estimated before the media are decoded, from texts and headers. A refusal changes
-    nothing.
+    The exact size is checked once the prompt is built, before the model runs. If a request has
+    media, its size is also estimated from texts and media headers before the media are decoded. A
+    refused request changes nothing.
 
     Attributes:
-        family: model family, which counts tokens and holds the model.
+        family: model family, which counts tokens and provides the model.
         store: page store of the caches.
         max_context: maximum number of tokens of a conversation, including its answer.
         prefill_chunk: number of tokens per chunk of a long prompt; None if prompts are not split.
         budget: limit on the total size of all caches; None for no limit.
-        thread: engine thread, which accesses the caches.
+        thread: engine thread, in which the caches are accessed.
     """
 
     family: Family
@@ -82,8 +82,8 @@ class Admission:
     _known: tuple[tuple[int, torch.device], dict[torch.device, dict[Bits, int]]] | None = field(
         default=None, init=False, repr=False
     )
-    """Cache of ``_slot_bytes_by_device``, with the number of layers and the model's device for
-    which it is valid."""
+    """Cached result of ``_slot_bytes_by_device``, after the number of layers and the model's device
+    for which it is valid."""
 
     @property
     def model(self) -> Any:
@@ -92,10 +92,10 @@ class Admission:
 
     @property
     def max_seconds(self) -> float:
-        """Seconds of audio that fill the context.
+        """Maximum length of a recording in seconds; longer audio does not fit into the context.
 
-        60 if the family does not support audio, so that reading stops early before the audio is
-        refused.
+        60 if the family does not support audio, so that a long recording is not read in full only
+        to be refused.
         """
         if Modality.AUDIO not in self.family.reads:
             return 60.0
@@ -111,13 +111,13 @@ class Admission:
 
         Args:
             name: name of the argument, for the error message.
-            text: value given by a user.
+            text: value passed by a user.
             may_be_empty: whether to allow an empty text.
             calls: whether to allow tool-call markers, which answers may contain.
 
         Raises:
-            InputError: if the text is refused, ``RequestTooLarge`` if it is too long; names the
-                argument.
+            InputError: if the text is refused (``RequestTooLarge`` if it is too long); the error
+                names the argument.
         """
         if not isinstance(text, str):
             raise InputError(f"{name} must be text, not {type(text).__name__}")
@@ -136,11 +136,11 @@ class Admission:
         empty last message, and texts that are too long together.
 
         Args:
-            messages: messages of a turn or of a whole conversation.
+            messages: messages of a turn or of a full conversation.
 
         Raises:
-            InputError: if a message or media item is refused, ``RequestTooLarge`` if texts are too
-                long; names the message or the media item.
+            InputError: if a message or media item is refused (``RequestTooLarge`` if texts are too
+                long); the error names the message or the media item.
         """
         for message in messages:
             self.check_message(message)
@@ -154,8 +154,8 @@ class Admission:
         """Refuse a message with unsupported media or with texts that ``check_text`` refuses.
 
         Raises:
-            InputError: if the message is refused, ``RequestTooLarge`` if a text is too long; names
-                the message or the media item.
+            InputError: if the message is refused (``RequestTooLarge`` if a text is too long); the
+                error names the message or the media item.
         """
         self.family.check_reads(message.media)
         calls = message.role == "assistant"
@@ -165,17 +165,17 @@ class Admission:
             self.check_text(message.place, text, may_be_empty=True)
 
     def check_text_length(self, name: str, text: str) -> None:
-        """Refuse a text that by itself exceeds the context. Does not wait for the engine.
+        """Refuse a text that is longer than the context by itself. Does not wait for the engine.
 
         Raises:
-            RequestTooLarge: if the text is too long; names the argument, its number of characters
-                and the limit.
+            RequestTooLarge: if the text is too long; the error names the argument, its number of
+                characters and the limit.
         """
         self.check_characters(name, len(text))
         self._check_tokens(name, text)
 
     def check_characters(self, name: str, count: int) -> None:
-        """Refuse more characters than can fit into the context, without tokenizing them.
+        """Refuse a text with more characters than can fit into the context, without tokenizing it.
 
         Raises:
             RequestTooLarge: see ``check_text_length``.
@@ -192,19 +192,19 @@ class Admission:
         past: Past | None = None,
         template: TemplateOptions = USUAL,
     ) -> None:
-        """Refuse a request that does not fit, judging by the sizes of its media before decoding.
+        """Refuse a request that does not fit, based on the sizes of its media before decoding.
 
         If other threads may close the cache of ``past``, call this in the engine thread.
 
         Args:
             messages: checked messages of the turn.
-            shown: media of the messages, as sized by ``MediaReader.outline``.
+            shown: media of the messages, with their sizes from ``MediaReader.outline``.
             max_new_tokens: maximum number of tokens of the answer.
             past: past that the request continues.
             template: chat-template options of a request without a past.
 
         Raises:
-            RequestTooLarge: if the request does not fit; states numbers and remedies.
+            RequestTooLarge: if the request does not fit; the error states numbers and remedies.
             InputError: if the model does not support the media.
         """
         tokens = dict.fromkeys((modality.label for modality in Modality), 0)
@@ -222,8 +222,8 @@ class Admission:
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
         doubt = int(_DOUBT * (tokens["audio"] + tokens["video"]))
         self._check_context(size, doubt)
-        # Text last, so that as many media tokens as possible are in full pages. In a different
-        # order, other tokens may be in the window, and fewer may wait for a page.
+        # Text comes last, so that as many media tokens as possible are in full pages. In another
+        # order, other tokens may be in the window, and fewer tokens may wait for a page.
         row = [np.full(tokens[kind.label], int(kind), np.int8) for kind in reversed(Modality)]
         policy = self.store.policy
         waiting = sum(min_page_tokens(policy, bits) for bits in policy.bits if bits.packed)
@@ -231,7 +231,7 @@ class Admission:
         self._check(size, np.concatenate(row)[doubt:], past, order)
 
     def check_prompt(self, prompt: Prompt, max_new_tokens: int, past: Past | None = None) -> None:
-        """Refuse a prompt that, with its answer, does not fit into context, budget or memory.
+        """Refuse a prompt that, together with its answer, exceeds the context, budget or memory.
 
         Args:
             prompt: prompt of a single row.
@@ -240,7 +240,7 @@ class Admission:
 
         Raises:
             MemoryBusy: if other chats occupy the memory of a device.
-            RequestTooLarge: if the prompt can never fit; states numbers and remedies.
+            RequestTooLarge: if the prompt can never fit; the error states numbers and remedies.
         """
         size = RequestSize.of(prompt, max_new_tokens)
         size = size if past is None else replace(size, past=past.tokens, frees=past.remedies)
@@ -248,7 +248,7 @@ class Admission:
         self._check(size, prompt.modalities[0].numpy(), past)
 
     def longest_answer(self, prompt: Prompt, max_new_tokens: int, past: Past | None = None) -> int:
-        """Return the maximum answer length that context, budget and memory allow.
+        """Return the maximum answer length in tokens that context, budget and memory allow.
 
         Args:
             prompt: prompt of a single row.
@@ -259,7 +259,7 @@ class Admission:
             From 1 to ``max_new_tokens`` tokens.
 
         Raises:
-            MemoryBusy, RequestTooLarge: if not even one token fits, see ``check_prompt``.
+            MemoryBusy, RequestTooLarge: if not even one token fits; see ``check_prompt``.
         """
         try:
             self.check_prompt(prompt, max_new_tokens, past)
@@ -272,14 +272,14 @@ class Admission:
 
     @cached_property
     def _longest_growth(self) -> SlotForecast:
-        """Forecast for an answer that fills the context; cached, as it takes tens of ms."""
+        """Slot forecast for an answer that fills the context; cached, since it takes tens of ms."""
         return self._growth(np.full(1, Modality.TEXT, np.int8), self.max_context, None)
 
     def fair_answer(self, answers: int) -> int:
-        """Return the answer length in tokens if this number of requests shares the memory evenly.
+        """Return the maximum answer length in tokens if ``answers`` requests share memory evenly.
 
-        At most the length of the context. Memory that other caches use now counts as available; the
-        memory for prompts is ignored.
+        The result is at most the context length. Memory that other caches use now counts as
+        available; the memory that prompts need is ignored.
         """
         growth = self._longest_growth
         shares = [] if self.budget is None else [self.budget.limit / self.growth_bytes(growth)]
@@ -287,8 +287,8 @@ class Admission:
         return int(self.max_context * min(1.0, min(shares, default=math.inf) / answers))
 
     def _device_shares(self, growth: SlotForecast) -> list[float]:
-        """Return how many times a forecast fits into each GPU's memory, including the memory that
-        caches use now."""
+        """Return how many times a forecast fits into each GPU's memory; memory that caches use now
+        counts as available."""
         shares = []
         for device, sizes in self._slot_bytes_by_device().items():
             if (free := free_bytes(device)) is not None:
@@ -299,7 +299,7 @@ class Admission:
     def growth(
         self, prompt: Prompt, max_new_tokens: int, cache: OscarCache | None = None
     ) -> SlotForecast:
-        """Forecast the slots of a single-row prompt and its output.
+        """Forecast the number of slots that a single-row prompt and its answer need.
 
         Args:
             prompt: prompt of a single row.
@@ -309,29 +309,29 @@ class Admission:
         return self._growth(prompt.modalities[0].numpy(), max_new_tokens, cache)
 
     def growth_bytes(self, growth: SlotForecast) -> int:
-        """Return the maximum number of bytes that a forecast adds at any time."""
+        """Return the peak number of bytes that a forecast adds."""
         return int(self._bytes_over_time(growth).max())
 
     def reserve(
         self, growth: SlotForecast, prompt: Prompt, cache: OscarCache
     ) -> Reservation | None:
-        """Reserve memory for a request in the budget and check its devices, before prefill.
+        """Check that a request fits on its devices, and reserve its memory in the budget.
 
         Args:
             growth: slot forecast of prompt and answer.
-            prompt: prompt of a single row.
-            cache: cache that the request continues; its chat is not spilled while answering.
+            prompt: prompt of a single row, not prefilled yet.
+            cache: cache that the request continues; its chat is not spilled while it is answering.
 
         Returns:
-            The reservation in the budget, in effect until it is dropped; None without a budget.
+            The reservation, in effect while it is referenced; None without a budget.
 
         Raises:
-            MemoryBusy: if there is not enough memory at present; nothing has changed then.
+            MemoryBusy: if there is not enough memory at present; then nothing changes.
         """
         for device, needed, available in self._short_devices(growth, prompt.modalities.numel()):
             raise MemoryBusy(
-                f"this needs about {format_bytes(needed)}, but only {format_bytes(available)} is "
-                f"free on {device}: close() some chats or send smaller requests"
+                f"the request needs about {format_bytes(needed)}, but only {format_bytes(available)} "
+                f"is free on {device}: close() some chats or send smaller requests"
             )
         if self.budget is None:
             return None
@@ -340,7 +340,7 @@ class Admission:
         return self.budget.reserve(cache, prompt.tokens, added)
 
     def shortage(self, needed: int, what: str) -> str | None:
-        """Return why more bytes do not fit into the budget without spilling; None if they fit.
+        """Return an error text if more bytes do not fit into the budget without spilling; else None.
 
         Args:
             needed: additional bytes.
@@ -349,7 +349,7 @@ class Admission:
         total = needed + (0 if self.budget is None else self.budget.used_bytes)
         if self.budget is None or total <= self.budget.limit:
             return None
-        return f"kv_budget is {self.budget.limit:,} bytes, but {what} it to {total:,}"
+        return f"kv_budget is {self.budget.limit:,} bytes, but {what} the total to {total:,}"
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
@@ -360,14 +360,14 @@ class Admission:
         return [LayerShape(heads, shape.head_dim, dtype)] * shape.layers
 
     def _check_tokens(self, name: str, text: str) -> None:
-        """Refuse a text that is too long, tokenizing it block by block and no further than needed.
+        """Refuse a text that is too long; tokenize it block by block and stop at the limit.
 
-        Short texts are skipped; they are counted with the whole request.
+        Short texts are skipped: they are counted when the size of the request is checked.
         """
         tokens = 0
         for start in range(0, len(text) if len(text) > _BLOCK else 0, _BLOCK):
             block = text[start : start + _BLOCK]
-            # A cut breaks at most one token into its characters; a block may get special tokens.
+            # A cut splits at most one token into characters; a block may get special tokens.
             new = self.family.tokenize(block).shape[1] - self.family.longest_token - 2
             if tokens + new > self.max_context:
                 fit = start + _BLOCK * max(0, self.max_context - tokens) // max(1, new)
@@ -377,7 +377,7 @@ class Admission:
     def _too_long(self, name: str, count: int, fit: int, tokens: int) -> RequestTooLarge:
         return RequestTooLarge(
             f"{name}: {count:,} characters are over the context of {self.max_context:,} "
-            f"tokens, in which about {fit:,} fit: give a shorter text",
+            f"tokens, which fits about {fit:,} characters: use a shorter text",
             tokens,
             self.max_context,
         )
@@ -398,7 +398,8 @@ class Admission:
     def _check(self, size: RequestSize, new: np.ndarray, past: Past | None, doubt: int = 0) -> None:
         """Run ``_check_bytes``, in the engine thread if there is a past or tensor parallelism.
 
-        Otherwise the check only reads counters, so that a request need not wait for a step.
+        In all other cases, the check only reads counters and runs in the calling thread, so that a
+        request need not wait for a step.
         """
         check = partial(self._check_bytes, size, new, past, doubt)
         if past is None and self.store.ranks.count == 1:
@@ -457,7 +458,7 @@ class Admission:
     def _short_devices(
         self, growth: SlotForecast, tokens: int
     ) -> Iterator[tuple[torch.device, int, int]]:
-        """Yield each GPU with too little memory, with the needed and the available bytes."""
+        """Yield (device, needed bytes, available bytes) for each GPU with too little memory."""
         for device in self._slot_bytes_by_device():
             if (free := free_bytes(device)) is None:
                 continue
@@ -479,7 +480,7 @@ class Admission:
         cost: Callable[[SlotForecast, int], float],
         available: float,
     ) -> int:
-        """Return how many tokens of the request fit, including its past, by binary search."""
+        """Return how many tokens of the request, including its past, fit (binary search)."""
         fits, over = 0, len(new) + size.answer
         while over - fits > 1:
             middle = (fits + over) // 2

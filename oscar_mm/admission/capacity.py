@@ -1,7 +1,6 @@
-"""Capacity: memory that a conversation takes for a model's dimensions, and memory of devices.
+"""Capacity: memory that a conversation needs, given a model's dimensions, and memory of devices.
 
-KVBudget: limit on the total size of all chats, enforced by spilling the least recently used to
-disk.
+``KVBudget`` limits the total size of all chats by spilling the least recently used chats to disk.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ HIDDEN_STATES = 6
 """Minimum number of hidden-state tensors alive at once during prefill.
 
 LLaVA with grouped queries needs six: the layer's input and its norm, and queries, keys and values
-during RoPE. Qwen's features and wider queries, towers and experts need more. The number is low so
-that requests that would run are never refused.
+during RoPE. Qwen's features and wider queries, encoder towers and experts need more. The number is
+deliberately low, so that no request that would run is refused.
 """
 
 
@@ -47,7 +46,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def activation_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Return the minimum bytes that prefill of ``tokens`` takes in addition to the cache."""
+    """Return the minimum number of bytes that a prefill of ``tokens`` needs besides the cache."""
     return HIDDEN_STATES * tokens * hidden_size * itemsize
 
 
@@ -60,11 +59,11 @@ class ModelShape:
     """Dimensions of a model that determine the size of its weights, keys and values.
 
     Attributes:
-        layers: number of decoder layers, without those that keep a state instead of keys and
+        layers: number of decoder layers, excluding layers that keep a state instead of keys and
             values.
         kv_heads: number of KV heads per layer.
         head_dim: channels per head.
-        parameters: number of parameters of the whole model, including its encoder towers.
+        parameters: number of parameters of the full model, including its encoder towers.
     """
 
     layers: int
@@ -85,11 +84,11 @@ class ModelShape:
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
-        """Return bits -> bytes of a page in one layer; under ``PLAIN``, of a 16-bit token.
+        """Return bits -> bytes of a page in one layer; ``PLAIN`` -> bytes of an unpacked token.
 
         Args:
             policy: how keys and values are stored.
-            itemsize: bytes per number that is not packed.
+            itemsize: bytes per unpacked number.
         """
         sizes = {PLAIN: 2 * self.kv_heads * self.head_dim * itemsize}
         for bits in policy.packed_bits:
@@ -102,15 +101,15 @@ class ModelShape:
         return 2 * self.parameters
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Return the bytes of a conversation's pages and 16-bit tokens, assuming it ends with text.
+        """Return the bytes of the pages and 16-bit tokens of a conversation that ends with text.
 
         Tables and free slots are not included: tables take less than 1% of any long conversation,
         and free slots depend on the other contents of the store.
 
         Args:
             policy: how keys and values are stored.
-            tokens: modality ("text", "image", "video", "audio") -> number of tokens; the sinks are
-                text.
+            tokens: modality ("text", "image", "video", "audio") -> number of tokens; the first
+                text tokens are the sinks.
         """
         text = tokens.get(Modality.TEXT.label, 0)
         sinks = min(text, policy.sinks)
@@ -121,8 +120,8 @@ class ModelShape:
         return self.layers * int(bytes_over_time(held, self.slot_bytes(policy))[0])
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Return how many conversations with these token counts fit next to the weights; 0 if the
-        weights do not fit."""
+        """Return how many conversations with these token counts fit on a GPU next to the weights; 0
+        if the weights do not fit."""
         available = gpu_bytes * (1 - RESERVED) - self.weight_bytes
         return max(0, int(available // max(1, self.kv_bytes(policy, tokens))))
 
@@ -158,10 +157,10 @@ class Spillable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Memory reserved for a running request, in effect while it is referenced.
+    """Memory reservation for a running request, in effect while it is referenced.
 
     Attributes:
-        cache: cache of prompt and answer.
+        cache: cache of the prompt and its answer.
         begin: number of tokens in the cache after prefill.
         added: (tokens,) bytes added after 0, 1, 2, ... tokens of the answer.
     """
@@ -183,18 +182,18 @@ class Reservation:
 class KVBudget:
     """Limit on the total size of stores, enforced by dropping prefixes and spilling chats.
 
-    For use in the engine thread. The budget counts pages and 16-bit tokens of all chats, prefixes
-    and requests, each once. To free memory, prefixes are dropped first; then idle chats are written
-    to files, least recently used first, and loaded again at their next use. The size of a turn is
-    forecast slot by slot (``oscar_mm.cache.placement``), up to its longest possible answer, and
+    Use it only in the engine thread. The budget counts the pages and 16-bit tokens of all chats,
+    prefixes and requests, each once. To free memory, prefixes are dropped first; then idle chats are written
+    to files, least recently used first, and loaded again at their next use. The size of a turn with
+    its longest possible answer is forecast slot by slot (``oscar_mm.cache.placement``) and
     reserved; later requests get the rest.
 
     Args:
         store: page store of the pipeline; stores that share the budget are added to ``stores``, a
             weak set.
         limit: maximum size in bytes.
-        folder: folder for the files, created if missing. True: a temporary folder. False: nothing
-            is written, and a turn that does not fit is refused.
+        folder: folder for the files, created if missing; True for a temporary folder. If False,
+            no files are written, and a turn that does not fit is refused.
         prefixes: prefix cache of the pipeline; None if there is none.
 
     Raises:
@@ -219,13 +218,13 @@ class KVBudget:
                 self.folder = Path(folder)
                 self.folder.mkdir(parents=True, exist_ok=True)
         except (OSError, TypeError) as error:
-            raise InputError(f"spill={folder!r}: cannot be used as a folder: {error}") from None
+            raise InputError(f"spill={folder!r} cannot be used as a folder: {error}") from None
         self._last_use: weakref.WeakKeyDictionary[Spillable, int] = weakref.WeakKeyDictionary()
         self._clock = count()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Remove the temporary folder; no chats are spilled from then on."""
+        """Remove the temporary folder; after that, no more chats are spilled."""
         if self._temporary is not None:
             self._temporary.cleanup()
             self.folder = None
@@ -237,12 +236,12 @@ class KVBudget:
 
     @property
     def taken_bytes(self) -> int:
-        """Number of bytes in use in all stores, plus the bytes that running requests may still
-        take."""
+        """Number of bytes in use in all stores, plus the bytes reserved for the rest of running
+        requests."""
         return self.used_bytes + sum(reservation.outstanding for reservation in self._reservations)
 
     def reserve(self, cache: OscarCache, prompt: int, added: np.ndarray) -> Reservation:
-        """Reserve for a request the bytes that ``free_memory`` has freed.
+        """Reserve memory for a request; call ``free_memory`` first.
 
         Args:
             cache: cache that the request continues, before the prompt.
@@ -250,7 +249,7 @@ class KVBudget:
             added: (tokens,) bytes added after 0, 1, 2, ... tokens of the answer.
 
         Returns:
-            The reservation, in effect until it is dropped.
+            The reservation, in effect while it is referenced.
         """
         reservation = Reservation(cache, cache.get_seq_length() + prompt, added)
         self._reservations.add(reservation)
@@ -263,7 +262,7 @@ class KVBudget:
     def new_file(self) -> Path:
         """Return the path for the next spilled chat."""
         if self.folder is None:
-            raise InputError("kv_budget: nothing can be written to disk, because spill is False")
+            raise InputError("kv_budget: chats cannot be written to disk because spill is False")
         return self.folder / f"chat-{uuid4().hex}.safetensors"
 
     def free_memory(self, needed: int, chat: Spillable | None = None) -> None:
@@ -274,8 +273,8 @@ class KVBudget:
             chat: chat that needs the bytes; it is not spilled, and neither are answering chats.
 
         Raises:
-            MemoryBusy: if dropping and spilling everything possible would not suffice; nothing has
-                changed then.
+            MemoryBusy: if dropping and spilling everything possible would not suffice; then nothing
+                is dropped or spilled.
         """
         used = self.taken_bytes
         short = used + needed - self.limit
@@ -326,6 +325,6 @@ class KVBudget:
         if self.folder is None:
             remedy = f"close() chats, {remedy}, or let chats be written to disk with spill=True"
         return (
-            f"kv_budget is {self.limit:,} bytes: {used:,} are in use and this needs about "
+            f"kv_budget is {self.limit:,} bytes: {used:,} are in use and the request needs about "
             f"{needed:,} more: {remedy}"
         )

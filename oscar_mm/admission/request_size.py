@@ -1,4 +1,4 @@
-"""RequestSize: token counts of a request by modality, and the error if there are too many."""
+"""RequestSize: token counts of a request by modality, and the error for a too large request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from oscar_mm.engine.prompt import Prompt
 
 _QUESTION = "?"
-"""Stand-in for the question when only media are counted."""
+"""Stand-in for the question if only media are counted."""
 
 
 def count_tokens(family: Family, media: Media) -> dict[str, int]:
@@ -40,8 +40,8 @@ def count_tokens(family: Family, media: Media) -> dict[str, int]:
 def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
     """Count the tokens that a media item adds to a turn, by modality.
 
-    Needs only the sizes of media: the family's estimate is exact for images and recordings, and for
-    videos the processor runs on frames on the meta device.
+    Only the sizes of media are needed: the family's estimate is exact for images and recordings,
+    and for videos the processor runs on frames on the meta device.
 
     Raises:
         InputError: if the family does not support the modality of the media item.
@@ -76,7 +76,7 @@ def text_tokens(
 _NAMED = 3
 """Maximum number of media items per modality that an error names."""
 _TEMPLATE = 32
-"""Approximate number of chat-template tokens, which a shorter prompt does not save."""
+"""Approximate number of tokens of the chat template, which remain if the prompt is shortened."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class RequestSize:
 
     Attributes:
         tokens: number of prompt tokens by modality: "text", "image", "video", "audio".
-        answer: max_new_tokens.
+        answer: maximum number of tokens of the answer (``max_new_tokens``).
         media: labels and token counts of the media, by modality. A video includes its timestamps
             and its audio track.
         past: number of tokens of earlier turns.
-        frees: function that returns what a chat can do to free some of the past.
+        frees: function that returns ways to free some of the past, as texts for the error.
         at_least: whether the true size may be larger, because media were sized by their headers, or
             because a later turn was counted without the chat template's additions.
     """
@@ -125,7 +125,7 @@ class RequestSize:
         Args:
             fits: number of tokens that would fit, fewer than ``total``.
             bound: the exceeded limit, with its numbers.
-            otherwise: a remedy other than fewer tokens.
+            otherwise: a remedy other than using fewer tokens; may be empty.
         """
         parts = [f"{self.past:,} stored"] if self.past else []
         for modality in reversed(Modality):
@@ -149,7 +149,7 @@ class RequestSize:
         return f" ({', '.join([*named, *more])})" if named else ""
 
     def _remedies(self, excess: int) -> list[str]:
-        """Return the parts to reduce, largest first, until the rest fits."""
+        """Return which parts to reduce so that the rest fits, largest part first."""
         sizes = {"past": self.past, "answer": self.answer} | dict(self.tokens)
         sizes["text"] = max(0, sizes["text"] - _TEMPLATE)
         remedies: dict[str, str] = {}
@@ -163,7 +163,7 @@ class RequestSize:
         return [" and ".join(remedies.values()), *others]
 
     def _remedy(self, name: str, left: int) -> str:
-        """Return how to reduce a part to ``left`` tokens."""
+        """Return an instruction that reduces a part to ``left`` tokens."""
         if name == "past":
             return ", ".join([*self.frees(), "begin a new chat"])
         if name == "answer":
@@ -172,17 +172,17 @@ class RequestSize:
         return f"{what} ({fits} fit)" if left > 0 else what
 
     def _medium_remedy(self, name: str, left: int) -> tuple[str, str]:
-        """Return what to reduce in the prompt, and how much of it fits at least."""
+        """Return an instruction that reduces a part of the prompt, and how much of it fits."""
         share = f"{left / max(1, self.tokens[name]):.0%}"
         if name == "text":
-            return "give a shorter prompt", f"{left:,} tokens"
+            return "use a shorter prompt", f"{left:,} tokens"
         if name == "audio":
-            return "give shorter recordings", f"{share} of the seconds"
+            return "use shorter recordings", f"{share} of the seconds"
         if name == "video":
-            less = "give shorter or smaller videos, or keep fewer of their frames with video_fps"
+            less = "use shorter or smaller videos, or keep fewer of their frames with video_fps"
             return less, f"{share} of their tokens"
         images = [tokens for _, tokens in self.media.get(Modality.IMAGE, ())]
         if len(images) < 2:
-            return "give a smaller image", f"{left:,} tokens"
+            return "use a smaller image", f"{left:,} tokens"
         fit = sum(total <= left for total in accumulate(images))
-        return "give fewer or smaller images", f"at least {fit} of these {len(images)}"
+        return "use fewer or smaller images", f"at least {fit} of these {len(images)}"

@@ -23,7 +23,7 @@ def test_numbers() -> None:
     assert str(error) == (
         "at least 601 tokens are needed, over kv_budget (9 MB of 8 MB), but only 400 fit: 7 "
         "stored, image 510 (4.png: 104, 3.png: 103, 2.png: 102, ...), text 20, max_new_tokens 64; "
-        "give fewer or smaller images (at least 3 of these 5 fit), or begin a new chat, or raise "
+        "use fewer or smaller images (at least 3 of these 5 fit), or begin a new chat, or raise "
         "kv_budget"
     )
 
@@ -32,10 +32,10 @@ def test_numbers() -> None:
     ("changes", "fits", "said"),
     [
         ({"answer": 1000}, 1000, "; lower max_new_tokens to 470"),
-        ({"tokens": {"text": 900}}, 1000, "; give a shorter prompt (394 tokens fit)"),
-        ({"tokens": {"audio": 1000}}, 1094, "; give shorter recordings (50% of the seconds fit)"),
+        ({"tokens": {"text": 900}}, 1000, "; use a shorter prompt (394 tokens fit)"),
+        ({"tokens": {"audio": 1000}}, 1094, "; use shorter recordings (50% of the seconds fit)"),
         ({"tokens": {"video": 1000}}, 1394, "keep fewer of their frames with video_fps (80% of"),
-        ({"media": {Modality.IMAGE: IMAGES[:1]}}, 300, "; give a smaller image (216 tokens"),
+        ({"media": {Modality.IMAGE: IMAGES[:1]}}, 300, "; use a smaller image (216 tokens"),
         ({"past": 900, "frees": lambda: ["undo()"]}, 1000, "; undo(), begin a new chat"),
         ({"past": 900}, 1000, "; begin a new chat"),
         # The largest alone would not do.

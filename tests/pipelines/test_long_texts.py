@@ -129,7 +129,7 @@ def test_what_fits_passes(pipe: OscarVLPipeline) -> None:
         tight.admission.max_context = tokens - 1 + room
         tight.check_text("prompt", text)
         with pytest.raises(
-            RequestTooLarge, match=r"text [\d,]+, max_new_tokens 1; give a shorter prompt"
+            RequestTooLarge, match=r"text [\d,]+, max_new_tokens 1; use a shorter prompt"
         ):
             tight(None, text, max_new_tokens=1)
     with pytest.raises(RequestTooLarge) as found:

@@ -156,7 +156,7 @@ def test_context(pipe) -> None:
     assert {count + 6, 4, 6, count + 5} <= {int(number) for number in re.findall(r"\d+", message)}
     refused(pipe, "65,536", max_new_tokens=65536)
     refused(
-        tight, "image 16", "give fewer or smaller images", images=[PICTURE] * 4, max_new_tokens=1
+        tight, "image 16", "use fewer or smaller images", images=[PICTURE] * 4, max_new_tokens=1
     )
 
 
