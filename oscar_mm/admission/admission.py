@@ -330,8 +330,9 @@ class Admission:
         """
         for device, needed, available in self._short_devices(growth, prompt.modalities.numel()):
             raise MemoryBusy(
-                f"the request needs about {format_bytes(needed)}, but only {format_bytes(available)} "
-                f"is free on {device}: close() some chats or send smaller requests"
+                f"the request needs about {format_bytes(needed)}, but only "
+                f"{format_bytes(available)} is free on {device}: close() some chats or send smaller "
+                "requests"
             )
         if self.budget is None:
             return None
@@ -340,7 +341,7 @@ class Admission:
         return self.budget.reserve(cache, prompt.tokens, added)
 
     def shortage(self, needed: int, what: str) -> str | None:
-        """Return an error text if more bytes do not fit into the budget without spilling; else None.
+        """Return an error if more bytes do not fit into the budget without spilling; else None.
 
         Args:
             needed: additional bytes.

@@ -183,10 +183,10 @@ class KVBudget:
     """Limit on the total size of stores, enforced by dropping prefixes and spilling chats.
 
     Use it only in the engine thread. The budget counts the pages and 16-bit tokens of all chats,
-    prefixes and requests, each once. To free memory, prefixes are dropped first; then idle chats are written
-    to files, least recently used first, and loaded again at their next use. The size of a turn with
-    its longest possible answer is forecast slot by slot (``oscar_mm.cache.placement``) and
-    reserved; later requests get the rest.
+    prefixes and requests, each once. To free memory, prefixes are dropped first; then idle chats
+    are written to files, least recently used first, and loaded again at their next use. The size of
+    a turn with its longest possible answer is forecast slot by slot (``oscar_mm.cache.placement``)
+    and reserved; later requests get the rest.
 
     Args:
         store: page store of the pipeline; stores that share the budget are added to ``stores``, a

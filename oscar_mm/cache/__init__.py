@@ -1,2 +1,2 @@
-"""The KV cache: pages by modality, slot pools, block tables, and the transformers Cache over
-them."""
+"""The KV cache: pages by modality, slot pools, block tables, and the transformers Cache that
+uses them."""

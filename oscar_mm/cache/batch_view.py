@@ -1,4 +1,4 @@
-"""Batch view: rows of several caches as the batch of one forward pass."""
+"""Batch view: the rows of several caches as one batch for a forward pass."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from oscar_mm.errors import InputError
 
 
 class BatchView(OscarCache):
-    """Several caches of one row each, as one cache of several rows.
+    """Cache whose rows are several caches of one row each.
 
-    The caches keep their rows: a step on the view adds a token to each of them, and a step that
-    does not reach all layers leaves all of them incomplete. The view owns no slots. Its rows may
-    differ in length, without padding, as long as attention is causal and unbounded. All rows have
-    the same balancing.
+    The caches keep their rows: a step on the view adds a token to each cache, and a step that does
+    not reach all layers leaves all the caches incomplete. The view owns no slots. If attention is
+    causal and unbounded, its rows may differ in length without padding. All rows have the same
+    query-key balancing (per-channel scale factors).
 
     Args:
         store: page store of all the caches.
@@ -38,8 +38,8 @@ class BatchView(OscarCache):
         """Set the rows of the batch.
 
         Args:
-            caches: caches with one row or none that ``can_take`` accepts; None marks padding, whose
-                output is ignored.
+            caches: caches that ``can_take`` accepts, with at most one row each; None marks a
+                padding row, whose output is ignored.
         """
         self._caches = list(caches)
         self.kv_manager.changes += 1
@@ -50,21 +50,21 @@ class BatchView(OscarCache):
             self.replayed(StepPlan())
 
     def can_take(self, cache: OscarCache) -> bool:
-        """Return whether a cache can be a row.
+        """Return whether a cache can be a row of this view.
 
-        It must have the same store, the same balancing and no linear-attention layers.
+        The cache must have the same store, the same balancing and no linear-attention layers.
         """
         fits = cache.store is self.store and not cache.linear_layers
         return fits and balanced_alike(self, cache)
 
     def settle(self) -> None:
-        """Create the layers of caches that were empty before the prompt was read."""
+        """Create the layers of caches that were empty before their prompt was prefilled."""
         for cache in self._caches:
             if cache is not None and not cache.layers:
                 cache.layers += [layer.fork(cache) for layer in self.layers]
 
     def clear_row(self, place: int) -> None:
-        """Replace a finished row with an empty one; an already launched step stays valid."""
+        """Replace a finished row with an empty row; a step that is already launched stays valid."""
         self._caches[place] = None
         self.kv_manager.sequences[place] = SequenceTable()
 
@@ -78,13 +78,12 @@ class BatchView(OscarCache):
         return step
 
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
-        """Leave the check to ``pop_overflow``, since an overflow concerns one row, not all of
-        them."""
+        """Defer the check to ``pop_overflow``, since an overflow affects one row, not all rows."""
         if layer.device.type == "cpu" or tokens > 1:
             self.unchecked = True
 
     def pop_overflow(self) -> bool:
-        """Return whether any row's keys or values could not be stored since the last call."""
+        """Return whether keys or values of any row could not be stored since the last call."""
         if not self.unchecked:
             return False
         self.unchecked = False
@@ -94,11 +93,11 @@ class BatchView(OscarCache):
         return bool(found)
 
     def fork(self) -> OscarCache:
-        """Raise InputError: fork the caches instead."""
+        """Raise InputError; fork the caches of the rows instead."""
         raise InputError("a BatchView cannot be forked: fork the caches of its rows")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Raise InputError: pickle the caches instead."""
+        """Raise InputError; pickle the caches of the rows instead."""
         raise InputError("a BatchView cannot be pickled: pickle the caches of its rows")
 
 
@@ -113,8 +112,8 @@ def _row_of(cache: OscarCache | None) -> SequenceTable:
 def balanced_alike(one: OscarCache, other: OscarCache) -> bool:
     """Return whether two caches have the same balancing in all layers.
 
-    A cache whose balancing is not known yet fits any other. A chat saved by an earlier version has
-    that version's balancing.
+    A cache whose balancing is not known yet matches any other cache. A chat saved by an earlier
+    version keeps the balancing of that version.
     """
     mine, theirs = one.balancing, other.balancing
     if mine is None or theirs is None:

@@ -1,8 +1,8 @@
 """Block tables and slot pools: which slots are free, and which store the tokens of a sequence.
 
-A slot holds a page, or a single token in 16-bit precision. ``SlotPool`` has the free list and the
-reference counts. A ``SequenceTable`` is one row of the batch; it has a ``ModalityTable`` (a stream)
-for the tokens of each modality. ``SlotSet`` is the union of the slots of several streams.
+A slot stores a page, or a single token in 16-bit precision. ``SlotPool`` has the free list and the
+reference counts. A ``SequenceTable`` describes one row of the batch; it has a ``ModalityTable`` (a
+stream) for the tokens of each modality. ``SlotSet`` is the union of the slots of several streams.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SlotPool:
     """Free list and reference counts of slots. Forks of a sequence share slots.
 
     Attributes:
-        epoch: number of allocations and planned allocations; a change after a free slot was planned
-            means that others may have written to that slot.
+        epoch: number of allocations and planned allocations; if it changes after a free slot was
+            planned, others may have written to that slot.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class SlotPool:
 
     @property
     def capacity(self) -> int:
-        """Number of slots that pools must have."""
+        """Number of slots that a layer's pool must have."""
         return len(self._references)
 
     @property
@@ -50,10 +50,10 @@ class SlotPool:
         return self.capacity - self.free
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` slots with one owner each.
+        """Allocate ``count`` slots with one owner each and return their ids.
 
-        The pool grows to the requested size and by at least a thirty-second of its capacity: a
-        prompt wastes no memory, and a long answer seldom moves the pool.
+        If free slots are missing, the pool grows to the required size, but by at least 1/32 of its
+        capacity: a prompt wastes no memory, and a long answer seldom moves the pool.
         """
         if not count:
             return []
@@ -69,14 +69,13 @@ class SlotPool:
         return slots
 
     def plan_ahead(self, index: int) -> int | None:
-        """Return the slot that would be allocated after ``index`` others; None if the pool would
-        have to grow."""
+        """Return the slot that would be allocated after ``index`` other slots; None if the pool
+        would have to grow."""
         self.epoch += 1
         return self._free[-1 - index] if index < len(self._free) else None
 
     def claim(self, slots: Sequence[int]) -> None:
-        """Allocate planned slots, which must not have been allocated or planned for others
-        since."""
+        """Allocate planned slots; nobody else may have allocated or planned them in the meantime."""
         self.epoch += 1
         for slot in slots:
             if self._free[-1] == slot:
@@ -91,22 +90,21 @@ class SlotPool:
             self._references[slot] += 1
 
     def release(self, slots: Iterable[int]) -> None:
-        """Remove an owner from each slot; a slot without owners is free."""
+        """Remove an owner from each slot; a slot without owners becomes free."""
         for slot in slots:
             self._references[slot] -= 1
             if not self._references[slot]:
                 self._free.append(slot)
 
     def retain(self, slots: Iterable[int]) -> None:
-        """Add an owner to each slot; free slots leave the free list."""
+        """Add an owner to each slot, including free slots, which leave the free list."""
         kept = set(slots)
         if any(not self._references[slot] for slot in kept):
             self._free = [slot for slot in self._free if slot not in kept]
         self.share(kept)
 
     def compact(self) -> list[int]:
-        """Drop the free slots and return the old ids of the remaining slots: the i-th becomes slot
-        i."""
+        """Remove the free slots and return the old ids of the others; the i-th id becomes id i."""
         kept = [slot for slot, owners in enumerate(self._references) if owners]
         self._references = [self._references[slot] for slot in kept]
         self._free = []
@@ -117,12 +115,12 @@ class SlotPool:
         return self._references[slot]
 
     def is_shared(self, slot: int) -> bool:
-        """Return whether the slot has more than one owner, so that it must not be written to."""
+        """Return whether the slot has more than one owner and so must not be written to."""
         return self._references[slot] > 1
 
 
 class NoFreeSlotsError(Exception):
-    """Raised if a planned allocation would make a pool grow."""
+    """Error raised if a pool would have to grow for a planned allocation."""
 
 
 class DryRunSlots:
@@ -162,12 +160,12 @@ class DryRunSlots:
 
 @dataclass
 class ModalityTable:
-    """Slots of a stream: the tokens of one modality in sequence order, the same slots in every
-    layer.
+    """Slots of a stream, that is, of the tokens of one modality in sequence order.
 
-    An entry of the stream is a page and the range of its tokens that are in use. Tokens are packed
-    once, in order, each into the next place; places that a crop has freed are written again. A page
-    with forgotten tokens in its middle has two consecutive entries.
+    All layers use the same slots. An entry of the stream is a page and the range of its tokens that
+    are in use. Tokens are packed once, in order, each into the next position of a page; positions
+    that were freed by a crop are written again. A page with forgotten tokens in its middle has two
+    consecutive entries.
 
     Copies share the tuples of their pages, since a long stream is copied at every step.
 
@@ -177,7 +175,7 @@ class ModalityTable:
         pages: page id of each entry.
         starts: first used token of each entry's page.
         stops: end of each entry's range, exclusive and greater than its start.
-        slots: slot ids of the tokens in 16-bit precision, which follow the packed ones.
+        slots: slot ids of the tokens in 16-bit precision, which follow the packed tokens.
     """
 
     modality: Modality
@@ -201,7 +199,7 @@ class ModalityTable:
         return self.packed + len(self.slots)
 
     def entries(self) -> np.ndarray:
-        """Return (entries, 2) int32: page, and stop + ``START`` * start."""
+        """Return the entries as (entries, 2) int32: page, and stop + ``START`` * start."""
         columns = self.pages, self.starts, self.stops
         if self._known is None or any(
             mine is not known for mine, known in zip(columns, self._known[0], strict=True)
@@ -211,7 +209,7 @@ class ModalityTable:
         return self._known[1]
 
     def copy(self) -> ModalityTable:
-        """Return a copy that shares the slots; the caller adds the owners."""
+        """Return a copy that shares the slots; the caller must add an owner to each slot."""
         return ModalityTable(
             self.modality,
             self.bits,
@@ -224,13 +222,13 @@ class ModalityTable:
 
     @property
     def room(self) -> int:
-        """Number of free places in the last page, after the last packed token."""
+        """Number of free token positions in the last page, after the last packed token."""
         return PAGE_TOKENS - self.stops[-1] if self.pages else 0
 
     @property
     def stores_center(self) -> bool:
-        """Whether the last page, once it is full, stores the ``STORED_CENTER`` tokens of this
-        stream."""
+        """Whether the last page, when it is full, contains the tokens ``STORED_CENTER``, all from
+        this stream."""
         return bool(self.pages) and self.starts[-1] <= STORED_CENTER.start
 
     def move_last_page(self, page: int) -> None:
@@ -238,7 +236,7 @@ class ModalityTable:
         self.pages = (*self.pages[:-1], page)
 
     def fill(self, in_last: int, pages: list[int], in_new: int) -> None:
-        """Append packed tokens: ``in_last`` to the last page, ``in_new`` to new pages."""
+        """Append ``in_last`` packed tokens to the last page and ``in_new`` to the new ``pages``."""
         if in_last:
             # Done at every decode step: update the cached entries instead of rebuilding them.
             entries = self.entries().copy()
@@ -254,7 +252,8 @@ class ModalityTable:
     def drop_last(self, count: int) -> tuple[list[int], list[int]]:
         """Remove the last ``count`` tokens and return the ids of the pages and slots to release.
 
-        A page that is cut keeps its bytes, with fewer tokens in use; nothing is quantized again.
+        If a page is cut, its bytes stay the same and fewer of its tokens are in use; no token is
+        quantized again.
         """
         left = len(self.slots) - min(count, len(self.slots))
         count -= len(self.slots) - left
@@ -273,13 +272,13 @@ class ModalityTable:
         """Remove the packed tokens start to stop - 1 of the stream.
 
         Returns:
-            Pages of the replaced entries, and pages of their replacements: the caller must add an
-            owner to the latter, then remove an owner from the former.
+            Pages of the removed entries, and pages of the entries that replace them. The caller
+            must first add an owner to the latter, then remove an owner from the former.
         """
         ends = np.cumsum(np.subtract(self.stops, self.starts))
         first = int(np.searchsorted(ends, start, side="right"))
         last = int(np.searchsorted(ends, stop, side="left"))
-        # What is left of the first and the last affected entry.
+        # The parts of the first and the last affected entry that remain.
         keep_to = self.stops[first] - int(ends[first] - start)
         keep_from = self.stops[last] - int(ends[last] - stop)
         left = [
@@ -304,20 +303,20 @@ _CHANNELS = 64
 
 @lru_cache(maxsize=64)
 def min_page_tokens(policy: KVPolicy, bits: Bits) -> int:
-    """Return the minimum number of tokens to begin a page; a full page if it is written as a whole.
+    """Return the minimum number of tokens to begin a page; 128 if pages are written all at once.
 
-    With heads of 64 channels, a page with this many tokens takes no more bytes than the tokens do
-    in 16-bit precision; with larger heads it takes fewer.
+    With heads of 64 channels, a page with this number of tokens takes no more bytes than the tokens
+    take in 16-bit precision; with larger heads, it takes fewer.
     """
     page = PageFormat.of(policy, bits, 1, _CHANNELS)
     return page.codec.min_tokens(page.page_bytes, 2 * 2 * _CHANNELS)
 
 
 SINK = len(Modality)
-"""Offset of the stream codes of sinks: a stream's code is its modality, plus this offset for the
-sinks of a packed modality."""
+"""Offset of the stream codes of sinks. A stream's code is its modality; for the sinks of a packed
+modality, this offset is added."""
 NOWHERE = 255
-"""Stream code of padding and forgotten tokens, which have an index but are not stored."""
+"""Stream code of padding and forgotten tokens, which have a sequence index but are not stored."""
 _NOWHERE = bytes([NOWHERE])
 _SECOND = np.array([0, SECOND], np.int32)
 
@@ -330,8 +329,8 @@ class SequenceTable:
         codes: stream code of every token.
         streams: streams by code.
         stored: number of tokens in streams.
-        spare: unused 16-bit slots that this sequence owns; when a token leaves the window in a
-            decode step, its slot is kept for later tokens.
+        spare: unused 16-bit slots that this sequence owns. If a token leaves the window in a
+            decode step, its slot is kept here for later tokens.
     """
 
     codes: bytearray = field(default_factory=bytearray)
@@ -349,11 +348,11 @@ class SequenceTable:
         return np.flatnonzero(np.frombuffer(self.codes, dtype=np.uint8) == code)
 
     def real_tokens(self, count: int) -> np.ndarray:
-        """Return (count,) bool: which of the last ``count`` tokens are stored."""
+        """Return (count,) bool: whether each of the last ``count`` tokens is stored."""
         return np.frombuffer(bytes(self.codes[-count:]), dtype=np.uint8) != NOWHERE
 
     def entries(self, bits: tuple[Bits | None, Bits | None]) -> Entries:
-        """Return the pages and 16-bit slots that attention reads.
+        """Return the page entries and the 16-bit slots that attention reads.
 
         Args:
             bits: first and second page format.
@@ -370,13 +369,13 @@ class SequenceTable:
     def before(self) -> SequenceTable:
         """Return a snapshot of the streams.
 
-        The codes are shared and may grow beyond the snapshot; a stream that changes is replaced by
-        its changed copy.
+        The codes are shared and may grow after the snapshot. A step replaces each stream that it
+        changes with a changed copy.
         """
         return SequenceTable(self.codes, self.streams.copy(), self.stored)
 
     def copy(self) -> SequenceTable:
-        """Return a copy that shares all slots but the spare ones; the caller adds the owners."""
+        """Return a copy that shares all but the spare slots; the caller must add the owners."""
         streams = {code: stream.copy() for code, stream in self.streams.items()}
         return SequenceTable(self.codes[:], streams, self.stored)
 
@@ -397,7 +396,7 @@ class SequenceTable:
 
     def recent(self, window: int) -> bytes:
         """Return the stream codes of the last ``window`` stored tokens."""
-        # Takes more than one pass only if many consecutive tokens are padding or forgotten.
+        # The loop repeats only if many consecutive tokens are padding or forgotten.
         size = window + 1
         while True:
             stored = self.codes[-size:].replace(_NOWHERE, b"")
@@ -407,15 +406,15 @@ class SequenceTable:
 
 
 class SlotSet:
-    """Slots of several streams: pages by their bits, and 16-bit slots under ``PLAIN``.
+    """Set of the slots of several streams: pages by their bits, 16-bit slots under ``PLAIN``.
 
     Entries of a stream, rows of a batch and forks may refer to the same slot, which is counted
     once.
     """
 
     def __init__(self) -> None:
-        # Slot -> number of references, and slot -> modality of its tokens; in order of first
-        # reference.
+        # By bits: slot -> number of references, and slot -> modality of its tokens; in order of
+        # first reference.
         self._names = defaultdict[Bits, Counter[int]](Counter)
         self._modalities = defaultdict[Bits, dict[int, str]](dict)
 
@@ -432,7 +431,7 @@ class SlotSet:
         return found
 
     def slots(self, bits: Bits) -> list[int]:
-        """Return the ids of one kind, in order of first reference."""
+        """Return the ids of the slots of one kind, in order of first reference."""
         return list(self._names.get(bits, ()))
 
     @property
@@ -445,7 +444,7 @@ class SlotSet:
         return Counter(self._modalities.get(bits, {}).values())
 
     def shared(self, allocators: Mapping[Bits, SlotPool]) -> Counter[Bits]:
-        """Return bits -> number of slots that also have owners outside this set."""
+        """Return bits -> number of slots that also have owners outside of this set."""
         found = Counter[Bits]()
         for bits, names in self._names.items():
             owners = allocators[bits].owners

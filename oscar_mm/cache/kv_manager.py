@@ -1,15 +1,16 @@
 """KV cache manager: maps every token of a sequence to a slot, once for all layers.
 
-It runs on the host; layers only move bytes. Callers and attention announce new tokens
-(``PendingModalities``). In a forward pass, every layer receives the keys and values of the same new
-tokens. The KV cache manager plans once where they are stored (a ``StepPlan``: tokens to pack, slots
-to write), and every layer carries out the plan on its own pools.
+The KV cache manager runs on the host; layers only move bytes. Callers and attention announce new
+tokens (``PendingModalities``). In a forward pass, every layer receives the keys and values of the
+same new tokens. The KV cache manager plans once where they are stored (a ``StepPlan``: tokens to
+pack, slots to write), and every layer carries out the plan on its own pools.
 
 New tokens are stored in 16-bit precision. A token that leaves the window is packed into the next
-place of its stream's last page. If that page is full, tokens wait until there are enough of them to
-begin another page; policies with whole-page packing wait for a full page.
+free position of its stream's last page. If that page is full, tokens wait until there are enough of
+them to begin another page, or to fill one if the policy packs only full pages.
 
-Crop, fork, beam reordering, forgetting tokens and reset change only the KV cache manager's tables.
+Cropping, forking, reordering beams, forgetting tokens and resetting change only the KV cache
+manager's tables.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class PendingModalities:
         """Replace the announced tokens; see ``OscarCache.expect`` for arguments and errors."""
         if modalities is None:
             if attention_mask is None:
-                raise InputError("expect(): pass modalities, attention_mask or both")
+                raise InputError(
+                    "expect(): neither modalities nor attention_mask was passed: pass one or both"
+                )
             modalities = torch.zeros_like(attention_mask, dtype=torch.int8)
         ids = modalities.detach().to("cpu").numpy()
         if ids.ndim != 2 or not set(np.unique(ids).tolist()) <= {PADDING, *Modality}:
@@ -77,10 +80,10 @@ class PendingModalities:
         self._ids = ids
 
     def attention(self, *, packed: bool, padding: torch.Tensor | None = None) -> None:
-        """Set the kind of attention of the next forward pass: "oscar" (``packed``) or another.
+        """Set the attention implementation of the next forward pass.
 
         Args:
-            packed: whether attention reads the past from its pages.
+            packed: whether attention is "oscar", which reads the past from its pages.
             padding: (batch, tokens), False or 0 for padding; None if unknown.
         """
         self._packed = packed
@@ -93,8 +96,8 @@ class PendingModalities:
             ids = np.zeros((batch, tokens), dtype=np.int8)
             if self._padding is None and not self._packed and batch > 1 and tokens > 1:
                 warnings.warn(
-                    "OscarCache: a batch came without expect(attention_mask=...): any padding in "
-                    "it is stored too. Call cache.expect, or use attention 'oscar'",
+                    "OscarCache: expect(attention_mask=...) was not called for this batch, so its "
+                    "padding, if any, is stored too. Call cache.expect, or use attention 'oscar'",
                     stacklevel=7,  # the caller of OscarCache.update, through ``torch_modes.eager``
                 )
         padding, self._padding = self._padding, None
@@ -105,8 +108,8 @@ class PendingModalities:
     def take_packed(self) -> bool:
         """Return whether the current forward pass uses attention "oscar", and clear that flag.
 
-        Each such pass sets the flag before it runs, except a pass with a four-dimensional mask: it
-        gets past and new tokens unpacked, whatever its attention implementation.
+        Each pass with attention "oscar" sets the flag before it runs, unless it has a
+        four-dimensional mask: such a pass gets past and new tokens unpacked.
         """
         packed, self._packed = self._packed, False
         return packed
@@ -139,8 +142,8 @@ class KVCacheManager:
 
     def __init__(self, store: PageStore, *, owns_slots: bool = True) -> None:
         self.store, self.policy, self.allocators = store, store.policy, store.allocators
-        # Never replaced: the store releases the slots in this list when the KV cache manager is
-        # collected.
+        # This list is never replaced: the store releases its slots when the KV cache manager is
+        # garbage-collected.
         self.sequences: list[SequenceTable] = []
         self.number, self.changes = next(_NUMBERS), 0
         self._planned_step: _PlannedStep | None = None
@@ -154,7 +157,7 @@ class KVCacheManager:
         return twin
 
     def hold(self, sequences: list[SequenceTable]) -> None:
-        """Replace the sequences and become an owner of all their slots."""
+        """Replace the sequences and become an owner of their slots; release the old slots."""
         old = self.sequences[:]
         self.changes += 1
         # In this order, an interruption never releases a slot twice.
@@ -198,14 +201,14 @@ class KVCacheManager:
         return step
 
     def planned(self, modalities: np.ndarray) -> StepPlan | None:
-        """Plan ahead what ``advance`` will do for (batch, 1) tokens; no sequence changes.
+        """Plan ahead what ``advance`` will do for (batch, 1) tokens, without changing sequences.
 
-        If ``advance`` then receives the same tokens, the plan it returns refers to this one as
-        ``planned``. What a layer writes for this plan becomes visible only after ``advance``. Free
-        slots may also be planned for other sequences (see ``SlotPool.epoch``).
+        If ``advance`` then receives the same tokens, the plan that it returns refers to this plan
+        as ``planned``. What a layer writes for this plan becomes visible only after ``advance``.
+        Free slots may also be planned for other sequences (see ``SlotPool.epoch``).
 
         Returns:
-            The plan; None if a page must be copied, a pool must grow or no token is to be stored.
+            The plan; None if a page must be copied, a pool must grow or there is no token to store.
         """
         self.store.collect()
         self._planned_step = None
@@ -254,7 +257,7 @@ class KVCacheManager:
             del sequence.codes[-count:]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only the given rows of the batch, in this order; repeated rows share slots."""
+        """Keep only the given rows of the batch, in the given order; repeated rows share slots."""
         for row in rows:
             if not 0 <= row < len(self.sequences):
                 raise IndexError(
@@ -263,7 +266,7 @@ class KVCacheManager:
         self.hold([self.sequences[row].copy() for row in rows])
 
     def forget(self, row: int, start: int, stop: int) -> None:
-        """Remove tokens start to stop - 1 of a row; its length and positions stay the same."""
+        """Remove tokens start to stop - 1 of a row without changing its length and positions."""
         if not 0 <= row < len(self.sequences):
             raise InputError(
                 f"forget: row {row} is out of range: the cache has {len(self.sequences)} sequences"
@@ -308,10 +311,10 @@ class KVCacheManager:
         return sum(len(row.spare) for row in self.sequences)
 
     def holds_all(self, held: SlotSet) -> bool:
-        """Return whether these sequences own every used slot of the store.
+        """Return whether this KV cache manager owns every used slot of the store.
 
         Args:
-            held: slots of the sequences' streams.
+            held: slots of its sequences' streams.
         """
         taken = held.counts + Counter({PLAIN: self.spare})
         return all(slots.used == taken[bits] for bits, slots in self.allocators.items())
@@ -332,7 +335,7 @@ class KVCacheManager:
 
 
 class _SequenceSnapshot(NamedTuple):
-    """State of a sequence, to tell later whether the sequence has changed.
+    """State of a sequence, for checking later whether the sequence has changed.
 
     Attributes:
         length: number of tokens, padding included.
@@ -349,7 +352,7 @@ class _SequenceSnapshot(NamedTuple):
         return cls(len(row.codes), row.stored, list(row.streams.values()))
 
     def is_of(self, row: SequenceTable) -> bool:
-        """Return whether the sequence is unchanged since the snapshot."""
+        """Return whether ``row`` has not changed since the snapshot."""
         return (
             (len(row.codes), row.stored) == self[:2]
             and len(row.streams) == len(self.streams)
@@ -358,17 +361,17 @@ class _SequenceSnapshot(NamedTuple):
 
 
 class _PlannedStep(NamedTuple):
-    """Result of ``KVCacheManager.planned``, which ``advance`` applies if the expected tokens
+    """Step planned by ``KVCacheManager.planned``; ``advance`` applies it if the expected tokens
     arrive.
 
     Attributes:
         step: the planned step.
         version: ``KVCacheManager.version`` when the step was planned.
         epoch: ``PageStore.epoch`` after planning.
-        before: each sequence before the step.
-        modalities: (batch, 1) ids of the tokens.
+        before: snapshot of each sequence before the step.
+        modalities: (batch, 1) modality ids of the tokens.
         codes: stream code of each row's token.
-        rows: sequences after the step, without their codes.
+        rows: sequences after the step, without the codes of the new tokens.
         given: slots that the step allocates, by kind.
         freed: 16-bit slots that each row releases.
         owners: number of owners of each slot that the step writes to or empties.
@@ -393,7 +396,7 @@ class _PlannedStep(NamedTuple):
         store: PageStore,
     ) -> bool:
         """Return whether the plan is valid for these tokens; rows that have ended may have padding
-        instead."""
+        instead of the expected token."""
         if modalities.shape != self.modalities.shape:
             return False
         changed = modalities != self.modalities
@@ -415,8 +418,7 @@ class _PlannedStep(NamedTuple):
         sequences: list[SequenceTable],
         allocators: Mapping[Bits, SlotPool],
     ) -> StepPlan:
-        """Apply the plan to the sequences and allocators, and return the step that carries it
-        out."""
+        """Apply the plan to the sequences and allocators, and return the step for the layers."""
         step = StepPlan(planned=self.step, real=real_tokens(modalities))
         step.past = [SequenceTable(row.codes, row.streams, row.stored) for row in sequences]
         goes_on = (modalities[:, 0] != PADDING).tolist()

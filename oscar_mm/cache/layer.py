@@ -1,7 +1,7 @@
-"""Cache layer: moves the bytes of one layer in and out of the store's pools.
+"""Cache layer: copies the keys and values of one layer to and from the store's pools.
 
-``TokenPlaces`` locates the tokens of streams in the pools. ``LinearLayer`` is a linear-attention
-layer in the same cache.
+``TokenPlaces`` locates the tokens of streams in the pools. ``LinearLayer`` is a layer with linear
+attention in the same cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GPU_PAGES = 256
 """Number of pages that a GPU unpacks at a time: 32,768 tokens, 134 MB with 8 heads of 128 channels
 in 16-bit precision."""
 _CPU_PAGES = 16
-"""Number of pages that a CPU unpacks at a time; few enough to stay in the CPU's caches."""
+"""Number of pages that a CPU unpacks at a time; few enough to fit in the CPU's caches."""
 
 
 class LayerCache(Protocol):
@@ -50,11 +50,11 @@ class LayerCache(Protocol):
         ...
 
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
-        """Check what a layer has stored in a step with this number of new tokens per row."""
+        """Check that a layer could store the keys and values of a step, ``tokens`` per row."""
         ...
 
     def real_tokens(self, count: int) -> torch.Tensor:
-        """Return (batch, count) bool on the CPU: which of the last tokens are not padding."""
+        """Return (batch, count) bool on the CPU: whether each of the last tokens is not padding."""
         ...
 
     def get_seq_length(self) -> int:
@@ -79,7 +79,7 @@ class Pages(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """Places of all tokens of some streams: packed tokens first, stream by stream.
+    """Pages and slots that contain the tokens of some streams, packed tokens first.
 
     Attributes:
         pages: bits -> pages.
@@ -91,7 +91,7 @@ class TokenPlaces(NamedTuple):
 
     @classmethod
     def of(cls, streams: Iterable[ModalityTable], device: torch.device) -> TokenPlaces:
-        """Return the places of all tokens of these streams, for layers on a device."""
+        """Return the pages and slots of these streams as tensors on the layers' device."""
         packed: dict[Bits, list[ModalityTable]] = {}
         slots: list[int] = []
         for stream in streams:
@@ -116,7 +116,7 @@ def _pages(streams: list[ModalityTable], device: torch.device) -> Pages:
 
 
 class OscarLayer(CacheLayerMixin):
-    """One layer of an ``OscarCache``: its basis, and the execution of step plans on its pools."""
+    """Layer of an ``OscarCache`` that carries out step plans on its pools."""
 
     is_compileable = False
     is_sliding = False
@@ -131,7 +131,7 @@ class OscarLayer(CacheLayerMixin):
 
     @property
     def cache(self) -> LayerCache:
-        """Cache that owns this layer; RuntimeError if it was garbage-collected."""
+        """Cache that owns this layer; raises RuntimeError if the cache was garbage-collected."""
         cache = self._cache()
         if cache is None:
             raise RuntimeError("the cache of this layer no longer exists")
@@ -139,10 +139,10 @@ class OscarLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor:
-        """Always raise: models read ``keys`` only for cross-attention, whose keys do not grow."""
+        """Always raise NotImplementedError: models read ``keys`` only for cross-attention."""
         raise NotImplementedError(
-            "OscarLayer.keys: keys and values are in pages (OscarCache.unpacked makes a copy); for "
-            "cross-attention use a DynamicCache"
+            "OscarLayer.keys: keys and values are in pages; OscarCache.unpacked returns a copy. "
+            "For cross-attention, use a DynamicCache"
         )
 
     values = keys  # pyright: ignore[reportAssignmentType] no attribute, so that none is taken
@@ -156,7 +156,7 @@ class OscarLayer(CacheLayerMixin):
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take shape, dtype and device from the first keys, (batch, KV heads, tokens, head_dim)."""
+        """Set up the layer for the shape, dtype and device of its first keys and values."""
         if key_states.shape != value_states.shape:
             raise InputError(
                 f"layer {self.index}: keys {tuple(key_states.shape)} and values "
@@ -168,7 +168,7 @@ class OscarLayer(CacheLayerMixin):
     def use_pools(
         self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Get the pools of this layer from the cache's store."""
+        """Use the pools of this layer in the cache's store, which are created if missing."""
         pools = self.cache.store.layer(self.index, kv_heads, head_dim, dtype, device)
         self.kv_heads, self.head_dim, self.dtype, self.device = kv_heads, head_dim, dtype, device
         self.recent, self.pages = pools.recent, pools.pages
@@ -178,14 +178,14 @@ class OscarLayer(CacheLayerMixin):
             for bits, page_format in self.formats.items()
         }
         self._appends_tokens = codec_of(policy).appends_tokens
-        # Overflow flag, set on the device and polled only where a sync is free.
+        # Overflow flag, set on the device and read only when no synchronization is needed.
         with torch.inference_mode(False):
             self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self.is_initialized = True
 
     @property
     def basis(self) -> Basis:
-        """Coordinate system of the pages."""
+        """Basis in which keys and values are stored in the pages."""
         return Basis(self.head_dim, self.cache.policy.rotate, self.sigma)
 
     @torch.no_grad()
@@ -196,7 +196,7 @@ class OscarLayer(CacheLayerMixin):
 
         Args:
             keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
-            step: plan of where the chunk's tokens go.
+            step: plan that says where the chunk's tokens are stored.
             beside: see ``oscar_mm.ops.append``.
 
         Raises:
@@ -227,8 +227,10 @@ class OscarLayer(CacheLayerMixin):
     def pack(self, keys: torch.Tensor, values: torch.Tensor, step: StepPlan) -> None:
         """Run a step's pack jobs on stored 16-bit tokens and on new tokens.
 
-        ``keys`` and ``values`` of the new tokens, (batch, KV heads, tokens, head_dim) each, are not
-        read if the step packs no new token.
+        Args:
+            keys, values: (batch, KV heads, tokens, head_dim) of the new tokens; not read if the
+                step packs no new token.
+            step: plan with the pack jobs.
         """
         if self._appends_tokens:
             tables, write = step.slots_on(self.device), store
@@ -241,7 +243,7 @@ class OscarLayer(CacheLayerMixin):
             )
 
     def check_stored(self) -> None:
-        """Check that everything stored can be read back; waits for the device.
+        """Check that no stored key or value was out of range; waits for the device.
 
         Raises:
             FloatingPointError: if keys or values contained NaN, infinity or numbers beyond float16.
@@ -252,9 +254,9 @@ class OscarLayer(CacheLayerMixin):
     def parts(
         self, places: TokenPlaces, dtype: torch.dtype
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield keys and values, (KV heads, n, head_dim) each, part by part.
+        """Yield the keys and values of tokens in parts, (KV heads, n, head_dim) each.
 
-        They are in the model's coordinates, packed tokens first.
+        Keys and values are in the model's coordinates; packed tokens come first.
         """
         most = _CPU_PAGES if self.device.type == "cpu" else _GPU_PAGES
         for bits, (slots, used) in places.pages.items():
@@ -305,7 +307,7 @@ class OscarLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Internal: use ``OscarCache.update``, through which all layers get the same chunk."""
+        """Call ``OscarCache.update`` for this layer; callers should use that method instead."""
         return self.cache.update(key_states, value_states, self.index)
 
     def get_seq_length(self) -> int:
@@ -326,7 +328,7 @@ class LinearLayer(LinearAttentionLayer):
 
     @property
     def states(self) -> list[torch.Tensor]:
-        """Tensors of the state."""
+        """Tensors of the layer's state."""
         both = (*self.conv_states.values(), *self.recurrent_states.values())
         return [state for state in both if state is not None]
 
@@ -365,7 +367,7 @@ def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
 
 
 def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
-    """Return the layers whose ``check_stored`` would raise; waits once for each device."""
+    """Return the layers with keys or values out of range; waits once for each device."""
     by_device = defaultdict[torch.device, list[OscarLayer]](list)
     for layer in layers:
         by_device[layer.device].append(layer)
@@ -380,7 +382,7 @@ def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
 
 
 def _joined(pages: torch.Tensor, used: list[tuple[int, int]] | None) -> torch.Tensor:
-    """Concatenate the used tokens of (n, KV heads, 128, head_dim) pages: (KV heads, tokens,
+    """Concatenate the used tokens of (n, KV heads, 128, head_dim) pages to (KV heads, tokens,
     head_dim)."""
     if used is None:
         return pages.transpose(0, 1).flatten(1, 2)

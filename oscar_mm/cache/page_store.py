@@ -1,7 +1,7 @@
 """Page store: the slots of several caches, and their bytes in every layer.
 
 All layers of a model store the same tokens, so each slot is allocated once for all layers: a
-``SlotPool`` allocates the ids, and each layer's ``Pool`` stores the layer's bytes.
+``SlotPool`` allocates the id, and the ``Pool`` of each layer stores that layer's bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from oscar_mm.tensor_parallel import TPGroup
 _TRIMMING = 0.02
 """Maximum share of the time that may be spent on compaction."""
 _SMALL_BYTES = 1 << 26
-"""Number of bytes that a CPU moves in about 20 ms."""
+"""Number of bytes in use up to which a store is always compacted; a CPU moves them in 20 ms."""
 _GAIN = 128
-"""Maximum number of bytes moved after an answer for each byte freed."""
+"""Maximum number of bytes that may be moved after an answer per byte freed."""
 _COPY_BYTES = 1 << 26
 """Number of bytes copied at a time while a pool is compacted in place."""
 
 
 class Pool:
-    """The slots of one layer; on a GPU their address is fixed if the driver supports it.
+    """Memory for one layer's slots of one kind.
+
+    On a GPU, the address of a pool is fixed if the driver supports it.
 
     Attributes:
         storage: (capacity, *slot_shape), uninitialized until written; replaced by another tensor
@@ -57,7 +59,7 @@ class Pool:
             self.storage = torch.empty((0, *slot_shape), dtype=dtype, device=device)
 
     def reserve(self, capacity: int) -> None:
-        """Grow to ``capacity`` slots and keep the stored bytes.
+        """Grow the pool to ``capacity`` slots; the stored bytes are kept.
 
         Raises:
             torch.OutOfMemoryError: if the device has too little memory; the pool is unchanged.
@@ -77,7 +79,7 @@ class Pool:
         self.moves += moves
 
     def keep(self, slots: list[int]) -> None:
-        """Shrink to these slots, given in ascending order."""
+        """Shrink the pool to these slots, which must be in ascending order."""
         if self._range is None:
             with torch.inference_mode(False):
                 self.storage, self.capacity = self.storage[slots], len(slots)
@@ -104,13 +106,13 @@ class Pool:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory in bytes, including the unused rest of the last chunk."""
+        """Device memory of the pool in bytes, including the unused rest of the last chunk."""
         return self.storage.nbytes if self._range is None else self._range.nbytes
 
     def free_bytes(self, used: int) -> int:
-        """Return the bytes that the device would get back if only ``used`` slots were kept.
+        """Return how many bytes would return to the device if only ``used`` slots were kept.
 
-        A GPU gets memory back in whole chunks only.
+        On a GPU, only full chunks are returned.
         """
         kept = used * self.slot_bytes
         free = self.storage.nbytes - kept
@@ -120,20 +122,20 @@ class Pool:
 def unpacked_dtype(policy: KVPolicy, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of unpacked tokens for a model's dtype.
 
-    It is a 16-bit dtype, unless the policy packs nothing at all.
+    This is a 16-bit dtype, unless the policy packs no tokens at all.
     """
     return torch.bfloat16 if policy.packs and dtype == torch.float32 else dtype
 
 
 class LayerShape(NamedTuple):
-    """Shape and dtype of what one layer of a model stores for every token."""
+    """Shape and dtype of the keys and values that one layer stores per token."""
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        """Describe the shape in words."""
+        """Return a description such as "8 KV heads of 128 channels in torch.bfloat16"."""
         return f"{self.kv_heads} KV heads of {self.head_dim} channels in {self.dtype}"
 
 
@@ -143,8 +145,8 @@ class LayerPools:
     Attributes:
         recent: tokens in 16-bit precision, (slots, 2, KV heads, head_dim) of ``unpacked_dtype``.
         pages: bits -> pages, (slots, page_bytes) uint8.
-        by_bits: all pools; ``PLAIN`` for tokens in 16-bit precision.
-        formats: bits -> layout of the pages, ascending.
+        by_bits: bits -> pool; ``PLAIN`` -> ``recent``.
+        formats: bits -> layout of the pages, in ascending order of bits.
     """
 
     def __init__(
@@ -167,21 +169,21 @@ class LayerPools:
         self.by_bits: dict[Bits, Pool] = {**self.pages, PLAIN: self.recent}
 
     def reserve(self, allocators: Mapping[Bits, SlotPool]) -> None:
-        """Grow the pools to all allocated slots."""
+        """Grow the pools to the capacity of the slot allocators."""
         for bits, pool in self.by_bits.items():
             pool.reserve(allocators[bits].capacity)
 
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Memory usage of a store's pools; a shared slot counts once.
+    """Memory usage of a store's pools; a slot that caches share is counted once.
 
     Attributes:
         used_bytes: bytes of slots that some cache owns.
         free_bytes: bytes of slots without an owner that ``PageStore.trim`` would return to the
             device; they are reused before the pools grow.
-        rounding_bytes: the rest of the pools: a GPU allocates memory for a pool in chunks (2 MiB),
-            and the slots in use do not fill the last chunk. Excluded from the reports of caches.
+        rounding_bytes: remaining bytes of the pools. A GPU allocates memory for a pool in chunks of
+            2 MiB, and the slots in use do not fill the last chunk. Reports of caches exclude them.
     """
 
     used_bytes: int
@@ -200,19 +202,21 @@ class PageStore:
         store = PageStore("compact")
         chats = [OscarCache("compact", store=store) for _ in range(3)]
 
-    Caches share pages only by ``OscarCache.fork``: pages are in the basis (balancing) of the cache
-    that packed them, and a fork inherits it. Slots that a cache no longer needs return to the store
+    Caches share pages only after ``OscarCache.fork``: pages are in the basis (query-key balancing)
+    of the cache that packed them, and a fork inherits that basis. Slots that a cache no longer needs return to the store
     and are reused before its pools grow; ``trim`` returns their memory to the device.
 
-    Threads: one thread at a time uses the store and its caches. Pipelines leave both to their
-    engine thread. A cache may be created and garbage-collected at any time in any thread.
+    Only one thread at a time may use the store and its caches; pipelines use both only in their
+    engine thread. But a cache may be created and garbage-collected at any time in any thread.
 
     Args:
         policy: policy of all caches: a KVPolicy or a preset's name.
-        ranks: processes that each store some of the heads; by default this process alone.
+        ranks: tensor-parallel processes, each of which stores some of the heads; by default, only
+            this process.
 
     Attributes:
-        allocators: bits -> slots of that kind, with the same ids in every layer.
+        allocators: bits -> allocator of the slots of that kind, whose ids are the same in every
+            layer.
         layers: layer index -> pools, created by the first cache that reaches the layer.
         trims: number of times that slots were renumbered.
         paused: number of forward passes suspended between two layers; slots keep their ids
@@ -236,18 +240,18 @@ class PageStore:
         self._owners: weakref.WeakKeyDictionary[object, list[SequenceTable]] = (
             weakref.WeakKeyDictionary()
         )
-        self._joining = threading.Lock()  # held briefly, so that a new cache waits for no pass
+        self._joining = threading.Lock()  # held briefly: a new cache need not wait for a pass
         self._dropped: deque[list[SequenceTable]] = deque()
 
     def register(self, owner: object, sequences: list[SequenceTable]) -> None:
-        """Add an owner of sequences, whose slots are released when it is garbage-collected.
+        """Register an owner of sequences; their slots are released when it is garbage-collected.
 
         A finalizer can run at any point in any thread, so it only queues the sequences; ``collect``
         releases the slots.
 
         Args:
             owner: owner of the sequences.
-            sequences: its rows, always the same list; must not refer to the owner.
+            sequences: the owner's rows, always the same list; must not refer to the owner.
         """
         with self._joining:
             self._owners[owner] = sequences
@@ -270,7 +274,7 @@ class PageStore:
         """Return the pools of a layer; the first call creates them.
 
         Raises:
-            InputError: if the pools exist for keys of another shape, dtype or device.
+            InputError: if the pools already exist, for keys of another shape, dtype or device.
         """
         wanted = (kv_heads, head_dim, dtype, device)
         pools = self.layers.get(index)
@@ -286,10 +290,10 @@ class PageStore:
         return pools
 
     def reserve(self) -> None:
-        """Grow all pools to hold the allocated slots.
+        """Grow all pools to the capacity of the slot allocators.
 
-        Called once before a forward pass, since a GPU allocation waits for queued work. Most steps
-        need no growth.
+        This is called once before a forward pass, since a GPU allocation waits for queued work. In
+        most steps, no pool needs to grow.
         """
         slots = [allocator.capacity for allocator in self.allocators.values()]
         wanted = len(self._pools), self.trims, *slots
@@ -325,13 +329,13 @@ class PageStore:
     def trim(self) -> None:
         """Return free slots to the device.
 
-        Slots are renumbered, so this runs between forward passes only and does nothing while one is
-        ``paused``. Pools at a fixed address are compacted in place; others are copied one at a
+        Slots are renumbered, so call this only between forward passes; it does nothing while a pass
+        is ``paused``. Pools at a fixed address are compacted in place; others are copied one at a
         time, which temporarily needs memory for the copy.
         """
         if self.paused:
             return
-        owners = self._registered()  # Strong references: none may be collected meanwhile.
+        owners = self._registered()  # Strong references, so that no owner is collected meanwhile.
         self.collect()
         for bits, slots in self.allocators.items():
             if not slots.free:
@@ -351,13 +355,13 @@ class PageStore:
     def trim_surplus(self, soon: int = 0) -> None:
         """Run ``trim`` if enough slots are free and trimming takes only a small share of the time.
 
-        A server closes caches too often to trim each time.
+        A server closes caches too often to trim after each of them.
 
         Args:
             soon: bytes of slots that the next prompts will need.
         """
         report = self.memory()
-        is_time = self._is_time or not report.used_bytes  # Then nothing is moved.
+        is_time = self._is_time or not report.used_bytes  # Without used bytes, none move.
         if report.free_bytes - soon > (report.used_bytes + soon) // 4 and is_time:
             self._trim_timed()
 
@@ -365,8 +369,8 @@ class PageStore:
     def is_on_cpu(self) -> bool:
         """Whether all pools are on the CPU.
 
-        Only there do callers return free slots after an answer: on a GPU, most free slots lie in
-        memory chunks that also contain used slots.
+        Callers return free slots after an answer only if this is true: on a GPU, most free slots
+        are in memory chunks that also contain used slots.
         """
         return all(pools.device.type == "cpu" for pools in self.layers.values())
 
@@ -401,7 +405,7 @@ class PageStore:
         return sum(slots.epoch for slots in self.allocators.values())
 
     def bytes_by_modality(self) -> dict[str, int]:
-        """Return modality -> bytes of the slots in use; a shared slot counts once."""
+        """Return modality -> bytes of the slots in use; a shared slot is counted once."""
         self.collect()
         owners = self._registered()
         rows = (row for _, sequences in owners for row in sequences)
@@ -413,8 +417,8 @@ class PageStore:
         return found
 
     def bytes_of(self, counts: Mapping[Bits, int], device: torch.device | None = None) -> int:
-        """Return the bytes that a number of slots of each kind take in all layers, or in the layers
-        on a device."""
+        """Return the bytes of ``counts[bits]`` slots of each kind, summed over all layers or over the
+        layers on a device."""
         return sum(
             count * pools.by_bits[bits].slot_bytes
             # A copy: any thread may call this while the first prompt creates the pools.
@@ -424,7 +428,7 @@ class PageStore:
         )
 
     def memory(self) -> StoreReport:
-        """Return the used and free bytes of the pools; a shared slot counts once."""
+        """Return the used and free bytes of the pools; a shared slot is counted once."""
         self.collect()
         used = free = total = 0
         for pools in self.layers.values():

@@ -37,16 +37,17 @@ _INCOMPLETE = (
 
 @dataclass(eq=False)
 class PackJob:
-    """Tokens of one stream to pack.
+    """Job that packs tokens of one stream into pages.
 
     Attributes:
         row: row of the batch.
         bits: format of the pages.
         pages: consecutive target pages.
-        first: place of the first token in the first page.
-        source: (n,) int64: the index of each new token, ~slot for each stored 16-bit token.
-        begins: new page -> sources of the tokens whose mean is its center; no sources if the center
-            is the mean of keys that the page ``before`` stores.
+        first: index of the first token in the first page.
+        source: (n,) int64, source of each token: the index of a new token, or ~slot of a stored
+            16-bit token.
+        begins: new page -> sources of the tokens whose mean is the page's center; no sources if the
+            center is the mean of keys that the page ``before`` stores.
         before: earlier page of the same stream.
     """
 
@@ -69,11 +70,11 @@ class PackJob:
         return -(-(self.first + len(self.source)) // TILE) - self.first // TILE
 
     def whole_pages(self) -> np.ndarray:
-        """Return (pages, 128) int32 for ``oscar_mm.ops.pack``."""
+        """Return the sources as an argument of ``oscar_mm.ops.pack``, (pages, 128) int32."""
         return self.source.astype(np.int32).reshape(-1, PAGE_TOKENS)
 
     def beginnings(self) -> np.ndarray:
-        """Return (new pages, 36) int32 for ``oscar_mm.ops.store``."""
+        """Return the ``begins`` argument of ``oscar_mm.ops.store``, (new pages, 36) int32."""
         begins = np.zeros((len(self.begins), HEAD + CENTER_TOKENS), np.int32)
         for line, (page, source) in zip(begins, self.begins.items(), strict=True):
             line[:HEAD] = page, self.row, len(source), 0 if len(source) else self.before
@@ -82,7 +83,7 @@ class PackJob:
 
 
 def store_jobs(pack_jobs: Sequence[PackJob]) -> np.ndarray:
-    """Return (jobs, 20) int32 for ``oscar_mm.ops.store``, ordered by pack job."""
+    """Return the ``jobs`` argument of ``oscar_mm.ops.store``, (jobs, 20) int32, by pack job."""
     first, counts, rows = np.array([(x.first, len(x.source), x.row) for x in pack_jobs]).T
     tiles = first // TILE
     lengths = -(-(first + counts) // TILE) - tiles
@@ -103,8 +104,8 @@ def store_jobs(pack_jobs: Sequence[PackJob]) -> np.ndarray:
 
 
 class WholePages(NamedTuple):
-    """Whole pages of one format to pack: ``source``, ``rows``, ``slots`` of
-    ``oscar_mm.ops.pack``."""
+    """Tables of the full pages of one format to pack: the arguments ``source``, ``rows`` and
+    ``slots`` of ``oscar_mm.ops.pack``."""
 
     source: torch.Tensor
     rows: torch.Tensor
@@ -112,14 +113,14 @@ class WholePages(NamedTuple):
 
 
 class SlotTables(NamedTuple):
-    """Pack tables of one format: ``jobs`` and ``begins`` of ``oscar_mm.ops.store``."""
+    """Pack tables of one format: arguments ``jobs`` and ``begins`` of ``oscar_mm.ops.store``."""
 
     jobs: torch.Tensor
     begins: torch.Tensor
 
 
 class AttentionShape(NamedTuple):
-    """Parameters of the attention tables other than the sequences; many layers share them.
+    """Parameters of the attention tables besides the sequences; many layers share them.
 
     Attributes:
         bits: first and second page format.
@@ -139,16 +140,16 @@ class AttentionShape(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """What one forward pass does to the pools of every layer, and which layers have done it.
+    """Plan of what one forward pass does to the pools of every layer, and each layer's progress.
 
     Each layer carries out ``copies``, then ``pack_jobs``, then ``writes``.
 
     Attributes:
         copies: (bits, source, target) of shared pages to copy before they are filled.
-        pack_jobs: tokens to pack. All are read before any 16-bit slot is written, because a slot
-            that is emptied may be reused in the same step (but not in a decode step, which may pack
-            at its end).
-        writes: (3, n) int64: row and index of each new token, and its 16-bit slot.
+        pack_jobs: jobs that pack tokens. Their tokens are read before any 16-bit slot is written,
+            because an emptied slot may be reused in the same step (but not in a decode step, which
+            may pack at its end).
+        writes: (3, n) int64: row, index and 16-bit slot of each new token.
         real: for each row, the indices of the tokens that are not padding; None if there is no
             padding.
         lengths: number of new tokens per row if the rows are concatenated into a batch of one; None
@@ -157,12 +158,12 @@ class StepPlan:
             step out, so attention over the past and the new tokens comes first.
         from_pages: whether the forward pass uses attention "oscar" and reads the past from its
             pages; None until the first layer's keys arrive.
-        planned: an earlier plan that does the same or more; what it writes for a row that has ended
-            since then goes to slots and places that are free.
+        planned: an earlier plan that does the same or more; for a row that has ended since then, it
+            writes only to free slots and free positions in pages.
         layers: indices of the layers that carry out the step; None in the first pass of a cache,
             whose layers are not yet known.
-        fixed: fixed tensors for the tables of attention, of ``pack_jobs`` and of ``writes``; None
-            to create new tables.
+        fixed: fixed tensors for the tables of attention, ``pack_jobs`` and ``writes``; None to
+            create new tables.
     """
 
     copies: list[tuple[Bits, int, int]] = field(default_factory=list)
@@ -198,7 +199,7 @@ class StepPlan:
         return self._progress.get(layer, False)
 
     def check_finished(self, layers: Iterable[int]) -> None:
-        """Raise RuntimeError if any of these layers has not carried out the step."""
+        """Raise RuntimeError unless all of these layers have carried out the step."""
         for layer in layers:
             if not self.is_finished(layer):
                 raise RuntimeError(_INCOMPLETE.format(layer))
@@ -208,8 +209,8 @@ class StepPlan:
         self._progress.clear()
 
     def sources(self) -> dict[Bits, set[int]]:
-        """Return the slots that layers read when they carry out the step; some may no longer have
-        an owner."""
+        """Return bits -> slots that layers read when they carry out the step; some slots may no
+        longer have an owner."""
         tokens = [one.source for one in self.pack_jobs]
         tokens += [source for one in self.pack_jobs for source in one.begins.values()]
         found = {PLAIN: {~slot for some in tokens for slot in some.tolist() if slot < 0}}
@@ -224,7 +225,7 @@ class StepPlan:
         return self.fixed is not None and self.fixed.packs_at_end
 
     def whole_pages_on(self, device: torch.device) -> dict[Bits, WholePages]:
-        """Return bits -> whole pages to pack, uploaded once for all layers of a device."""
+        """Return bits -> tables of full pages to pack, uploaded once for all layers of a device."""
 
         def tables(pack_jobs: list[PackJob]) -> WholePages:
             source = np.concatenate([one.whole_pages() for one in pack_jobs])
@@ -257,13 +258,13 @@ class StepPlan:
         return {bits: tables([one for one in self.pack_jobs if one.bits == bits]) for bits in found}
 
     def filled(self) -> None:
-        """Record that the tokens are already packed: no pack jobs remain."""
+        """Remove the pack jobs, since their tokens are already packed."""
         self.pack_jobs = []
         self._made = {key: made for key, made in self._made.items() if key[0] != "whole pages"}
 
     def writes_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return ``writes`` for ``oscar_mm.ops.append``, (n, 3) int32, uploaded once for all layers
-        of a device."""
+        """Return ``writes`` in the format of ``oscar_mm.ops.append``, (n, 3) int32, uploaded once
+        for all layers of a device."""
         if self.fixed is not None:
             return self.fixed.writes(device)
         writes = self.writes
@@ -283,13 +284,13 @@ class StepPlan:
 
 
 _MIN_ITEMS, _MIN_RECENTS = 64, 128
-"""Minimum capacity for pages and for tokens in 16-bit precision: sinks, the window and, in the
-streams of a few modalities, tokens that are waiting for a page."""
+"""Minimum capacity of attention tables for pages and for tokens in 16-bit precision (sinks, the
+window, and tokens of a few modalities that are waiting for a page)."""
 _WRITES = "writes"
 
 
 class _Room(NamedTuple):
-    """Tensor that holds the attention tables, with spare capacity."""
+    """Tensor with the attention tables and spare capacity."""
 
     longest: tuple[int, int]
     whole: torch.Tensor
@@ -319,10 +320,11 @@ class GraphTables:
         policy: policy of the cache.
 
     Attributes:
-        version: counter of replaced tensors; a graph captured before a change reads stale tables.
-        packs_whole_pages: whether pages are packed whole, before a replay instead of from tables.
-        packs_at_end: whether all tokens to pack, including the new one, are in 16-bit slots at the
-            end of the step; false without a window.
+        version: counter that increases when a tensor is replaced; a graph that was captured before
+            then reads stale tables.
+        packs_whole_pages: whether only full pages are packed, before a replay and without tables.
+        packs_at_end: whether all tokens to pack, including the new token, are in 16-bit slots at
+            the end of the step; false without a window.
     """
 
     def __init__(self, rows: int, policy: KVPolicy) -> None:
@@ -334,8 +336,8 @@ class GraphTables:
             bits: -(-min_page_tokens(policy, bits) // TILE) for bits in policy.packed_bits
         }
         self._rooms: dict[tuple[AttentionShape, torch.device], _Room] = {}
-        # Tables of a step's new tokens by kind; and the tensors that layers requested, by kind and
-        # device.
+        # Tables of a step's new tokens by kind, and the tensors that layers have requested, by kind
+        # and device.
         self._tokens: dict[str, np.ndarray] = {}
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -357,7 +359,7 @@ class GraphTables:
     def refill_tokens(self, step: StepPlan) -> None:
         """Write the tables of a step's new tokens and pack jobs; ``takes`` must accept the step.
 
-        Whole pages are not packed from tables. With ``packs_at_end``, the tables refer to a new
+        There are no tables for packing full pages. With ``packs_at_end``, the tables refer to a new
         token by its slot.
         """
         writes = np.full((self.rows, 3), -1, dtype=np.int32)
@@ -390,10 +392,10 @@ class GraphTables:
         self.refill_tokens(step)
 
     def takes(self, step: StepPlan) -> bool:
-        """Return whether the tables have capacity for the pack jobs of a step.
+        """Return whether the tables have enough capacity for the pack jobs of a step.
 
         Each row may pack tokens of only one stream into only one page, in no more tiles than the
-        tokens that begin a page need. A policy that packs whole pages must not pack a new token.
+        tokens that begin a page need. If the policy packs full pages, no new token may be packed.
         """
         if self.packs_whole_pages:
             return not any((pack_job.source >= 0).any() for pack_job in step.pack_jobs)
@@ -412,13 +414,13 @@ class GraphTables:
         return self._rooms[attention, device].tables
 
     def writes(self, device: torch.device) -> torch.Tensor:
-        """Return (rows, 3) int32 for ``oscar_mm.ops.append``; slot -1 marks rows without a new
-        token."""
+        """Return the table of writes for ``oscar_mm.ops.append``, (rows, 3) int32; slot -1 marks
+        rows without a new token."""
         return self._upload(_WRITES, device)
 
     def slots(self, device: torch.device) -> dict[Bits, SlotTables]:
-        """Return ``StepPlan.slots_on`` with a fixed number of entries per row; page -1 marks unused
-        entries."""
+        """Return the tables of ``StepPlan.slots_on`` with a fixed number of entries per row; page
+        -1 marks unused entries."""
         return {
             bits: SlotTables(
                 *(self._upload(f"{bits} {kind}", device) for kind in ("jobs", "begins"))

@@ -1,4 +1,4 @@
-"""Conversion of a cache's tables to tensors in a file and back, checking every number."""
+"""Conversion of a cache's tables to tensors in a file and back; every number read is checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _MAX_ROWS, _MAX_TOKENS = 4096, 1 << 25
 
 @dataclass
 class SavedTables:
-    """Sequences over slots numbered from 0; see ``oscar_mm.cache.saved_cache`` for the arrays.
+    """Tables of a cache's sequences, with slots numbered from 0, as they are stored in a file.
+
+    ``oscar_mm.cache.saved_cache`` describes the arrays.
 
     Attributes:
         counts: bits -> number of slots of that kind.
@@ -43,12 +45,12 @@ class SavedTables:
     counts: dict[Bits, int]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the arrays by name, as they are saved."""
+        """Return the arrays by name, as tensors to save."""
         return {name: torch.from_numpy(getattr(self, name)) for name in self.KINDS}
 
     @classmethod
     def check_kinds(cls, kinds: Mapping[str, Kind]) -> None:
-        """Check dtypes, shapes and counts of a file's tensors before any of them is read.
+        """Check the dtypes, shapes and counts of a file's tensors before any tensor is read.
 
         Raises:
             KeyError, ValueError: if they are not the tables of a cache.
@@ -56,9 +58,9 @@ class SavedTables:
         for name, (dtype, width) in cls.KINDS.items():
             found = kinds[name]
             if found.dtype != dtype or len(found.shape) != 2 - (name == "recent"):
-                raise ValueError(f"{name} is {found.shape} {found.dtype}")
+                raise ValueError(f"{name} has shape {found.shape} and dtype {found.dtype}")
             if width and found.shape[1] != width:
-                raise ValueError(f"{name} is {found.shape} {found.dtype}")
+                raise ValueError(f"{name} has shape {found.shape} and dtype {found.dtype}")
         rows, length = kinds["codes"].shape
         if rows > _MAX_ROWS or length > _MAX_TOKENS or (rows and not length):
             raise ValueError(
@@ -68,12 +70,13 @@ class SavedTables:
         for name, count in limits.items():
             if kinds[name].shape[0] > count:
                 raise ValueError(
-                    f"it has {kinds[name].shape[0]} {name} for {rows} rows of {length} tokens"
+                    f"it has {kinds[name].shape[0]} {name}, too many for {rows} rows of {length} "
+                    "tokens"
                 )
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor], policy: KVPolicy) -> SavedTables:
-        """Read the tables from a file's tensors, whose kinds were checked.
+        """Create the tables from a file's tensors, whose kinds have been checked.
 
         Raises:
             ValueError: if they are not the tables of a cache.
@@ -85,7 +88,7 @@ class SavedTables:
         return tables
 
     def _parts(self) -> list[tuple[int, ModalityTable]]:
-        """Return (row, stream) for every line of ``streams``; the code gives the modality."""
+        """Return (row, stream) for every line of ``streams``."""
         parts, entry, slot = [], 0, 0
         for row, code, entries, count in self.streams.tolist():
             modality = Modality(code % SINK)
@@ -97,28 +100,30 @@ class SavedTables:
         return parts
 
     def _check_streams(self) -> None:
-        """Check that the counts of every stream are in range and match the codes."""
+        """Check that the counts of all streams are in range and match the codes."""
         rows, length = self.codes.shape
         if not np.isin(self.codes, [*range(2 * SINK), NOWHERE]).all():
-            raise ValueError("unknown stream codes")
+            raise ValueError("codes contains unknown stream codes")
         row, code, entries, recent = self.streams.T
         limits = ((row, rows), (code, 2 * SINK), (entries, length + 1), (recent, length + 1))
         if any(((column < 0) | (column >= limit)).any() for column, limit in limits):
-            raise ValueError("a stream is out of range")
+            raise ValueError("a row, code or count of a stream is out of range")
         keys = row * 2 * SINK + code
         if len(np.unique(keys)) < len(keys):
-            raise ValueError("a stream occurs twice")
+            raise ValueError("streams contains a stream twice")
         if entries.sum() != len(self.entries) or recent.sum() != len(self.recent):
-            raise ValueError("streams and their slots differ in number")
+            raise ValueError(
+                "the slots counted in streams and the slots in the file differ in number"
+            )
         page, start, stop = self.entries.T
         if ((start < 0) | (start >= stop) | (stop > PAGE_TOKENS)).any():
-            raise ValueError("a page's tokens are out of range")
+            raise ValueError("the used tokens of a page are out of range")
         stream = np.repeat(np.arange(len(entries)), entries)
         order = np.lexsort((start, page, stream))
         before, after = order[:-1], order[1:]
         same = (stream[before] == stream[after]) & (page[before] == page[after])
         if (same & (stop[before] > start[after])).any():
-            raise ValueError("a stream has tokens of a page twice")
+            raise ValueError("a stream uses tokens of a page twice")
         used = np.concatenate([[0], np.cumsum(stop - start, dtype=np.int64)])
         last = np.cumsum(entries)
         stored = np.zeros((rows, 256), dtype=np.int64)
@@ -126,16 +131,18 @@ class SavedTables:
         for index, codes in enumerate(self.codes):
             stored[index, NOWHERE] = (codes == NOWHERE).sum()
             if (np.bincount(codes, minlength=256) != stored[index]).any():
-                raise ValueError(f"row {index} and its streams have different tokens")
+                raise ValueError(
+                    f"row {index}: codes and streams count different numbers of tokens"
+                )
 
     def _checked_counts(self) -> dict[Bits, int]:
-        """Return bits -> number of slots; check that their ids start at 0 and have no gaps."""
+        """Check that slot ids start at 0 without gaps, and return bits -> number of slots."""
         named: dict[Bits, set[int]] = {bits: set() for bits in (*self.policy.packed_bits, PLAIN)}
         for _, stream in self._parts():
             if stream.pages and stream.bits == PLAIN:
                 raise ValueError("a 16-bit stream has pages")
             if len(set(stream.slots)) < len(stream.slots):
-                raise ValueError("a stream has a slot twice")
+                raise ValueError("a stream uses a slot twice")
             named[stream.bits].update(stream.pages)
             named[PLAIN].update(stream.slots)
         for bits, slots in named.items():
@@ -144,7 +151,7 @@ class SavedTables:
         return {bits: len(slots) for bits, slots in named.items()}
 
     def places_in_use(self) -> dict[Bits, np.ndarray]:
-        """Return bits -> (pages, 128) bool: which tokens of each page are part of a stream."""
+        """Return bits -> (pages, 128) bool: whether each token of a page is part of a stream."""
         used = {
             bits: np.zeros((count, PAGE_TOKENS), dtype=bool)
             for bits, count in self.counts.items()
@@ -156,7 +163,7 @@ class SavedTables:
         return used
 
     def sequences(self, slots: dict[Bits, list[int]]) -> list[SequenceTable]:
-        """Return the sequences over new slots: number i becomes the i-th slot of its kind."""
+        """Return the sequences with new slots: slot number i becomes ``slots[bits][i]``."""
         made = [SequenceTable(bytearray(codes.tobytes())) for codes in self.codes]
         for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
             stream.pages = tuple(slots[stream.bits][page] for page in stream.pages)
@@ -167,8 +174,8 @@ class SavedTables:
 
 
 def renumbered(kv_manager: KVCacheManager) -> tuple[SavedTables, dict[Bits, list[int]]]:
-    """Return the tables of a KV cache manager with slots renumbered from 0, and the old slots in
-    the order of their new numbers."""
+    """Return the tables of a KV cache manager with slots renumbered from 0, and bits -> old slot
+    ids in the order of their new numbers."""
     rows = kv_manager.sequences if kv_manager.length else []
     stored = SlotSet.of(stream for row in rows for stream in row.streams.values())
     slots = {bits: stored.slots(bits) for bits in kv_manager.allocators}

@@ -1,7 +1,7 @@
 """Variable-length (varlen) prefill attention over concatenated prompts.
 
-The pasts of many rows are unpacked into one tensor, each followed by the row's new tokens, so that
-a layer needs about a dozen launches for all rows instead of about twenty per row.
+The past of each row is unpacked into one shared tensor, followed by the row's new tokens. A layer
+then needs about a dozen launches for all rows instead of about twenty per row.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from oscar_mm.policy import Bits
 
 _MAX_KEYS = 16384
 """Maximum number of past and new tokens in a varlen batch: 67 MB with 8 heads of 128 channels in
-16-bit precision, and as much again while they are unpacked."""
+16-bit precision, and the same again while they are unpacked."""
 _MAX_ERROR = 0.02
 """Maximum relative error allowed for flash attention in 16-bit precision: far above its rounding
-error, far below the error that a wrong mask would cause."""
+error and far below the error that a wrong mask would cause."""
 _log = logging.getLogger(__name__)
 
 
@@ -49,15 +49,16 @@ class LongSequence(NamedTuple):
 
 
 class VarlenBatch(NamedTuple):
-    """Rows that attend in one launch, and the layout of their concatenated keys: row by row, each
-    row's new tokens last.
+    """Rows that attend in one launch, and the layout of their concatenated keys.
+
+    Keys are ordered row by row, and each row's new tokens come last.
 
     Attributes:
         tokens: range of the new tokens of all rows.
-        pages: bits -> page ids, (pages,) int32, and the places of their tokens, (pages * 128,)
-            int64; unused tokens go to the place after the last key.
-        slots: slot ids of the tokens in 16-bit precision, (n,) int64, and the tokens' places.
-        new_places: (new tokens,) int64 places of the new tokens.
+        pages: bits -> page ids, (pages,) int32, and the key indices of their tokens, (pages * 128,)
+            int64; unused tokens get the index after the last key.
+        slots: slot ids and key indices of the tokens in 16-bit precision, (n,) int64 each.
+        new_places: (new tokens,) int64 key indices of the new tokens.
         query_ends, key_ends: (rows + 1,) int32 boundaries of the rows.
         longest: maximum number of new tokens in a row, and maximum number of keys in a row.
         keys: total number of keys.
@@ -81,7 +82,15 @@ class VarlenBatch(NamedTuple):
         tokens: slice,
         device: torch.device,
     ) -> VarlenBatch:
-        """Return the varlen batch of these rows, new tokens and keys, for layers on a device."""
+        """Build the varlen batch of these rows as tensors on the layers' device.
+
+        Args:
+            past: sequences of the rows before the step.
+            lengths: number of new tokens per row.
+            keys: number of keys per row, new tokens included.
+            tokens: range of the new tokens of all rows.
+            device: device of the layers.
+        """
         key_ends = np.cumsum([0, *keys])
         pages: dict[Bits, list[int]] = {}
         places: dict[Bits, list[np.ndarray]] = {}
@@ -125,7 +134,7 @@ class VarlenBatch(NamedTuple):
 
 
 def varlen_batches(step: StepPlan, device: torch.device) -> Iterator[VarlenBatch | LongSequence]:
-    """Split the rows of a step into varlen batches.
+    """Split the rows of a step into varlen batches and rows that are too long for a batch.
 
     Args:
         step: plan with ``lengths``.
@@ -155,8 +164,7 @@ def can_attend_varlen(queries: torch.Tensor) -> bool:
 
 @cache
 def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Check that torch's flash attention computes what ``flash_varlen`` promises; log a mismatch
-    once.
+    """Return whether torch's flash attention works as ``flash_varlen`` expects; warn once if not.
 
     The operation is undocumented and may change between versions of torch.
     """
@@ -192,7 +200,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         return True
     _log.warning(
         "torch's variable-length flash attention does not work as expected on %s (%s): short "
-        "prompts run one row at a time, which is slower",
+        "prompts will run one row at a time, which is slower",
         device,
         error,
     )
@@ -218,11 +226,13 @@ def attend_varlen(
     values: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Compute causal attention of each row's new tokens to that row; call before ``append``.
+    """Compute causal attention of each row's new tokens over its past and new tokens.
+
+    Call this before ``append``.
 
     Args:
         layer: layer of the cache.
-        run: the rows.
+        run: varlen batch of the rows.
         queries: (1, query heads, new tokens, head_dim).
         keys, values: (1, KV heads, new tokens, head_dim).
         scaling: factor that the scores are multiplied by.
@@ -245,7 +255,7 @@ def attend_varlen(
         sides.index_copy_(2, places, recent)
     for side, new in zip(sides, (keys, values), strict=True):
         side.index_copy_(1, run.new_places, new[0])
-    # Drop the place for unused tokens.
+    # Drop the last index, to which unused tokens were written.
     tokens = sides[:, :, : run.keys].transpose(1, 2)
     found = flash_varlen(queries[0].transpose(0, 1), tokens[0], tokens[1], run, scaling)
     return found.transpose(0, 1)[None]
@@ -258,12 +268,12 @@ def flash_varlen(
     run: VarlenBatch,
     scaling: float,
 ) -> torch.Tensor:
-    """Compute causal attention of concatenated rows; a row's last query sees all of its keys.
+    """Compute causal attention of concatenated rows; a row's last query attends to all its keys.
 
     Args:
         queries: (queries, query heads, head_dim).
         keys, values: (keys, KV heads, head_dim).
-        run: boundaries of the rows.
+        run: varlen batch with the boundaries of the rows.
         scaling: factor that the scores are multiplied by.
 
     Returns:

@@ -83,7 +83,7 @@ def test_16_bit_greedy(models, plain, name: str, inputs: str, implementation: st
 
 
 # Of transformers' own implementations one is enough here: the cache hands both the same.
-@pytest.mark.filterwarnings("ignore:OscarCache. a batch came without expect")
+@pytest.mark.filterwarnings("ignore:OscarCache. expect.attention_mask")
 @pytest.mark.parametrize("implementation", ["sdpa", "oscar"])
 @pytest.mark.parametrize(
     "options",

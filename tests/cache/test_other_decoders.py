@@ -316,7 +316,7 @@ def test_output_attentions_are_refused() -> None:
     assert [x.shape for x in weights] == [(1, 4, 5, 5)] * 3
 
 
-@pytest.mark.filterwarnings("ignore:OscarCache. a batch came without expect")
+@pytest.mark.filterwarnings("ignore:OscarCache. expect.attention_mask")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "oscar"])
 def test_encoder_decoders(implementation: str) -> None:
     """The decoder's own past may be packed; states of the encoder are not."""
