@@ -331,8 +331,8 @@ class Admission:
         for device, needed, available in self._short_devices(growth, prompt.modalities.numel()):
             raise MemoryBusy(
                 f"the request needs about {format_bytes(needed)}, but only "
-                f"{format_bytes(available)} is free on {device}: close() some chats or send smaller "
-                "requests"
+                f"{format_bytes(available)} is free on {device}: close() some chats or send "
+                "smaller requests"
             )
         if self.budget is None:
             return None

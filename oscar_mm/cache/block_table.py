@@ -75,7 +75,7 @@ class SlotPool:
         return self._free[-1 - index] if index < len(self._free) else None
 
     def claim(self, slots: Sequence[int]) -> None:
-        """Allocate planned slots; nobody else may have allocated or planned them in the meantime."""
+        """Allocate planned slots; they must not have been allocated or planned since then."""
         self.epoch += 1
         for slot in slots:
             if self._free[-1] == slot:

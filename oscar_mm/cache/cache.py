@@ -30,9 +30,9 @@ from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.torch_modes import autocast_dtype, eager
 
 _UNBALANCED = (
-    "OscarCache: keys are stored without query-key balancing, because the cache does not have the "
-    "model whose weights it needs; with some models answers become unusable. Pass "
-    "OscarCache(policy, model=model), or a policy with balance=None"
+    "OscarCache: keys are stored without query-key balancing, because the cache was created "
+    "without the model whose weights are needed; some models then give unusable answers. Create it "
+    "with OscarCache(policy, model=model), or use a policy with balance=None"
 )
 _ONE_STATE = "linear-attention layers store only the state after the last token"
 _TWO_STATES = (
@@ -41,7 +41,7 @@ _TWO_STATES = (
 )
 
 _USER = 5
-"""Stack level of the caller of ``update``, seen from ``_take``; frames of ``eager`` are in
+"""Stack level, for warnings in ``_take``, of the caller of ``update``; frames of ``eager`` are in
 between."""
 _ARGUMENT = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 
@@ -49,18 +49,21 @@ _ARGUMENT = "cache" if "cache" in signature(create_causal_mask).parameters else 
 def as_argument(cache: Any) -> dict[str, Any]:
     """Return a cache as the keyword argument of models and ``generate``.
 
-    The argument is called ``cache`` since transformers 5.24, ``past_key_values`` before.
+    The argument is called ``cache`` since transformers 5.24, and ``past_key_values`` in earlier
+    versions.
     """
     return {_ARGUMENT: cache}
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache in a call's keyword arguments or in a model's output, or None."""
+    """Return the cache in a call's keyword arguments or a model's output; None if there is none."""
     return arguments.get(_ARGUMENT)
 
 
 def balancing_of(model: torch.nn.Module, policy: KVPolicy) -> dict[int, torch.Tensor]:
-    """Return a model's balancing vectors (sigma) by layer; empty if the policy does not balance.
+    """Return a model's query-key balancing vectors (sigma) by layer index.
+
+    The result is empty if the policy does not balance.
 
     Raises:
         InputError: if the policy does not fit a model that is divided among ranks.
@@ -72,18 +75,19 @@ def balancing_of(model: torch.nn.Module, policy: KVPolicy) -> dict[int, torch.Te
 
 
 class OscarCache(Cache):
-    """Keys and values in pages by modality, packed according to a ``KVPolicy``.
+    """Cache with keys and values in pages by modality, packed according to a ``KVPolicy``.
 
-    A drop-in for any decoder of transformers::
+    A drop-in cache for any decoder of transformers::
 
         cache = OscarCache("compact", model=model)
         model.generate(**inputs, cache=cache)  # past_key_values before transformers 5.24
 
     With attention "oscar" (``model.set_attn_implementation("oscar")``) the past is read from its
-    pages; with any other implementation it is unpacked for each layer in turn, with the same
-    result. A prompt's attention is exact in both cases: its keys and values are packed after their
-    layer's attention. Tokens of a later chunk attend to the packed past. Layers with linear
-    attention (Qwen3-Next, Qwen3.5, Jamba) keep their unmodified state in transformers' own layers.
+    pages; with any other implementation, it is unpacked for each layer in turn, with the same
+    result. In both cases, the attention of a prompt is exact: its keys and values are packed after
+    the attention of their layer. Tokens of a later chunk attend to the packed past. Layers with
+    linear attention (Qwen3-Next, Qwen3.5, Jamba) keep their unmodified state in transformers' own
+    layers.
 
     Attention "oscar" passes the padding on to the cache. With other implementations, or to store
     images, video and audio in separate streams, call ``expect`` before a prompt.
@@ -101,11 +105,11 @@ class OscarCache(Cache):
     """
 
     layers: list[Any]
-    """An OscarLayer for each layer with attention, a LinearLayer for each with linear attention."""
+    """OscarLayers for layers with attention and LinearLayers for layers with linear attention."""
     step: StepPlan | None
     """Plan of the latest forward pass; None before the first."""
     sigmas: Mapping[int, torch.Tensor | None] | None
-    """Balancing by layer, for layers that have no keys yet; None if unknown."""
+    """Balancing vectors by layer index, for layers that have no keys yet; None if unknown."""
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class OscarCache(Cache):
     def expect(
         self, modalities: torch.Tensor | None = None, *, attention_mask: torch.Tensor | None = None
     ) -> None:
-        """Announce the next tokens; tokens after them are text.
+        """Announce the modalities of the next tokens; tokens after these are text.
 
         Args:
             modalities: (batch, tokens): 0 text, 1 image, 2 video, 3 audio, -1 padding (see
@@ -151,7 +155,7 @@ class OscarCache(Cache):
             mask: (batch, stored and new tokens) bool, False for tokens that no query attends to.
 
         Returns:
-            Whether the mask hides stored tokens; new tokens are not stored where it is False.
+            Whether the mask hides stored tokens. New tokens at which it is False are not stored.
         """
         if mask is None:
             self._expected.attention(packed=True)
@@ -201,7 +205,7 @@ class OscarCache(Cache):
 
     @property
     def balancing(self) -> Mapping[int, torch.Tensor | None] | None:
-        """Sigma by layer, for the stored tokens, or for future tokens if none are stored yet.
+        """Balancing vectors by layer for stored tokens; for new tokens if none are stored.
 
         None if nothing is stored and the model is unknown.
         """
@@ -210,7 +214,7 @@ class OscarCache(Cache):
         return {layer.index: layer.sigma for layer in self.packed_layers}
 
     def _sigma(self, layer_idx: int) -> torch.Tensor | None:
-        """Return the balancing of a layer that receives its first keys."""
+        """Return the balancing vector of a layer that receives its first keys."""
         if self.sigmas is not None:
             return self.sigmas.get(layer_idx)
         if self.policy.balances and not self._warned:
@@ -219,7 +223,7 @@ class OscarCache(Cache):
         return None
 
     def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> StepPlan:
-        """Return the plan of this forward pass; its first layer creates the plan."""
+        """Return the plan of this forward pass; the first layer of the pass creates the plan."""
         step, rows = self.step, self.kv_manager.sequences
         if step is None or step.is_finished(layer.index):
             batch, _, tokens, _ = key_states.shape
@@ -250,8 +254,8 @@ class OscarCache(Cache):
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Begin the next forward pass: plan what every layer does with the new tokens.
 
-        ``update`` calls this itself; a caller that calls it first supplies the modalities of the
-        next forward pass.
+        ``update`` calls this method. A caller that calls it before the forward pass can supply the
+        modalities of the new tokens.
 
         Args:
             modalities: (batch, tokens) int8 modality ids, -1 for padding; or a list of (tokens,)
@@ -269,9 +273,9 @@ class OscarCache(Cache):
         return step
 
     def replayed(self, step: StepPlan) -> None:
-        """Record that all layers have completed a step without running their code.
+        """Record that all layers have completed a step although their code did not run.
 
-        A CUDA graph ran the step, or the pages come from a file or from other caches.
+        Call this if a CUDA graph ran the step, or the pages come from a file or other caches.
         """
         for layer in self.packed_layers:
             step.finish(layer.index)
@@ -282,7 +286,7 @@ class OscarCache(Cache):
         """Let other caches of the store run complete forward passes within the block, between two
         layers of this pass.
 
-        Slots that this cache's pass has yet to read are not reallocated.
+        Slots that this pass has yet to read are not reallocated meanwhile.
         """
         sources = {} if self.step is None else self.step.sources()
         for bits, slots in sources.items():
@@ -297,8 +301,8 @@ class OscarCache(Cache):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Value that changes whenever a captured step becomes invalid: with another KV cache
-        manager, or when a pool moves."""
+        """Value that changes whenever a captured step becomes invalid, because the KV cache manager
+        was replaced or a pool has moved."""
         return self.kv_manager.number, self.store.version
 
     @eager
@@ -314,9 +318,9 @@ class OscarCache(Cache):
             pack_together(some, self.step)
 
     def check_overflow(self, layer: OscarLayer, tokens: int) -> None:
-        """Check what a layer has stored in a step with this number of new tokens per row.
+        """Check that a layer could store the keys and values of a step, ``tokens`` per row.
 
-        Never waits for a GPU: there, a prompt is checked before the next step.
+        This never waits for a GPU: on a GPU, a prompt is checked before the next step.
 
         Raises:
             FloatingPointError: on a CPU, for keys or values that ``OscarLayer.check_stored``
@@ -346,8 +350,8 @@ class OscarCache(Cache):
             self.unchecked = False
 
     def real_tokens(self, count: int) -> torch.Tensor:
-        """Return (batch, count) bool on the CPU: which of the last ``count`` tokens are not
-        padding."""
+        """Return (batch, count) bool on the CPU: whether each of the last tokens is stored (neither
+        padding nor forgotten)."""
         rows = [sequence.real_tokens(count) for sequence in self.kv_manager.sequences]
         return torch.from_numpy(np.stack(rows))
 
@@ -365,7 +369,7 @@ class OscarCache(Cache):
             InputError: if the layer has linear attention.
         """
         if self._is_linear(layer_idx):
-            raise InputError(f"layer {layer_idx} has linear attention, without keys and values")
+            raise InputError(f"layer {layer_idx} has linear attention and so no keys and values")
         return self.layers[layer_idx].unpacked(
             self.kv_manager.sequences, self.kv_manager.length, dtype
         )
@@ -378,9 +382,9 @@ class OscarCache(Cache):
         """Release memory reserved for the next tokens; call it after an answer, between forward
         passes.
 
-        Spare 16-bit slots become free. On a CPU, free slots also return to the device unless
-        another cache owns slots of the store, so that a conversation, apart from its tables, takes
-        no more memory than in 16-bit precision.
+        Spare 16-bit slots become free. On a CPU, free slots are also returned to the device unless
+        another cache owns slots of the store. A conversation then takes no more memory, apart from
+        its tables, than in 16-bit precision.
         """
         self.kv_manager.release_spare()
         if self.store.is_on_cpu and self.kv_manager.holds_all(
@@ -389,10 +393,10 @@ class OscarCache(Cache):
             self.store.trim_after_answer()
 
     def fork(self) -> OscarCache:
-        """Return a cache with the same past over the same pages: only tables are copied.
+        """Return a cache with the same past that shares the pages; only tables are copied.
 
         Both caches continue independently and may be cropped, reset or closed: a shared page is
-        copied before either adds a token to it. The fork inherits this cache's balancing.
+        copied before either cache adds a token to it. The fork inherits this cache's balancing.
 
         Raises:
             RuntimeError: during a forward pass, or after an interrupted one.
@@ -431,9 +435,9 @@ class OscarCache(Cache):
         """Drop the tokens ``start`` to ``stop - 1`` of a row and release their pages at once.
 
         The row's length and the other tokens' positions (which are part of the keys) stay the same:
-        the tokens are treated like padding from then on. Nothing is quantized again; later 16-bit
-        tokens close the gap. With an attention other than "oscar", later calls must pass an
-        attention_mask that is 0 for the dropped tokens.
+        the dropped tokens are treated like padding from then on. No token is quantized again; the
+        16-bit tokens after them close the gap. With an attention implementation other than "oscar",
+        later calls must pass an attention_mask that is 0 for the dropped tokens.
 
         Args:
             start, stop: indices in the row, counted from 0, padding included.
@@ -442,7 +446,7 @@ class OscarCache(Cache):
         Raises:
             InputError: if the tokens or the row do not exist.
             RuntimeError: during a forward pass, or after an interrupted one.
-            NotImplementedError: if a linear-attention layer's state already includes them.
+            NotImplementedError: if the state of a linear-attention layer includes the tokens.
         """
         if self.linear_layers:
             raise NotImplementedError(f"OscarCache.forget: {_ONE_STATE}")
@@ -467,11 +471,12 @@ class OscarCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row (negative, as in transformers).
 
-        Tokens in 16-bit precision are dropped; a page that is cut keeps its codes, with fewer
-        tokens in use. Nothing is quantized again.
+        If a page is cut, its codes stay the same and fewer of its tokens are in use; no token is
+        quantized again.
 
         Raises:
-            NotImplementedError: if a linear-attention layer's state already includes them.
+            NotImplementedError: if the state of a linear-attention layer includes the tokens.
+            ValueError: if ``tokens_to_remove`` is positive or there are fewer tokens.
         """
         if tokens_to_remove and self.linear_layers:
             raise NotImplementedError(f"OscarCache.crop: {_ONE_STATE}")
@@ -492,7 +497,7 @@ class OscarCache(Cache):
         self._select([row for row in rows for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows at these indices, or where a bool mask is true."""
+        """Keep only the rows at these indices, or the rows at which a bool mask is true."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self._select(indices.tolist())
@@ -505,7 +510,7 @@ class OscarCache(Cache):
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """Return whether a linear-attention layer, by default the last one, has a state."""
+        """Return whether a linear-attention layer has a state; by default, the last such layer."""
         if not self.linear_layers or (layer_idx is not None and not self._is_linear(layer_idx)):
             return False
         return super().has_previous_state(layer_idx, state_idx)
@@ -562,7 +567,7 @@ class OscarCache(Cache):
         self._expected, self.unchecked = PendingModalities(), False
 
     def close(self) -> None:
-        """Release all pages and accept no more tokens. A second call does nothing."""
+        """Release all pages; the cache then accepts no more tokens. A second call has no effect."""
         self.reset()
         self.closed = True
 
@@ -577,22 +582,22 @@ class OscarCache(Cache):
         return bool(self.packed_layers)
 
     def offload(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: pages cannot be offloaded."""
+        """Raise NotImplementedError, since pages cannot be offloaded."""
         raise NotImplementedError("OscarCache.offload: pages cannot be offloaded")
 
     def prefetch(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: pages cannot be offloaded."""
-        raise NotImplementedError("OscarCache.prefetch: pages cannot be offloaded")
+        """Raise NotImplementedError, since pages cannot be offloaded or prefetched."""
+        raise NotImplementedError("OscarCache.prefetch: pages cannot be offloaded or prefetched")
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: pools take their shape from the first keys."""
+        """Raise NotImplementedError, since pools take their shape from the first keys."""
         raise NotImplementedError(
             "OscarCache.early_initialization is not supported: pools are created when the first "
             "keys are stored"
         )
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: there are no pages for the indexer keys of sparse attention."""
+        """Raise NotImplementedError: there are no pages for indexer keys of sparse attention."""
         raise NotImplementedError("OscarCache.update_indexer: indexer keys cannot be stored")
 
 

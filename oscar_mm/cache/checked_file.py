@@ -1,4 +1,4 @@
-"""Safetensors files with a checksum over all content, written atomically.
+"""Safetensors files that are written atomically and have a checksum of all content.
 
 The file's metadata contains a SHA-256 of the texts and of the tensors' names, dtypes, shapes and
 bytes. Any reader of safetensors can read the file.
@@ -27,7 +27,7 @@ from oscar_mm.files import whole_file
 _NAME = "oscar_mm.digest"
 _OLD_NAME = "oscar_mm.sha256"
 _BLANK = "0" * 64
-# Both are unique in a header, since quotes within a text are escaped.
+# Both patterns below match only real keys, since quotes within a text are escaped.
 _OLD_PLACE = f'"{_OLD_NAME}":"'.encode()
 _END_OF_TENSOR = re.compile(rb'"data_offsets":\[\d+,(\d+)\]')
 _MAX_HEADER = 1 << 24
@@ -38,7 +38,7 @@ _SHOWN = 200
 
 
 class Kind(NamedTuple):
-    """Dtype of a tensor, as safetensors names it ("U8", "I64", "BF16"), and its shape."""
+    """Dtype of a tensor by its safetensors name ("U8", "I64", "BF16"), and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,12 +51,13 @@ Content = tuple[dict[str, torch.Tensor], dict[str, str]]
 def write_checked(
     path: str | Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]
 ) -> None:
-    """Write tensors and texts to a file that only its owner can read; an old file is kept until the
-    new one is complete.
+    """Write tensors and texts to a file that only its owner can read.
+
+    An existing file is replaced only when the new file is complete.
 
     Raises:
-        InputError: if the file cannot be written, or the texts are too long to be read again; no
-            partial file is left.
+        InputError: if the file cannot be written, or the texts are too long to be read again; then
+            no partial file remains.
     """
     path = Path(path)
     try:
@@ -73,17 +74,18 @@ def write_checked(
 
 
 def read_checked(path: str | Path, accept: Accept) -> Content:
-    """Return the tensors, on the CPU, and the texts of a file written by ``write_checked``.
+    """Read a file written by ``write_checked`` and return its tensors, on the CPU, and its texts.
 
     The checksum detects accidental changes, not forgery: anyone can compute it.
 
     Args:
-        accept: callback for the texts and the tensors' kinds, called before anything but the header
-            is read; it raises to reject the file.
+        path: file to read.
+        accept: callback that gets the texts and the tensors' kinds when only the header has been
+            read; it raises an error to reject the file.
 
     Raises:
-        InputError: if the file cannot be read, was not written by oscar_mm, is truncated or was
-            altered.
+        InputError: if the file cannot be read, was not written by oscar_mm, is truncated or has
+            been altered.
     """
     path = Path(path)
     try:
@@ -94,7 +96,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
                 old = _NAME not in texts
                 digest = texts.pop(_OLD_NAME if old else _NAME, "")
                 if len(digest) != len(_BLANK) or (old and header.count(_OLD_PLACE) != 1):
-                    raise InputError(f"{path} is a safetensors file that oscar_mm did not save")
+                    raise InputError(f"{path} is a safetensors file, but oscar_mm did not save it")
                 slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
                 kinds = {
                     name: Kind(one.get_dtype(), tuple(one.get_shape()))
@@ -113,7 +115,7 @@ def read_checked(path: str | Path, accept: Accept) -> Content:
 
 
 def _header(file: BinaryIO, path: Path) -> bytes:
-    """Return the raw header; only its length is checked, since safetensors parses it."""
+    """Return the raw header of a file; only its length is checked, since safetensors parses it."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or not 2 <= length <= _MAX_HEADER:
@@ -122,7 +124,7 @@ def _header(file: BinaryIO, path: Path) -> bytes:
     if header[:1] != b"{":
         raise InputError(f"{path} is not a safetensors file")
     if len(header) < length:
-        raise InputError(f"{path} is truncated: {size:,} bytes end within its header")
+        raise InputError(f"{path} is truncated: it ends within its header, after {size:,} bytes")
     return header
 
 
@@ -142,7 +144,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> st
     checksum = hashlib.sha256(json.dumps([dict(texts), kinds], sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
-        # A tensor of one element counts as contiguous whatever its strides are.
+        # A tensor of one element is contiguous whatever its strides are.
         flat = tensor.as_strided((tensor.numel(),), (1,))
         checksum.update(flat.view(torch.uint8).numpy().data)
     return checksum.hexdigest()

@@ -25,11 +25,11 @@ _TAILS = "tails: tokens outside of pages, not packed"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory usage of a cache. Every byte belongs to exactly one modality and exactly one kind.
+    """Memory usage of a cache. Every byte is counted in one modality and in one kind.
 
-    Slots that caches share (``OscarCache.fork``) appear in the report of each of them. The store's
-    free slots that ``PageStore.trim`` would return to the device appear in a cache's report only
-    while no other cache owns slots of the store.
+    Slots that caches share (``OscarCache.fork``) appear in the report of each of these caches. Free
+    slots of the store that ``PageStore.trim`` would return to the device appear in a cache's report
+    only while no other cache owns slots of the store.
 
     Attributes:
         kv_bytes: total bytes: pools (used and free slots), states of linear-attention layers,
@@ -45,7 +45,7 @@ class MemoryReport:
             spare slots for the next tokens of an answer).
         tokens: number of stored tokens by modality, summed over the batch; tokens in shared slots
             count once per sequence.
-        shared_bytes: part of kv_bytes that other caches also own.
+        shared_bytes: bytes, included in kv_bytes, of slots that other caches also own.
         by_device: bytes by device; page tables and the token map are on "cpu".
         ranks: number of processes that store the heads of the same layers; 1 without tensor
             parallelism. The report covers one process.
@@ -141,8 +141,7 @@ class MemoryReport:
 
 
 def token_bytes(kv_manager: KVCacheManager, start: int, stop: int, row: int = 0) -> int:
-    """Return the size in bytes of tokens ``start`` to ``stop - 1`` of a row: their share of pages
-    and slots.
+    """Return the bytes that tokens ``start`` to ``stop - 1`` of a row take in pages and slots.
 
     Tables and unused parts of pages are excluded; padding takes no bytes.
     """
@@ -156,7 +155,7 @@ def span_bytes(
     sequence, ends = kv_manager.sequences[row], np.array(spans, dtype=np.int64).reshape(-1, 2)
     total = np.zeros(len(ends))
     for code, stream in sequence.streams.items():
-        # Number of the stream's tokens before each span's start, and before its end.
+        # Number of the stream's tokens before the start and before the end of each span.
         both = np.searchsorted(sequence.positions(code), ends)
         packed = np.diff(np.minimum(both, stream.packed))[:, 0]
         in_16_bit = np.diff(both)[:, 0] - packed
@@ -171,7 +170,7 @@ def span_bytes(
 def measure(
     kv_manager: KVCacheManager, packed: Sequence[OscarLayer], linear: Sequence[LinearLayer]
 ) -> MemoryReport:
-    """Add up the sizes of a cache's tensors, layer by layer, and of its tables.
+    """Measure the memory usage of a cache: its tensors, layer by layer, and its tables.
 
     Args:
         kv_manager: KV cache manager of the cache.
@@ -228,7 +227,7 @@ def _add_pools(
     *,
     alone: bool,
 ) -> None:
-    """Add the pools of one layer.
+    """Add the bytes of one layer's pools to ``by_kind`` and ``by_modality``.
 
     During a forward pass, a layer may be one step behind the tables; slots that its pools do not
     have yet are not counted.
@@ -236,7 +235,7 @@ def _add_pools(
     Args:
         slots: slots of the cache.
         spare: number of 16-bit slots reserved for the next tokens.
-        alone: whether to include the free slots.
+        alone: whether to include the free slots of the pools.
     """
     for bits, pool in pools.by_bits.items():
         stored = 0

@@ -203,8 +203,9 @@ class PageStore:
         chats = [OscarCache("compact", store=store) for _ in range(3)]
 
     Caches share pages only after ``OscarCache.fork``: pages are in the basis (query-key balancing)
-    of the cache that packed them, and a fork inherits that basis. Slots that a cache no longer needs return to the store
-    and are reused before its pools grow; ``trim`` returns their memory to the device.
+    of the cache that packed them, and a fork inherits that basis. Slots that a cache no longer
+    needs return to the store and are reused before its pools grow; ``trim`` returns their memory to
+    the device.
 
     Only one thread at a time may use the store and its caches; pipelines use both only in their
     engine thread. But a cache may be created and garbage-collected at any time in any thread.
@@ -417,8 +418,8 @@ class PageStore:
         return found
 
     def bytes_of(self, counts: Mapping[Bits, int], device: torch.device | None = None) -> int:
-        """Return the bytes of ``counts[bits]`` slots of each kind, summed over all layers or over the
-        layers on a device."""
+        """Return the bytes of ``counts[bits]`` slots of each kind, summed over all layers or over
+        the layers on a device."""
         return sum(
             count * pools.by_bits[bits].slot_bytes
             # A copy: any thread may call this while the first prompt creates the pools.

@@ -2,7 +2,7 @@
 
 ``TokenPlacer`` applies the rules to the tokens of a prompt and then to each token of the answer,
 and plans what every layer does. ``slot_forecast`` computes the resulting slot counts in advance,
-with formulas over the length of the answer.
+for every length of the answer.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ Count = TypeVar("Count", int, np.ndarray)
 _MAX_SPARE = 32
 Indices = np.ndarray | list[int]
 _SMALL_WINDOW = 4
-"""Minimum window whose keys suffice for a page's center."""
+"""Minimum window size in tokens at which the keys in the window suffice for a page's center."""
 
 
 def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Count:
-    """Return how many of a stream's tokens outside the window are packed.
+    """Return how many of a stream's tokens outside of the window are packed.
 
-    The last page first takes as many tokens as it has room for. The rest fills whole pages, and the
-    remainder begins a page if there are enough tokens (``min_page_tokens``). The result does not
-    depend on whether tokens arrive one by one or together.
+    First, the free positions of the last page are filled. Further tokens fill new pages, and the
+    remaining tokens begin a page if there are enough of them (``min_page_tokens``). The result does
+    not depend on whether tokens arrive one by one or together.
 
     Args:
-        waiting: number of the stream's tokens in 16-bit precision outside the window, or an array
-            of such numbers.
-        room: free places in the stream's last page; 0 if pages are written as a whole.
+        policy: how keys and values are stored.
+        bits: format of the stream's pages.
+        waiting: number of the stream's tokens in 16-bit precision outside of the window, or an
+            array of such numbers.
+        room: number of free positions in the stream's last page; 0 if pages are written all at
+            once.
     """
     if bits == PLAIN:
         return waiting * 0
@@ -57,14 +60,14 @@ def packed_count(policy: KVPolicy, bits: Bits, waiting: Count, room: int) -> Cou
 def max_spare(in_16_bit: int, room: int) -> int:
     """Return the maximum number of spare 16-bit slots of a sequence after a decode step.
 
-    It is one if each token passes its slot on to the next. Otherwise several slots are allocated at
-    once, so that other sequences cannot take them from an in-flight step and pools seldom grow.
-    Their number stays small relative to the sequence's tokens in 16-bit precision.
+    The maximum is one if each packed token passes its slot on to the next token. Otherwise, several
+    slots are allocated at once, so that other sequences cannot take them from an in-flight step and
+    pools seldom grow. Their number stays small relative to the sequence's 16-bit tokens.
 
     Args:
         in_16_bit: number of the sequence's tokens in 16-bit precision.
-        room: free places in the last page of the new token's stream; 0 if pages are written as a
-            whole.
+        room: number of free positions in the last page of the new token's stream; 0 if pages are
+            written all at once.
     """
     if room:
         return 1
@@ -87,15 +90,15 @@ class TokenPlacer:
     """Adds new tokens to sequences and plans what every layer does.
 
     Attributes:
-        freed: 16-bit slots that each row releases; they are released after all rows have been
-            placed, so that no row's slots depend on what another row packs.
+        freed: row -> 16-bit slots that the row releases. They are released after the tokens of all
+            rows have been placed, so that no row's slots depend on what another row packs.
     """
 
     def __init__(self, policy: KVPolicy, allocators: Mapping[Bits, SlotPool | DryRunSlots]) -> None:
         self._policy, self._allocators, self._recent = policy, allocators, allocators[PLAIN]
         self._appends_tokens = codec_of(policy).appends_tokens
         self._step = StepPlan()
-        # Rows, indices of new tokens, slots.
+        # Rows, token indices and slots of the new tokens.
         self._writes = list[int](), list[int](), list[int]()
         self.freed: dict[int, list[int]] = {}
 
@@ -122,7 +125,7 @@ class TokenPlacer:
         return step
 
     def _line_up(self, starts: np.ndarray) -> None:
-        """Convert rows and token indices to those of a batch of one that concatenates the rows."""
+        """Change rows and token indices to those of a single row that concatenates all rows."""
 
         def lined_up(source: np.ndarray, row: int) -> np.ndarray:
             return np.where(source >= 0, source + starts[row], source)
@@ -145,8 +148,8 @@ class TokenPlacer:
     def _take_one(self, row: int, sequence: SequenceTable, modality: int) -> None:
         """Place the token of a decode step.
 
-        The new token takes a spare slot, and the token that leaves the window gives up its own
-        slot, so most steps allocate nothing.
+        The new token takes a spare slot, and the slot of the token that leaves the window becomes a
+        spare slot, so most steps allocate no slots.
         """
         if modality == PADDING:
             sequence.codes.append(NOWHERE)
@@ -195,22 +198,22 @@ class TokenPlacer:
         for code, stream in sequence.streams.items():
             new = np.flatnonzero(codes == code)
             in_window = recent.count(code)
-            # Other streams lose no token from the window and pack nothing, as when tokens arrive
-            # one by one.
+            # In other streams, no token leaves the window and none is packed, as when tokens
+            # arrive one by one.
             if before.count(code) + len(new) > in_window:
                 emptied, new = self._pack(row, sequence, code, new, in_window)
                 self._recent.release(emptied)
             if len(new):
                 left.append((stream, new))
-        # One allocation, so that the pool grows only to what is needed.
+        # A single allocation, so that the pool grows no more than needed.
         slots = self._recent.allocate(sum(len(new) for _, new in left)) if left else []
         for stream, new in left:
             self._write(row, stream, new, slots[: len(new)])
             slots = slots[len(new) :]
 
     def _own_stream(self, sequence: SequenceTable, code: int) -> ModalityTable:
-        """Replace a stream with a copy that the step may change, or with a new stream if there is
-        none, and return the replacement."""
+        """Replace a stream with a copy that the step may change, and return the copy; create the
+        stream if it does not exist."""
         stream = sequence.streams.get(code)
         if stream is None:
             modality = Modality(code % SINK)
@@ -220,11 +223,11 @@ class TokenPlacer:
         return own
 
     def _room(self, stream: ModalityTable) -> int:
-        """Return the number of places in a stream's last page to which tokens can be appended."""
+        """Return the number of tokens that can be appended to a stream's last page."""
         return stream.room if self._appends_tokens else 0
 
     def _write(self, row: int, stream: ModalityTable, new: Indices, slots: list[int]) -> None:
-        """Write new tokens to 16-bit slots."""
+        """Add the writes of new tokens to 16-bit slots to the plan."""
         for column, entries in zip(self._writes, ([row] * len(new), new, slots), strict=True):
             column.extend(entries)
         stream.slots += slots
@@ -232,10 +235,14 @@ class TokenPlacer:
     def _pack(
         self, row: int, sequence: SequenceTable, code: int, new: Indices, in_window: int
     ) -> tuple[list[int], Indices]:
-        """Pack those tokens of a stream that are due, both stored and new ones.
+        """Add a pack job for the tokens of a stream, stored or new, that must be packed now.
+
+        Args:
+            new: indices of the stream's new tokens.
+            in_window: number of the stream's tokens that stay in the window.
 
         Returns:
-            The 16-bit slots that become free, and the new tokens that were not packed.
+            The 16-bit slots that become free, and the new tokens that are not packed.
         """
         stream, policy = sequence.streams[code], self._policy
         waiting = max(0, len(stream.slots) + len(new) - in_window)
@@ -259,7 +266,7 @@ class TokenPlacer:
         return emptied, new[count - len(emptied) :]
 
     def _own_last_page(self, stream: ModalityTable, slots: SlotPool | DryRunSlots) -> int:
-        """Return the last page, or a copy of it if other sequences share it."""
+        """Return the last page, after replacing it with a copy if other sequences share it."""
         page = stream.pages[-1]
         # A page with forgotten tokens in its middle has two entries, both of this stream.
         if slots.is_shared(page) and slots.owners(page) > stream.pages.count(page):
@@ -280,14 +287,18 @@ class TokenPlacer:
     ) -> None:
         """Choose the tokens whose mean is the center of each new page.
 
-        They are the page's first token and the tokens of its stream that are in the window when
-        the first token leaves it: the same whether tokens arrive one by one or together. A small
-        window has too few of them; then the center is the mean of 32 of the tokens that arrive
-        together, or of the previous page.
+        These are the page's first token and the tokens of its stream that are in the window when
+        the first token leaves it; they are the same whether tokens arrive one by one or together. A
+        small window has too few of these tokens; then the center is the mean of 32 tokens that
+        arrive together, or of 32 tokens of the previous page.
 
         Args:
-            source: sources of the stream's tokens, both 16-bit and new ones.
+            pack_job: pack job to complete.
+            sequence: sequence of the tokens.
+            code: stream code of the tokens.
+            source: sources of the stream's tokens, both 16-bit and new tokens.
             first: index in ``source`` of the first token of the new pages.
+            pages: ids of the new pages.
         """
         starts = first + PAGE_TOKENS * np.arange(len(pages))
         stops = np.minimum(starts + CENTER_TOKENS, len(source))
@@ -307,21 +318,21 @@ class TokenPlacer:
 
 @dataclass(frozen=True, eq=False)
 class SlotForecast:
-    """Slot counts of a sequence after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``: tokens
-    in 16-bit precision).
+    """Number of slots of a sequence after 0, 1, 2, ... tokens of the answer, by bits (``PLAIN``:
+    tokens in 16-bit precision).
 
     Attributes:
-        held: all slots of the sequence.
-        added: slots allocated so far; slots that the sequence had before are not released
-            meanwhile, since a turn continues a fork.
+        held: bits -> number of all slots of the sequence.
+        added: bits -> number of newly allocated slots. Slots that the sequence had before are not
+            released meanwhile, since a turn continues a fork.
     """
 
     held: dict[Bits, np.ndarray]
     added: dict[Bits, np.ndarray]
 
     def until(self, answer: int) -> SlotForecast:
-        """Return the forecast up to ``answer`` tokens of the answer; for 0 or less, only the
-        prompt."""
+        """Return the forecast for up to ``answer`` tokens of the answer; for 0 or less, for the
+        prompt only."""
         stop = max(0, answer) + 1
         return SlotForecast(
             held={bits: counts[:stop] for bits, counts in self.held.items()},
@@ -341,7 +352,7 @@ def bytes_over_time(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, 
 
 
 def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int]) -> int:
-    """Return by how many bytes pools grow if they have no free slots at first and never shrink.
+    """Return by how many bytes pools grow if they have no free slots initially and never shrink.
 
     Args:
         slots: slot counts of a ``SlotForecast``, by bits.
@@ -358,7 +369,7 @@ def pool_bytes(slots: Mapping[Bits, np.ndarray], slot_bytes: Mapping[Bits, int])
 def slot_forecast(
     policy: KVPolicy, new: np.ndarray, answer: int, past: SequenceTable | None = None
 ) -> SlotForecast:
-    """Return the slots that one sequence will take.
+    """Forecast the number of slots that one sequence will take.
 
     Args:
         policy: how keys and values are stored.
@@ -382,7 +393,7 @@ def slot_forecast(
     recent = recent[len(recent) - min(policy.window, len(recent)) :]
     held = {bits: np.zeros(answer + 1, np.int64) for bits in (*policy.packed_bits, PLAIN)}
     added = {bits: np.zeros(answer + 1, np.int64) for bits in held}
-    # All packed tokens, and those of them whose slots are not shared with the past.
+    # All packed tokens, and the packed tokens whose slots are not shared with the past.
     all_packed, own_packed = np.zeros_like(time), np.zeros_like(time)
     rooms: dict[int, np.ndarray] = {}
     for code in sorted({*past.streams, *np.unique(codes).tolist(), *said}):
@@ -412,7 +423,7 @@ def slot_forecast(
     new_packed, new_own = (np.diff(counts, prepend=0) for counts in (all_packed, own_packed))
     most = (in_16_bit // 4).clip(1, _MAX_SPARE)  # same rule as ``max_spare``
     said_codes = np.where(time <= left, Modality.TEXT + SINK, int(Modality.TEXT))
-    # Spare slots. A prompt of one token is placed like a token of the answer.
+    # Spare slots. A prompt of a single token is placed like a token of the answer.
     first = 0 if len(new) == len(codes) == 1 else 1
     said_codes[:1] = codes[:1] if first == 0 else said_codes[:1]
     for code in rooms:
@@ -433,7 +444,8 @@ def slot_forecast(
 
 
 def _in_window(recent: np.ndarray, code: int, time: np.ndarray, window: int) -> np.ndarray:
-    """Return how many of a stream's tokens from before the answer are still in the window."""
+    """Return how many tokens of a stream that precede the answer are still in the window, at each
+    time."""
     # Entry n counts the stream's tokens among the last n.
     counts = np.concatenate([[0], (recent[::-1] == code).cumsum()])
     return counts[(window - time).clip(0, len(recent))]

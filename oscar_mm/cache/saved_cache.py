@@ -1,6 +1,6 @@
-"""Save a cache to a file and load it again: pages, unpacked tokens and tables, bit for bit.
+"""Save a cache to a file and load it again, bit for bit: pages, unpacked tokens and tables.
 
-Tensors in the file (slots are renumbered from 0; a shared slot is written once):
+The file contains these tensors (slots are renumbered from 0; a shared slot is written once):
 
     codes                (rows, tokens) uint8       stream code of every token
     streams              (n, 4) int64               row, stream code, entries, 16-bit tokens
@@ -39,9 +39,9 @@ from oscar_mm.pages.layout import PageFormat, all_finite
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
 FORMAT_VERSION = 2
-"""Increases with any change to the file's tensors or to the bytes of a page."""
+"""Version number, increased with any change to the file's tensors or to the bytes of a page."""
 _ADDED: dict[str, Any] = {"value_scale": "plain", "center": False}
-"""Policy fields missing from older files, with the values their pages were packed with."""
+"""Policy fields that older files lack, with the values that their pages were packed with."""
 _TEXT = "oscar_mm.cache"
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -68,14 +68,15 @@ def save_cache(
     fingerprint: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a cache to one safetensors file, atomically.
+    """Write a cache to a safetensors file, atomically.
 
     Args:
+        cache: cache to save.
         path: file to write or replace.
         fingerprint, metadata: see ``cache_content``.
 
     Raises:
-        InputError: if the file cannot be written, or metadata cannot be saved.
+        InputError: if the file cannot be written, or the metadata cannot be saved as JSON.
         RuntimeError, NotImplementedError: see ``cache_content``.
     """
     content = cache_content(cache, path, fingerprint=fingerprint, metadata=metadata)
@@ -89,24 +90,28 @@ def cache_content(
     fingerprint: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> Content:
-    """Copy what a cache's file will contain to the host; any thread may then ``write_checked`` it.
+    """Copy the content of a cache's file to the host.
 
-    Only slots in use are copied; unused places are cleared where tokens are appended one by one
-    (``PageCodec.appends_tokens``). In other pages, forgotten tokens remain part of the codes.
+    Any thread may then write the content with ``write_checked``. Only slots in use are copied. In
+    pages to which tokens are appended (``PageCodec.appends_tokens``), unused token positions are
+    cleared; in other pages, forgotten tokens remain part of the codes.
 
     Args:
+        cache: cache to save.
         path: path of the file, for error messages.
-        fingerprint: fingerprint of the model; only a model with the same fingerprint can continue
-            from the file.
+        fingerprint: fingerprint of the model; only a model with the same fingerprint can load the
+            file.
         metadata: the caller's values by name: tensors, arrays or JSON values.
 
     Raises:
-        InputError: if metadata cannot be saved.
+        InputError: if the metadata cannot be saved as JSON.
         RuntimeError: during a forward pass, or after an interrupted one.
         NotImplementedError: if any layer has a linear-attention state.
     """
     if cache.linear_layers:
-        raise NotImplementedError(f"{path}: states of linear attention cannot be saved")
+        raise NotImplementedError(
+            f"{path}: the cache cannot be saved because it has linear-attention states"
+        )
     cache.check_complete()
     tables, slots = renumbered(cache.kv_manager)
     tensors, plain = dict(tables.tensors()), {}
@@ -121,7 +126,7 @@ def cache_content(
     for layer in cache.layers:
         for bits, pool in layer.pages.items():
             pages = pool.storage[slots[bits]].cpu()
-            # Unused places were never written, or hold forgotten tokens.
+            # Unused positions were never written, or contain forgotten tokens.
             layer.formats[bits].clear_unused(pages, in_use[bits])
             tensors[f"layer.{layer.index}.{_name(bits)}"] = pages
         recent = layer.recent.storage[slots[PLAIN]].cpu()
@@ -151,7 +156,7 @@ def cache_content(
 
 @dataclass(frozen=True)
 class SavedCache:
-    """Checked content of a file. Any thread may read a file, since reading touches no store.
+    """Checked content of a file. Any thread may read a file, since no store is accessed.
 
     Attributes:
         policy: policy of the cache.
@@ -176,16 +181,17 @@ class SavedCache:
         policy: str | KVPolicy | None = None,
         layers: Sequence[LayerShape] | None = None,
     ) -> SavedCache:
-        """Read an untrusted file: counts and shapes in its header are checked first.
+        """Read and check a file, which need not be trusted: its header is checked first.
 
         Args:
+            path: file written by ``save_cache``.
             fingerprint: fingerprint of the model that will continue the cache.
             policy: policy that the cache must have; by default, any.
             layers: layer shapes that the cache must have; by default, any.
 
         Raises:
             InputError: if the file is not a saved cache, has an unknown version, belongs to another
-                model or policy, is truncated or altered, or has content that no cache can have.
+                model or policy, is truncated or altered, or has content that no valid cache has.
         """
         wanted = None if policy is None else KVPolicy.of(policy)
         accepted: list[tuple[dict[str, Any], KVPolicy, list[LayerShape]]] = []
@@ -224,15 +230,15 @@ class SavedCache:
     def placed(
         self, store: PageStore | None = None, device: Device | Mapping[int, Device] = "cpu"
     ) -> OscarCache:
-        """Return a cache with new slots and a copy of the content.
+        """Return a cache with a copy of the content in new slots.
 
         Args:
             store: page store for the slots; by default, a new store.
             device: device for the layers that the store does not have yet; a mapping from layer
-                index if they are on several devices.
+                index to device if there are several devices.
 
         Raises:
-            InputError: if the store has another model or policy.
+            InputError: if the store is for another model or policy.
         """
         cache = OscarCache(self.policy, store=store)
         try:
@@ -266,14 +272,16 @@ def load_cache(
     store: PageStore | None = None,
     device: Device | Mapping[int, Device] = "cpu",
 ) -> tuple[OscarCache, dict[str, Any]]:
-    """Return a saved cache with new slots, and the caller's metadata.
+    """Load a saved cache into new slots and return it with the caller's metadata.
 
     Args:
+        path: file written by ``save_cache``.
         fingerprint: fingerprint of the model that will continue the cache.
-        policy: policy that the cache must have; by default the store's, or any without a store.
+        policy: policy that the cache must have; by default, the policy of the store, or any policy
+            without a store.
         store: page store for the slots; by default, a new store.
         device: device for the layers that the store does not have yet; a mapping from layer index
-            if they are on several devices.
+            to device if there are several devices.
 
     Raises:
         InputError: see ``SavedCache.read`` and ``SavedCache.placed``.
@@ -299,7 +307,7 @@ def _as_damaged(path: str | Path) -> Iterator[None]:
 
 
 def _exact(device: Device) -> torch.device:
-    """Return the device with its index, as in a tensor's ``device``."""
+    """Return the device with its index, like a tensor's attribute ``device``."""
     return torch.empty(0, device=device).device
 
 
@@ -328,7 +336,7 @@ def _check_text(
     if text.get("fingerprint") != fingerprint:
         raise InputError(
             f"{path} was saved with another model (fingerprint {text.get('fingerprint')!s:.80}, "
-            f"here {fingerprint!s:.80}); load it with the same model"
+            f"here {fingerprint!s:.80}): load it with the same model"
         )
     found = _policy_of(text, path)
     if policy is not None and found != policy:
@@ -355,8 +363,10 @@ def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
 
 
 def _balance_now(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current value of ``balance`` for old policies that took sigma from a prompt; sigma
-    itself is in the file."""
+    """Return the current value of ``balance`` for old policies that computed sigma from a prompt.
+
+    Sigma itself is in the file.
+    """
     return {"balance": "weights"} if policy.get("balance") in ("auto", "prompt") else {}
 
 
@@ -366,7 +376,7 @@ def _checked_shapes(
     policy: KVPolicy,
     model: Sequence[LayerShape] | None,
 ) -> list[LayerShape]:
-    """Return the shapes of all layers according to the header.
+    """Check the header's tensors against each other and return the shapes of all layers.
 
     Raises:
         ValueError: if a tensor is unexpected or inconsistent with the others.
@@ -378,7 +388,9 @@ def _checked_shapes(
     for name in [name for name in rest if name.startswith("given.")]:
         del rest[name]
     if len(kinds) - len(rest) > _MAX_GIVEN:
-        raise ValueError(f"it has {len(kinds) - len(rest)} tensors from the caller, too many")
+        raise ValueError(
+            f"it has {len(kinds) - len(rest)} tensors from the caller, which are too many"
+        )
     SavedTables.check_kinds(rest)
     slots: dict[Bits, int] = {}
     shapes = []
@@ -390,10 +402,12 @@ def _checked_shapes(
         if dtype is None or stored not in (dtype, unpacked_dtype(policy, dtype)):
             raise ValueError(f"layer {index}: 16-bit tokens have dtype {recent.dtype}")
         if not (1 <= heads <= _MAX_HEADS and 1 <= width <= _MAX_HEAD_DIM):
-            raise ValueError(f"layer {index}: it has {heads} KV heads of {width} channels")
+            raise ValueError(f"layer {index}: {heads} KV heads of {width} channels are not valid")
         shape = LayerShape(heads, width, dtype)
         if model is not None and shape != model[index]:
-            raise ValueError(f"layer {index}: {shape}, but the model has {model[index]}")
+            raise ValueError(
+                f"layer {index}: the file has {shape}, but the model has {model[index]}"
+            )
         wanted: dict[Bits, tuple[tuple[int, ...], str]] = {PLAIN: ((2, heads, width), recent.dtype)}
         formats = [PageFormat.of(policy, bits, heads, width) for bits in policy.packed_bits]
         for page in formats:
@@ -404,15 +418,20 @@ def _checked_shapes(
             found = rest.pop(f"layer.{index}.{_name(bits)}")
             count = slots.setdefault(bits, found.shape[0])
             if found != Kind(kind, (count, *slot)):
-                raise ValueError(f"layer {index}: {_name(bits)} is {found.shape} {found.dtype}")
+                raise ValueError(
+                    f"layer {index}: {_name(bits)} has invalid shape {found.shape} or "
+                    f"dtype {found.dtype}"
+                )
         sigma = rest.pop(f"layer.{index}.sigma", None)
         if sigma is not None and sigma not in (Kind("F32", (n, width)) for n in (1, heads)):
-            raise ValueError(f"layer {index}: sigma is {sigma.shape} {sigma.dtype}")
+            raise ValueError(
+                f"layer {index}: sigma has invalid shape {sigma.shape} or dtype {sigma.dtype}"
+            )
         if not isinstance(about["balanced"], bool):
-            raise ValueError(f"layer {index}: balanced is {about['balanced']!r}")
+            raise ValueError(f"layer {index}: balanced is {about['balanced']!r}, not true or false")
         shapes.append(shape)
     if unknown := rest.keys() - SavedTables.KINDS.keys():
-        raise ValueError(f"unknown tensors {sorted(unknown)[:3]}")
+        raise ValueError(f"it has unknown tensors {sorted(unknown)[:3]}")
     return shapes
 
 
@@ -439,7 +458,7 @@ def _check_content(
                     raise ValueError(f"layer {index}: {_name(bits)} contains NaN or infinity")
         sigma = tensors.get(f"layer.{index}.sigma")
         if sigma is not None and not bool(((sigma > 1 / _MOST) & (sigma < _MOST)).all()):
-            raise ValueError(f"layer {index}: sigma is outside the range of balancing")
+            raise ValueError(f"layer {index}: sigma has values outside of the valid range")
 
 
 def _check_balancing(
@@ -452,6 +471,10 @@ def _check_balancing(
     has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
     for index, about in enumerate(layers):
         if has_pages and not about["balanced"]:
-            raise ValueError(f"layer {index} has pages, but no choice of balancing")
+            raise ValueError(
+                f"layer {index} has pages, but it is not known whether their keys are balanced"
+            )
         if policy.balance is None and f"layer.{index}.sigma" in tensors:
-            raise ValueError(f"layer {index}: sigma contradicts the policy, which has no balancing")
+            raise ValueError(
+                f"layer {index} has a sigma, although the policy has no query-key balancing"
+            )

@@ -1,4 +1,4 @@
-"""Snapshot: copies of the tables, pages and states of a cache, independent of its store."""
+"""Snapshot: copy of the tables, pages and states of a cache, independent of its store."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from oscar_mm.policy import PLAIN, Bits
 
 
 class PackedLayer(NamedTuple):
-    """Contents of the slots of an attention layer.
+    """Copy of the slots of an attention layer.
 
     Attributes:
         shape: shape and dtype of the layer's keys and values.
         slots: bits -> contents of the slots of that kind, in the order of the slot numbers.
-        sigma: balancing of the layer; see ``Basis``.
+        sigma: balancing vectors of the layer; see ``Basis``.
     """
 
     shape: LayerShape
@@ -30,7 +30,7 @@ class PackedLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: OscarLayer, slots: dict[Bits, list[int]]) -> PackedLayer:
-        """Copy what a layer stores in these slots."""
+        """Copy the contents of these slots of a layer."""
         pools = {**layer.pages, PLAIN: layer.recent}
         copied = {bits: pool.storage[slots[bits]] for bits, pool in pools.items()}
         shape = LayerShape(layer.kv_heads, layer.head_dim, layer.dtype)
@@ -42,7 +42,7 @@ class Snapshot:
     """Contents of a cache between forward passes; it can be pickled.
 
     Attributes:
-        tables: sequences over slots that are numbered from 0.
+        tables: tables of the sequences, with slots numbered from 0.
         layers: layers of the cache; None for a layer without tokens.
     """
 
@@ -67,7 +67,7 @@ class Snapshot:
         return cls(tables, layers)
 
     def placed(self, cache: Any) -> None:
-        """Restore into an empty ``OscarCache``, on the devices that the copied tensors are on."""
+        """Restore the contents into an empty ``OscarCache`` on the devices of the copies."""
         for index, found in enumerate(self.layers):
             if isinstance(found, LinearLayer):
                 cache.layers.append(found)
@@ -90,7 +90,7 @@ def fill(
     """Allocate slots for an empty cache and copy the saved slots into them.
 
     Args:
-        cache: an ``OscarCache`` whose layers have their pools.
+        cache: an empty ``OscarCache`` whose layers already have their pools.
         tables: tables of the sequences.
         slots_of: function that returns bits -> contents of a layer's slots, in the order of the
             slot numbers in the tables.

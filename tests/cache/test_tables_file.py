@@ -157,9 +157,9 @@ FORGED = {
     "dimensions": (replaced("layer.1.recent", lambda x: x.flatten()), "damaged"),
     "sigma": (
         altered("layer.0.sigma", (0, 0), float("nan")),
-        "sigma is outside the range of balancing",
+        "sigma has values outside of the valid range",
     ),
-    "sigma's shape": (replaced("layer.0.sigma", lambda x: x[:, 1:].clone()), "sigma is"),
+    "sigma's shape": (replaced("layer.0.sigma", lambda x: x[:, 1:].clone()), "sigma has"),
 }
 
 

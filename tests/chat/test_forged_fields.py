@@ -195,5 +195,5 @@ def test_balancing_of_pages(chat, tmp_path) -> None:
     for layer in undecided["layers"]:
         layer["balanced"] = False
     write(tmp_path / "forged", tensors, undecided)
-    with pytest.raises(InputError, match="has pages, but no choice of balancing"):
+    with pytest.raises(InputError, match="has pages, but it is not known whether"):
         pipe.load_chat(tmp_path / "forged")
