@@ -50,22 +50,23 @@ _ARGUMENTS = "prompt", "images", "videos", "audio", "parts", "messages", "use_au
 
 
 class Chat:
-    """Multi-turn conversation in which the model sees all media shown so far::
+    """Multi-turn conversation in which the model can attend to all media of earlier turns::
 
         with pipe.chat() as chat:
             chat.ask("Compare these.", images=["a.png", "b.png"])
             chat.ask("And this one?", images=["c.png"])
 
-    The cache is kept between turns, so a turn costs only its own tokens. Created by ``pipe.chat``
-    and ``pipe.load_chat``; many chats of a pipeline may be used concurrently, from several threads.
+    The cache is kept between turns, so only the new tokens of a turn are prefilled. Chats are
+    created by ``pipe.chat`` and ``pipe.load_chat``; many chats of a pipeline may be used
+    concurrently, from several threads.
 
     A turn is recorded when it is complete. After an error, or Ctrl-C while the model runs, the chat
-    is as it was before the turn. Leaving a stream (``break``, ``close``) ends the answer there: its
-    chunks so far are the answer. A stream that was left but is still referenced ends with the next
-    call on the chat.
+    is as it was before the turn. If the caller leaves a stream (``break``, ``close``), the answer
+    ends there and consists of the chunks so far. A stream that was left but is still referenced
+    ends with the next call on the chat.
 
-    For a thinking model, the cache stores the turns without the reasoning, as chat templates do; a
-    turn that is left before any text of the answer is not recorded.
+    For a thinking model, the cache stores the turns without the reasoning, as chat templates do. A
+    turn whose stream is left before any text of the answer is not recorded.
 
     Args:
         pipe: pipeline that runs the chat.
@@ -113,7 +114,7 @@ class Chat:
             images, videos: media of this turn, as in the pipeline's call; the model still attends
                 to earlier media.
             audio: recordings, if the model supports audio (Qwen3-Omni).
-            parts: the whole question as texts and media in order, instead of the arguments above;
+            parts: the full question as texts and media in order, instead of the arguments above;
                 see ``oscar_mm.engine.message_lists.parts_from``.
             messages: all messages since the last answer, instead of the arguments above; the last
                 message must be from a user or a tool, see
@@ -126,8 +127,8 @@ class Chat:
             this turn.
 
         Raises:
-            InputError: if media, text or options are invalid; ``RequestTooLarge`` if the turn is
-                too long for the context, the budget or the GPU.
+            InputError: if media, text or options are invalid; ``RequestTooLarge`` if the turn does
+                not fit into the context, the budget or the GPU's memory.
         """
         media, sound = (images, videos, audio), use_audio_in_video
         sampling, how = split_media(options, self.pipe.family)
@@ -156,11 +157,11 @@ class Chat:
                 ``ask``.
             cut_to_fit: whether to lower ``max_new_tokens`` to what context, budget and memory
                 allow, instead of refusing a turn whose longest possible answer does not fit.
-            tools: the chat's tools, with a different tool choice for this turn.
+            tools: the chat's tools with a tool choice for this turn; by default, the chat's choice.
 
         Returns:
-            An iterator over chunks of text, whose ``result`` at the end is the answer. Its
-            ``with_reasoning`` includes a thinking model's reasoning.
+            An iterator over chunks of text; at the end, its ``result`` is the answer. Use its
+            ``with_reasoning`` to also get the reasoning of a thinking model.
 
         Raises:
             InputError: see ``ask``.
@@ -175,7 +176,7 @@ class Chat:
     def tell(
         self, prompt: str, answer: str, images: Any = None, videos: Any = None, audio: Any = None
     ) -> None:
-        """Add a past turn: question and answer are prefilled, not generated.
+        """Add a past turn to the chat; its question and answer are prefilled, not generated.
 
         Args:
             prompt: the question.
@@ -190,7 +191,7 @@ class Chat:
         self.tell_all([PastTurn([user_message(prompt, media)], said)])
 
     def tell_all(self, turns: Iterable[PastTurn]) -> None:
-        """Add past turns; short ones without media are prefilled together.
+        """Add past turns to the chat; short turns without media are prefilled together.
 
         Raises:
             InputError: see ``tell``; turns that were prefilled before the error are kept.
@@ -198,7 +199,9 @@ class Chat:
         turns = list(turns)
         for turn in turns:
             if not isinstance(turn, PastTurn):
-                raise InputError(f"turns: must be a list of PastTurns, not {type(turn).__name__}")
+                raise InputError(
+                    f"turns: must be a list of PastTurns, not of {type(turn).__name__}"
+                )
         if len(turns) > 1:  # A single turn gets a more specific error from ``_tell``.
             characters = sum(turn.characters for turn in turns)
             self.pipe.admission.check_characters("the turns", characters)
@@ -259,10 +262,10 @@ class Chat:
         for _ in reading:
             pass
         if reading.cancelled:
-            raise Cancelled("the turn was cancelled before it was prefilled")
+            raise Cancelled("the chat was cancelled before the past turns were prefilled")
 
     def _drop(self, request: Request | None) -> None:
-        """Release the pages of a request that has begun but has not become a turn."""
+        """Release the pages of a request that has started but has not become a turn."""
         if request is not None and request is self._spillable.answering:
             self._spillable.answering = None
             request.cache.close()
@@ -279,7 +282,7 @@ class Chat:
 
     @property
     def memory(self) -> MemoryReport:
-        """Memory report of the chat; bytes shared by forks appear in the report of each fork."""
+        """Memory report of the chat; bytes that forks share appear in the report of each fork."""
 
         def measure() -> MemoryReport:
             cache = self._spillable.drop_reasoning().kv
@@ -289,7 +292,7 @@ class Chat:
 
     @property
     def so_far(self) -> Answer | None:
-        """The running answer so far; None before its first token."""
+        """The running answer up to now; None before its first token."""
 
         def measure() -> Answer | None:
             running = self._spillable.answering
@@ -299,23 +302,24 @@ class Chat:
 
     @property
     def answering(self) -> Request | None:
-        """The running request, if any; its chunks may be read as they arrive.
+        """The running request, whose chunks may be read as they arrive; None if none is running.
 
-        Cancelling it ends the stream; before the first chunk, the stream raises ``Cancelled``.
+        If the request is cancelled, the stream ends; before its first chunk, it raises
+        ``Cancelled``.
         """
         return self._spillable.answering
 
     def forget(self, index: int) -> None:
-        """Drop an image, video or recording and free its pages at once.
+        """Remove an image, video or recording from the cache and free its pages at once.
 
-        Questions and answers about it stay, and later tokens keep their positions. A second call
-        has no effect.
+        Questions and answers about the media item stay, and later tokens keep their positions. A
+        second call has no effect.
 
         Args:
             index: index of the media item's segment.
 
         Raises:
-            InputError: if there is no such segment, or it is text.
+            InputError: if there is no such segment, or the segment is text.
         """
 
         def forget(now: Conversation) -> None:
@@ -326,8 +330,8 @@ class Chat:
             turn, medium = places[index]
             if medium is None:
                 raise InputError(
-                    f"forget({index}): the segment is text; only images, videos and recordings can "
-                    "be forgotten; undo() removes the last turn"
+                    f"forget({index}): the segment is text, but only images, videos and recordings "
+                    "can be forgotten; to remove the last turn, call undo()"
                 )
             if now.turns[turn].forgotten[medium]:
                 return
@@ -353,8 +357,8 @@ class Chat:
             if not now.turns:
                 raise InputError("undo: the chat has no turns yet")
             if len(now.turns) == 1:
-                # A new cache: a chat saved by an earlier version may be balanced by its first
-                # prompt.
+                # A new cache, since a chat saved by an earlier version may have balancing
+                # vectors that were computed from its first prompt.
                 self._spillable.replace(Conversation.empty(self._new_cache()))
             else:
                 cache = now.cache.fork()
@@ -364,7 +368,7 @@ class Chat:
         self._alone(undo)
 
     def fork(self) -> Chat:
-        """Create a second chat with the same past and the same pages; the chats then diverge."""
+        """Create a second chat that shares the past and its pages; the chats then diverge."""
 
         def fork(now: Conversation) -> Chat:
             conversation = Conversation(
@@ -377,8 +381,8 @@ class Chat:
     def save(self, path: str | Path) -> None:
         """Write the chat to a safetensors file, for ``pipe.load_chat``.
 
-        Other requests continue to run meanwhile. With ``tp_plan``, each rank writes its own heads:
-        ``chat.0-of-2.safetensors`` and so on.
+        Other requests continue to run meanwhile. With ``tp_plan``, each rank writes its own heads
+        to a separate file: ``chat.0-of-2.safetensors`` and so on.
 
         Raises:
             InputError: if the file cannot be written; an existing file is kept.
@@ -390,21 +394,22 @@ class Chat:
             write_checked(path, *content)
 
     def cancel(self) -> None:
-        """End the current turn, and any later turn at once. Safe from any thread; then ``close``.
+        """End the current turn and let any later turn end at once; then call ``close``.
 
-        A turn without any text raises ``Cancelled`` in the thread that waits for it.
+        Any thread may call this. If the turn has no text yet, the thread that waits for the turn
+        gets ``Cancelled``.
         """
         self._cancelled = True
         self.stop()
 
     def stop(self) -> None:
-        """End the current answer or its prefill, as ``cancel`` does, but allow later turns."""
+        """End the current answer or its prefill like ``cancel``, but allow later turns."""
         self._stopped = True
         if (answering := self.answering) is not None:
             answering.cancel()
 
     def close(self) -> None:
-        """Release all pages; the chat cannot be used afterwards. Idempotent."""
+        """Release all pages; the chat cannot be used afterwards. A second call has no effect."""
         with self._calls:
             self._wait_for_left()
             self.pipe.engine.call(self._close)
@@ -424,7 +429,7 @@ class Chat:
         self.close()
 
     def _alone(self, use: Callable[[Conversation], Result]) -> Result:
-        """Load the conversation's cache into the store and return the result of ``use``.
+        """Load the conversation's cache into the store, call ``use`` and return its result.
 
         ``use`` runs in the engine thread, after any open stream has been ended.
         """
@@ -442,13 +447,14 @@ class Chat:
         max_new_tokens: int,
         begin: Callable[[Conversation, Prompt], Result],
     ) -> Result:
-        """Return what ``begin`` returns for the conversation and its next prompt.
+        """Prepare the next prompt, check that it fits, and return the result of ``begin``.
 
         Args:
-            prepare: function that builds the prompt; runs in the calling thread, so that other
-                requests run meanwhile.
+            prepare: function that builds the prompt from the conversation; runs in the calling
+                thread, so that other requests can run meanwhile.
             max_new_tokens: number of output tokens that must fit after the prompt.
-            begin: function that runs in the engine thread; must not return None.
+            begin: function of the conversation and the prompt that runs in the engine thread; must
+                not return None.
         """
         pipe = self.pipe
 
@@ -468,17 +474,17 @@ class Chat:
             return result
 
     def _wait_for_left(self) -> None:
-        """Wait for the thread of a stream that a coroutine has left, since it still uses the
-        chat."""
+        """Wait for the thread of a stream that a coroutine has left, since that thread still uses
+        the chat."""
         taker = self._taker
         if taker is not None and self._stopped and taker is not threading.current_thread():
             taker.join()
 
     def _end_stream(self) -> None:
-        """End an open stream. Runs in the engine thread, so that no step changes its answer.
+        """End an open stream; runs in the engine thread, so that no step changes the answer.
 
         Raises:
-            RuntimeError: if another thread reads the stream.
+            RuntimeError: if another thread is reading the stream.
         """
         running = self._running and self._running()
         if running is None:
@@ -486,7 +492,9 @@ class Chat:
         try:
             running.close()
         except ValueError:
-            raise RuntimeError("the chat is answering in another thread: wait for it") from None
+            raise RuntimeError(
+                "the chat is answering in another thread: wait until that answer is complete"
+            ) from None
 
     def _stream(
         self,
@@ -533,10 +541,10 @@ class Chat:
     def _shown(
         self, messages: Sequence[Message], max_new_tokens: int
     ) -> AbstractContextManager[Media]:
-        """Decode the media of a turn if their sizes fit; reserve their memory within the block.
+        """Return a context manager that decodes a turn's media, if they fit, and reserves memory.
 
         Media are decoded in the calling thread while other requests run, and this chat may be
-        spilled meanwhile. So its cache is looked up again each time, in the engine thread.
+        spilled meanwhile. So each check looks the cache up again, in the engine thread.
         """
 
         def fits(sizes: Media) -> None:
@@ -584,7 +592,7 @@ class Chat:
             )
             self._spillable.answering = running_request  # From here on the chat cannot be spilled.
             if not (self._cancelled or self._stopped):
-                self.pipe.engine.submit(running_request)  # Here, so that it is in the next step.
+                self.pipe.engine.submit(running_request)  # so that the next step includes it
             return before, running_request
 
         def end() -> Answer:
@@ -604,16 +612,16 @@ class Chat:
                 running_request.cancel()
             yield from running_request
             if running_request.cancelled and not running_request.written.says:
-                raise Cancelled("the answer was cancelled before its first word")
+                raise Cancelled("the answer was cancelled before its first text")
             answer = self.pipe.engine.call(end)
         except GeneratorExit:
-            # May run in the garbage collector, in any thread, so the store stays untouched.
+            # The garbage collector may run this in any thread, so the store is not accessed.
             if keep_part and running_request.written.says:
                 self._spillable.conversation = after("interrupted")
             self._spillable.answering = None
             raise
         except BaseException:
-            # Release at once: a stored traceback would keep the pages alive.
+            # Release the pages at once: a stored traceback would keep them alive.
             self.pipe.engine.call(lambda: self._drop(begun))
             raise
         yield answer

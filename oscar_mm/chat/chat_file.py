@@ -1,7 +1,7 @@
-"""Chat files: the cache in the format of ``oscar_mm.cache.saved_cache``, and the turns.
+"""Chat files, which contain a cache (format: ``oscar_mm.cache.saved_cache``) and the turns.
 
-Users save chats. A ``SpillableConversation`` keeps its cache in the pipeline's store or, when other
-chats need the memory, in a file.
+Users can save chats. A ``SpillableConversation`` keeps its cache in the pipeline's store or, when
+other chats need the memory, in a file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from oscar_mm.tensor_parallel import TPGroup, local_shard
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 FORMAT_VERSION = 2
-"""Format version of the turns in the file; the cache has its own. Version 1 has no tools, and only
-the text of each question instead of its messages."""
+"""Format version of the turns in the file; the cache has a separate version. Version 1 has no
+tools, and only the text of each question instead of its messages."""
 _SHOWN = 200
 """Maximum number of characters quoted from an error about a file."""
 _SAMPLES = 64
@@ -57,7 +57,7 @@ _CONFIG = (
 
 
 class SavedChat(NamedTuple):
-    """Result of ``read_chat``.
+    """Chat read from a file by ``read_chat``.
 
     Attributes:
         conversation: the conversation without its cache.
@@ -79,7 +79,7 @@ def chat_content(
     fingerprint: str,
     tools: ToolOffer | None = None,
 ) -> Content:
-    """Copy what a chat's file will contain to the host, for ``write_checked``.
+    """Copy the content of a chat's file to the host, for ``write_checked``.
 
     Raises:
         InputError: if the conversation has more turns, media or parts than a file may contain.
@@ -113,10 +113,10 @@ def read_chat(
     layers: Sequence[LayerShape],
     family: Family,
 ) -> SavedChat:
-    """Read a chat without placing its cache in a page store; any thread may call this.
+    """Read a chat file without placing its cache in a page store; any thread may call this.
 
-    The file is not trusted: nothing in it reaches a kernel or keeps the engine busy unless a chat
-    of this pipeline could have saved it.
+    The file is not trusted: it is rejected unless a chat of this pipeline could have saved it, so
+    that no invalid content reaches a kernel or keeps the engine busy.
 
     Args:
         path: file of the chat.
@@ -126,7 +126,8 @@ def read_chat(
         family: family of the model.
 
     Raises:
-        InputError: if the file cannot be read, is not a chat, was altered or is for another model.
+        InputError: if the file cannot be read, is not a chat, has been altered or is for another
+            model.
     """
     saved = SavedCache.read(path, fingerprint=fingerprint, policy=policy, layers=layers)
     given, vocabulary = saved.given, family.model.get_input_embeddings().num_embeddings
@@ -146,7 +147,7 @@ def read_chat(
         check_turns(conversation, saved.tables.codes.reshape(-1), policy, family)
         system = given["system"]
         if not (system is None or isinstance(system, str)):
-            raise ValueError("its system prompt is not text")
+            raise ValueError("its system prompt is not a text")
         tools = None if version == 1 else offer_of(given["tools"], family)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: cannot be read as a chat: {str(error)[:_SHOWN]}") from None
@@ -158,13 +159,13 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
     ids = conversation.token_ids
     rows, tokens = tables.codes.shape
     if rows > 1 or ids.shape != (1, tokens) or ids.dtype != torch.long:
-        raise ValueError("tokens and cache differ in length")
+        raise ValueError("its tokens and its cache differ in length")
     if tokens and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError("token ids are out of range")
     place = conversation.next_position
     is_position = place.shape == (1,) and place.dtype in (torch.long, torch.float32)
     if not is_position or not 0 <= float(place) < MAX_POSITION:
-        raise ValueError("its position is out of range")
+        raise ValueError("the position of the next token is out of range")
     start = 0
     for turn in conversation.turns:
         if turn.start != start or turn.stop <= start or len(turn.media) != len(turn.forgotten):
@@ -175,21 +176,21 @@ def _check(conversation: Conversation, tables: SavedTables, vocabulary: int) -> 
             start = span.stop
         start = turn.stop
     if start != tokens:
-        raise ValueError("turns and tokens differ in length")
+        raise ValueError("its turns and its tokens differ in length")
 
 
 @torch.no_grad()
 def model_fingerprint(model: Any) -> str:
-    """Return model type, dtype and a SHA-256 digest, which together identify a checkpoint.
+    """Return a text that identifies a checkpoint: model type, dtype and a SHA-256 digest.
 
     The digest covers the part of the text model's configuration that affects the cache, and for
     each parameter its shape and 64 values at fixed indices (all values of smaller parameters). So
     another checkpoint, a fine-tuned version or another quantization has another fingerprint; a
-    change to single weights outside the samples goes unnoticed. Parameter names and devices are
+    change to a few weights at other indices is not noticed. Parameter names and devices are
     ignored, so that a checkpoint has the same fingerprint with all versions of transformers. Active
     adapters are included, with their scaling.
 
-    Each rank has its own fingerprint, because it has its own heads.
+    With tensor parallelism, each rank has its own fingerprint, because it has its own heads.
 
     Args:
         model: transformers model for generation.
@@ -232,7 +233,7 @@ class ModelFingerprint:
 
 
 class SpillableConversation:
-    """Conversation that may be spilled to disk while it is idle; used in the engine thread.
+    """Conversation that may be spilled to disk while it is idle; use it in the engine thread.
 
     Args:
         engine: pipeline of the chat.
@@ -273,7 +274,7 @@ class SpillableConversation:
 
     @property
     def cache(self) -> OscarCache:
-        """The cache of the conversation; RuntimeError while it is on disk."""
+        """The cache of the conversation; raises RuntimeError while the cache is on disk."""
         return self.conversation.cache
 
     @property
@@ -282,10 +283,10 @@ class SpillableConversation:
         return self._conversation is None
 
     def load(self) -> Conversation:
-        """Return the conversation with its cache, read back from its file if it was spilled.
+        """Return the conversation with its cache, which is read from its file if needed.
 
         Raises:
-            InputError: if the cache exceeds the budget, or the file is missing or was altered.
+            InputError: if the cache exceeds the budget, or the file is missing or altered.
         """
         conversation, budget = self.conversation, self.engine.admission.budget
         if budget is not None:
@@ -299,7 +300,7 @@ class SpillableConversation:
         return self.drop_reasoning()
 
     def drop_reasoning(self) -> Conversation:
-        """Crop the last reasoning from the cache, if the cache is in the store, and return the
+        """Remove the last reasoning from the cache if the cache is in the store; return the
         conversation."""
         conversation = self.conversation
         if conversation.kv is None:
@@ -313,8 +314,7 @@ class SpillableConversation:
         return self.conversation
 
     def replace(self, new: Conversation) -> None:
-        """Continue with ``new``, whose cache is a fork of the current cache, and close the old
-        cache."""
+        """Replace the conversation with ``new``, whose cache is a fork, and close the old cache."""
         old, self.conversation = self.conversation.cache, new
         old.close()
         new.cache.shrink()
@@ -326,7 +326,7 @@ class SpillableConversation:
 
     @property
     def can_be_spilled(self) -> bool:
-        """Whether there is something to spill and no turn is running."""
+        """Whether the conversation has a cache to spill and no turn is running."""
         now = self._conversation
         return bool(now and now.kv is not None and now.turns and not self.answering)
 
@@ -342,7 +342,7 @@ class SpillableConversation:
         conversation.cache.close()
 
     def close(self) -> None:
-        """Release the pages and delete the file. Idempotent."""
+        """Release the pages and delete the file. A second call has no effect."""
         conversation, self._conversation = self._conversation, None
         if conversation is not None and conversation.kv is not None:
             conversation.kv.close()

@@ -1,7 +1,7 @@
 """Conversation: state of a chat between two turns, and the prompt of the next turn.
 
-A conversation consists of turns; segments describe its text and media. ChatEngine is the interface
-of a pipeline that chats use.
+A conversation consists of turns; segments describe its text and media. ``ChatEngine`` is the
+interface of a pipeline that chats use.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Segment:
         index: index for ``Chat.forget``; unaffected when other segments are forgotten.
         modality: modality of the media item; TEXT for the question and answer of a turn.
         tokens: number of tokens in the cache; for a video, including timestamps and audio.
-        bytes: bytes of its tokens in pages and 16-bit slots. Tables and free slots are counted only
-            in ``Chat.memory``.
+        bytes: bytes of the segment's tokens in pages and 16-bit slots. Tables and free slots are
+            counted only in ``Chat.memory``.
         label: name of the media item, or the beginning of the turn's prompt.
         turn: index of the turn in ``Chat.turns``.
         forgotten: whether ``Chat.forget`` has removed its tokens.
@@ -64,14 +64,14 @@ class Turn:
 
     Attributes:
         messages: messages since the last answer, with media as spans of the chat's tokens.
-        answer: the answer, up to where the caller ended it.
+        answer: text of the answer, up to the point at which the caller ended it.
         finish_reason: "stop", "tool_calls", "length", or "interrupted" if the caller ended the
             answer.
         forgotten: whether each item of ``media`` was forgotten.
         start: index of the first token.
-        stop: index after the last token in the cache.
+        stop: index after the last token of the turn in the cache.
         position: RoPE position of the first token.
-        pending: ids at the beginning of the turn that belong to the previous answer.
+        pending: token ids at the beginning of the turn that belong to the previous answer.
         reasoning: reasoning of a thinking model before the answer; None if it did not think.
         tool_calls: tool calls in the answer.
     """
@@ -104,11 +104,11 @@ class Conversation:
     """Immutable state that the next turn continues; each turn creates a new one.
 
     Attributes:
-        kv: cache of all turns; the last reasoning may follow until ``SpillableConversation``
-            removes it. None while the cache is on disk.
-        token_ids: (1, tokens) int64 on the CPU: ids of all turns, as in the cache.
+        kv: cache of all turns, followed by the last reasoning until ``SpillableConversation``
+            removes it; None while the cache is on disk.
+        token_ids: (1, tokens) int64 on the CPU: token ids of all turns, as in the cache.
         next_position: (1,) RoPE position of the next token.
-        pending: ids at the end of the last answer that are not in the cache.
+        pending: token ids at the end of the last answer that are not in the cache.
         turns: all turns, oldest first.
     """
 
@@ -120,9 +120,11 @@ class Conversation:
 
     @property
     def cache(self) -> OscarCache:
-        """The cache; RuntimeError while it is on disk, see ``SpillableConversation.load``."""
+        """The cache; raises RuntimeError while the cache is on disk."""
         if self.kv is None:
-            raise RuntimeError("the cache of this chat is on disk")
+            raise RuntimeError(
+                "the cache of this chat is on disk: call SpillableConversation.load first"
+            )
         return self.kv
 
     @classmethod
@@ -168,11 +170,11 @@ class Conversation:
             prompt: prompt of the turn.
             messages: messages of the turn, with the spans of ``prompt.media``.
             answer: the assistant's message.
-            ids: tokens of the answer, including reasoning.
+            ids: token ids of the answer, including reasoning.
             finish_reason: reason why the answer ended.
             stored: number of the answer's tokens in the cache.
-            reasoning: reasoning at the beginning of the answer; the caller crops the cache before
-                it.
+            reasoning: reasoning at the beginning of the answer, which the caller crops from the
+                cache; None if there is none.
         """
         read = stored
         if reasoning is not None:
@@ -220,8 +222,8 @@ class Conversation:
         return replace(self, kv=cache, turns=tuple(turns))
 
     def places(self) -> list[tuple[int, int | None]]:
-        """Return, for each segment, the index of its turn, and that of its media item in the turn
-        (None for text)."""
+        """Return, for each segment, the index of its turn and the index of its media item within
+        the turn (None for text)."""
         return [
             (index, medium)
             for index, turn in enumerate(self.turns)
@@ -266,7 +268,7 @@ class Conversation:
 
 
 def _shortened(prompt: str) -> str:
-    # Limited first, as the prompt of a saved chat may be long.
+    # Cut first, since the prompt of a saved chat may be long.
     line = " ".join(prompt[: 10 * _LABEL].split())
     return line if len(line) <= _LABEL else line[: _LABEL - 1].rstrip() + "\u2026"
 
@@ -286,12 +288,12 @@ class ChatEngine(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """Runs prefill and decoding."""
+        """Engine that runs prefill and decoding."""
         ...
 
     @property
     def admission(self) -> Admission:
-        """Checks sizes and reserves memory."""
+        """Admission, which checks sizes and reserves memory."""
         ...
 
     @property
@@ -306,11 +308,11 @@ class ChatEngine(Protocol):
 
     @property
     def media_reader(self) -> MediaReader:
-        """Decodes the media of turns."""
+        """Reader that decodes the media of turns."""
         ...
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
-        """Check a user's sampling options; ``arguments`` are the other names that are allowed."""
+        """Check a user's options and return the sampling; ``arguments`` are other allowed names."""
         ...
 
 
@@ -327,19 +329,19 @@ def next_prompt(
     max_new_tokens: int,
     tools: ToolOffer | None = None,
 ) -> Prompt:
-    """Build the prompt of a turn on the CPU: all of the first turn, or the new part of a later
-    turn.
+    """Build the prompt of a turn on the CPU; for a later turn, only its new part.
 
     Args:
-        engine: pipeline of the chat; this does not wait for its engine thread.
+        engine: pipeline of the chat; this function does not wait for its engine thread.
         conversation: conversation so far.
-        messages: checked messages of the turn; in the first turn, with the system prompt.
+        messages: checked messages of the turn; in the first turn, including the system prompt.
         shown: media of the turn.
         max_new_tokens: maximum number of tokens of the answer.
-        tools: tools that the model may call; later turns use the tools of the first.
+        tools: tools that the model may call; later turns use the tools of the first turn.
 
     Raises:
-        InputError: if the model does not support the media, or positions exceed its context.
+        InputError: if the model does not support the media, or positions exceed the model's
+            context.
     """
     family = engine.family
     # Forgotten media keep their numbers.
@@ -364,7 +366,7 @@ def next_prompt(
 def longest_answer(
     engine: ChatEngine, conversation: Conversation, prompt: Prompt, most: int
 ) -> int:
-    """Return the maximum length of the answer that memory and positions allow.
+    """Return the maximum answer length in tokens that memory and positions allow.
 
     Returns:
         From 1 to ``most`` tokens.
@@ -381,15 +383,15 @@ def longest_answer(
 def _pending(conversation: Conversation, config: object) -> list[int]:
     """Return the tokens at the end of the last answer that are not in the cache yet.
 
-    Media placeholders are left out: a model should not write them, but if it does, they must not be
-    mistaken for media of the next turn.
+    Media placeholders are left out: a model should not write them, but if it does, the next turn
+    must not mistake them for its media.
     """
     ids = torch.tensor([conversation.pending], dtype=torch.long)
     return ids[token_modalities(ids, config=config) == Modality.TEXT].tolist()
 
 
 def _remedies(conversation: Conversation) -> list[str]:
-    """Return ways to free tokens of a conversation, the largest media first."""
+    """Return ways to free tokens of a conversation, as texts, with the largest media first."""
     media = [one for one in conversation.segments() if one.modality and one.tokens]
     largest = sorted(media, key=lambda one: -one.tokens)[:3]
     frees = [f"forget({one.index}) frees {one.tokens:,} ({one.label})" for one in largest]
@@ -397,7 +399,7 @@ def _remedies(conversation: Conversation) -> list[str]:
 
 
 def _check_positions(following: int, answer: int, longest: int) -> None:
-    """Refuse positions beyond the model's context; forgetting media does not lower positions."""
+    """Refuse a turn whose positions exceed the model's context; forgetting media lowers none."""
     if following + answer > longest:
         raise InputError(
             f"the turn would reach position {following} and max_new_tokens is {answer}, but the "

@@ -1,4 +1,4 @@
-"""History: past turns that the client supplies instead of the model, and their prompt."""
+"""History: past turns that the client supplies (not the model), and the prompt for them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from oscar_mm.media.media import Media
 from oscar_mm.tool_parsers.offer import ToolOffer
 
 _TOGETHER, _TEMPLATE = 1 << 13, 32
-"""Maximum number of characters of past turns in one prefill pass (some 2,000 to 4,000 tokens), and
-number of characters added per turn for the tokens of the chat template."""
+"""Maximum number of characters of past turns in one prefill pass (about 2,000 to 4,000 tokens),
+and number of characters added per turn for the tokens of the chat template."""
 
 
 class PastTurn(NamedTuple):
-    """A turn that took place elsewhere, see ``Chat.tell_all``.
+    """Past turn that was not generated in this chat; see ``Chat.tell_all``.
 
     Attributes:
-        messages: messages of the question; the last is from the user.
+        messages: messages of the question; the last message is from the user.
         answer: the assistant's message; may be empty.
     """
 
@@ -38,10 +38,10 @@ class PastTurn(NamedTuple):
 
 
 def prefill_groups(turns: Iterable[PastTurn]) -> Iterator[list[PastTurn]]:
-    """Group turns by prefill pass: short turns together, each turn with media separately.
+    """Yield groups of turns to prefill in one pass; each turn with media is a group of its own.
 
-    Groups are small so that other requests can run in between; the media of a turn are decoded just
-    before its pass.
+    Groups are small, so that other requests can run in between and the media of a turn are decoded
+    just before its pass.
     """
     run: list[PastTurn] = []
     characters, alone = 0, False
@@ -68,10 +68,10 @@ def history_prompt(
 ) -> tuple[Prompt, Conversation]:
     """Build the prompt for past turns, and the conversation that includes them.
 
-    The returned conversation still has the old cache, which the caller replaces.
+    The returned conversation still has the old cache, which the caller must replace.
 
     Args:
-        engine: pipeline of the chat; this does not wait for its engine thread.
+        engine: pipeline of the chat; this function does not wait for its engine thread.
         conversation: conversation so far.
         turns: checked turns.
         system: checked system prompt of the first turn.
@@ -95,13 +95,13 @@ def history_prompt(
 
 
 def without_reasoning(prompt: Prompt, thinks: ThinkTokens | None) -> Prompt:
-    """Drop the tokens at the end of a single-row prompt that open the reasoning."""
+    """Return a single-row prompt without the tokens at its end that open the reasoning."""
     opened = thinks.opened(prompt.inputs["input_ids"][0]) if thinks else 0
     return beginning(prompt, prompt.tokens - opened) if opened else prompt
 
 
 def with_answer(prompt: Prompt, ids: list[int]) -> Prompt:
-    """Append the token ids of an answer to a single-row prompt."""
+    """Return a single-row prompt followed by the token ids of an answer."""
     answer = text_after(prompt, torch.tensor([ids], dtype=torch.long))
     both = torch.cat([prompt.inputs["input_ids"], answer.inputs["input_ids"]], dim=1)
     return replace(

@@ -1,6 +1,7 @@
-"""Consistency checks for saved chats: turns and media against tokens, positions and tables.
+"""Checks that the turns and media of a saved chat match its tokens, positions and tables.
 
-These checks cannot detect altered keys, values or texts in a file whose checksum was recomputed.
+If a file was altered and its checksum recomputed, these checks cannot detect changes to keys,
+values or texts.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from oscar_mm.policy import KVPolicy
 _REASONS = ("stop", "tool_calls", "length", "interrupted")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _SUMS, _SUM_BITS = 64, 1 << 16
-"""Limits for the exact check of positions: number of media in a turn, and size of the range of
-positions that they may take."""
+"""Limits up to which positions are checked exactly: number of media in a turn, and size of the
+range of positions that they may take."""
 
 
 def check_turns(
     conversation: Conversation, codes: np.ndarray, policy: KVPolicy, family: Family
 ) -> None:
-    """Raise ValueError if turns contradict token ids, positions or the tables of the cache.
+    """Raise ValueError if the turns contradict token ids, positions or the tables of the cache.
 
     Args:
-        conversation: conversation with consecutive turns, without its cache.
+        conversation: conversation with consecutive turns; its cache is not needed.
         codes: (tokens,) uint8 stream codes of the cache.
         policy: policy of the cache.
-        family: model family, which gives the modalities of token ids and the positions of media.
+        family: model family, which defines the modalities of token ids and the positions of media.
     """
     ids = conversation.token_ids
     by_ids = token_modalities(ids, config=family.model.config)[0].numpy()
@@ -44,17 +45,17 @@ def check_turns(
     if (kinds[media] != by_ids[media]).any():
         raise ValueError("its tokens and its cache disagree on modalities")
     if int((stored & (codes >= SINK)).sum()) > policy.sinks:
-        raise ValueError(f"more than {policy.sinks} tokens are sinks")
+        raise ValueError(f"its cache has more than {policy.sinks} sinks")
     _check_media(conversation, kinds)
     _check_positions(conversation, kinds, family)
     _check_pending(conversation, family.model.config)
     for turn in conversation.turns:
         if turn.finish_reason not in _REASONS:
-            raise ValueError(f"unknown finish_reason {turn.finish_reason[:40]!r}")
+            raise ValueError(f"a turn has the unknown finish_reason {turn.finish_reason[:40]!r}")
 
 
 def _forgotten(conversation: Conversation) -> np.ndarray:
-    """Return a (tokens,) bool mask of the tokens that are forgotten according to the turns."""
+    """Return (tokens,) bool: whether each token is forgotten according to the turns."""
     found = np.zeros(conversation.tokens, dtype=bool)
     for turn in conversation.turns:
         for span, forgotten in zip(turn.media, turn.forgotten, strict=True):
@@ -63,7 +64,7 @@ def _forgotten(conversation: Conversation) -> np.ndarray:
 
 
 def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
-    """Raise ValueError if the spans of media do not match the tokens of their modality."""
+    """Raise ValueError if the spans of media do not match the modalities of the tokens."""
     named = np.zeros(len(kinds), dtype=bool)
     for turn in conversation.turns:
         for span in turn.media:
@@ -77,11 +78,11 @@ def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
             if not _DIGEST.fullmatch(span.digest):
                 raise ValueError("the digest of a media item is not valid")
     if (kinds[~named] != Modality.TEXT).any():
-        raise ValueError("some media tokens belong to no media item")
+        raise ValueError("some media tokens of the cache belong to no media item")
 
 
 def _check_positions(conversation: Conversation, kinds: np.ndarray, family: Family) -> None:
-    """Raise ValueError if positions do not follow from the preceding tokens."""
+    """Raise ValueError if the turns' positions do not follow from the preceding tokens."""
     turns = conversation.turns
     places = [*(float(turn.position) for turn in turns), float(conversation.next_position)]
     if places[0] != 0:
@@ -100,7 +101,7 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
     for (kind, length), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
         steps = family.position_steps(Modality(kind), length)
         if steps is None:
-            # Such a media item may take any number of positions.
+            # A media item of this kind may take any number of positions.
             return advance >= int((kinds == Modality.TEXT).sum())
         fixed, runs = fixed + count * steps[0], [*runs, (steps, count)]
     highest = fixed + sum(count * (steps[-1] - steps[0]) for steps, count in runs)
@@ -108,7 +109,7 @@ def _can_advance(family: Family, kinds: np.ndarray, advance: float) -> bool:
         return False
     if sum(count for steps, count in runs if len(steps) > 1) > _SUMS or highest - fixed > _SUM_BITS:
         return True
-    sums = 1  # Bit i: the runs so far may take i positions more than the minimum.
+    sums = 1  # Bit i: the runs so far can take i positions more than the minimum.
     for steps, count in runs:
         for _ in range(count if len(steps) > 1 else 0):
             shifted = [sums << (step - steps[0]) for step in steps]

@@ -1,4 +1,4 @@
-"""Conversion of a chat's turns and tools to the JSON fields of its file, and back.
+"""Conversion of a chat's turns and tools to JSON fields of its file and back.
 
 The file is not trusted: all types are checked and all counts are bounded.
 """
@@ -24,7 +24,7 @@ _ROLES = "system", "user", "assistant", "tool"
 
 
 def turn_fields(turn: Turn) -> dict[str, Any]:
-    """Return a turn as JSON; message parts are texts or indices into the turn's media."""
+    """Return a turn as JSON fields; message parts are texts or indices of the turn's media."""
     places = {span.start: place for place, span in enumerate(turn.media)}
     return {
         "messages": [_message_fields(message, places) for message in turn.messages],
@@ -65,7 +65,7 @@ def check_counts(turns: Sequence[Mapping[str, Any]]) -> None:
 
 
 def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
-    """Create a turn from its fields in a file, whose counts have been checked.
+    """Create a turn from its JSON fields, whose counts have been checked.
 
     Raises:
         LookupError, TypeError, ValueError: if fields are missing or have wrong types.
@@ -88,19 +88,19 @@ def turn_of(fields: Mapping[str, Any], version: int, vocabulary: int) -> Turn:
         tool_calls=tuple(_call(call) for call in fields.get("tool_calls", ())),
     )
     if turn.media != tuple(media):
-        raise ValueError("its media are out of order")
+        raise ValueError("a turn's media are not in the order of its messages")
     return turn
 
 
 def token_ids(saved: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
-    """Return token ids from a file; ValueError if any is not in the vocabulary."""
+    """Return token ids from a file; raise ValueError if one is not in the vocabulary."""
     if not all(0 <= _number(token) < vocabulary for token in saved):
         raise ValueError("token ids are out of range")
     return tuple(saved)
 
 
 def offer_fields(offer: ToolOffer | None) -> dict[str, Any] | None:
-    """Return the tools of a chat as JSON."""
+    """Return the tools of a chat as JSON fields; None without tools."""
     if offer is None:
         return None
     return {
@@ -112,7 +112,7 @@ def offer_fields(offer: ToolOffer | None) -> dict[str, Any] | None:
 
 
 def offer_of(fields: Mapping[str, Any] | None, family: Family) -> ToolOffer | None:
-    """Create tools from their fields in a file and check them with ``Family.offer``.
+    """Create tools from their JSON fields and check them with ``Family.offer``.
 
     Raises:
         InputError: if the tools cannot be offered to the model.
@@ -124,7 +124,9 @@ def offer_of(fields: Mapping[str, Any] | None, family: Family) -> ToolOffer | No
     choice: Any = "required" if _flag(fields["required"]) else "auto"
     if named is not None:
         if choice == "required":
-            raise ValueError("the tool choice is both required and a named tool: pass one")
+            raise ValueError(
+                "the tool choice is both required and a named tool: only one of the two is allowed"
+            )
         choice = {"type": "function", "function": {"name": named}}
     definitions = fields["definitions"]
     if not definitions:
@@ -149,24 +151,24 @@ def _call_fields(call: ToolCall) -> dict[str, str]:
 
 
 def _question(fields: Mapping[str, Any], media: list[MediumSpan]) -> tuple[Message, ...]:
-    """Return the messages of a turn in format version 1, which has only the question's text."""
+    """Return the messages of a turn in format version 1, which stores only the question's text."""
     parts = [MediaPart(span.modality, None, span.label) for span in media]
     return with_spans([user_message(_text(fields["prompt"]), parts)], media)
 
 
 def _messages(fields: Mapping[str, Any], media: list[MediumSpan]) -> tuple[Message, ...]:
-    """Return the messages of a turn; ValueError unless each media item occurs exactly once."""
+    """Return the messages of a turn; raise ValueError unless each media item occurs once."""
     left = dict(enumerate(media))
     messages = tuple(_message(message, left) for message in fields["messages"])
     if left or not messages:
-        raise ValueError("its messages do not contain all of its media")
+        raise ValueError("a turn has no messages, or its messages do not contain all of its media")
     return messages
 
 
 def _message(fields: Mapping[str, Any], left: dict[int, MediumSpan]) -> Message:
     role = _text(fields["role"])
     if role not in _ROLES:
-        raise ValueError(f"{role[:40]!r} is not a role")
+        raise ValueError(f"{role[:40]!r} is not the role of a message")
     return Message(
         role,
         tuple(_part(part, left) for part in fields["parts"]),
@@ -180,7 +182,9 @@ def _part(saved: Any, left: dict[int, MediumSpan]) -> str | MediumSpan:
     if isinstance(saved, str):
         return saved
     if (span := left.pop(_number(saved), None)) is None:
-        raise ValueError("messages contain a media item twice, or one that the turn does not have")
+        raise ValueError(
+            "messages contain a media item twice, or an item that the turn does not have"
+        )
     return span
 
 
@@ -200,19 +204,19 @@ def _span(fields: Mapping[str, Any]) -> MediumSpan:
 
 def _number(saved: Any) -> int:
     if type(saved) is not int:
-        raise ValueError("an integer is expected")
+        raise ValueError("a field is not an integer")
     return saved
 
 
 def _flag(saved: Any) -> bool:
     if type(saved) is not bool:
-        raise ValueError("true or false is expected")
+        raise ValueError("a field is not true or false")
     return saved
 
 
 def _text(saved: Any) -> str:
     if not isinstance(saved, str):
-        raise ValueError("a text is expected")
+        raise ValueError("a field is not a text")
     return saved
 
 

@@ -119,7 +119,7 @@ def test_expected_mask() -> None:
 @pytest.mark.parametrize(
     ("modalities", "mask", "message"),
     [
-        (None, None, "pass modalities, attention_mask or both"),
+        (None, None, "neither modalities nor attention_mask was passed"),
         (torch.zeros(3), None, r"got shape \(3,\)"),
         (
             torch.tensor([[0, 4]]),
@@ -155,7 +155,7 @@ def test_tokens_that_were_not_announced(shape: tuple[int, int]) -> None:
 def test_warning_for_an_unannounced_batch() -> None:
     _, keys, values = chunk(0, 5, batch=2)
     policy = KVPolicy.preset("channel", balance=None)
-    with pytest.warns(UserWarning, match=r"without expect\(attention_mask"):
+    with pytest.warns(UserWarning, match=r"expect\(attention_mask=...\) was not called"):
         OscarCache(policy).update(keys, values, 0)
     announced = OscarCache(policy)
     announced.expect(torch.zeros(2, 5))

@@ -98,7 +98,7 @@ def test_safetensors_of_others(tmp_path: Path, texts: dict[str, str] | None) -> 
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path, texts)
     with pytest.raises(
-        InputError, match=r"model\.safetensors is a safetensors file that oscar_mm did not"
+        InputError, match=r"model\.safetensors is a safetensors file, but oscar_mm did not"
     ):
         read(path)
 

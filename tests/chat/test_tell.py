@@ -83,7 +83,7 @@ def test_refused(question: str, answer: str, expected: str, qwen) -> None:  # no
 def test_what_is_no_turn_and_no_message(qwen) -> None:  # noqa: F811
     odd: Any = [("Why?", "Yes.")]
     with qwen.chat() as chat:
-        with pytest.raises(InputError, match="turns: must be a list of PastTurns, not tuple"):
+        with pytest.raises(InputError, match="turns: must be a list of PastTurns, not of tuple"):
             chat.tell_all(odd)
         with pytest.raises(InputError, match="answer must be text, not int"):
             chat.tell("Why?", 5)  # type: ignore
