@@ -1,8 +1,8 @@
-"""Models by name: find the folder or hub id that a name refers to, without importing torch.
+"""Models by name: lookup of the folder or hub id that a name refers to, without importing torch.
 
-The bundled models need no network access: each name refers to a folder here. They are tiny and are
-trained for tests and demos by examples/train_pocket. The README.md in each folder describes what
-the model can do.
+The bundled models need no network access: each name refers to a folder in this package. They are
+tiny and were trained for tests and demos by examples/train_pocket. The README.md in each folder
+describes what the model can do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ BUNDLED = {
     "pocket-llava": "reads printed codes and short receipts",
     "pocket-omni": "recognizes spoken digits and some words, reads codes, receipts and shapes",
 }
-"""Names of the bundled models, and what each can do; they are a Qwen3-VL, a LLaVA-v1.6 and a
-Qwen3-Omni, in this order."""
+"""Name -> abilities of each bundled model: a Qwen3-VL, a LLaVA-v1.6 and a Qwen3-Omni."""
 _TIMEOUT_S = 1.5
 _TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
 
 
 def bundled(model: str | Path) -> Path | None:
-    """Return the folder of a bundled model; None if ``model`` is not the name of one.
+    """Return the folder of a bundled model; None if ``model`` is not the name of a bundled model.
 
     The name of a bundled model takes precedence over a folder of the same name in the working
     directory; write "./pocket-vl" for that folder. A ``Path`` always means a folder.
@@ -46,10 +45,10 @@ def description(name: str) -> str:
 
 
 def source_of(model: Any) -> str:
-    """Return the hub id or folder of a model, checked as far as possible without the hub.
+    """Return the hub id or folder of a model after all checks that do not need the hub.
 
     Raises:
-        InputError: if the model is neither, nor the name of a bundled model.
+        InputError: if the model is not a hub id, a folder or the name of a bundled model.
     """
     if not isinstance(model, str | Path):
         raise InputError(
@@ -64,7 +63,7 @@ def source_of(model: Any) -> str:
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(f"model {model}: the folder has no config.json, so it is not a checkpoint")
     if path.is_file():
-        raise InputError(f"model {model}: is a file; give the folder of a checkpoint")
+        raise InputError(f"model {model} is a file: pass the folder of the checkpoint")
     # A hub id is "owner/name", and begins with a letter or digit.
     is_path = isinstance(model, Path) or path.is_absolute() or len(path.parts) != 2
     if not path.is_dir() and (is_path or str(model).startswith((".", "~"))):
@@ -73,18 +72,19 @@ def source_of(model: Any) -> str:
 
 
 def check_source(model: str | Path, options: Mapping[str, Any] | None = None) -> None:
-    """Reject a model that is not available, within two seconds; transformers would keep trying for
-    half a minute.
+    """Refuse a model that is not available, within two seconds.
 
-    Only the configuration is looked up: in the folder, in the hub's cache, then on the hub.
+    transformers would keep trying for half a minute. Only the configuration is looked up: in the
+    folder, in the hub's cache, then on the hub.
 
     Args:
         model: name of a bundled model, folder or hub id.
-        options: options for ``from_pretrained``; only those that affect where files are found are
-            used: cache_dir, revision, subfolder, token.
+        options: options for ``from_pretrained``, of which only cache_dir, local_files_only,
+            revision, subfolder and token are used.
 
     Raises:
-        InputError: if there is no such model, or the hub does not answer.
+        InputError: if there is no such model, access to it is restricted, or the hub does not
+            answer.
     """
     source, given = source_of(model), options or {}
     if Path(source).is_dir() or given.get("local_files_only"):
@@ -132,11 +132,11 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
 
 
 def remedy(name: str = "") -> str:
-    """Return advice on what to give as a model, and which name may have been meant by ``name``."""
+    """Return advice on what to pass as the model, and a suggestion if ``name`` is misspelled."""
     meant = {known: known for known in BUNDLED}
     for short, model in RELEASED.items():
         meant |= {short: model.source, model.source: model.source}
     return (
-        "give the folder of a checkpoint, a hub id such as Qwen/Qwen3-VL-8B-Instruct or one of the "
+        "pass the folder of a checkpoint, a hub id such as Qwen/Qwen3-VL-8B-Instruct or one of the "
         f"bundled models {', '.join(BUNDLED)}{suggestion(name, meant)}"
     )

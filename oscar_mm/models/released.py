@@ -1,7 +1,7 @@
 """Released models: the shapes in their config.json and the limits of their processors.
 
-These allow planning memory without access to the hub. Each family lists its own models. Nothing
-here imports torch.
+With these, memory can be planned without access to the hub. Each family lists its own models. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class ReleasedModel:
     """Shapes of a released model.
 
     Attributes:
-        source: hub id of the checkpoint whose config.json and preprocessor_config.json these are.
+        source: hub id of the checkpoint that the config.json and preprocessor_config.json are from.
         family: ``config.model_type``.
         text: fields of text_config that define shapes and RoPE.
         vision, audio: fields of vision_config and audio_config.
         pixels: minimum and maximum number of pixels per image.
-        part: part of the checkpoint that these describe; "" for all of it.
+        part: part of the checkpoint that the shapes describe; "" for the full checkpoint.
     """
 
     source: str
@@ -150,7 +150,7 @@ def _qwen(size: str, vision: dict[str, Any], **text: Any) -> ReleasedModel:
 
 
 def _qwen2_5(size: str, vision: int, **text: Any) -> ReleasedModel:
-    """Return a Qwen2.5-VL model; ``vision`` is the width of the tower's MLPs."""
+    """Return a Qwen2.5-VL model; ``vision`` is the width of the MLPs in its vision tower."""
     tower = _QWEN2_5_VISION | {"intermediate_size": vision, "out_hidden_size": text["hidden_size"]}
     name, merged = f"Qwen/Qwen2.5-VL-{size}-Instruct", _QWEN2_5 | text
     return ReleasedModel(name, "qwen2_5_vl", merged, tower, pixels=(3136, 12845056))
@@ -274,8 +274,10 @@ LLAVA_NEXT = (
 
 
 def _short(source: str) -> str:
-    """Return the name without its owner and without the suffixes in which checkpoints of the same
-    shape differ."""
+    """Return a hub id in lower case, without its owner and without suffixes such as "-instruct".
+
+    Checkpoints of the same shape differ only in these suffixes.
+    """
     name = source.rpartition("/")[2].lower()
     for end in ("-hf", "-instruct", "-thinking"):
         name = name.removesuffix(end)
@@ -288,12 +290,12 @@ RELEASED = {_short(model.source): model for model in _ALL}
 
 
 def add_released(models: Iterable[ReleasedModel]) -> None:
-    """Register the released models of a family by their names."""
+    """Register the released models of a family under their short names."""
     RELEASED.update({_short(model.source): model for model in models})
 
 
 def released_model(name: str | Path) -> ReleasedModel | None:
-    """Return the released model with the given name; None if the name is unknown or is a folder.
+    """Return the released model with this name; None if the name is unknown or is a folder.
 
     Args:
         name: hub id, with or without its owner: "Qwen/Qwen3-VL-8B-Instruct", "qwen3-vl-8b".

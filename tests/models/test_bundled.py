@@ -95,7 +95,7 @@ def test_wrong_names(name: str, tmp_path: Path, monkeypatch, no_network) -> None
     with pytest.raises(InputError) as caught:
         OscarVLPipeline(name)
     message = str(caught.value)
-    assert message.startswith(f"model {name}: no such folder; give the folder of a checkpoint")
+    assert message.startswith(f"model {name}: no such folder; pass the folder of a checkpoint")
     assert "a hub id such as Qwen/" in message
     assert message.endswith(f"{', '.join(BUNDLED)}; did you mean pocket-vl?")
 
