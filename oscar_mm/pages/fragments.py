@@ -1,10 +1,11 @@
 """Element order of pages for the kernels: elements that one lane of a warp reads are adjacent.
 
 A kernel multiplies 16 x 16 fragments. For keys (tokens x channels), lane 4 * group + quad of a warp
-(group 0..7, quad 0..3) holds rows group and group + 8, and columns 2 quad, 2 quad + 1 and both + 8.
-For transposed values (channels x tokens), it holds the same rows and columns. If ``half`` stands
-for the + 8, ``odd`` for the + 1, and ``step`` for the 16 channels of a key fragment or of a value
-fragment's rows:
+(group 0..7, quad 0..3) has the elements in rows group and group + 8, and in columns 2 quad,
+2 quad + 1, 2 quad + 8 and 2 quad + 9. For transposed values (channels x tokens), the lane has the
+same rows and columns. Let ``half`` (for columns, ``chalf`` or ``thalf``) be 1 for the rows or
+columns + 8, ``odd`` be 1 for the columns + 1, and ``step`` be the index of the 16 channels of a key
+fragment or of a value fragment's rows. Then:
 
     key codes    token = 16 tile + 8 half + group,  channel = 16 step + 8 chalf + 2 quad + odd
     value codes  token = 16 tile + 8 thalf + 2 quad + odd,
@@ -12,8 +13,8 @@ fragment's rows:
 
 A 32-bit word holds the codes of one lane and tile for one step (4 bits) or two (2 bits). Within a
 word, the order from the lowest bit is chalf (for values: half), then step % 2 (2 bits only), then
-half (thalf), then odd. Up to four words (16 bytes) of a lane are adjacent, followed by those of the
-next lane. So the bit position of a code depends only on indices that a kernel can fold into the
+half (thalf), then odd. Up to four words (16 bytes) of a lane are adjacent, followed by the words of
+the next lane. So the bit position of a code depends only on indices that a kernel can fold into the
 query or undo in the result. A word of high bits (of 3-bit codes) covers four steps: within a byte,
 step / 2 % 2 comes first, then chalf (half) and step % 2, so that a shift of the word moves each
 high bit next to the other two bits of its code.
@@ -52,17 +53,17 @@ class Order:
     axes: tuple[int, ...]
 
     def stored(self, values: torch.Tensor) -> torch.Tensor:
-        """Permute (..., *shape) to (..., elements) in stored order."""
+        """Permute values of shape (..., *shape) to stored order, (..., elements)."""
         lead = values.shape[: values.ndim - len(self.shape)]
         dims = [*range(len(lead)), *(len(lead) + axis for axis in self.axes)]
         return values.reshape(*lead, *self.split).permute(dims).reshape(*lead, -1)
 
     def elements(self) -> torch.Tensor:
-        """Return the natural index of the element stored at each place, (elements,) int64."""
+        """Return the natural index of the element at each stored index, (elements,) int64."""
         return self.stored(torch.arange(math.prod(self.shape)).view(self.shape))
 
     def natural(self, stored: torch.Tensor) -> torch.Tensor:
-        """Permute (..., elements) in stored order back to (..., *shape)."""
+        """Permute values in stored order, (..., elements), back to (..., *shape)."""
         lead = stored.shape[:-1]
         dims = [*range(len(lead)), *(len(lead) + self.axes.index(i) for i in range(len(self.axes)))]
         ordered = stored.reshape(*lead, *(self.split[axis] for axis in self.axes))
@@ -70,7 +71,7 @@ class Order:
 
 
 def as_is(*shape: int) -> Order:
-    """Return the natural order of an array."""
+    """Return the order that keeps an array of this shape as it is."""
     return Order(shape, shape, tuple(range(len(shape))))
 
 
@@ -82,11 +83,13 @@ def by_group(groups: int) -> Order:
 def fragment_orders(
     head_dim: int, bits: Bits, key_group: int | None, value_group: int
 ) -> dict[str, Order]:
-    """Return the orders of arrays for the kernels.
+    """Return the orders in which the kernels read the arrays of a page, by array name.
 
     Args:
+        head_dim: number of channels per head.
         bits: bits per code for keys and for values.
         key_group: number of tokens per key group; None if each token has its own scale.
+        value_group: number of channels per value group.
     """
     # run, step % 2, half, quad, odd of channels
     channels = (head_dim // 32, 2, 2, 4, 2)
@@ -120,7 +123,7 @@ def fragment_orders(
 
 
 _OF_WORD = {1: (2, 2), 2: (1, 2), 4: (1, 1)}
-"""Steps per word for each number of bits, as (number of step / 2 % 2, number of step % 2)."""
+"""Bits per code -> steps per word, as (number of values of step / 2 % 2, and of step % 2)."""
 
 
 def _key_codes(bits: int, head_dim: int) -> Order:

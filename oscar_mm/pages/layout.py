@@ -1,24 +1,25 @@
-"""Byte layout of a page, defined once.
+"""Byte layout of a page.
 
 A page stores the keys and values of all KV heads for up to 128 tokens of one modality stream in one
 layer. It is a row of uint8:
 
     head 0 | head 1 | ... | arrays that the heads share | padding to a multiple of 16 bytes
 
-A head consists of the arrays of the page's codec (``oscar_mm.pages.codecs``). Each starts at a
-multiple of 16 bytes and is little-endian, with the lowest bits of a byte holding the first code.
+A head consists of the arrays of the page's codec (``oscar_mm.pages.codecs``). Each array
+starts at a multiple of 16 bytes and is little-endian; the lowest bits of a byte contain the first
+code.
 3-bit codes are in two consecutive arrays: one for the low two bits, one for the high bit
 (``key_codes_high``, ``value_codes_high``).
 
-Pages are written either once, as a whole, or token by token (``PageCodec.appends_tokens``). If
-token by token, each byte belongs to one token, except in arrays that are not ``of_tokens``.
+Pages are written either all at once or token by token (``PageCodec.appends_tokens``). If they are
+written token by token, each byte belongs to one token, except in arrays that are not ``of_tokens``.
 
 If kernels support the format (``PageFormat.in_fragments``), the elements of an array are in the
 order in which a warp's lanes read them (``oscar_mm.pages.fragments``); otherwise they are ordered
 token by token, or as the codec specifies. Only ``csrc/common/page.cuh`` duplicates this layout.
 
-Each unpacked token has a slot in 16-bit precision: (2, KV heads, d), keys then values, as computed
-by the attention layer.
+Each unpacked token has a slot in 16-bit precision, (2, KV heads, d): its keys, then its values, as
+the attention layer computed them.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ _CLEARED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Field:
-    """A typed array of a page; ``offset`` is in bytes from the start of the head, or of the page
-    for shared arrays."""
+    """Typed array of a page. ``offset`` is in bytes from the start of the head; for arrays that the
+    heads share, from the start of the page."""
 
     offset: int
     shape: tuple[int, ...]
@@ -72,7 +73,7 @@ class Field:
     of_tokens: bool
     """Whether the first dimension is tokens."""
     is_codes: bool
-    """Whether the array holds codes, several of which may share a byte, rather than numbers."""
+    """Whether the array contains codes, several of which may share a byte, and not numbers."""
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +89,7 @@ class PageFormat(PageShape):
     """Byte layout of the pages of one layer for one pair of bit widths.
 
     Raises:
-        InputError: if the codec does not support such pages, see ``PageCodec.check``.
+        InputError: if the codec does not support such pages; see ``PageCodec.check``.
     """
 
     def __post_init__(self) -> None:
@@ -115,12 +116,12 @@ class PageFormat(PageShape):
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Arrays of a page in byte order; 3-bit codes are one array."""
+        """Arrays of a page in byte order; 3-bit codes count as one array."""
         return tuple(self.codec.arrays(self))
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        """All fields of a page by name, in byte order; 3-bit codes are two fields."""
+        """All fields of a page by name, in byte order; 3-bit codes take two fields."""
         fields: dict[str, Field] = {}
         offset = 0
         for per_head in (True, False):
@@ -181,8 +182,8 @@ class PageFormat(PageShape):
         return natural | self.codec.orders(self)
 
     def planes(self, name: str) -> list[tuple[str, int, int]]:
-        """Return the fields of codes, each as its name, the index of its first bit within a code,
-        and its number of bits."""
+        """Return (name, index of its first bit within a code, number of bits) of each field that
+        stores an array of codes."""
         [bits] = [array.bits for array in self.arrays if array.name == name]
         low, *high = CODE_PLANES[bits]
         return [(name, 0, low), *((f"{name}_high", low, plane) for plane in high)]
@@ -213,11 +214,11 @@ class PageFormat(PageShape):
         name: str,
         values: torch.Tensor,
     ) -> None:
-        """Write some tokens' elements of an array; other bytes of the pages do not change.
+        """Write the elements of some tokens in an array; other bytes of the pages do not change.
 
         Args:
             pages: (pool slots, page_bytes) uint8.
-            slots, places: (n,) int64: each token's page and its place in the page, without
+            slots, places: (n,) int64: each token's page and its index in the page, without
                 duplicates.
             name: name of the field; "key_codes" or "value_codes" for codes.
             values: codes or numbers, (n, KV heads, elements per token). Any dtype.
@@ -239,10 +240,9 @@ class PageFormat(PageShape):
     def read(
         self, pages: torch.Tensor, name: str, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Read one array of every page, or of the pages in (n,) ``slots``, in the shape that
-        ``write`` takes.
+        """Read one array of all pages, or only of the pages ``slots``, (n,).
 
-        Codes are uint8, other values float32.
+        The result has the shape that ``write`` takes. Codes are uint8, other values float32.
         """
         if not self.fields[name].is_codes:
             view = self._view(pages, name)
@@ -256,8 +256,8 @@ class PageFormat(PageShape):
         return codes
 
     def token_elements(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places of each token's elements in an array of a stream page, and the
-        elements' indices.
+        """Return the stored indices of each token's elements in an array of a stream page, and the
+        indices of these elements within the token.
 
         Both are (128, d or groups) int64. Codes that share a byte are adjacent.
 
@@ -267,7 +267,7 @@ class PageFormat(PageShape):
         return _token_elements(self, name)
 
     def number_places(self, *names: str) -> np.ndarray:
-        """Return the places of float16 numbers in a page, in units of two bytes: (KV heads, n)
+        """Return the offsets of float16 numbers in a page, in units of two bytes: (KV heads, n)
         int64.
 
         Args:
@@ -282,17 +282,16 @@ class PageFormat(PageShape):
         return np.concatenate(places, axis=1)
 
     def token_bytes(self, device: torch.device) -> torch.Tensor:
-        """Return the place of the token that each byte of a stream page belongs to, or -1:
-        (page_bytes,) int16."""
+        """Return the index of the token that each byte of a stream page belongs to, (page_bytes,)
+        int16; -1 for bytes of no token."""
         return _token_bytes(self).to(device)
 
     def clear_unused(self, pages: torch.Tensor, in_use: np.ndarray) -> None:
-        """Zero the unused places of pages to which tokens are appended; leave pages that are
-        written as a whole unchanged.
+        """Set the bytes of unused tokens to 0; pages that are written all at once do not change.
 
         Args:
             pages: (n, page_bytes) uint8 on the CPU.
-            in_use: (n, 128) bool: the places in use.
+            in_use: (n, 128) bool: whether each token of a page is in use.
         """
         if not self.codec.appends_tokens:
             return
@@ -304,8 +303,7 @@ class PageFormat(PageShape):
             part *= own[:, owners]
 
     def all_finite(self, pages: torch.Tensor) -> bool:
-        """Return whether no scale, zero or norm of (n, page_bytes) uint8 pages is NaN or
-        infinite."""
+        """Return whether all scales, zeros and norms of (n, page_bytes) uint8 pages are finite."""
         names = [name for name, field in self.fields.items() if not field.is_codes]
         return all(all_finite(self._view(pages, name)) for name in names)
 
@@ -320,7 +318,7 @@ class PageFormat(PageShape):
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite."""
+    """Return whether all values are finite."""
     if values.dtype.itemsize == 1:  # torch does not compare these
         values = values.float()
     # This takes one pass without a copy; NaN propagates to both minimum and maximum.

@@ -1,4 +1,4 @@
-"""Convert keys and values to page bytes and back with PyTorch, as the reference for kernels."""
+"""Conversion of keys and values to page bytes and back with PyTorch: the kernels' reference."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Recipe(Fitting):
 def quantize(
     keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize whole pages.
+    """Quantize full pages of 128 tokens.
 
     Args:
         keys, values: (pages, KV heads, 128, head_dim), any float dtype.
         recipe: recipe of the pages.
-        sigma: (KV heads or 1, head_dim) float32 balancing, with a leading dimension for per-page
-            balancing; None for no balancing.
+        sigma: (KV heads or 1, head_dim) float32 balancing vectors, with a leading dimension if
+            each page has its own; None for no balancing.
 
     Returns:
-        Pages, (pages, page_bytes) uint8, and whether all scales, zeros and norms are finite in
-        their dtypes, () bool.
+        The pages, (pages, page_bytes) uint8, and a () bool: whether all scales, zeros and norms are
+        finite in their dtypes.
     """
     page_format = recipe.page_format
     basis = Basis(page_format.head_dim, recipe.rotate, sigma)
@@ -65,19 +65,19 @@ def quantize_tokens(
 
     Args:
         keys, values: (tokens, KV heads, head_dim), any float dtype.
-        centers: (tokens, KV heads, head_dim) float32: center of each token's page, in stored
+        centers: (tokens, KV heads, head_dim) float32, the center of each token's page in stored
             coordinates; None for formats without a center.
         recipe: recipe of the pages.
-        sigma: (KV heads or 1, head_dim) float32 balancing, with a leading dimension for per-token
-            balancing; None for no balancing.
+        sigma: (KV heads or 1, head_dim) float32 balancing vectors, with a leading dimension if
+            each token has its own; None for no balancing.
 
     Returns:
-        Arrays by name, each (tokens, KV heads, elements), and whether all numbers are finite, see
-        ``quantize``.
+        The arrays by name, each (tokens, KV heads, elements), and a () bool: whether all numbers
+        are finite in their dtypes.
     """
     page_format = recipe.page_format
     basis = Basis(page_format.head_dim, recipe.rotate, sigma)
-    # Tokens come after heads, and each is in a separate page.
+    # Each token is encoded like a page with a single token.
     sides = keys[:, :, None], values[:, :, None]
     arrays = page_format.codec.encode(*sides, page_format, recipe, basis, centers)
     finite = _are_finite(arrays, page_format)
@@ -85,20 +85,20 @@ def quantize_tokens(
 
 
 def _are_finite(arrays: Mapping[str, torch.Tensor], page_format: PageFormat) -> torch.Tensor:
-    """Return whether all numbers other than codes are finite in their arrays' dtypes, () bool."""
+    """Return a () bool: whether all numbers except codes are finite in their arrays' dtypes."""
     fields = page_format.fields
     finite = [
         array.to(fields[name].dtype).float().isfinite().all()
         for name, array in arrays.items()
         if not fields[name].is_codes
     ]
-    # A format may have no numbers other than codes.
+    # A format may have no numbers except codes.
     some = next(iter(arrays.values()))
     return torch.stack(finite).all() if finite else some.new_ones((), dtype=torch.bool)
 
 
 def parts_of(pages: int, page_format: PageFormat) -> Iterator[slice]:
-    """Yield slices of pages that are small enough to limit the size of temporaries."""
+    """Yield slices that split ``pages`` pages into parts small enough to limit temporaries."""
     step = max(1, _CHUNK_ELEMENTS // (page_format.kv_heads * PAGE_TOKENS * page_format.head_dim))
     return (slice(start, start + step) for start in range(0, pages, step))
 
@@ -106,10 +106,11 @@ def parts_of(pages: int, page_format: PageFormat) -> Iterator[slice]:
 def unpack_stored(
     pages: torch.Tensor, page_format: PageFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values in stored coordinates: balanced and rotated, with norms applied.
+    """Unpack pages to keys and values in stored coordinates (balanced, rotated, norms applied).
 
     Args:
         pages: (n, page_bytes) uint8.
+        page_format: format of the pages.
 
     Returns:
         Keys and values, each (n, KV heads, 128, head_dim) float32.
@@ -121,7 +122,7 @@ def unpack_stored(
 def unpack_by_torch(
     pages: torch.Tensor, page_format: PageFormat, basis: Basis, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values in the model's coordinates and the given dtype, (n, KV heads, 128,
-    head_dim) each."""
+    """Unpack pages to keys and values in the model's coordinates and the given dtype, (n, KV heads,
+    128, head_dim) each."""
     keys, values = unpack_stored(pages, page_format)
     return basis.keys_out(keys).to(dtype), basis.values_out(values).to(dtype)

@@ -1,1 +1,1 @@
-"""Page formats: each has a class, which is selected by the policy's key_axis."""
+"""Page formats: one class per format, which the policy's key_axis selects."""

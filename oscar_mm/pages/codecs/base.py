@@ -16,8 +16,8 @@ from oscar_mm.quant.basis import Basis
 
 
 def divided_group(group: int, channels: int) -> int:
-    """Return the number of channels per value group: the largest divisor of ``channels`` that is at
-    most ``group``."""
+    """Return the number of channels per group: the largest divisor of ``channels`` that is at most
+    ``group``."""
     return next(size for size in range(min(group, channels), 0, -1) if channels % size == 0)
 
 
@@ -43,7 +43,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class Fitting:
-    """How values are fitted to the numbers that a page can store; see ``KVPolicy``."""
+    """Policy fields that define how numbers are fitted to what a page can store; see ``KVPolicy``."""
 
     rotate: bool
     fit: str
@@ -57,22 +57,22 @@ class Fitting:
 
     @property
     def lowers_score_error(self) -> bool:
-        """Whether keys that have their own scales get codes from
-        ``oscar_mm.quant.fit.lower_score_error`` instead of the nearest ones."""
+        """Whether keys with their own scales get codes from ``oscar_mm.quant.fit.lower_score_error``
+        instead of the nearest codes."""
         return self.rotate and self.unbiased_keys
 
 
 class Array(NamedTuple):
-    """An array of a page.
+    """Description of an array of a page.
 
     Attributes:
         name: unique name.
         shape: shape of the array in natural order; (128, n) if each token has n elements.
-        dtype: dtype in the page; uint8 for codes.
+        dtype: dtype of the elements in the page; uint8 for codes.
         kind: category in the memory report: "codes", "scales" (including zeros) or "norms".
-        bits: bits per code (1, 2, 3, 4 or 8) for integer codes; 0 if the elements are numbers in
-            the dtype.
-        per_head: whether each KV head has such an array; otherwise the heads share one.
+        bits: bits per code (1, 2, 3, 4 or 8) if the elements are integer codes; 0 if they are
+            numbers of ``dtype``.
+        per_head: whether each KV head has its own array; otherwise, all heads share one array.
         of_tokens: whether the first dimension is tokens.
     """
 
@@ -86,7 +86,7 @@ class Array(NamedTuple):
 
     @classmethod
     def codes(cls, name: str, channels: int, bits: int) -> Array:
-        """Return an array for the codes of a page's tokens, ``channels`` codes per token."""
+        """Describe an array with the codes of a page's tokens, ``channels`` codes per token."""
         return cls(name, (PAGE_TOKENS, channels), torch.uint8, "codes", bits)
 
 
@@ -94,19 +94,19 @@ Arrays = Mapping[str, torch.Tensor]
 
 
 class PageCodec(ABC):
-    """A page format: its arrays, how keys and values are encoded in them, and how they are decoded.
+    """Page format: defines a page's arrays and how keys and values are encoded and decoded.
 
-    Codecs have no state; ``oscar_mm.pages.codecs.registry`` holds one instance of each class. A
-    subclass must define ``key_axis``, ``arrays``, ``encode`` and ``decode``; it then runs on
-    PyTorch operations. The other members tell token placement and kernels what else is possible.
+    Codecs have no state; ``oscar_mm.pages.codecs.registry`` contains one instance of each class. A
+    subclass must define ``key_axis``, ``arrays``, ``encode`` and ``decode``; it then runs with
+    PyTorch operations. Token placement and kernels read the other members.
 
     Attributes:
         key_axis: value of ``KVPolicy.key_axis`` that selects the format.
-        limits: values that the format allows for other fields of the policy.
-        appends_tokens: whether each token is written when it leaves the window, to the next place
-            in a page (``oscar_mm.ops.store``), and can be cleared alone; each array that is
-            ``of_tokens`` must then have the shape (128, n) and be per head. Otherwise pages are
-            written once, with 128 tokens (``oscar_mm.ops.pack``).
+        limits: limits on the values of other policy fields.
+        appends_tokens: whether tokens are written one by one, when they leave the window, to the
+            next position in a page (``oscar_mm.ops.store``), and can be cleared one by one. If
+            true, each array that is ``of_tokens`` must have the shape (128, n) and be per head. If
+            false, a page is written once, with 128 tokens (``oscar_mm.ops.pack``).
         has_kernels: whether the kernels can convert the format's codes to numbers.
     """
 
@@ -120,7 +120,7 @@ class PageCodec(ABC):
 
     @abstractmethod
     def arrays(self, page: PageShape) -> list[Array]:
-        """Return the arrays of a page in byte order; arrays that heads share come last."""
+        """Return the arrays of a page in byte order; arrays that the heads share come last."""
 
     @abstractmethod
     def encode(
@@ -132,24 +132,24 @@ class PageCodec(ABC):
         basis: Basis,
         centers: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Encode tokens as the content of the arrays.
+        """Encode keys and values of tokens to the content of the arrays.
 
-        If the format ``appends_tokens``, each token must be encoded independently of the others.
+        If ``appends_tokens`` is true, each token must be encoded independently of the others.
 
         Args:
             keys, values: (n, KV heads, tokens, head_dim) in the model's coordinates, any float
-                dtype: either n pages of 128 tokens, or n single tokens.
+                dtype; either n pages of 128 tokens, or n single tokens.
             page: parameters of the pages.
             fitting: how values are fitted.
             basis: conversion to stored coordinates: ``basis.keys_in(keys)`` and
                 ``basis.values_in(values)`` return float32.
-            centers: (n, KV heads, head_dim) float32: stored center of each page, in stored
-                coordinates; None for formats without a center.
+            centers: (n, KV heads, head_dim) float32, the center of each page in stored coordinates;
+                None for formats without a center.
 
         Returns:
-            By array name: (n, KV heads, tokens, elements) numbers or codes, in any dtype. Arrays
-            that are not ``of_tokens``, or that heads share, have the shape (n, *array shape), with
-            KV heads after n if per head.
+            Array name -> numbers or codes, (n, KV heads, tokens, elements), in any dtype. Arrays
+            that are not ``of_tokens``, or that the heads share, have the shape (n, *array shape),
+            with KV heads after n if they are per head.
         """
 
     @abstractmethod
@@ -159,13 +159,13 @@ class PageCodec(ABC):
 
         Args:
             arrays: arrays of n pages by name, in the shapes that ``encode`` returns; codes are
-                uint8, other numbers float32. Places without a token may have any content.
+                uint8, other numbers float32. Elements of unused tokens may have any value.
             page: parameters of the pages.
         """
 
     def check(self, page: PageShape) -> None:
-        """Raise InputError if the format does not support such pages: codes must fill whole
-        bytes."""
+        """Raise InputError if the format does not support such pages; a token's codes must fill
+        whole bytes."""
         codes = [array.bits for array in self.arrays(page) if array.bits]
         unit = max((8 // plane for bits in codes for plane in CODE_PLANES[bits]), default=1)
         if page.head_dim % unit:
@@ -176,17 +176,17 @@ class PageCodec(ABC):
             )
 
     def key_group(self, group: int, head_dim: int) -> int:
-        """Return the size of a key group for the policy's ``key_group``: by default, a number of a
-        token's channels."""
+        """Return the size of a key group for the policy's ``key_group``; by default, a number of
+        channels of one token."""
         return divided_group(group, head_dim)
 
     def centers_keys(self, policy: KVPolicy) -> bool:
-        """Return whether a page stores what its keys have in common separately and exactly."""
+        """Return whether a page stores the common part of its keys separately and exactly."""
         return policy.center
 
     def min_tokens(self, page_bytes: int, token_bytes: int) -> int:
-        """Return the minimum number of tokens to begin a page with, so that the page takes no more
-        bytes than these tokens take unpacked.
+        """Return the minimum number of tokens to begin a page with; with fewer tokens, the page would
+        take more bytes than the unpacked tokens.
 
         Args:
             page_bytes: size of a page in bytes.
@@ -204,5 +204,5 @@ class PageCodec(ABC):
         return {}
 
     def macros(self, page: PageShape) -> dict[str, str | int]:
-        """Return the macros for csrc/common/page.cuh, for pages that are ``in_fragments``."""
+        """Return name -> value of the macros for csrc/common/page.cuh, for pages ``in_fragments``."""
         raise NotImplementedError(f"no kernel reads pages of key_axis {self.key_axis!r}")

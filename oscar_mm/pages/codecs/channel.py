@@ -1,4 +1,4 @@
-"""Whole pages, key_axis "channel": each key channel has a scale per group of tokens."""
+"""Codec of full pages, key_axis "channel": each key channel has a scale per group of tokens."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class ChannelCodec(GroupCodec):
         return group
 
     def key_scales(self, page: PageShape) -> tuple[int, int]:
-        """Return (groups of tokens, channels)."""
+        """Return the shape of the keys' scales in a head, (groups of tokens, channels)."""
         return PAGE_TOKENS // page.key_group, page.head_dim
 
     def centers_keys(self, policy: KVPolicy) -> bool:
-        """Return True, since the zeros of the channels are the common part of the keys."""
+        """Return True: the zeros of the channels are the common part of the keys."""
         return True
 
     def in_fragments(self, page: PageShape) -> bool:
-        """Return whether the kernels support head_dim and bits."""
+        """Return whether the kernels support the page's head_dim and bits."""
         return page.head_dim in KERNEL_HEAD_DIMS and page.bits in (Bits(2, 2), Bits(4, 4))
 
     def encode(
@@ -60,12 +60,12 @@ class ChannelCodec(GroupCodec):
         basis: Basis,
         centers: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return codes, scales, zeros and norms of whole pages; see ``PageCodec.encode``."""
+        """Encode full pages to codes, scales, zeros and norms; see ``PageCodec.encode``."""
         arrays = _packed_keys(basis.keys_in(keys), page, fitting)
         return arrays | _packed_values(basis.values_in(values), page, fitting)
 
     def decode(self, arrays: Arrays, page: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale * code + zero, multiplied by the norm for keys."""
+        """Decode pages to scale * code + zero; keys are also multiplied by their norms."""
         keys = decoded(arrays, "key", page.key_group, 2)
         if page.token_scaling is not None:
             norms = arrays["norms"]

@@ -1,7 +1,7 @@
-"""Formats that have a scale and a zero for each group of values, which the kernels support.
+"""Base of the formats with a scale and a zero per group of numbers, which the kernels support.
 
-A head consists of these arrays (g: key group, c: value group, d: head_dim, b: bits of keys or
-values, which are 2, 3 or 4):
+A head consists of these arrays (g: size of a key group, c: size of a value group, d: head_dim, b:
+bits per code of keys or values, 2, 3 or 4):
 
     array         shape                        dtype    key_axis "channel" / "token"
     center        (d,)                         float16  only with center
@@ -39,15 +39,15 @@ class GroupCodec(PageCodec):
 
     has_kernels: ClassVar[bool] = True
     stream: ClassVar[bool]
-    """Macro STREAM of csrc/common/page.cuh."""
+    """Value of the macro STREAM in csrc/common/page.cuh."""
 
     @abstractmethod
     def key_scales(self, page: PageShape) -> tuple[int, int]:
-        """Return the shape of the keys' scales in a head."""
+        """Return the shape of the array of key scales in a head."""
 
     def arrays(self, page: PageShape) -> list[Array]:
-        """Return codes, scales and zeros of keys and values, and center and norms if there are
-        any."""
+        """Return the arrays of codes, scales and zeros, and of the center and norms if the policy has
+        them."""
         tokens, d = PAGE_TOKENS, page.head_dim
         center = [Array("center", (d,), of_tokens=False)] if page.center else []
         norms = Array("norms", (tokens,), kind="norms", per_head=page.token_scaling == "per_head")
@@ -64,14 +64,14 @@ class GroupCodec(PageCodec):
         ]
 
     def check(self, page: PageShape) -> None:
-        """Raise InputError if the format does not support such pages: codes must have 2, 3 or 4
-        bits and fill whole bytes."""
+        """Raise InputError if the format does not support such pages; codes must have 2, 3 or 4 bits
+        and fill whole bytes."""
         if not set(page.bits) <= set(ALLOWED_BITS):
             raise InputError(f"bits={page.bits}: must be 2, 3 or 4")
         super().check(page)
 
     def orders(self, page: PageShape) -> dict[str, Order]:
-        """Return the orders for the kernels; for other pages, scales of tokens are stored group by
+        """Return the orders that the kernels read; in other pages, value scales are stored group by
         group."""
         if self.in_fragments(page):
             key_group = None if self.stream else page.key_group
@@ -80,7 +80,7 @@ class GroupCodec(PageCodec):
         return {"value_scales": grouped, "value_zeros": grouped}
 
     def macros(self, page: PageShape) -> dict[str, str | int]:
-        """Return the macros for csrc/common/page.cuh."""
+        """Return name -> value of the macros for csrc/common/page.cuh."""
         return {
             "HEAD_DIM": page.head_dim,
             "KEY_GROUP": page.key_group,
@@ -92,7 +92,7 @@ class GroupCodec(PageCodec):
 
 
 def decoded(arrays: Arrays, side: str, group: int, dim: int) -> torch.Tensor:
-    """Return scale * code + zero, (n, KV heads, 128, d) float32.
+    """Decode keys or values to scale * code + zero, (n, KV heads, 128, d) float32.
 
     Args:
         arrays: arrays of n pages by name.

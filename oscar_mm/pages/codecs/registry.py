@@ -1,4 +1,4 @@
-"""Registry of page formats, by the policy's key_axis."""
+"""Registry of page formats by the policy's key_axis."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from oscar_mm.policy import KEY_AXES, KVPolicy
 
 C = TypeVar("C", bound=PageCodec)
 _CODECS: dict[str, PageCodec] = {codec.key_axis: codec() for codec in (ChannelCodec, StreamCodec)}
-"""Codecs by key_axis; a codec's index is its number in arguments of operations in this process."""
+"""Codecs by key_axis; operations of this process identify a codec by its index in this dict."""
 
 
 def register_codec(codec: type[C]) -> type[C]:
-    """Class decorator that registers a page format.
+    """Register a page format; use this function as a class decorator.
 
-    Policies then accept its ``key_axis``. Register the format before creating such a policy or
-    loading a file that contains one.
+    Policies then accept its ``key_axis``. Register the format before you create such a policy or
+    load a file with such a policy.
 
     Raises:
-        ValueError: if another format has this key_axis.
+        ValueError: if another format already has this key_axis.
     """
     other = _CODECS.get(codec.key_axis)
     if other is not None:
@@ -34,12 +34,12 @@ def register_codec(codec: type[C]) -> type[C]:
 
 
 def codec_of(owner: KVPolicy | PageShape) -> PageCodec:
-    """Return the page format of a policy or of pages."""
+    """Return the codec of a policy or of pages."""
     return _CODECS[owner.key_axis]
 
 
 def codec_number(key_axis: str) -> int:
-    """Return the number of a page format in this process: 0 for "channel", 1 for "token"."""
+    """Return the number of a page format in this process: 0 for "channel", 1 for "token", ..."""
     return list(_CODECS).index(key_axis)
 
 

@@ -1,4 +1,4 @@
-"""Stream pages, key_axis "token": each token has its own scales and is written separately."""
+"""Codec of stream pages, key_axis "token": each token has its own scales and is written alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oscar_mm.quant.fit import (
 
 
 class StreamCodec(GroupCodec):
-    """Format in which the keys and values of a token have a scale and a zero per channel group.
+    """Format in which the keys and values of a token have a scale and a zero per group of channels.
 
     If the format has a center, the sign bit of a key's scale indicates whether to add the page's
     center; the scale is the absolute value.
@@ -32,16 +32,15 @@ class StreamCodec(GroupCodec):
     stream: ClassVar[bool] = True
 
     def key_scales(self, page: PageShape) -> tuple[int, int]:
-        """Return (128, groups of channels)."""
+        """Return the shape of the keys' scales in a head, (128, groups of channels)."""
         return PAGE_TOKENS, page.head_dim // page.key_group
 
     def in_fragments(self, page: PageShape) -> bool:
-        """Return whether a key has a single group, with a number of channels that the kernels
-        support."""
+        """Return whether a key has a single group and the kernels support its number of channels."""
         return page.head_dim in KERNEL_HEAD_DIMS and page.key_group == page.head_dim
 
     def orders(self, page: PageShape) -> dict[str, Order]:
-        """Return the orders for the kernels; for other pages, scales are stored group by group."""
+        """Return the orders that the kernels read; in other pages, scales are stored by group."""
         grouped = by_group(page.head_dim // page.key_group)
         return {"key_scales": grouped, "key_zeros": grouped} | super().orders(page)
 
@@ -54,7 +53,7 @@ class StreamCodec(GroupCodec):
         basis: Basis,
         centers: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return codes, scales and zeros; see ``PageCodec.encode``."""
+        """Encode tokens to codes, scales and zeros; see ``PageCodec.encode``."""
         vectors, group, bits = basis.keys_in(keys), page.key_group, page.bits
         how = bits.keys, group, fitting.fit, fitting.unbiased_keys
         codes, scale, zero, error = in_codes(vectors, *how)
@@ -85,7 +84,7 @@ class StreamCodec(GroupCodec):
         }
 
     def decode(self, arrays: Arrays, page: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale * code + zero, plus the center where the sign of the scale requires it."""
+        """Decode pages to scale * code + zero; the center is added to keys with a negative scale."""
         values = decoded(arrays, "value", page.value_group, 3)
         if not page.center:
             return decoded(arrays, "key", page.key_group, 3), values
@@ -98,8 +97,8 @@ class StreamCodec(GroupCodec):
 def in_codes(
     vectors: torch.Tensor, bits: int, group: int, fit: str, unbiased: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes (..., d), scales and zeros (..., groups), and squared error (...) for
-    vectors."""
+    """Encode vectors, (..., d), and return codes (..., d), scales and zeros (..., groups each), and
+    squared errors (...)."""
     grouped = vectors.unflatten(-1, (-1, group))
     scale, zero = fit_group(grouped, bits, fit, -1)
     codes = assign_codes(grouped, scale, zero, bits)
