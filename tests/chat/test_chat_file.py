@@ -222,7 +222,7 @@ def test_a_chat_of_two_rows(qwen, held, tmp_path) -> None:
     path, cache = tmp_path / "forged", held.cache.fork()
     cache.batch_repeat_interleave(2)
     save_chat(path, dataclasses.replace(held, kv=cache), None, qwen.fingerprint)
-    with pytest.raises(InputError, match="tokens and cache differ"):
+    with pytest.raises(InputError, match="its tokens and its cache differ"):
         qwen.load_chat(path)
 
 

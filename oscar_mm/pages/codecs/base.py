@@ -43,7 +43,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Policy fields that define how numbers are fitted to what a page can store; see ``KVPolicy``."""
+    """Policy fields that define how numbers are fitted to a page's codes; see ``KVPolicy``."""
 
     rotate: bool
     fit: str
@@ -57,8 +57,8 @@ class Fitting:
 
     @property
     def lowers_score_error(self) -> bool:
-        """Whether keys with their own scales get codes from ``oscar_mm.quant.fit.lower_score_error``
-        instead of the nearest codes."""
+        """Whether keys with their own scales get the codes of
+        ``oscar_mm.quant.fit.lower_score_error`` instead of the nearest codes."""
         return self.rotate and self.unbiased_keys
 
 
@@ -171,7 +171,7 @@ class PageCodec(ABC):
         if page.head_dim % unit:
             instead = "bits of 2 or 4, or " * (3 in codes and page.head_dim % 4 == 0)
             raise InputError(
-                f"head_dim={page.head_dim}: pages of {page.bits} bits need a multiple of {unit}; "
+                f"head_dim={page.head_dim}: pages of {page.bits} bits need a multiple of {unit}: "
                 f"use {instead}policy 'bf16' for this model"
             )
 
@@ -185,8 +185,8 @@ class PageCodec(ABC):
         return policy.center
 
     def min_tokens(self, page_bytes: int, token_bytes: int) -> int:
-        """Return the minimum number of tokens to begin a page with; with fewer tokens, the page would
-        take more bytes than the unpacked tokens.
+        """Return the minimum number of tokens to begin a page with; with fewer tokens, a page takes
+        more bytes than the unpacked tokens.
 
         Args:
             page_bytes: size of a page in bytes.
@@ -204,5 +204,5 @@ class PageCodec(ABC):
         return {}
 
     def macros(self, page: PageShape) -> dict[str, str | int]:
-        """Return name -> value of the macros for csrc/common/page.cuh, for pages ``in_fragments``."""
+        """Return the macros for csrc/common/page.cuh (name -> value) of pages ``in_fragments``."""
         raise NotImplementedError(f"no kernel reads pages of key_axis {self.key_axis!r}")

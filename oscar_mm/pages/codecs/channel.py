@@ -40,7 +40,7 @@ class ChannelCodec(GroupCodec):
         return group
 
     def key_scales(self, page: PageShape) -> tuple[int, int]:
-        """Return the shape of the keys' scales in a head, (groups of tokens, channels)."""
+        """Return the shape of the array of key scales in a head, (groups of tokens, channels)."""
         return PAGE_TOKENS // page.key_group, page.head_dim
 
     def centers_keys(self, policy: KVPolicy) -> bool:

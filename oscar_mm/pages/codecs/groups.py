@@ -46,8 +46,8 @@ class GroupCodec(PageCodec):
         """Return the shape of the array of key scales in a head."""
 
     def arrays(self, page: PageShape) -> list[Array]:
-        """Return the arrays of codes, scales and zeros, and of the center and norms if the policy has
-        them."""
+        """Return the arrays of codes, scales and zeros, and of the center and norms if the pages
+        have them."""
         tokens, d = PAGE_TOKENS, page.head_dim
         center = [Array("center", (d,), of_tokens=False)] if page.center else []
         norms = Array("norms", (tokens,), kind="norms", per_head=page.token_scaling == "per_head")
@@ -64,8 +64,8 @@ class GroupCodec(PageCodec):
         ]
 
     def check(self, page: PageShape) -> None:
-        """Raise InputError if the format does not support such pages; codes must have 2, 3 or 4 bits
-        and fill whole bytes."""
+        """Raise InputError if the format does not support such pages; codes must have 2, 3 or 4
+        bits and fill whole bytes."""
         if not set(page.bits) <= set(ALLOWED_BITS):
             raise InputError(f"bits={page.bits}: must be 2, 3 or 4")
         super().check(page)

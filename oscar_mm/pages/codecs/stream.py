@@ -32,11 +32,11 @@ class StreamCodec(GroupCodec):
     stream: ClassVar[bool] = True
 
     def key_scales(self, page: PageShape) -> tuple[int, int]:
-        """Return the shape of the keys' scales in a head, (128, groups of channels)."""
+        """Return the shape of the array of key scales in a head, (128, groups of channels)."""
         return PAGE_TOKENS, page.head_dim // page.key_group
 
     def in_fragments(self, page: PageShape) -> bool:
-        """Return whether a key has a single group and the kernels support its number of channels."""
+        """Return whether a key is one group and the kernels support its number of channels."""
         return page.head_dim in KERNEL_HEAD_DIMS and page.key_group == page.head_dim
 
     def orders(self, page: PageShape) -> dict[str, Order]:
@@ -84,7 +84,7 @@ class StreamCodec(GroupCodec):
         }
 
     def decode(self, arrays: Arrays, page: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode pages to scale * code + zero; the center is added to keys with a negative scale."""
+        """Decode pages to scale * code + zero; a scale's sign bit says whether to add the center."""
         values = decoded(arrays, "value", page.value_group, 3)
         if not page.center:
             return decoded(arrays, "key", page.key_group, 3), values
