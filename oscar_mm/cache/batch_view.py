@@ -23,7 +23,7 @@ class BatchView(OscarCache):
     The caches keep their rows: a step on the view adds a token to each cache, and a step that does
     not reach all layers leaves all the caches incomplete. The view owns no slots. If attention is
     causal and unbounded, its rows may differ in length without padding. All rows have the same
-    query-key balancing (per-channel scale factors).
+    query-key balancing vectors.
 
     Args:
         store: page store of all the caches.
@@ -52,7 +52,7 @@ class BatchView(OscarCache):
     def can_take(self, cache: OscarCache) -> bool:
         """Return whether a cache can be a row of this view.
 
-        The cache must have the same store, the same balancing and no linear-attention layers.
+        The cache must have the same store and balancing vectors, and no linear-attention layers.
         """
         fits = cache.store is self.store and not cache.linear_layers
         return fits and balanced_alike(self, cache)
@@ -110,10 +110,10 @@ def _row_of(cache: OscarCache | None) -> SequenceTable:
 
 
 def balanced_alike(one: OscarCache, other: OscarCache) -> bool:
-    """Return whether two caches have the same balancing in all layers.
+    """Return whether two caches have the same query-key balancing vectors in all layers.
 
-    A cache whose balancing is not known yet matches any other cache. A chat saved by an earlier
-    version keeps the balancing of that version.
+    A cache whose vectors are not known yet matches any other cache. A chat saved by an earlier
+    version keeps the vectors of that version.
     """
     mine, theirs = one.balancing, other.balancing
     if mine is None or theirs is None:

@@ -94,8 +94,9 @@ class OscarCache(Cache):
 
     Args:
         policy: a KVPolicy or a preset's name.
-        model: model whose keys and values the cache will store; its weights give the query-key
-            balancing. If omitted, keys are stored unbalanced, and the cache warns once.
+        model: model whose keys and values the cache will store; the query-key balancing vectors
+            are computed from its weights. If omitted, keys are stored unbalanced, and the cache
+            warns once.
         store: page store to share with other caches of the same model and policy; by default, a new
             store.
 
@@ -396,7 +397,8 @@ class OscarCache(Cache):
         """Return a cache with the same past that shares the pages; only tables are copied.
 
         Both caches continue independently and may be cropped, reset or closed: a shared page is
-        copied before either cache adds a token to it. The fork inherits this cache's balancing.
+        copied before either cache adds a token to it. The fork inherits this cache's balancing
+        vectors.
 
         Raises:
             RuntimeError: during a forward pass, or after an interrupted one.
@@ -558,7 +560,7 @@ class OscarCache(Cache):
             self.layers[index] = LinearLayer()
 
     def reset(self) -> None:
-        """Remove all tokens and the balancing; replace the store if this cache created it."""
+        """Remove all tokens and balancing vectors; replace the store if this cache created it."""
         self.kv_manager.clear()
         if self._own_store:
             self.store = PageStore(self.policy)

@@ -3,7 +3,7 @@
 The file's metadata contains a SHA-256 of the texts and of the tensors' names, dtypes, shapes and
 bytes. Any reader of safetensors can read the file.
 
-Older files, which can still be read, contain a SHA-256 of the whole file instead, computed with
+Older files, which can still be read, contain a SHA-256 of the entire file instead, computed with
 zeros in place of the checksum.
 """
 
@@ -151,7 +151,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> st
 
 
 def _old_digest(file: BinaryIO, header: bytes) -> str:
-    """Return the SHA-256 of a whole file, with zeros in place of its checksum."""
+    """Return the SHA-256 of an entire file, computed with zeros in place of its checksum."""
     place = header.index(_OLD_PLACE) + len(_OLD_PLACE)
     blank = header[:place] + _BLANK.encode() + header[place + len(_BLANK) :]
     checksum = hashlib.sha256(len(header).to_bytes(8, "little") + blank)

@@ -8,7 +8,7 @@ The file contains these tensors (slots are renumbered from 0; a shared slot is w
     recent               (tokens,) int32            16-bit slots, stream by stream
     layer.<i>.pages.<b>  (pages, page_bytes) uint8  see ``oscar_mm.pages.layout``
     layer.<i>.recent     (slots, 2, KV heads, head_dim)
-    layer.<i>.sigma      (KV heads or 1, head_dim) float32, only with balancing
+    layer.<i>.sigma      (KV heads or 1, head_dim) float32, only with query-key balancing
     given.<name>         tensors supplied by the caller
 
 The file also contains a JSON text: the format version, the model's fingerprint, the policy, the
@@ -467,7 +467,7 @@ def _check_balancing(
     tables: SavedTables,
     layers: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raise ValueError if a layer's pages and its balancing are inconsistent."""
+    """Raise ValueError if a layer's pages and its balancing vectors are inconsistent."""
     has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
     for index, about in enumerate(layers):
         if has_pages and not about["balanced"]:

@@ -123,7 +123,7 @@ class Chat:
             options: see ``oscar_mm.engine.request_options.QuestionOptions``.
 
         Returns:
-            The answer. Its memory report covers the whole chat; its tokens and timings cover only
+            The answer. Its memory report covers the entire chat; its tokens and timings cover only
             this turn.
 
         Raises:

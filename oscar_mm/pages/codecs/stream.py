@@ -84,7 +84,7 @@ class StreamCodec(GroupCodec):
         }
 
     def decode(self, arrays: Arrays, page: PageShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode pages to scale * code + zero; a scale's sign bit says whether to add the center."""
+        """Decode pages to scale * code + zero, plus the center if the scale's sign bit is set."""
         values = decoded(arrays, "value", page.value_group, 3)
         if not page.center:
             return decoded(arrays, "key", page.key_group, 3), values
