@@ -52,8 +52,8 @@ class SlotPool:
     def allocate(self, count: int) -> list[int]:
         """Allocate ``count`` slots with one owner each and return their ids.
 
-        If free slots are missing, the pool grows to the required size, but by at least 1/32 of its
-        capacity: a prompt wastes no memory, and a long answer seldom moves the pool.
+        If there are too few free slots, the pool grows to the required size, but by at least 1/32
+        of its capacity: a prompt wastes no memory, and a long answer seldom moves the pool.
         """
         if not count:
             return []

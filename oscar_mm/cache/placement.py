@@ -444,8 +444,8 @@ def slot_forecast(
 
 
 def _in_window(recent: np.ndarray, code: int, time: np.ndarray, window: int) -> np.ndarray:
-    """Return how many tokens of a stream that precede the answer are still in the window, at each
-    time."""
+    """Return how many of a stream's tokens before the answer are still in the window, for each
+    answer length in ``time``."""
     # Entry n counts the stream's tokens among the last n.
     counts = np.concatenate([[0], (recent[::-1] == code).cumsum()])
     return counts[(window - time).clip(0, len(recent))]

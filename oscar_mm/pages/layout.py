@@ -73,7 +73,7 @@ class Field:
     of_tokens: bool
     """Whether the first dimension is tokens."""
     is_codes: bool
-    """Whether the array contains codes, several of which may share a byte, and not numbers."""
+    """Whether the elements are codes (several may share a byte) instead of numbers."""
 
     @property
     def nbytes(self) -> int:
@@ -240,7 +240,7 @@ class PageFormat(PageShape):
     def read(
         self, pages: torch.Tensor, name: str, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Read one array of all pages, or only of the pages ``slots``, (n,).
+        """Read one array of all pages, or only of the pages in (n,) ``slots``.
 
         The result has the shape that ``write`` takes. Codes are uint8, other values float32.
         """

@@ -325,5 +325,5 @@ def test_divided_group(channels: int, group: int) -> None:
     ],
 )
 def test_codes_that_do_not_fill_bytes(keys: int, values: int, head_dim: int, unit: int) -> None:
-    with pytest.raises(InputError, match=rf"head_dim={head_dim}: .* multiple of {unit};.*bf16"):
+    with pytest.raises(InputError, match=rf"head_dim={head_dim}: .* multiple of {unit}:.*bf16"):
         PageFormat.of(KVPolicy.preset("channel"), Bits(keys, values), 2, head_dim)
