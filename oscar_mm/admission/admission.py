@@ -341,7 +341,9 @@ class Admission:
         return self.budget.reserve(cache, prompt.tokens, added)
 
     def shortage(self, needed: int, what: str) -> str | None:
-        """Return an error if more bytes do not fit into the budget without spilling; else None.
+        """Return an error text if more bytes do not fit into the budget without spilling.
+
+        The result is None if they fit.
 
         Args:
             needed: additional bytes.

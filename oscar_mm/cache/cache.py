@@ -41,8 +41,7 @@ _TWO_STATES = (
 )
 
 _USER = 5
-"""Stack level, for warnings in ``_take``, of the caller of ``update``; frames of ``eager`` are in
-between."""
+"""Stack level of the caller of ``update`` for warnings in ``_take``, with frames of ``eager``."""
 _ARGUMENT = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 
 

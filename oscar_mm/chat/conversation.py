@@ -399,7 +399,10 @@ def _remedies(conversation: Conversation) -> list[str]:
 
 
 def _check_positions(following: int, answer: int, longest: int) -> None:
-    """Refuse a turn whose positions exceed the model's context; forgetting media lowers none."""
+    """Refuse a turn whose positions exceed the model's context.
+
+    Forgetting media does not lower positions.
+    """
     if following + answer > longest:
         raise InputError(
             f"the turn would reach position {following} and max_new_tokens is {answer}, but the "
