@@ -28,8 +28,8 @@ from oscar_mm.tensor_parallel import TPGroup
 _TRIMMING = 0.02
 """Maximum share of the time that may be spent on compaction."""
 _SMALL_BYTES = 1 << 26
-"""Maximum number of bytes in use for compaction after every answer; a CPU moves them in about
-20 ms."""
+"""Maximum number of bytes in use for a compaction after every answer; a CPU moves this number of
+bytes in about 20 ms."""
 _GAIN = 128
 """Maximum number of bytes that may be moved after an answer per byte freed."""
 _COPY_BYTES = 1 << 26
