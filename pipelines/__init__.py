@@ -1,8 +1,8 @@
-"""Pipelines: from media and a question to an answer, for each supported model family."""
+"""Pipelines, which turn media and a question into an answer, for each supported model family."""
 
 from pathlib import Path
 
-from oscar_mm.pipelines import families as families  # Registers them.
+from oscar_mm.pipelines import families as families  # The import registers the families.
 from oscar_mm.pipelines.loading import reader
 from oscar_mm.pipelines.omni import OscarOmniPipeline
 from oscar_mm.pipelines.registry import register_family
@@ -14,12 +14,12 @@ _KINDS = {kind.name: kind for kind in (OscarOmniPipeline, OscarVLPipeline)}
 
 
 def pipeline_for(model: str | Path) -> type[OscarOmniPipeline] | type[OscarVLPipeline]:
-    """Return the pipeline class for a checkpoint, from its configuration alone.
+    """Return the pipeline class for a checkpoint; reads only the checkpoint's configuration.
 
     Args:
         model: name of a bundled model, hub id or folder.
 
     Raises:
-        InputError: if there is no such model, or no pipeline supports it.
+        InputError: if the model does not exist, or no pipeline supports it.
     """
     return _KINDS[reader(model)]

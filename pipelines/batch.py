@@ -1,4 +1,4 @@
-"""Batch: answers many requests, with prompts and media of any size, several at a time."""
+"""Batch: answer many requests, with prompts and media of any size, several at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BatchResult:
 
     Attributes:
         index: index of the request, from 0.
-        answer: the same answer as if the request ran alone; None if it failed.
-        error: reason for the failure, such as InputError for an invalid request; else None.
+        answer: the answer that the request would get if it ran alone; None if it failed.
+        error: exception that made the request fail, such as an InputError; None if it succeeded.
     """
 
     index: int
@@ -59,7 +59,7 @@ def _results(
         for index, arguments in enumerate(requests):
             try:
                 answer = _new_request(pipe, arguments)
-            except Exception as error:  # A media file may make a library raise anything.
+            except Exception as error:  # Libraries may raise any exception on a bad media file.
                 yield BatchResult(index, error=error.with_traceback(None))
                 continue
             while running and (
@@ -82,7 +82,7 @@ def _new_request(pipe: Pipeline, arguments: Any) -> Request:
     if not isinstance(arguments, Mapping):
         raise InputError(f"a request must be a dict, not {type(arguments).__name__}")
     if "prompt" not in arguments and "messages" not in arguments:
-        raise InputError("a request needs a prompt")
+        raise InputError("a request needs a prompt: set 'prompt' or 'messages'")
     supports_audio = Modality.AUDIO in pipe.family.reads
     media = ["images", "videos", *(["audio", "use_audio_in_video"] if supports_audio else [])]
     names = [*media, "prompt", "system", "messages"]

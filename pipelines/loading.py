@@ -1,6 +1,7 @@
-"""Load checkpoints with their family, processor and dtype; Placement: devices for the weights.
+"""Load checkpoints with their family, processor and dtype, and choose devices for the weights.
 
-Weights go to one device, layer by layer to several devices, or in parts to several processes.
+``Placement`` puts the weights on one device, distributes the layers over several devices, or
+splits every layer among several processes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CONFIG_KEYS = (
     "trust_remote_code",
     "subfolder",
 )
-"""Keys of model_kwargs that also apply to the configuration and the processor."""
+"""Keys of model_kwargs that are also passed when the configuration and the processor are loaded."""
 
 _OWN_ARGUMENTS = {
     "attn_implementation": "attn_implementation",
@@ -46,15 +47,16 @@ _OWN_ARGUMENTS = {
 }
 """Keys not allowed in model_kwargs, and the pipeline arguments to use instead."""
 _WHOLE = "replicated_with_grad_allreduce"
-"""Tensor-parallel style that keeps a whole module on every rank; it only matters in training."""
+"""Tensor-parallel style that keeps a full copy of a module on every rank. It differs from having
+no style only in training."""
 _LAYERS = {
     name: style
     for name, style in (Qwen3MoeConfig.base_model_tp_plan or {}).items()
     if style != _WHOLE
 }
-"""Tensor-parallel styles of decoder modules, which have the same names in all our families.
-transformers' own plans lack Qwen3-VL's layers and, in 5.17, the sum over experts, and contain rules
-for the talker that 5.23 cannot apply."""
+"""Tensor-parallel styles of decoder modules, which have the same names in all our families. They
+replace transformers' own plans, which lack Qwen3-VL's layers, lack the sum over experts (5.17), and
+contain rules for the talker that transformers cannot apply (5.23)."""
 
 
 def load(
@@ -70,18 +72,18 @@ def load(
     """Load a checkpoint as a family, with the decoder's attention set to "oscar".
 
     Args:
-        model: name of a bundled model, hub id, folder, or a loaded model (its decoder's attention
-            is changed; with other caches, the new one equals "sdpa").
-        processor: processor of a loaded model; by default loaded from where the model came from.
+        model: name of a bundled model, hub id, folder, or a loaded model. The attention of a loaded
+            model's decoder is replaced; with caches of other classes it still behaves like "sdpa".
+        processor: processor of a loaded model; None loads it from the model's folder or hub id.
         pipeline: name of the pipeline, see ``pipeline_of``.
         placement: devices for the weights; a loaded model can only be moved to a single device.
         dtype: dtype of the weights, see ``dtype_of``.
-        towers: attention implementation of the vision and audio towers; None for "sdpa", or
-            whatever a loaded model uses.
+        towers: attention implementation of the vision and audio towers. None selects "sdpa", or
+            keeps the implementation of a loaded model.
         model_kwargs: arguments of ``from_pretrained``.
 
     Raises:
-        InputError: if there is no such model, it is not supported, or arguments conflict.
+        InputError: if the model does not exist or is not supported, or if arguments conflict.
     """
     if isinstance(model, PreTrainedModel):
         for name, value in (
@@ -91,7 +93,9 @@ def load(
             ("tp_plan", placement.tp_plan),
         ):
             if value:
-                raise InputError(f"{name} cannot be used with a model that is already loaded")
+                raise InputError(
+                    f"{name} cannot be used with a model that is already loaded: leave it out"
+                )
         family = family_of(model.config.model_type, pipeline)
         if processor is None:
             processor = _processor(str(model.name_or_path), {})
@@ -127,13 +131,13 @@ def load(
 
 
 def outline(model: str | Path) -> Family:
-    """Create a family without weights, from the configuration and processor alone.
+    """Create a family without weights; reads only the configuration and the processor.
 
     Args:
         model: name of a bundled model, hub id or folder.
 
     Raises:
-        InputError: if there is no such model, or it is not supported.
+        InputError: if the model does not exist or is not supported.
     """
     source = source_of(model)
     config = config_of(source, {})
@@ -150,7 +154,7 @@ def reader(model: str | Path) -> str:
         model: name of a bundled model, hub id or folder.
 
     Raises:
-        InputError: if there is no such model, or no pipeline supports it.
+        InputError: if the model does not exist, or no pipeline supports it.
     """
     return pipeline_of(family_of(config_of(source_of(model), {}).model_type))
 
@@ -163,7 +167,7 @@ def config_of(source: str, options: dict[str, Any]) -> Any:
         options: arguments of ``from_pretrained``.
 
     Raises:
-        InputError: if there is no readable configuration.
+        InputError: if the configuration is missing or unreadable.
     """
     check_source(source, options)
     try:
@@ -206,9 +210,10 @@ def _processor(source: str, options: dict[str, Any]) -> Any:
 
 
 def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
-    """Return a dtype; by default the checkpoint's on a GPU, and float32 on a CPU.
+    """Return the dtype to load weights in, as a torch dtype or "auto".
 
-    CPUs are slow in 16-bit precision.
+    None selects the checkpoint's dtype on a GPU, and float32 on a CPU, because CPUs are slow in
+    16-bit precision.
 
     Raises:
         InputError: if the dtype is unknown.
@@ -222,13 +227,13 @@ def dtype_of(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error."""
+    """Return the first line of an error message from a library."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 class Placement:
-    """Where a checkpoint's weights go; at most one argument may be given.
+    """Devices of a checkpoint's weights; pass at most one argument.
 
     Args:
         device: "cuda", "cpu", ...; by default a GPU if there is one.
@@ -239,7 +244,7 @@ class Placement:
             of its own heads.
 
     Raises:
-        InputError: if more than one argument is given, a device cannot be used, or tp_plan is used
+        InputError: if more than one argument is passed, a device cannot be used, or tp_plan is used
             without torchrun.
     """
 
@@ -252,9 +257,11 @@ class Placement:
         arguments = {"device": device, "device_map": device_map, "tp_plan": tp_plan}
         given = [name for name, value in arguments.items() if value is not None]
         if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} cannot be combined: give one of them")
+            raise InputError(f"{' and '.join(given)} cannot be combined: pass only one of them")
         if tp_plan is not None and tp_plan != "auto" and not isinstance(tp_plan, Mapping):
-            raise InputError(f"tp_plan={tp_plan!r}: must be 'auto' or a dict from module to style")
+            raise InputError(
+                f"tp_plan={tp_plan!r}: must be 'auto' or a dict that maps module names to styles"
+            )
         self.given = given
         self.device_map = device_map
         self.tp_plan = None if tp_plan is None or _processes() == 1 else tp_plan
@@ -270,7 +277,9 @@ class Placement:
         return self.target.type == "cpu"
 
     def arguments(self, auto_class: Any, config: Any) -> dict[str, Any]:
-        """Return arguments for ``from_pretrained``; then move the model to ``target``, if set.
+        """Return arguments for ``from_pretrained``.
+
+        If ``target`` is not None, the caller must then move the loaded model to it.
 
         Raises:
             InputError: if the heads cannot be divided among the processes.
@@ -288,7 +297,7 @@ class Placement:
 
 
 def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
-    """Return the tensor-parallel styles of the sharded modules: heads, MLPs, experts, output layer.
+    """Return tensor-parallel styles for the modules to shard: heads, MLPs, experts, output layer.
 
     Args:
         model: a model, with or without weights.
@@ -303,7 +312,7 @@ def tensor_plan(model: PreTrainedModel, count: int) -> dict[str, str]:
     layers = dict(_LAYERS)
     if whole := family.undivided.get(model.config.model_type):
         layers |= {name: _WHOLE for name in layers if whole in name}
-    # Newer versions of transformers merge the model's own rules in, so override each of them.
+    # Newer versions of transformers also apply the model's own rules, so override each of these.
     plan = dict.fromkeys(model.tp_plan, _WHOLE)
     plan |= {f"{decoder}.{name}": style for name, style in layers.items()}
     if writer.get_output_embeddings().out_features % count == 0:
@@ -321,7 +330,7 @@ def meta_model(auto_class: Any, config: Any) -> PreTrainedModel:
 
 
 def device_of(device: str | torch.device | None) -> torch.device:
-    """Return the device of a name; by default a GPU if there is one.
+    """Convert a device name to a torch device; None selects a GPU if there is one, else the CPU.
 
     Raises:
         InputError: if the device cannot be used.
@@ -348,7 +357,10 @@ def _processes() -> int:
         )
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if gpus and here > gpus:
-        raise InputError(f"tp_plan: {here} processes were started, but there are {gpus} GPUs")
+        raise InputError(
+            f"tp_plan: {here} processes were started, but there are {gpus} GPUs; start at most one "
+            "process per GPU"
+        )
     return int(os.environ["WORLD_SIZE"])
 
 

@@ -1,6 +1,6 @@
-"""OscarOmniPipeline: answers questions about audio, images and videos in text or speech.
+"""OscarOmniPipeline: answer questions about audio, images and videos in text or speech.
 
-Spoken answers, speech and text, come from Qwen3-Omni's own ``generate``.
+Qwen3-Omni's own ``generate`` produces both the speech and the text of spoken answers.
 """
 
 from __future__ import annotations
@@ -78,21 +78,22 @@ class OscarOmniPipeline(Pipeline):
         Args:
             images, prompt, videos: see ``OscarVLPipeline``.
             audio: one recording or a list of recordings: path of an audio file, bytes, a pair
-                (samples, rate), or with ``allow_remote`` an http(s) URL. None or [] for none.
+                (samples, rate), or with ``allow_remote`` an http(s) URL. None or [] for no audio.
             system: system prompt.
-            messages: a whole conversation instead of a prompt, see ``OscarVLPipeline``.
+            messages: a full conversation instead of a prompt, see ``OscarVLPipeline``.
             use_audio_in_video: also use the audio tracks of videos, interleaved with the frames.
-            speak: also speak the answer: ``answer.speech``, float32 mono at
-                ``answer.sample_rate``. Needs a checkpoint with a talker; options that end the
+            speak: also synthesize the answer as speech, in ``answer.speech``: float32 mono samples
+                at ``answer.sample_rate``. Needs a checkpoint with a talker; options that end the
                 answer early or edit logits are not supported.
             speaker: name of one of the checkpoint's voices; by default "Ethan", or the first voice.
-            options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
-                for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
+            options: max_new_tokens, temperature, top_p, seed, stop, ..., and media options such as
+                max_pixels and fps, which apply to all media; see
+                ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
-            InputError: if media, text or numbers are invalid, or the checkpoint cannot speak;
-                ``RequestTooLarge`` if the request is too long for ``max_context``, ``kv_budget`` or
-                the GPU.
+            InputError: if media, text or numbers are invalid, or the checkpoint cannot speak.
+            RequestTooLarge: if the request is too long for ``max_context``, ``kv_budget`` or the
+                GPU.
         """
         return self.stream(
             images,
@@ -123,10 +124,10 @@ class OscarOmniPipeline(Pipeline):
     ) -> AnswerStream:
         """Answer one question and stream the answer.
 
-        The returned iterator yields text chunks, and has the answer as ``result`` at the end; its
-        ``with_reasoning`` also yields a thinking model's reasoning. The request is checked and its
-        media are decoded immediately; the model runs as chunks are consumed. A spoken answer comes
-        in one chunk. Arguments and errors are the same as in ``__call__``.
+        The returned iterator yields text chunks; after the last one, its ``result`` is the answer.
+        Its ``with_reasoning`` method also yields a thinking model's reasoning. The request is
+        checked and its media are decoded immediately; the model runs as chunks are consumed. A
+        spoken answer comes in one chunk. Arguments and errors are the same as in ``__call__``.
         """
         start = time.perf_counter()
         if messages is None:
@@ -136,7 +137,9 @@ class OscarOmniPipeline(Pipeline):
         if speak:
             _check_spoken(split_media(options, self.family)[0])
             if self.store.ranks.count > 1:
-                raise InputError("speak=True: not supported with tensor parallelism; use one GPU")
+                raise InputError(
+                    "speak=True: not supported with tensor parallelism (tp_plan); use one GPU"
+                )
             voice = speaker_of(self.family.outer_model, speaker)
         elif speaker is not None:
             raise InputError("speaker requires speak=True")
@@ -159,10 +162,11 @@ class OscarOmniPipeline(Pipeline):
 
 
 def _check_order(images: Any, prompt: Any) -> None:
-    """Refuse a call that passes the prompt as its first argument, as in earlier versions.
+    """Refuse a call that passes the prompt as its first argument, as earlier versions allowed.
 
     Raises:
-        InputError: if the prompt is not text; explains the order of the arguments.
+        InputError: if the first argument is text and the prompt is not; the message explains the
+            order of the arguments.
     """
     no_prompt = not isinstance(prompt, str) or not prompt.strip()
     if isinstance(images, str) and no_prompt:
@@ -173,10 +177,10 @@ def _check_order(images: Any, prompt: Any) -> None:
 
 
 def _check_spoken(options: Mapping[str, Any]) -> None:
-    """Refuse options that ``generate``, which produces speech, does not support."""
+    """Refuse options that are not supported when the answer is spoken."""
     for name, value in options.items():
         if value is not None and name not in _SPOKEN_OPTIONS:
-            raise InputError(f"{name} cannot be used with speak: leave it out")
+            raise InputError(f"{name} cannot be used with speak=True: leave it out")
 
 
 def speaker_of(model: Any, speaker: str | None) -> str:
@@ -196,7 +200,7 @@ def speaker_of(model: Any, speaker: str | None) -> str:
         )
     voices = [name.lower() for name in model.config.talker_config.speaker_id or {}]
     if not voices:
-        raise InputError("speak=True: this checkpoint's configuration has no speakers")
+        raise InputError("speak=True: this checkpoint's configuration lists no speakers")
     if speaker is None:
         return _USUAL_SPEAKER if _USUAL_SPEAKER in voices else voices[0]
     if not isinstance(speaker, str) or speaker.lower() not in voices:
@@ -229,7 +233,7 @@ def speak_answer(
     speaker: str,
     start: float,
 ) -> Answer:
-    """Generate a text answer, with an ``OscarCache``, and speak it.
+    """Generate a text answer with an ``OscarCache``, and synthesize it as speech.
 
     The talker reads the thinker's hidden states for the whole prompt, so a spoken answer cannot
     continue a cached conversation. The talker's own tokens are sampled with the checkpoint's
@@ -245,12 +249,12 @@ def speak_answer(
     """
     talker = family.outer_model.talker.config
     if not hasattr(talker, "audio_config"):
-        # transformers looks here for the audio tower's window size, which is in the thinker's
-        # config.
+        # transformers looks for the audio tower's window size in this config, but only the
+        # thinker's config has it.
         talker.audio_config = family.model.config.audio_config
     cache, listener = OscarCache(policy, model=family.model), _Listener()
     cache.expect(prompt.modalities)
-    # Pass every option: the checkpoint's settings would replace missing ones.
+    # Pass every option, because the checkpoint's settings would replace missing options.
     options: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
         "repetition_penalty": float(sampling.repetition_penalty),
@@ -287,7 +291,7 @@ def speak_answer(
                 },
             )
         except RuntimeError:
-            # ``generate`` also fails if the text ends at once, with nothing to speak.
+            # ``generate`` also fails if the text ends at once, which leaves nothing to speak.
             if len(listener.ids) != 1 or listener.ids[0] not in ends:
                 raise
             wave = torch.zeros(0)
@@ -312,7 +316,7 @@ def speak_answer(
 
 
 def _is_heard(prompt: Prompt) -> bool:
-    """Whether the prompt contains the audio track of a video."""
+    """Return whether the prompt contains the audio track of a video."""
     row = prompt.modalities[0]
     return any(
         bool((row[span.start : span.stop] == int(Modality.AUDIO)).any())

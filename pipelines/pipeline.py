@@ -1,4 +1,4 @@
-"""Pipeline: base class that loads a checkpoint, validates requests and generates answers."""
+"""Pipeline: base class for loading a checkpoint, validating requests and generating answers."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ _REASONING = 8192
 
 
 class Pipeline:
-    """Base class of the pipelines: loads a checkpoint, validates requests and generates answers.
+    """Base class of pipelines, which load a checkpoint, validate requests and generate answers.
 
     Args:
         model: hub id, local folder, name of a bundled model (``oscar_mm.models``), or a loaded
-            model (pass ``processor`` too, or it is loaded from where the model came from).
-        processor: processor of a loaded model.
+            model.
+        processor: processor of a loaded model; None loads it from the model's folder or hub id.
         policy: how keys and values are stored: a ``KVPolicy`` or the name of a preset.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
-        device_map: "auto", or a dict from module to device: puts whole layers, each with its keys
-            and values, on different GPUs.
-        tp_plan: "auto" for tensor parallelism: each process started by torchrun holds a part of
+        device_map: "auto", or a dict from module to device, to put layers on different GPUs, each
+            layer with its keys and values.
+        tp_plan: "auto" for tensor parallelism: each process started by torchrun stores a part of
             every layer, and the keys and values of its own heads. All processes must make the same
             requests in the same order, and get the same answers (``oscar_mm.pipelines.loading``).
         dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
         attn_implementation: attention of the vision and audio towers ("sdpa", "flash_attention_2",
-            "eager"); by default "sdpa", or whatever a loaded model uses.
+            "eager"); by default "sdpa", or the implementation that a loaded model already uses.
         max_context: maximum tokens of a conversation, including its answer; by default, and at
             most, the model's context length. A larger request is refused before prefill.
-        prefill_chunk: prefill prompts in chunks of this many tokens, which bounds activation memory
-            and lets other prompts run between chunks; later chunks then attend to packed history.
-            None: the whole prompt in one pass, with exact attention. "auto", meant for servers:
-            1,024 on a CPU, 32,768 on a GPU.
+        prefill_chunk: number of tokens in each chunk of a prompt's prefill. Chunks bound activation
+            memory and let other prompts run in between, but later chunks attend to packed pages.
+            None prefills the full prompt in one pass, with exact attention. "auto", meant for
+            servers, is 1,024 on a CPU and 32,768 on a GPU.
         allow_remote: allow http(s) URLs as media.
         limits: limits on media.
         video_fps: frames per second to sample from videos.
@@ -78,13 +78,14 @@ class Pipeline:
             same system prompt are prefilled once. None, the default, turns it off, because it uses
             memory beyond what the requests need, and tokens after a shared prefix attend to packed
             pages.
-        kv_budget: memory limit ("8GB") for all chats and requests together: idle chats are moved to
-            disk, and a request that still does not fit is refused before prefill. None: no limit.
+        kv_budget: memory limit ("8GB") for all chats and requests together. To stay within it, idle
+            chats are moved to disk; a request that still does not fit is refused before prefill.
+            None sets no limit.
         spill: folder for idle chats; True for a temporary folder; False to refuse requests instead.
         model_kwargs: arguments of ``from_pretrained``: quantization_config, revision, ...
 
     Raises:
-        InputError: if an argument is invalid; says what would be valid.
+        InputError: if an argument is invalid; the message says what would be valid.
     """
 
     name: ClassVar[str]
@@ -151,7 +152,7 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the checkpoint and its adapters, which saved chats contain; see
+        """Fingerprint of the checkpoint and its adapters, stored in saved chats; see
         ``model_fingerprint``."""
         return self._fingerprint()
 
@@ -169,7 +170,7 @@ class Pipeline:
             system: system prompt.
             cache_salt: with ``prefix_cache``, only chats with the same salt share prefixes.
             tools: functions that the model may call, in the format of OpenAI's API, or Python
-                functions with type hints and a docstring; calls are in ``Answer.tool_calls``.
+                functions with type hints and a docstring. ``Answer.tool_calls`` contains the calls.
             tool_choice: as in OpenAI's API: "auto", "none", "required", or a function that must be
                 called.
 
@@ -184,15 +185,15 @@ class Pipeline:
     def offer(
         self, tools: Sequence[Any] | None, tool_choice: Any = None, *, parallel: bool = True
     ) -> ToolOffer | None:
-        """Validate tools and return them as an offer; None if there are none or none may be called.
+        """Validate tools and return them as an offer; None if no tool may be called.
 
         Args:
             tools, tool_choice: see ``chat``.
             parallel: whether an answer may contain several calls.
 
         Raises:
-            InputError: if a tool is invalid; names the tool and says what would be valid.
-                ``RequestTooLarge`` if the tools are too long.
+            InputError: if a tool is invalid; the message names the tool and says what is valid.
+            RequestTooLarge: if the tools are too long.
         """
         offer = self.family.offer(tools, tool_choice, parallel=parallel)
         if offer is not None:
@@ -206,10 +207,10 @@ class Pipeline:
 
         Raises:
             InputError: if the file cannot be read, is not a chat, was altered or belongs to another
-                model, or if ``kv_budget`` has no memory for it.
+                model, or if the chat does not fit into ``kv_budget``.
         """
-        # Read in the calling thread, because this may take a while. Other requests may use up
-        # the memory meanwhile.
+        # Read the file in the calling thread, because reading may take a while. Meanwhile, other
+        # requests may use up the memory.
         chat = read_chat(
             self.store.ranks.path(path),
             fingerprint=self.fingerprint,
@@ -250,15 +251,15 @@ class Pipeline:
 
         A request is a dict of the arguments of a single call: prompt, images, videos (for
         Qwen3-Omni also audio and use_audio_in_video), system, and ``RequestOptions``. It gets the
-        same tokens as if run alone, up to rounding (matrix products have other sizes). An invalid
-        request does not stop the others: its result holds the error. Answers are text only. With
-        ``prefix_cache``, shared prompt prefixes are prefilled once.
+        same tokens as a call on its own, up to rounding errors, because matrix products have other
+        sizes. An invalid request does not stop the others; its result contains the error. Answers
+        are text only. With ``prefix_cache``, shared prompt prefixes are prefilled once.
 
         Args:
             requests: a list or an iterator; an iterator is consumed as requests finish.
             batch_size: maximum number of running requests.
-            max_tokens: maximum total tokens of the running requests with their longest possible
-                answers; a larger request runs alone.
+            max_tokens: maximum total tokens of the running requests, including their longest
+                possible answers; a request that exceeds it by itself runs alone.
 
         Raises:
             InputError: if ``requests`` is not a list of requests, or a limit is invalid.
@@ -282,8 +283,9 @@ class Pipeline:
     def with_policy(self, policy: str | KVPolicy) -> Self:
         """Return a pipeline for the same loaded model with another policy.
 
-        Both share the engine thread and the budget, so their chats can be used concurrently from
-        several threads, and count toward the same limit. The new pipeline has no prefix cache.
+        Both pipelines share the engine thread and the budget, so their chats can be used from
+        several threads at once and count toward the same limit. The new pipeline has no prefix
+        cache.
 
         Args:
             policy: a KVPolicy or the name of a preset.
@@ -307,7 +309,7 @@ class Pipeline:
         """Drop the captured CUDA graphs; the next request captures them again.
 
         With ``tp_plan``, call this before ``torch.distributed.destroy_process_group``, which waits
-        until no graph contains an operation of the process group.
+        as long as a captured graph contains operations of the process group.
         """
         self.engine.release_graphs()
 
@@ -347,7 +349,7 @@ class Pipeline:
 
     @property
     def allow_remote(self) -> bool:
-        """Whether http(s) URLs are allowed as media."""
+        """True if http(s) URLs are allowed as media."""
         return self.media_reader.allow_remote
 
     def read_media(
@@ -360,8 +362,8 @@ class Pipeline:
         """Refuse text that is invalid, empty or longer than the context.
 
         Raises:
-            InputError: if the text is invalid or empty; ``RequestTooLarge`` if it is too long. Both
-                name the argument.
+            InputError: if the text is invalid or empty; the message names the argument.
+            RequestTooLarge: if the text is too long; the message names the argument.
         """
         self.admission.check_text(name, text, may_be_empty=may_be_empty)
 
@@ -372,11 +374,11 @@ class Pipeline:
         tools: ToolOffer | None = None,
         template: TemplateOptions = USUAL,
     ) -> Prompt:
-        """Run the chat template and the processor on a conversation whose texts have been checked.
+        """Apply the chat template and the processor to a conversation with checked texts.
 
         Args:
             messages: the conversation.
-            media: media of all messages, in order within each modality.
+            media: media of all messages, in the order of the messages within each modality.
             tools: tools that the model may call.
             template: checked chat-template options.
 
@@ -394,7 +396,7 @@ class Pipeline:
         template: TemplateOptions = USUAL,
         cancelled: Callable[[], bool] = bool,
     ) -> Prompt:
-        """Build the prompt of a conversation, after checking that it and its answer fit.
+        """Build the prompt of a conversation, after checking that prompt and answer will fit.
 
         Args:
             messages: the conversation; its last message is answered or continued.
@@ -404,9 +406,9 @@ class Pipeline:
             cancelled: function that returns whether the request was cancelled.
 
         Raises:
-            InputError: if texts or media are invalid; ``RequestTooLarge`` if the request is too
-                long for ``max_context``, ``kv_budget`` or the GPU. If media headers are enough to
-                tell, it is raised before the media are decoded.
+            InputError: if texts or media are invalid.
+            RequestTooLarge: if the request is too long for ``max_context``, ``kv_budget`` or the
+                GPU. If the media headers already show this, it is raised before media are decoded.
         """
         self.admission.check_messages(messages)
 
@@ -420,7 +422,7 @@ class Pipeline:
         return read
 
     def text_prompt(self, ids: Sequence[int]) -> Prompt:
-        """Make a prompt from token ids, without a chat template; the answer continues it.
+        """Create a prompt from token ids, without a chat template; the answer continues the ids.
 
         Args:
             ids: at least one token id, checked by ``Family.check_ids``.
@@ -435,7 +437,7 @@ class Pipeline:
         tool_choice: Any = None,
         **options: Unpack[RequestOptions],
     ) -> Answer:
-        """Answer a whole conversation, given as a list of messages.
+        """Answer a full conversation, passed as a list of messages.
 
         Args:
             messages: see ``oscar_mm.engine.message_lists.messages_from``.
@@ -443,8 +445,8 @@ class Pipeline:
             options: see ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
-            InputError: if media, text or numbers are invalid; ``RequestTooLarge`` if the
-                conversation is too long.
+            InputError: if media, text or numbers are invalid.
+            RequestTooLarge: if the conversation is too long.
         """
         start = time.perf_counter()
         offer = self.offer(tools, tool_choice)
@@ -466,8 +468,8 @@ class Pipeline:
             arguments: names of the call's other arguments, for the error message.
 
         Raises:
-            InputError: see ``sampling``; also if an option is invalid for the template or not
-                supported by the family.
+            InputError: if an option is unknown, has an invalid value, or is not supported by the
+                chat template or the family.
         """
         options, of_media = split_media(options, self.family)
         sampling, fields = split_template(options)
@@ -480,8 +482,8 @@ class Pipeline:
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """Validate sampling options and return them as ``Sampling``.
 
-        Options that are None or missing get defaults: those of the checkpoint's generation_config
-        if there is no temperature, and ``longest_answer`` for max_new_tokens.
+        Options that are None or missing get defaults: ``longest_answer`` for max_new_tokens and, if
+        there is no temperature, the values of the checkpoint's generation_config for the others.
 
         Args:
             options: see ``SamplingOptions``.
@@ -509,9 +511,9 @@ class Pipeline:
         return replace(sampling, grammar=grammar)
 
     def longest_answer(self, text: int = 256) -> int:
-        """Return the default max_new_tokens: ``text``, and more for a thinking model.
+        """Return the default max_new_tokens: ``text``, plus room for a thinking model's reasoning.
 
-        The total is at most half of the context, unless ``text`` alone is more.
+        The sum is at most half of the context, unless ``text`` alone is more.
         """
         if not self.family.thinks:
             return text
@@ -562,6 +564,6 @@ class Pipeline:
 def _pieces(running_request: Request) -> Generator[Piece | Answer, None, None]:
     yield from running_request
     answer = running_request.answer()
-    # Frees the pages of a cancelled request even if the caller keeps the stream.
+    # Free the pages of a cancelled request even if the caller keeps the stream.
     del running_request
     yield answer

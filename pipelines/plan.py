@@ -1,4 +1,4 @@
-"""Plan: computes the memory that a conversation needs, without loading the model's weights."""
+"""Plan: compute the memory that a conversation needs, without loading the model's weights."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Session:
     Attributes:
         images: number of images.
         image_size: width and height of each image, in pixels.
-        audio_s: length of a recording, in seconds; 0 for none.
-        video_s: length of a video file, in seconds; 0 for none.
+        audio_s: length of a recording, in seconds; 0 for no recording.
+        video_s: length of a video file, in seconds; 0 for no video.
         video_size: width and height of the video's frames, in pixels.
         text_tokens: total tokens of all questions and answers.
 
@@ -63,14 +63,14 @@ class Session:
                 raise InputError(f"{name}={value!r}: must be a number of seconds, 0 or more")
 
     def media(self, limits: MediaLimits, video_fps: float) -> Media:
-        """Return placeholder media of these sizes.
+        """Return placeholder media with the sizes and lengths of this session.
 
         Raises:
             InputError: if a media item exceeds the limits.
         """
         limits.check_frame(*self.image_size, "image_size")
         limits.check_audio(self.audio_s, "audio_s")
-        # Only the size of a picture matters.
+        # Only the size of an image matters.
         images: list[Any] = [PictureSize(*self.image_size)] * self.images
         videos = []
         if self.video_s:
@@ -117,10 +117,10 @@ class Plan:
         return self.shape.kv_bytes(_PLAIN, self.tokens)
 
     def by_modality(self) -> dict[str, tuple[int, int]]:
-        """Return each modality's bytes in 16-bit precision and with the policy.
+        """Return the bytes of each modality: in 16-bit precision, and with the policy.
 
-        The numbers add up to the totals. Text includes the window and the sinks; each of the other
-        modalities counts what it adds to the previous ones.
+        The numbers add up to the totals. Text includes the window and the sinks; each other
+        modality counts only the bytes that it adds to the modalities before it.
         """
         tokens: dict[str, int] = {}
         before, sizes = (0, 0), {}
@@ -133,8 +133,8 @@ class Plan:
         return sizes
 
     def fits(self, gpu_bytes: float) -> tuple[int, int]:
-        """Return how many such conversations fit on a GPU alongside the weights: in 16-bit
-        precision, and with the policy."""
+        """Return how many such conversations fit on a GPU in addition to the weights: with keys and
+        values in 16-bit precision, and with the policy."""
         how = (_PLAIN, self.policy)
         in_16_bit, packed = (self.shape.conversations(gpu_bytes, one, self.tokens) for one in how)
         return in_16_bit, packed
@@ -175,7 +175,7 @@ def plan(
         video_fps: frames per second to sample from videos.
 
     Raises:
-        InputError: if there is no such model, or media are not supported or exceed the limits.
+        InputError: if the model does not exist, or media are not supported or exceed the limits.
     """
     chosen = KVPolicy.of(policy)
     media = session.media(limits, video_fps)
@@ -183,7 +183,8 @@ def plan(
     if released is None and is_text_model(model):
         if len(media):
             raise InputError(
-                f"{model} is a language model, which supports no images, audio or videos"
+                f"{model} is a language model, which supports no images, audio or videos: plan for "
+                "text only"
             )
         network = outline_text_model(model)
         name, parameters = network.config.model_type, network.num_parameters()
@@ -206,7 +207,7 @@ def plan(
 def released_skeleton(released: ReleasedModel) -> Family:
     """Create a family with a released model's dimensions, a bundled tokenizer and no weights.
 
-    Media have the same number of tokens as with the released processor; the count for the chat
+    Token counts of media are the same as with the released processor; the token count of the chat
     template's text is off by a few tokens at most.
     """
     family = family_of(released.family)

@@ -15,16 +15,18 @@ _FAMILIES: dict[str, type[Family]] = {}
 
 
 def register_family(family: type[F]) -> type[F]:
-    """Class decorator: register a family for its model types.
+    """Register a family for its model types; use this as a class decorator.
 
-    Pipelines, planner and fast decoder then use what the class declares.
+    Pipelines, planner and fast decoder then read the attributes that the class declares.
 
     Raises:
         ValueError: if another family already supports one of the model types.
     """
     for model_type in family.model_types:
         if (other := _FAMILIES.get(model_type, family)) is not family:
-            raise ValueError(f"{family.__name__}: {other.__name__} already reads {model_type!r}")
+            raise ValueError(
+                f"{family.__name__}: {other.__name__} already supports model type {model_type!r}"
+            )
     _FAMILIES.update(dict.fromkeys(family.model_types, family))
     KNOWN_LAYERS.update(family.fast_layers)
     add_released(family.released)
@@ -36,10 +38,10 @@ def family_of(model_type: str, pipeline: str | None = None) -> type[Family]:
 
     Args:
         model_type: ``config.model_type`` of a checkpoint.
-        pipeline: name of the pipeline that must support it; None for any.
+        pipeline: name of the pipeline that must support it; None for any pipeline.
 
     Raises:
-        InputError: if there is no such family.
+        InputError: if no family supports the model type, or the pipeline does not.
     """
     family = _FAMILIES.get(model_type)
     if family is None or pipeline not in (None, pipeline_of(family)):
@@ -49,17 +51,20 @@ def family_of(model_type: str, pipeline: str | None = None) -> type[Family]:
 
 
 def pipeline_of(family: type[Family]) -> str:
-    """Return the name of the pipeline that accepts a family's media."""
+    """Return the name of the pipeline that supports a family's media."""
     return "OscarOmniPipeline" if Modality.AUDIO in family.reads else "OscarVLPipeline"
 
 
 def is_registered(model_type: str) -> bool:
-    """Whether a family supports a model type."""
+    """Return whether any family supports a model type."""
     return model_type in _FAMILIES
 
 
 def readers(modality: Modality) -> str:
-    """Name the models that support a modality, for error texts: "a Qwen3-Omni model or ..."."""
+    """Return a phrase for error texts that lists the models that support a modality.
+
+    Example: "a Qwen3-Omni model or pocket-omni".
+    """
     families = dict.fromkeys(one for one in _FAMILIES.values() if modality in one.reads)
     pockets = dict.fromkeys(one.pocket for one in families if hasattr(one, "pocket"))
     names = " or ".join(family.name for family in families)
@@ -70,4 +75,4 @@ def _reading() -> str:
     by_pipeline: dict[str, list[str]] = {}
     for model_type, family in _FAMILIES.items():
         by_pipeline.setdefault(pipeline_of(family), []).append(model_type)
-    return "; ".join(f"{name} reads {', '.join(kinds)}" for name, kinds in by_pipeline.items())
+    return "; ".join(f"{name} supports {', '.join(kinds)}" for name, kinds in by_pipeline.items())

@@ -1,6 +1,6 @@
 """SharedMedia: media that are prefilled once for many questions about them.
 
-``choose`` answers multiple-choice questions: it picks the likeliest of several given answers.
+``choose`` answers multiple-choice questions by selecting the most likely choice.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _QUESTION = "oscar-question"
-"""Placeholder for later questions."""
+"""Placeholder text that stands for later questions."""
 
 
 class SharedMedia:
     """Prefix of a first turn, up to its last media item, in a cache that questions continue.
 
-    The media are processed and prefilled once, and all questions share their pages, in sequence or
-    as rows of a batch. A question attends to the media's packed pages, so its answer may differ
-    slightly from that to a prompt prefilled in one pass, whose attention is exact. With policy
-    "bf16" there is no difference.
+    The media are processed and prefilled once. All questions share the media's pages, whether they
+    run one after another or as rows of a batch. A question attends to packed pages, so its answer
+    may differ slightly from the answer to a prompt that is prefilled in one pass with exact
+    attention. With policy "bf16" there is no difference.
 
     Args:
-        pipe: pipeline that runs the model; the pages are in its store.
+        pipe: pipeline that runs the model and whose store contains the pages.
         media: decoded media, see ``Pipeline.read_media``; if empty, nothing is shared.
         system: system prompt.
 
@@ -56,7 +56,7 @@ class SharedMedia:
         self._cache = OscarCache(pipe.policy, store=pipe.store)
         self._prompt: Prompt | None = None
         self._state: object = None
-        """Identifies the weights with which the media were prefilled."""
+        """Fingerprint of the weights with which the media were prefilled."""
         self._parts = media.parts
         self._before, self._shows = "", len(media) > 0
         if self._shows:
@@ -67,22 +67,22 @@ class SharedMedia:
             if tokens < whole.media[-1].stop or not torch.equal(ids[tokens:], rest):
                 raise InputError(
                     "this checkpoint's chat template or tokenizer merges the question with the "
-                    "media before it, so questions cannot share the media"
+                    "media before it, so questions cannot share the media; ask each in its own call"
                 )
             self._prompt = beginning(whole, tokens)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the shared prefix; 0 if it has no media."""
+        """Number of tokens in the shared prefix; 0 if there are no media."""
         return 0 if self._prompt is None else self._prompt.tokens
 
     @property
     def prompt(self) -> Prompt | None:
-        """The shared prefix as a prompt; None if it has no media."""
+        """Shared prefix as a prompt; None if there are no media."""
         return self._prompt
 
     def read(self) -> None:
-        """Prefill the media the first time; afterwards only their pages are kept.
+        """Prefill the media on the first call, and then drop everything except their pages.
 
         Raises:
             RequestTooLarge: if the media leave no room for an answer.
@@ -94,8 +94,8 @@ class SharedMedia:
         if self._cache.get_seq_length():
             if state != self._state:
                 raise InputError(
-                    "the model's weights or adapters have changed since it read the shared media: "
-                    "share the media again"
+                    "the model's weights or adapters have changed since the shared media were "
+                    "prefilled: create a new SharedMedia"
                 )
             return
         self.pipe.admission.check_prompt(self._prompt, 1)
@@ -113,14 +113,15 @@ class SharedMedia:
         self._prompt = replace(self._prompt, inputs={"input_ids": ids})
 
     def new_request(self, question: str, sampling: Sampling) -> Request:
-        """Create a request that continues from the media's pages; the first one prefills the media.
+        """Create a request that continues from the media's pages; the first call prefills them.
 
         Args:
             question: text of the question.
             sampling: sampling options.
 
         Raises:
-            InputError: if the text is invalid; ``RequestTooLarge`` if it is too long.
+            InputError: if the text is invalid.
+            RequestTooLarge: if the text is too long.
         """
         start = time.perf_counter()
         prompt, past = self._after_media(question, sampling.max_new_tokens)
@@ -131,11 +132,15 @@ class SharedMedia:
         return answer
 
     def question(self, question: str, answers: Sequence[str]) -> Question:
-        """Create a multiple-choice question; the first one prefills the media.
+        """Create a multiple-choice question; the first call prefills the media.
+
+        Args:
+            question: text of the question.
+            answers: texts to choose from.
 
         Raises:
-            InputError: if the text is invalid, or an answer is empty or contains control tokens;
-                ``RequestTooLarge`` if the question is too long.
+            InputError: if the text is invalid, or an answer is empty or contains control tokens.
+            RequestTooLarge: if the question is too long.
         """
         choices = self._continuations(question, answers)
         prompt, past = self._after_media(question, max(map(len, choices)))
@@ -144,7 +149,7 @@ class SharedMedia:
     def _after_media(self, question: str, max_new_tokens: int) -> tuple[Prompt, OscarCache]:
         """Return the prompt of a question and the cache that it continues.
 
-        Checks that there is room for the prompt and an answer of ``max_new_tokens``.
+        Raises ``RequestTooLarge`` if the prompt and an answer of ``max_new_tokens`` do not fit.
         """
         self.pipe.admission.check_text("prompt", question)
         self.read()
@@ -173,19 +178,19 @@ class SharedMedia:
         if any(not torch.equal(ids[: len(start)], start) for ids in rows):
             raise InputError(
                 "this checkpoint's tokenizer merges the end of a question and the start of its "
-                "answer into one token, so answers cannot be scored"
+                "answer into one token, so choices cannot be scored"
             )
         return [ids[len(start) :].tolist() for ids in rows]
 
     def close(self) -> None:
-        """Release the pages; running requests keep the pages that they use."""
+        """Release the pages; requests that are still running keep the pages that they use."""
         self.pipe.engine.call(self._cache.close)
 
     def _asked(self, question: str) -> list[Message]:
         return first_turn(question, self._parts, self.system)
 
     def _split(self, question: str) -> tuple[str, str, str]:
-        """Split the rendered turn: text up to the media's last control token, that token, rest."""
+        """Split the rendered turn at the media's last control token: text before, token, rest."""
         family = self.pipe.family
         text = family.render(self._asked(question))
         if not self._shows:
@@ -199,12 +204,12 @@ class SharedMedia:
         return text[: stop - len(last)], last, text[stop:]
 
     def _rest(self, question: str) -> torch.Tensor:
-        """Return the (1, tokens) ids of the text after the media."""
+        """Return the ids of the text after the media, of shape (1, tokens)."""
         before, last, rest = self._split(question)
         if before != self._before:
             raise InputError(
                 "this checkpoint's chat template writes the question before the media, so "
-                "questions cannot share the media"
+                "questions cannot share the media; ask each in its own call"
             )
         # Remove the control token only after tokenization, because a tokenizer may treat the
         # start of a text differently.
@@ -214,7 +219,7 @@ class SharedMedia:
 
 @dataclass(frozen=True)
 class Question:
-    """Question with choices, ready for prefill.
+    """Multiple-choice question, ready for prefill.
 
     Attributes:
         prompt: prompt of a single row.
@@ -232,10 +237,10 @@ class Choice:
     """Scores of the choices of one question.
 
     Attributes:
-        best: index of the likeliest choice; the first one in case of a tie.
-        scores: log-probability that each choice is the whole answer, see ``log_likelihoods``.
-        memory: memory report from when the choices were scored.
-        prompt_tokens: tokens of the prompt and everything before it, including media.
+        best: index of the most likely choice; the lowest index in case of a tie.
+        scores: log-probability of each choice as the full answer, see ``log_likelihoods``.
+        memory: memory report at the time when the choices were scored.
+        prompt_tokens: number of tokens of the prompt and everything before it, including media.
     """
 
     best: int
@@ -245,7 +250,7 @@ class Choice:
 
 
 def choose(pipe: Pipeline, questions: Sequence[Question]) -> list[Choice]:
-    """Prefill several questions, then score each one's choices as continuations of its pages.
+    """Prefill several multiple-choice questions, and score the choices of each question.
 
     Args:
         pipe: pipeline whose model scores the choices.
@@ -286,16 +291,16 @@ def log_likelihoods(
     caches: Sequence[OscarCache],
     continuations: Sequence[Sequence[Sequence[int]]],
 ) -> list[list[float]]:
-    """Return the log-probability that each continuation is the whole answer to its prompt.
+    """Return the log-probability of each continuation as the full answer to its prompt.
 
-    The probability that the answer ends there is included, so a continuation is at no disadvantage
-    against a shorter one that is its prefix.
+    The probability that the answer ends after the continuation is included, so that a short
+    continuation has no advantage over a longer one that starts with it.
 
     Args:
-        reader: prefill runner; call this on its engine thread.
+        reader: prefill runner; call this function on the runner's engine thread.
         prompts: prompts of a single row each.
-        caches: caches that the prompts continue; afterwards they contain the prompts too. The
-            continuations are prefilled on forks, which share the caches' pages.
+        caches: caches that the prompts continue; the prompts are added to them. The continuations
+            are prefilled on forks, which share the caches' pages.
         continuations: for each prompt, its continuations as non-empty lists of token ids.
 
     Raises:

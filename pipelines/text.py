@@ -1,7 +1,7 @@
 """Text-only models: any causal language model in transformers, with its tokenizer.
 
-The compare and inspect commands support these in addition to the pipelines' models; to chat with
-one, pass an ``OscarCache`` to its ``generate``.
+The compare and inspect commands support these models in addition to those of the pipelines. To
+chat with such a model, pass an ``OscarCache`` to its ``generate``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from oscar_mm.pipelines.loading import config_of, device_of, dtype_of, first_lin
 from oscar_mm.pipelines.registry import is_registered
 
 _CHARACTERS = 16
-"""Characters per token, more than any text has on average."""
+"""Upper bound on the average number of characters per token of a text."""
 _VOCABULARY = 16
 """Minimum vocabulary size of a usable tokenizer."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
@@ -56,13 +56,13 @@ class TextModel:
         Raises:
             InputError: if the text has no tokens.
         """
-        # Avoid tokenizing all of a long file.
+        # Tokenize only the beginning of a long text.
         ids = self._ids(text[: _CHARACTERS * max_tokens])
         if ids.shape[1] < max_tokens:
             ids = self._ids(text)
         ids = ids[:, :max_tokens]
         if not ids.shape[1]:
-            raise InputError("the text has no tokens")
+            raise InputError("the text has no tokens: pass text that is not empty")
         ids, count = ids.to(self.model.device), ids.shape[1]
         return Prompt(
             inputs={"input_ids": ids},
@@ -76,13 +76,13 @@ class TextModel:
 
 
 def is_text_model(model: str | Path) -> bool:
-    """Whether a checkpoint is a causal language model that no pipeline supports.
+    """Return whether a checkpoint is a causal language model that no pipeline supports.
 
     Args:
         model: name of a bundled model, hub id or folder; only its configuration is read.
 
     Raises:
-        InputError: if there is no such model.
+        InputError: if the model does not exist.
     """
     kind = config_of(source_of(model), {}).model_type
     return not is_registered(kind) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -101,11 +101,11 @@ def load_text_model(
         model: hub id or folder.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
         dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
-        options: ``from_pretrained`` arguments for both, such as ``gguf_file``.
+        options: ``from_pretrained`` arguments for model and tokenizer, such as ``gguf_file``.
 
     Raises:
-        InputError: if there is no such model, it has no tokenizer, or it has linear attention,
-            which keeps states instead of keys and values.
+        InputError: if the model does not exist, has no tokenizer, or has linear attention, which
+            keeps states instead of keys and values.
     """
     given, target = dict(options or {}), device_of(device)
     # A folder with a GGUF file has no configuration.
@@ -121,8 +121,8 @@ def load_text_model(
         raise InputError(f"model {source}: {first_line(error)}") from error
     if states := layers_of_states(loaded.config):
         raise InputError(
-            f"model {source}: has layers of {', '.join(sorted(set(states)))}, which have states "
-            "instead of keys and values; give a model whose layers all have attention"
+            f"model {source}: has layers of {', '.join(sorted(set(states)))}, which keep states "
+            "instead of keys and values; use a model whose layers all have attention"
         )
     try:
         loaded.set_attn_implementation(IMPLEMENTATION)
@@ -133,12 +133,12 @@ def load_text_model(
 
 def _tokenizer(source: str, options: Mapping[str, Any]) -> Any:
     complaint = (
-        f"model {source}: has no readable tokenizer; give a folder or hub id with the "
+        f"model {source}: has no readable tokenizer; pass a folder or hub id that contains the "
         "tokenizer's files"
     )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
-        # If files are missing, transformers creates some tokenizers with almost no vocabulary.
+        # For some models, if files are missing, transformers creates an almost empty tokenizer.
         if len(tokenizer) >= _VOCABULARY and tokenizer("a b", add_special_tokens=False).input_ids:
             return tokenizer
     except _UNREADABLE as error:
@@ -147,17 +147,17 @@ def _tokenizer(source: str, options: Mapping[str, Any]) -> Any:
 
 
 def outline_text_model(model: str | Path) -> PreTrainedModel:
-    """Create a language model without weights, from its configuration alone.
+    """Create a language model without weights; reads only the configuration.
 
     Raises:
-        InputError: if there is no such model, or its keys and values have different sizes.
+        InputError: if the model does not exist, or its keys and values have different sizes.
     """
     source = source_of(model)
     config = config_of(source, {})
     if getattr(config, "kv_lora_rank", None):
         raise InputError(
-            f"model {source}: has keys and values of different sizes (latent attention), which "
-            "pages do not support"
+            f"model {source}: has keys and values of different sizes (latent attention), which the "
+            "packed cache does not support; use a model with multi-head or grouped-query attention"
         )
     return meta_model(AutoModelForCausalLM, config)
 
@@ -171,6 +171,7 @@ def context_of(config: Any) -> int:
     max_tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not max_tokens:
         raise InputError(
-            f"model type {config.model_type!r}: its configuration has no context length"
+            f"model type {config.model_type!r}: its configuration has no context length, such as "
+            "max_position_embeddings"
         )
     return int(max_tokens)

@@ -1,4 +1,4 @@
-"""OscarVLPipeline: answers questions about images and videos, with a packed KV cache."""
+"""OscarVLPipeline: answer questions about images and videos, with a packed KV cache."""
 
 from __future__ import annotations
 
@@ -47,16 +47,19 @@ class OscarVLPipeline(Pipeline):
             images: one image or a list of images: path, PIL image, (H, W[, 1, 3 or 4]) array,
                 bytes, or with ``allow_remote`` an http(s) URL. None or [] for no image.
             prompt: the question.
-            videos: one video or a list of videos: path, bytes, URL or frames. LLaVA supports none.
+            videos: one video or a list of videos: path, bytes, URL or frames. LLaVA does not
+                support videos.
             system: system prompt.
-            messages: a whole conversation instead of a prompt, with texts and media in order; see
+            messages: a full conversation instead of a prompt, with texts and media in order; see
                 ``oscar_mm.engine.message_lists.messages_from``.
-            options: max_new_tokens, temperature, top_p, seed, stop, ..., and max_pixels, fps, ...
-                for all media: see ``oscar_mm.engine.request_options.RequestOptions``.
+            options: max_new_tokens, temperature, top_p, seed, stop, ..., and media options such as
+                max_pixels and fps, which apply to all media; see
+                ``oscar_mm.engine.request_options.RequestOptions``.
 
         Raises:
-            InputError: if media, text or numbers are invalid; ``RequestTooLarge`` if the request is
-                too long for ``max_context``, ``kv_budget`` or the GPU.
+            InputError: if media, text or numbers are invalid.
+            RequestTooLarge: if the request is too long for ``max_context``, ``kv_budget`` or the
+                GPU.
         """
         shown: dict[str, Any] = {"videos": videos, "system": system, "messages": messages}
         return self.stream(images, prompt, **shown, **options).complete()
@@ -73,10 +76,10 @@ class OscarVLPipeline(Pipeline):
     ) -> AnswerStream:
         """Answer one question and stream the answer.
 
-        The returned iterator yields text chunks, and has the answer as ``result`` at the end; its
-        ``with_reasoning`` also yields a thinking model's reasoning. The request is checked and its
-        media are decoded immediately; the model runs as chunks are consumed. Arguments and errors
-        are the same as in ``__call__``.
+        The returned iterator yields text chunks; after the last one, its ``result`` is the answer.
+        Its ``with_reasoning`` method also yields a thinking model's reasoning. The request is
+        checked and its media are decoded immediately; the model runs as chunks are consumed.
+        Arguments and errors are the same as in ``__call__``.
         """
         start = time.perf_counter()
         chosen, template, of_media = self.read_options(options, _ARGUMENTS)

@@ -1,4 +1,4 @@
-"""LLaVA-v1.6 (LLaVA-NeXT): images in tiles, on Vicuna, Mistral, Yi or Llama 3."""
+"""LLaVA-v1.6 (LLaVA-NeXT): images split into tiles; decoder Vicuna, Mistral, Yi or Llama 3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oscar_mm.models import released
 from oscar_mm.models.released import ReleasedModel
 from oscar_mm.pipelines.registry import register_family
 
-# Vicuna's and Yi's templates add a few words.
+# The released templates of Vicuna and Yi add a few more words.
 _TEMPLATE = """\
 {%- for message in messages -%}{%- for part in message.content -%}
 {{ '<image>\n' if part.type == 'image' else part.text }}
@@ -32,10 +32,10 @@ _NEARBY = 64
 
 @register_family
 class LlavaNext(Family):
-    """llava-v1.6-vicuna-7b and -13b, -mistral-7b, -34b, llama3-llava-next-8b.
+    """Family of llava-v1.6-vicuna-7b and -13b, -mistral-7b, -34b, and llama3-llava-next-8b.
 
     Older processors lack the patch size and the feature selection strategy of the vision tower;
-    these are set from the model's configuration.
+    both are set from the model's configuration.
     """
 
     model_types = ("llava_next",)
@@ -81,8 +81,8 @@ class LlavaNext(Family):
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
         """See ``Family.largest_image``: about twice the width and height of the image's tiles.
 
-        The processor's rounding depends on the given size, so the result is the first size from
-        there up with the same number of tokens.
+        The processor's rounding depends on the input size, so the result is the smallest size from
+        there on that has the same number of tokens as the original image.
         """
         tiles = self.processor.image_processor.image_grid_pinpoints
         best_height, best_width = select_best_resolution((height, width), tiles)

@@ -1,4 +1,4 @@
-"""Base classes of the Qwen families: image sizes in patches, and the options that set them."""
+"""Base classes of the Qwen families, with image sizes in patches and the options that set them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from oscar_mm.media.options import LOW_PIXELS, OF_MODALITY, MediaOptions
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.models.released import ReleasedModel
 
-# Roles are single letters, which are one token in the bundled tokenizers, as role names are in the
-# released ones.
+# Roles are single letters, because a letter is one token in the bundled tokenizers, as a role name
+# is in the released tokenizers.
 _TEMPLATE = """\
 {%- set marks = {'image': '<|vision_start|><|image_pad|><|vision_end|>', \
 'video': '<|vision_start|><|video_pad|><|vision_end|>', \
@@ -40,7 +40,13 @@ _TEMPLATE = """\
 
 
 def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = False) -> int:
-    """Return an image's token count in a prompt; ``sized``: the processor does not resize it."""
+    """Return the number of tokens of an image in a prompt.
+
+    Args:
+        image_processor: image processor of the family.
+        image: the image.
+        sized: whether the image already has its final size, so that the processor keeps it.
+    """
     width, height = image.width, image.height
     if not sized:
         width, height = resized(image_processor, width, height)
@@ -49,12 +55,13 @@ def image_tokens(image_processor: Any, image: Image.Image, *, sized: bool = Fals
 
 
 def largest_image(image_processor: Any, width: int, height: int) -> tuple[int, int]:
-    """See ``Family.largest_image``: the size to which the processor resizes, if smaller."""
+    """See ``Family.largest_image``: the size to which the processor resizes, if that is smaller."""
     if width * height <= pixel_bounds(image_processor)[1]:
         return width, height
     try:
         used = resized(image_processor, width, height)
-        # Some long, narrow images keep more than the maximum pixels and would be resized again.
+        # After resizing, some long, narrow images still exceed the maximum number of pixels and
+        # would be resized again.
         return used if resized(image_processor, *used) == used else (width, height)
     except ValueError:  # Too long and narrow for the processor, which refuses it later.
         return width, height
@@ -74,7 +81,7 @@ def limited(kind: type[Any], model: ReleasedModel, pixels: tuple[int, int]) -> A
 
 
 def longer_sides(tokens: int) -> list[int]:
-    """Return the longer sides of all grids with this number of tokens, ascending."""
+    """Return the longer sides of all grids with this number of tokens, in ascending order."""
     sides = [side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0]
     return [tokens // side for side in reversed(sides)]
 
@@ -85,17 +92,17 @@ def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, 
         "videos": [video.frames for video in videos],
         "video_metadata": [video.metadata for video in videos],
         "do_sample_frames": False,
-        # What None means now; transformers has announced a different default.
+        # None currently means this value, but transformers has announced a different default.
         "cap_pixels_per_frame": bool(video_processor.cap_pixels_per_frame),
     }
 
 
 PICTURE_OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})
 _FEWEST_TOKENS, _MAX_TOKENS = 4, 16384
-"""Minimum and maximum tokens of an image whose size is given, as in qwen-vl-utils. No option can
-exceed the maximum, because a tower's time grows quadratically with an image's tokens."""
+"""Minimum and maximum tokens of an image whose size is set by options, as in qwen-vl-utils. No
+option can exceed the maximum, because a tower's time grows quadratically with an image's tokens."""
 _FRAME_TOKENS = 128, 768
-"""Minimum and maximum tokens of a frame, as in qwen-vl-utils."""
+"""Minimum and maximum tokens of a video frame, as in qwen-vl-utils."""
 _VIDEO_TOKENS = 115_200
 """Maximum tokens of a video, as in qwen-vl-utils."""
 
@@ -103,7 +110,7 @@ _VIDEO_TOKENS = 115_200
 def image_size(
     image_processor: Any, width: int, height: int, options: MediaOptions
 ) -> tuple[int, int]:
-    """See ``Family.image_size``; without options the processor's own limits apply."""
+    """See ``Family.image_size``; without options, the processor's own limits apply."""
     factor = image_processor.patch_size * image_processor.merge_size
     if options.resized is not None:
         bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
@@ -123,7 +130,7 @@ def image_size(
 def frame_size(
     video_processor: Any, width: int, height: int, frames: int, options: MediaOptions
 ) -> tuple[int, int]:
-    """See ``Family.frame_size``; without options the limits of qwen-vl-utils apply."""
+    """See ``Family.frame_size``; without options, the limits of qwen-vl-utils apply."""
     factor = video_processor.patch_size * video_processor.merge_size
     if options.resized is not None:
         bounds = _FEWEST_TOKENS * factor**2, _MAX_TOKENS * factor**2
@@ -141,7 +148,7 @@ def frame_size(
 def _resized(
     size: tuple[int, int], factor: int, min_pixels: Any, max_pixels: Any
 ) -> tuple[int, int]:
-    """Return a width and a height in whole patches, within the pixel limits."""
+    """Return a width and height, in pixels, that fill complete patches within the pixel limits."""
     from qwen_vl_utils.vision_process import smart_resize  # Slow to import.
 
     width, height = size
@@ -178,18 +185,20 @@ class QwenFamily(Family):
         """See ``Family.as_released``."""
         super().as_released(processor, fields, model)
         processor.image_processor = limited(Qwen2VLImageProcessor, model, model.pixels)
-        # A word in the timestamps between frames; it is one token in released tokenizers.
+        # This word occurs in the timestamps between frames; released tokenizers encode it as one
+        # token.
         processor.tokenizer.add_tokens([" seconds"])
         return processor
 
 
 GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
-"""Arguments with the media's grids: numbers of frame pairs, patch rows and patch columns."""
+"""Names of the arguments with the media's grids: numbers of frame pairs, patch rows and patch
+columns."""
 PATCHES = {
     "pixel_values": (Modality.IMAGE, "image_grid_thw"),
     "pixel_values_videos": (Modality.VIDEO, "video_grid_thw"),
 }
-"""Arguments that contain patches, for ``InputLayout.per_patch``."""
+"""Names of the arguments that contain patches, for ``InputLayout.per_patch``."""
 
 
 class QwenVL(QwenFamily):
@@ -263,8 +272,8 @@ class QwenVL(QwenFamily):
     ) -> torch.Tensor:
         """Compute (3, 1, tokens) int64 positions on the CPU.
 
-        The model's own rope_deltas are not used: the model has only one, which each request
-        overwrites.
+        The model's own rope_deltas are not used, because the model stores only one value, which
+        each request overwrites.
         """
         if not grids:
             return torch.arange(ids.shape[1]).expand(3, 1, -1)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: images and videos with 3-D positions, whose first axis is time."""
+"""Qwen2.5-VL: images and videos with 3-D positions; the first axis is time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oscar_mm.pipelines.registry import register_family
 
 @register_family
 class Qwen2_5VL(QwenVL):
-    """Qwen2.5-VL Instruct, 3B to 72B."""
+    """Family of Qwen2.5-VL Instruct, 3B to 72B."""
 
     model_types = ("qwen2_5_vl",)
     name = "Qwen2.5-VL"
@@ -32,7 +32,7 @@ class Qwen2_5VL(QwenVL):
         """See ``QwenVL.spatial``; frame pairs have times in fractions of a second.
 
         The model also accepts seconds per frame pair, but older versions of transformers truncate
-        them to whole seconds: above 2 frames per second, all frames would have the same time.
+        them to an integer: above 2 frames per second, all frames would have the same time.
         """
         spatial = super().spatial(ids, grids, videos)
         kinds = token_modalities(ids, config=self.model.config)[0].tolist()
@@ -42,7 +42,7 @@ class Qwen2_5VL(QwenVL):
         for run, video in zip(runs, videos, strict=True):
             times = spatial[0, 0, run.start : run.stop]
             start = int(times[0])
-            # Without seconds per pair, a pair lasts one second, that is ``rate`` positions.
+            # Without seconds per pair, the model assumes one second, which is ``rate`` positions.
             pairs = (times - start) // rate
             times.copy_(start + (pairs * (rate * torch.tensor(frames / video.fps))).long())
         return spatial

@@ -1,4 +1,4 @@
-"""Qwen3-Omni: audio, images, and videos, with 3-D positions and timestamps."""
+"""Qwen3-Omni: audio, images and videos, with 3-D positions and timestamps."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ _MASK = "feature_attention_mask"
 
 @register_family
 class Qwen3Omni(QwenFamily):
-    """Qwen3-Omni-30B-A3B, Instruct, Thinking and Captioner.
+    """Family of Qwen3-Omni-30B-A3B: Instruct, Thinking and Captioner.
 
-    ``model`` is the thinker, which generates text; ``outer_model`` also has the talker, if the
+    ``model`` is the thinker, which generates text; ``outer_model`` also contains the talker, if the
     checkpoint has one. Loading makes the thinker accept ``logits_to_keep``, pixels as bytes, and
     audio samples (``oscar_mm.media.encoder_inputs``).
 
-    A prompt is processed one media item at a time. So an item gets the same features and positions
-    whatever it is combined with (the processor would pad recordings to the longest and use one
-    frame rate for all videos), and videos with and without audio can be mixed. Loading also makes
-    the audio tower process each recording as if it were alone.
+    A prompt is processed one media item at a time. Thus the features and positions of an item do
+    not depend on the other items, and videos with and without audio can be mixed. (For several
+    items at once, the processor would pad recordings to the longest and use one frame rate for all
+    videos.) Loading also makes the audio tower process each recording as if it were alone.
     """
 
     model_types = ("qwen3_omni_moe",)
@@ -132,7 +132,7 @@ class Qwen3Omni(QwenFamily):
         )
 
     def join_media(self, name: str, parts: Sequence[Any]) -> Any:
-        """See ``Family.join_media``; audio features (recordings, ..., frames) are end-padded."""
+        """See ``Family.join_media``; audio features (recordings, ..., frames) are right-padded."""
         if name == SAMPLES:
             return [samples for part in parts for samples in part]
         if name in self.layout.padded:
@@ -162,7 +162,7 @@ class Qwen3Omni(QwenFamily):
         """See ``Family.thinks``.
 
         Also True if the template strips reasoning from earlier turns, since such a checkpoint may
-        start reasoning by itself, but not if the checkpoint can speak: these do not reason.
+        start reasoning by itself. False if the checkpoint can speak, because those do not reason.
         """
         may_think = self.think_tokens is not None and "</think>" in str(
             self.processor.chat_template
@@ -187,7 +187,7 @@ class Qwen3Omni(QwenFamily):
         return [(piece, index % 2 == 1) for index, piece in enumerate(pieces) if piece]
 
     def _process(self, reading: Any, piece: str, medium: Medium) -> dict[str, torch.Tensor]:
-        """Run a processor on one media item; return its ids and other arguments of ``forward``."""
+        """Process one media item, and return its ids and other arguments of ``forward``."""
         content, how = medium.content, {"do_resize": False} if medium.sized else {}
         if isinstance(content, Audio):
             inputs = _heard(reading.feature_extractor, content)
@@ -213,7 +213,10 @@ class Qwen3Omni(QwenFamily):
         return {"use_audio_in_video": True}  # Older versions of transformers.
 
     def _positions(self, ids: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Compute (3, 1, tokens) float32 positions of a media item from 0, without rope_deltas."""
+        """Compute (3, 1, tokens) float32 positions of a media item, starting at 0.
+
+        The model's rope_deltas are not used.
+        """
         audio = inputs.get(_MASK)
         positions, _ = self.model.get_rope_index(
             ids,
@@ -228,7 +231,7 @@ class Qwen3Omni(QwenFamily):
 
 
 def _sound(medium: Medium) -> Audio | None:
-    """Return the audio of a media item; None if it has none."""
+    """Return the audio of a media item, or None if it has no audio."""
     if medium.modality is Modality.VIDEO:
         return medium.content.sound
     return medium.content if medium.modality is Modality.AUDIO else None
@@ -251,7 +254,11 @@ def _heard(extractor: Any, sound: Audio) -> dict[str, torch.Tensor]:
 
 
 def audio_tokens(samples: int) -> int:
-    """Return a recording's token count: 13 per second, plus one per 8 remaining frames."""
+    """Return the number of tokens of a recording: 13 per second, plus one per 8 remaining frames.
+
+    Args:
+        samples: number of audio samples.
+    """
     seconds, rest = divmod(samples // _FRAME, 100)
     # Three convolutions each halve the number of frames, rounding up.
     return 13 * seconds + -(-rest // 8)
@@ -274,9 +281,9 @@ def last_logits_only() -> Iterator[None]:
 
 
 def _teach_logits_to_keep(thinker: Any) -> None:
-    """Let the thinker keep only the last tokens' logits, as other models can.
+    """Make the thinker support ``logits_to_keep``, as other models do.
 
-    Otherwise the logits of a 32,000-token prompt alone take 20 GB in float32.
+    Without it, the logits of a 32,000-token prompt alone take 20 GB in float32.
     """
     if getattr(thinker, "_oscar_keeps_logits", False):
         return
@@ -306,9 +313,9 @@ def _read_each_as_alone(tower: Any) -> None:
     """Make the audio tower's features of a recording independent of the other recordings.
 
     The tower cuts recordings into one-second chunks and pads all chunks of a call to the longest.
-    Its convolutions treat padding differently from the end of a chunk, so a recording of less than
-    a second would depend on the others. Here recordings share a call only if each would get the
-    same padding on its own.
+    Its convolutions treat padding differently from the end of a chunk, so the features of a
+    recording of less than a second would depend on the other recordings. Here, recordings share a
+    call only if each would get the same padding on its own.
     """
     if getattr(tower, "_oscar_reads_each_as_alone", False):
         return
@@ -336,7 +343,7 @@ def _read_each_as_alone(tower: Any) -> None:
         if output is None or not later:
             return None  # The tower failed, or the output is complete.
         parts = [output, *later]
-        # Drop the hidden states, which ``generate`` requests for speech: nothing uses them.
+        # Drop the hidden states, which ``generate`` requests for speech, because nothing uses them.
         read = [name for name, value in output.items() if isinstance(value, torch.Tensor)]
         return type(output)(**{name: torch.cat([part[name] for part in parts]) for name in read})
 

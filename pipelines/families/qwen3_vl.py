@@ -21,7 +21,7 @@ _VIDEO_PIXELS = (4096, 25165824)
 
 @register_family
 class Qwen3VL(QwenVL):
-    """Qwen3-VL-2B to -235B-A22B, Instruct and Thinking."""
+    """Family of Qwen3-VL-2B to -235B-A22B, Instruct and Thinking."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     name = "Qwen3-VL"
@@ -35,7 +35,7 @@ class Qwen3VL(QwenVL):
     def video_text(self, text: str) -> str:
         """See ``QwenVL.video_text``.
 
-        The models were trained with delimiters around each frame and none around the video;
+        The models were trained with delimiters around each frame but not around the full video;
         transformers 5 inserts the frames between the template's two delimiters.
         """
         marks = self.processor.vision_start_token, self.processor.vision_end_token

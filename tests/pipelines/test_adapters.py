@@ -134,7 +134,7 @@ def test_shared_media_are_of_one_adapter(adapted) -> None:
     media = SharedMedia(adapted.pipe, adapted.pipe.read_media([PICTURE]))
     media.question("What is it?", ["A dog", "A sign"])
     adapted.adapters.use("b")
-    with pytest.raises(InputError, match=r"adapters have changed.*share the media again"):
+    with pytest.raises(InputError, match=r"adapters have changed.*create a new SharedMedia"):
         media.question("What is it?", ["A dog", "A sign"])
     adapted.adapters.use("a")
     media.question("What is it?", ["A dog", "A sign"])

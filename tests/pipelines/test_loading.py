@@ -101,7 +101,7 @@ def test_other_models(tmp_path: Path) -> None:
     llama = build_decoder("llama")
     words = (
         "'llama' is not supported",
-        "OscarVLPipeline reads llava_next, qwen2_5_vl, qwen3_vl, qwen3_vl_moe",
+        "OscarVLPipeline supports llava_next, qwen2_5_vl, qwen3_vl, qwen3_vl_moe",
     )
     refused(llama, *words)
     llama.save_pretrained(tmp_path)
@@ -109,8 +109,10 @@ def test_other_models(tmp_path: Path) -> None:
 
 
 def test_the_other_pipelines_models(qwen3_vl_folder, qwen3_omni_folder) -> None:
-    refused(qwen3_omni_folder, "'qwen3_omni_moe'", "OscarOmniPipeline reads qwen3_omni_moe")
-    with pytest.raises(InputError, match="OscarVLPipeline reads llava_next, qwen2_5_vl, qwen3_vl"):
+    refused(qwen3_omni_folder, "'qwen3_omni_moe'", "OscarOmniPipeline supports qwen3_omni_moe")
+    with pytest.raises(
+        InputError, match="OscarVLPipeline supports llava_next, qwen2_5_vl, qwen3_vl"
+    ):
         OscarOmniPipeline(qwen3_vl_folder)
 
 

@@ -160,7 +160,7 @@ def test_its_released_model_is_planned(registered) -> None:
 
 
 def test_unknown_before() -> None:
-    with pytest.raises(InputError, match="'llava' is not supported: OscarVLPipeline reads"):
+    with pytest.raises(InputError, match="'llava' is not supported: OscarVLPipeline supports"):
         registry.family_of("llava")
 
 
@@ -168,5 +168,5 @@ def test_a_model_type_has_one_family(registered) -> None:
     class Other(Llava):
         pass
 
-    with pytest.raises(ValueError, match="Other: Llava already reads 'llava'"):
+    with pytest.raises(ValueError, match="Other: Llava already supports model type 'llava'"):
         register_family(Other)

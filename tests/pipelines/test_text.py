@@ -65,7 +65,7 @@ def test_which_models_are_language_models(folder, qwen3_vl_folder, qwen3_omni_fo
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_a_model_without_a_tokenizer(name: str, tmp_path: Path) -> None:
     build_decoder(name).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="has no readable tokenizer; give a folder"):
+    with pytest.raises(InputError, match="has no readable tokenizer; pass a folder"):
         load_text_model(tmp_path, device="cpu")
 
 
@@ -98,7 +98,7 @@ def test_layers_of_states_are_no_keys(tmp_path: Path) -> None:
     build_language_model("qwen3_5_text", tmp_path, **LINEAR)
     assert layers_of_states(outline_text_model(tmp_path).config) == ["linear_attention"] * 2
     assert plan(tmp_path, Session()).shape.layers == 2
-    with pytest.raises(InputError, match="has layers of linear_attention, which have states"):
+    with pytest.raises(InputError, match="has layers of linear_attention, which keep states"):
         load_text_model(tmp_path, device="cpu")
     sliding = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
     build_language_model("qwen3", tmp_path / "sliding", **sliding)
