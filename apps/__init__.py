@@ -1,1 +1,1 @@
-"""Programs on top of the library: one module or folder per command."""
+"""Command-line programs built on the library, with one module or folder per command."""

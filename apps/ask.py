@@ -52,7 +52,7 @@ def ask(
     The answer is streamed to stdout; a thinking model's reasoning and the memory table go to
     stderr.
     """
-    # Check the arguments before loading the model, which takes a long time.
+    # Check the arguments first, because loading the model takes a long time.
     KVPolicy.preset(policy)
     given = options.by_kind(media or [])
     given["videos"] += video or []

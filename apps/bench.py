@@ -26,9 +26,9 @@ _TOKENS, _PASSAGES = 1024, 8
 
 
 class Column(NamedTuple):
-    """A table column: the key of a number in the rows, and how to format it.
+    """Column of a table: the key of a number in the rows, and the format of the number.
 
-    With only one prompt, the standard error is omitted.
+    The standard error is omitted if there is only one prompt.
     """
 
     head: str
@@ -38,7 +38,7 @@ class Column(NamedTuple):
     offset: float = 0
 
     def cell(self, row: dict[str, Any]) -> str:
-        """Format a row's number; "" if the row does not have it."""
+        """Format the number of a row; return "" if the row does not have it."""
         value = row.get(self.key)
         if value is None or (self.key.endswith("_error") and row["prompts"] == 1):
             return ""
@@ -129,18 +129,18 @@ def accuracy(
     device: options.Device = None,
     dtype: options.Dtype = None,
 ) -> None:
-    """Compare methods on your questions or text: bits per value against quality.
+    """Compare bits per value and quality of cache methods on your own questions or text.
 
-    The model answers each question with a 16-bit cache. Then it reads these answers with each
+    The model answers each question with a 16-bit cache. It then reads these answers again with each
     method's cache, and its next-token distributions are compared with those of the 16-bit cache. If
-    the file contains an answer, each policy also generates a free-form answer, which is right if
-    it contains that answer.
+    the file contains an answer to the question, each policy also generates a free-form answer,
+    which is right if it contains the answer from the file.
 
-    With --text, a language model reads passages: each method stores their keys and values, and the
-    model then reads the following tokens of the text with what the method restores.
+    With --text, a language model reads passages of the text. Each method stores the keys and values
+    of a passage, and the model reads the tokens that follow it with the restored keys and values.
     """
     if (questions is None) == (not text):
-        raise InputError("give either --questions FILE or, for a language model, --text FILE")
+        raise InputError("pass either --questions FILE or, for a language model, --text FILE")
     for name, value, other in (
         ("--limit", limit, text and "--questions"),
         ("--tokens", tokens, questions and "--text"),
@@ -149,7 +149,7 @@ def accuracy(
         if value is not None and other:
             raise InputError(f"{name} requires {other}")
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise InputError(f"--out {out}: must be a file in a folder that exists")
+        raise InputError(f"--out {out}: must be a file in an existing folder")
     if questions is not None:
         rows = _rows(questions)[:limit]
         model = options.model_or_bundled(model, supports_audio=any(row.audio for row in rows))
@@ -206,13 +206,17 @@ def _compare_questions(
     device: str | None,
     dtype: str | None,
 ) -> dict[str, Any]:
-    """Compare methods and print a table; return its rows and what was compared."""
+    """Compare methods on questions and print a table.
+
+    Returns:
+        The rows of the table, and a description of what was compared.
+    """
     from oscar_mm.compare.comparison import Comparison
     from oscar_mm.pipelines import pipeline_for
     from oscar_mm.pipelines.text import is_text_model
 
     if is_text_model(model):
-        raise InputError(f"{model} is a language model: give --text FILE, not --questions")
+        raise InputError(f"{model} is a language model: pass --text FILE, not --questions")
     pipe = pipeline_for(model)(model, device=device, dtype=dtype)
     comparison = Comparison(pipe, methods, max_new_tokens)
     compared = 0
@@ -237,10 +241,18 @@ def _compare_texts(
     device: str | None,
     dtype: str | None,
 ) -> dict[str, Any]:
-    """Compare methods and print a table; return its rows and what was compared.
+    """Compare methods on texts and print a table.
 
     Args:
+        texts: texts by name.
+        model: hub id or folder of a language model.
+        methods: methods to compare.
         sizes: tokens per passage, number of passages, and scored tokens after each passage.
+        device: torch device; None for the default.
+        dtype: dtype of the weights; None for the default.
+
+    Returns:
+        The rows of the table, and a description of what was compared.
     """
     from oscar_mm.compare.comparison import PassageComparison, longest, passages
     from oscar_mm.pipelines.text import is_text_model, load_text_model
@@ -252,8 +264,8 @@ def _compare_texts(
     if longest(tokens, judged) > language.context:
         raise InputError(
             f"--tokens {tokens}: passages and the scored tokens after them have up to "
-            f"{longest(tokens, judged):,} tokens, but the context of {model} is "
-            f"{language.context:,}"
+            f"{longest(tokens, judged):,} tokens, but the context of {model} is only "
+            f"{language.context:,}; reduce --tokens"
         )
     comparison = PassageComparison(language.model, methods, judged)
     pieces = passages(language.tokenizer, texts, tokens, count, judged)
@@ -286,7 +298,7 @@ def _is_policy(method: Any) -> "TypeGuard[Paged]":
 
 
 def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
-    """Compare methods on a question; on failure, print the reason and return False."""
+    """Compare methods on a question; if this fails, print the reason and return False."""
     from oscar_mm.engine.message import first_turn
     from oscar_mm.media.part import media_parts
 

@@ -1,4 +1,4 @@
-"""`oscar-mm chat`: have a conversation in the terminal; the cache is kept between turns."""
+"""`oscar-mm chat`: chat in the terminal; the KV cache is kept between turns."""
 
 import os
 import signal
@@ -73,7 +73,9 @@ def chat(
     if load is not None:
         existing_file(load, load)
         if system is not None:
-            raise InputError("--system is for a new chat: a saved one has its own")
+            raise InputError(
+                "--system cannot be used with --load: a saved chat has its own system prompt"
+            )
     answer_options = sampling.checked()
     is_default = model is None
     model = options.model_or_bundled(model, supports_audio=audio_in_video)
@@ -104,7 +106,7 @@ def chat(
 
 
 class _TerminalChat:
-    """A chat in the terminal, with the media for its next message."""
+    """Chat in the terminal, with the media for its next message."""
 
     def __init__(self, pipe: "Pipeline", chat: Any, sampling: dict[str, Any]) -> None:
         self.pipe, self.chat, self.sampling = pipe, chat, sampling
@@ -124,7 +126,7 @@ class _TerminalChat:
         }
 
     def take(self, line: str) -> bool:
-        """Process a line and print errors; return whether the conversation continues."""
+        """Process a line of input and print any errors; return whether the chat continues."""
         name, _, argument = line.strip().partition(" ")
         if name == "/quit":
             return False
@@ -170,12 +172,12 @@ class _TerminalChat:
 
     def _show(self, kind: str, modality: Modality, line: str) -> None:
         if not line:
-            raise InputError(f"/{modality.label} needs the PATH of a file")
+            raise InputError(f"/{modality.label} needs a PATH: type the path of a file after it")
         _check_reads(self.pipe, modality)
         self.pending[kind] += [self._checked(path, modality) for path in paths_of(line)]
 
     def _checked(self, path: str, modality: Modality) -> str:
-        """Return a path or a URL, after checking that it can be used."""
+        """Check that a path or URL can be used as media, and return it."""
         if is_address(path) and self.pipe.allow_remote and modality is not Modality.VIDEO:
             return path
         path = os.path.expanduser(path)
@@ -222,22 +224,22 @@ class _TerminalChat:
 
 
 def _asked(turn: "Turn") -> str:
-    """Return the texts of a question and the names of its media, in order."""
+    """Return the texts of a turn's question and the names of its media, in order."""
     parts = [part for message in turn.messages for part in message.parts]
     return "\n".join(part if isinstance(part, str) else f"[{part.label}]" for part in parts)
 
 
 class _Interruption:
-    """State of an answer: whether it has started, and whether Ctrl-C has asked it to end."""
+    """State of an answer: whether it has started, and whether Ctrl-C has requested its end."""
 
     begun = requested = False
 
 
 @contextmanager
 def _end_on_ctrl_c() -> Iterator[_Interruption]:
-    """Within the block, let the first Ctrl-C after the start of an answer ask it to end.
+    """Within the block, make the first Ctrl-C during an answer request the end of the answer.
 
-    Before the start, and from the second Ctrl-C on, KeyboardInterrupt is raised.
+    Ctrl-C before the start of the answer, and any further Ctrl-C, raises KeyboardInterrupt.
     """
     interruption = _Interruption()
 
@@ -256,7 +258,7 @@ def _end_on_ctrl_c() -> Iterator[_Interruption]:
 def _only_path(command: str, line: str, of: str) -> Path:
     paths = paths_of(line)
     if len(paths) != 1:
-        raise InputError(f"{command} needs one PATH, of {of}; quote a name with spaces")
+        raise InputError(f"{command} needs one PATH of {of}; quote a name with spaces")
     return Path(os.path.expanduser(paths[0]))
 
 

@@ -1,4 +1,4 @@
-"""Connections with a maximum number and a deadline for requests."""
+"""Server connections with a maximum number and a deadline for receiving requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 @dataclass(eq=False)
 class ConnectionBounds:
-    """Limits on a server's connections, for use in its event loop.
+    """Limits on a server's connections; use it only in the server's event loop.
 
     Attributes:
-        maximum: maximum number of connections; beyond that, each new connection closes the one that
-            has been waiting longest for its client.
+        maximum: maximum number of connections. Each new connection beyond this number closes the
+            connection that has been waiting longest for its client.
         head_s: maximum seconds to receive the head of a request, counted from the start of the
             connection or the end of the previous response.
     """
@@ -42,7 +42,7 @@ class ConnectionBounds:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if no request arrives; uvicorn itself would wait forever.
+    """Connection that is closed if no request arrives in time; uvicorn's own would wait forever.
 
     Args:
         bounds: limits on all connections of the server.

@@ -27,10 +27,10 @@ DEVELOPER_EXTRAS = ("test", "dev")
 
 # Maximum relative error |x^ - x| / |x| of Gaussian keys and values, by bits per code. The range of
 # 128 Gaussian numbers is about 5.5 sigma, so the error with 2^bits levels is 0.53 (2 bits) and 0.11
-# (4 bits); bfloat16 rounds to 2^-9. The bounds are a quarter higher.
+# (4 bits); bfloat16 rounds to 2^-9. The bounds are 25% higher than these errors.
 ERROR_BOUND = {2: 0.66, 3: 0.3, 4: 0.14, 16: 0.003}
-# Bits per value besides the codes: scales and zeros (32 bits per group of 32), and norms (16 bits
-# per key).
+# Bits per value in addition to the codes: scales and zeros (32 bits per group of 32 values), and
+# norms (16 bits per key).
 OVERHEAD_BOUND = 1.2
 BY_TORCH = "PyTorch operations over packed pages"
 BY_CPU_KERNELS = "CPU kernels (numba) over packed pages"
@@ -47,7 +47,7 @@ CLIP_FPS = 4
 
 @dataclass(frozen=True)
 class Check:
-    """A check: its name, whether it passed, and what it measured."""
+    """Result of a check: its name, whether it passed, and what it measured."""
 
     name: str
     ok: bool
@@ -139,7 +139,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _extras() -> dict[str, list[str]] | None:
-    """Return each extra's missing packages; None if the package is not installed."""
+    """Return the missing packages of each extra; None if this package is not installed."""
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -158,7 +158,7 @@ def _extras() -> dict[str, list[str]] | None:
 
 
 def _run_check(name: str, trial: Callable[[], tuple[bool, str]]) -> Check:
-    """Run a check; an exception counts as a failure."""
+    """Run a check and return its result; an exception counts as a failure."""
     try:
         return Check(name, *trial())
     except Exception as error:
@@ -181,7 +181,7 @@ def _video_check() -> Check:
 
 
 def _write_clip(path: Path) -> str:
-    """Write a video that gets brighter with each frame; return the name of its codec."""
+    """Write a video whose frames get brighter one by one; return the name of its codec."""
     import av
     import numpy as np
 
@@ -241,7 +241,7 @@ def _loop_checks() -> list[Check]:
 
 
 def _kernel_checks(device: str) -> list[Check]:
-    """Compare GPU kernels with PyTorch operations, and their speed with a plain copy."""
+    """Compare results of GPU kernels with PyTorch operations, and their speed with a plain copy."""
     import torch
 
     from oscar_mm.apps import operation_checks

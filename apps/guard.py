@@ -1,4 +1,4 @@
-"""Guard: refuses requests that other sites' web pages make a browser send."""
+"""Guard: middleware that refuses requests which a browser sends for web pages of other sites."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _LOOPBACK_NAMES = ("localhost",)
 _FOREIGN_SITES = ("cross-site", "same-site")
-"""Values of Sec-Fetch-Site in requests from pages of other origins."""
+"""Values of the Sec-Fetch-Site header in requests from pages of other origins."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or an address, without a port, is a loopback address."""
+    """Return whether a host name or address, without a port, is a loopback address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -22,15 +22,16 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Middleware for a server without an API key.
+    """Middleware that protects a server without an API key from web pages of other sites.
 
     Any web page can make a browser send requests, even to a server that only this machine can
     reach. The guard refuses:
 
-    - other host names in ``Host`` if the server listens only on loopback: a site whose name is made
-      to resolve to this machine (DNS rebinding) has the same origin for the browser;
+    - requests with other host names in ``Host`` if the server listens only on loopback, because an
+      attacker can make a site's name resolve to this machine (DNS rebinding), and the browser then
+      treats the server as part of that site;
     - requests from pages of other origins, according to ``Origin`` and ``Sec-Fetch-Site``. Links to
-      pages still work, because the other site cannot read the response;
+      this server's pages still work, because the other site cannot read the response;
     - bodies other than JSON, because browsers send them across origins without a CORS preflight.
 
     Args:
@@ -51,7 +52,7 @@ class Guard:
         self.loopback = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse some requests, and pass on the rest."""
+        """Refuse a request that another site may have caused, or pass it on."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -70,7 +71,7 @@ class Guard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self.loopback and not is_loopback(_without_port(host)):
-            return 421, "this server is only for this machine: use the host 127.0.0.1 or localhost"
+            return 421, "only this machine may use this server: use the host 127.0.0.1 or localhost"
         method = scope.get("method", "GET")
         follows_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
         allowed = headers.get("origin") in self.origins
@@ -103,7 +104,7 @@ class OneLength:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request and close its connection, or pass the request on."""
+        """Refuse a request with both headers and close its connection, or pass the request on."""
         headers = Headers(scope=scope) if scope["type"] == "http" else {}
         if not ("content-length" in headers and "transfer-encoding" in headers):
             await self.app(scope, receive, send)
@@ -126,6 +127,6 @@ def _is_foreign(headers: Headers, host: str) -> bool:
 
 
 def _without_port(host: str) -> str:
-    """Return the host name in a Host header, such as ``[::1]`` for ``[::1]:80``."""
+    """Return the host of a Host header without its port, such as ``[::1]`` for ``[::1]:80``."""
     name, colon, port = host.rpartition(":")
     return name if colon and (port.isdecimal() or not port) else host

@@ -42,9 +42,9 @@ def inspect(
 ) -> None:
     """Show whether a model needs token scaling, and why.
 
-    The model reads a prompt with the media (a language model reads a text), and in every layer, key
-    norms by modality, outlier channels, and quantization errors with and without token scaling are
-    measured.
+    The model reads a prompt with the media; a language model reads a text. The command then
+    measures, in every layer, the key norms by modality, the outlier channels, and the quantization
+    errors with and without token scaling.
     """
     if text is not None and (media or prompt is not None):
         raise InputError("--text cannot be combined with media or --prompt")
@@ -56,7 +56,7 @@ def inspect(
     if out is not None:
         existing = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not existing.is_dir():
-            raise InputError(f"--out {out}: {existing} is a file; give a folder")
+            raise InputError(f"--out {out}: {existing} is a file; pass a folder")
         from oscar_mm.inspect.report import require_matplotlib  # imports torch
 
         require_matplotlib()
@@ -97,7 +97,7 @@ def _load(
 
     if is_text_model(model):
         if text_content is None:
-            raise InputError(f"{model} is a language model: give it a text with --text FILE")
+            raise InputError(f"{model} is a language model: pass a text with --text FILE")
         language = load_text_model(model, device=device, dtype=dtype)
         max_tokens = min(tokens, language.context)
         read = language.prompt(text_content, max_tokens)

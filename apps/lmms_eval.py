@@ -1,4 +1,6 @@
-"""Pipelines as an lmms-eval model, registered through the entry point "lmms_eval.models":
+"""Adapter that makes the pipelines an lmms-eval model (entry point "lmms_eval.models").
+
+Example:
 
     lmms-eval --model oscar_mm --model_args pretrained=Qwen/Qwen3-VL-8B-Instruct,policy=compact \
         --tasks ocrbench
@@ -23,14 +25,14 @@ from oscar_mm.policy import DEFAULT
 
 
 class OscarMM(lmms):
-    """A checkpoint with a packed cache; each process loads its own copy.
+    """lmms-eval model that runs a checkpoint with a packed cache, one copy per process.
 
     Args:
         pretrained: name of a bundled model, folder or hub id.
         policy: name of a preset.
         batch_size: maximum number of questions in progress.
         max_tokens: maximum total tokens of these questions, including their answers.
-        device: torch device; with several processes, each uses its own GPU instead.
+        device: torch device; ignored with several processes, each of which uses its own GPU.
         dtype: dtype of the weights.
 
     Raises:
@@ -48,10 +50,12 @@ class OscarMM(lmms):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        # lmms-eval adds its own arguments, which are None and have no meaning here.
+        # lmms-eval adds arguments of its own, which are None and have no meaning here.
         given = sorted(name for name, value in unknown.items() if value is not None)
         if given:
-            raise InputError(f"model_args: oscar_mm does not support {', '.join(given)}")
+            raise InputError(
+                f"model_args: oscar_mm does not support {', '.join(given)}; leave it out"
+            )
         self.accelerator = Accelerator()
         self._rank = self.accelerator.process_index
         self._world_size = self.accelerator.num_processes
@@ -75,7 +79,7 @@ class OscarMM(lmms):
         return answers
 
     def _questions(self, requests: list[Instance]) -> Iterator[dict[str, Any]]:
-        """Lazily yield requests for ``Pipeline.batch``, so that not all media are in memory."""
+        """Yield requests for ``Pipeline.batch`` lazily, so that few media are in memory at once."""
         for request in requests:
             context, options, media_of, doc_id, task, split = request.args
             question: dict[str, Any] = {"prompt": context} | _sampling(options)
@@ -85,7 +89,7 @@ class OscarMM(lmms):
             yield question
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Raise an error, because this model generates answers but does not score given ones."""
+        """Raise an error, because this model generates answers but cannot score given answers."""
         raise NotImplementedError("oscar_mm supports generate_until tasks, not loglikelihood")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
@@ -94,7 +98,7 @@ class OscarMM(lmms):
 
 
 def manifest() -> ModelManifest:
-    """Describe the model for lmms-eval."""
+    """Return the manifest that describes this model to lmms-eval."""
     return ModelManifest("oscar_mm", simple_class_path="oscar_mm.apps.lmms_eval.OscarMM")
 
 
@@ -112,7 +116,7 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _medium(medium: Any) -> tuple[str, Any]:
-    """Return a media item's argument for ``Pipeline.batch``, as name and value."""
+    """Return the name and value of the ``Pipeline.batch`` argument for a media item."""
     if isinstance(medium, Image.Image):
         return "images", medium
     if isinstance(medium, str):
@@ -121,5 +125,5 @@ def _medium(medium: Any) -> tuple[str, Any]:
         samples = np.asarray(medium["array"], dtype=np.float32)
         return "audio", (samples, int(medium["sampling_rate"]))
     raise InputError(
-        f"media of type {type(medium).__name__} are not supported: use an image, a video or audio"
+        f"media of type {type(medium).__name__} are not supported: pass an image, a video or audio"
     )

@@ -1,4 +1,4 @@
-"""ModelCard: a model's description for the demo page and the terminal."""
+"""ModelCard: description of a model for the demo page and the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oscar_mm.models import BUNDLED, bundled
 if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
-# Variable parts of the bundled models' questions: codes and numbers, colours, shapes.
+# Variable parts of the bundled models' questions: codes and numbers, colors, shapes.
 _FIELDS = (
     (re.compile(r"\b[A-Z0-9]+\b"), "#"),
     (re.compile(r"\b(red|green|blue|yellow|purple|black)\b"), "red"),
@@ -23,15 +23,15 @@ _QUESTION = re.compile(r"`([A-Z][^`]*[.?])`")
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model's name, size and abilities.
+    """Name, size and abilities of a model.
 
     Attributes:
         name: name of a bundled model, last part of a hub id, or name of a folder.
         parameters: number of parameters.
         abilities: description of what the model can do.
         example: question that a bundled model was trained on; "" for other models.
-        patterns: all questions that a bundled model was trained on, with placeholders for their
-            variable parts; empty for other models.
+        patterns: all questions that a bundled model was trained on, with placeholders for codes,
+            numbers, colors and shapes; empty for other models.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ModelCard:
 
     @classmethod
     def of(cls, pipe: Pipeline) -> ModelCard:
-        """Describe a pipeline's model; for a bundled model, from the README.md in its folder."""
+        """Create the card of a pipeline's model, for a bundled model from its README.md."""
         model = pipe.family.outer_model
         folder = Path(model.name_or_path)
         name, parameters = folder.name or pipe.family.name, model.num_parameters()
@@ -55,12 +55,12 @@ class ModelCard:
 
     @property
     def is_demo(self) -> bool:
-        """Whether this is a demo model, which can answer only a few questions."""
+        """True for a demo model, which can answer only a few kinds of questions."""
         return bool(self.patterns)
 
     @property
     def title(self) -> str:
-        """Name and size, as text."""
+        """Name and size of the model in one line."""
         size, unit = (
             (self.parameters / 1e9, "B") if self.parameters >= 1e9 else (self.parameters / 1e6, "M")
         )
@@ -68,8 +68,7 @@ class ModelCard:
         return f"{self.name}, {size:.2g}{unit} parameters{kind}"
 
     def hint(self, question: str) -> str:
-        """Return a hint that a bundled model was not trained on this kind of question; "" if it may
-        have been."""
+        """Return a hint if a bundled model was not trained on this kind of question, else ""."""
         if not self.is_demo or _pattern(question.strip()) in self.patterns:
             return ""
         return (

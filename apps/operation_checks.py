@@ -1,6 +1,6 @@
-"""Compare GPU and CPU kernels with PyTorch operations, and the speed of GPU kernels with a copy.
+"""Compare kernels with PyTorch operations, and the speed of GPU kernels with a plain copy.
 
-``python -m oscar_mm.apps.operation_checks`` checks the CPU kernels; the first call on a machine
+``python -m oscar_mm.apps.operation_checks`` checks the CPU kernels; the first run on a machine
 compiles them.
 """
 
@@ -54,14 +54,14 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 KERNELS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)
 _WHOLE_PAGE_POLICY = KVPolicy.preset("channel")
-"""Policy for the check of ``pack``, which the default policy does not use."""
+"""Policy for checking ``pack``, an operation that the default policy does not use."""
 _DTYPE, _HEADS, _GROUP, _HEAD_DIM = torch.bfloat16, 8, 4, 128
 _PAGES = 1024
 """Number of pages in the prompt: 131,072 tokens, 537 MB in 16-bit precision and 94 MB packed, more
-than a GPU's cache holds."""
+than fits into a GPU's L2 cache."""
 _ROWS = 8
 _WIDTH, _HIDDEN = 4096, 12288
-"""Widths of the feed-forward layer to check."""
+"""Input and output widths of the feed-forward layer to check."""
 _CHOICE = Choice(32, 8, True, _DTYPE)
 _MIXTURE = mixture_module.Specialization(_CHOICE, 1, 2048, 768)
 _LINEAR_KERNELS = (
@@ -74,25 +74,25 @@ _MIXTURE_KERNELS = (
     (GroupedKernels, mixture_module.GroupedSpecialization(_CHOICE, 8)),
     (PromptKernels, _CHOICE),
 )
-"""Kernels of an operation, with their specializations; only the first one works without TMA."""
+"""Kernels of an operation, with their specializations; only the first kernel works without TMA."""
 _COPY_BYTES = 1 << 29
 _CALLS, _REPLAYS = 4, 5
 LOOPS = ("decode", "store", "unpack")
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of keys and values; CPU kernels are compiled for each one."""
+"""Dtypes of keys and values; each CPU kernel is compiled for each of these dtypes."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of an operation, and the minimum number of bytes that it must read and write."""
+    """Call of an operation, with the minimum number of bytes that it must read and write."""
 
     call: Callable[[], object]
     moved_bytes: int
 
 
 def check_kernel(operation: str, device: torch.device) -> Verdict:
-    """Compare PyTorch with the kernel that the default policy uses for an operation.
+    """Compare the default policy's kernel for an operation with PyTorch operations.
 
     Raises:
         KernelError: if this device has no kernel; the message says why.
@@ -128,8 +128,8 @@ def _first_that_disagrees(
 
     Args:
         device: device to check.
-        first: kernel and its specialization.
-        others: further pairs, which are checked only on devices with TMA.
+        first: a kernel and its specialization.
+        others: further pairs of kernel and specialization, checked only on devices with TMA.
     """
     kernel, made = first
     verdict = kernel.checked.check(made, device)
@@ -140,7 +140,7 @@ def _first_that_disagrees(
 
 
 def workload(operation: str, device: torch.device, pages: int = _PAGES) -> Workload:
-    """Prepare a call on a layer with 8 KV heads, for a prompt of ``pages`` pages."""
+    """Prepare a call of an operation on a layer with 8 KV heads and a prompt of ``pages`` pages."""
     if operation in _TOKEN_WORKLOADS:
         return _TOKEN_WORKLOADS[operation](device)
     page_format = _page(_WHOLE_PAGE_POLICY if operation == "pack" else _POLICY)
@@ -193,7 +193,7 @@ def _store(pool: torch.Tensor, page_format: PageFormat) -> Workload:
 
 
 def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) -> Workload:
-    """Decode one new token per row; the prompt is divided into rows of equal length."""
+    """Prepare attention of one new token per row; all rows have the same number of pages."""
     device, per_row = pool.device, len(slots) // _ROWS
     keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
     new = (_states(device, _ROWS, _HEADS * _GROUP, 1), keys, values)
@@ -213,7 +213,7 @@ def _decode(pool: torch.Tensor, slots: torch.Tensor, page_format: PageFormat) ->
 
 
 def _append(device: torch.device) -> Workload:
-    """Append one new token per row."""
+    """Prepare a call that appends one new token per row."""
     keys, values = (_states(device, _ROWS, _HEADS, 1) for _ in range(2))
     writes = [[row, 0, row] for row in range(_ROWS)]
     writes = torch.tensor(writes, dtype=torch.int32, device=device)
@@ -223,7 +223,7 @@ def _append(device: torch.device) -> Workload:
 
 
 def _linear(device: torch.device) -> Workload:
-    """Compute the gate of a feed-forward layer."""
+    """Prepare a call that computes the gate of a feed-forward layer."""
     x = torch.ones(1, _WIDTH, dtype=_DTYPE, device=device)
     weights = [x.new_full((_HIDDEN, _WIDTH), 0.01) for _ in range(2)]
     call = partial(linear, x, weights, norm=Norm(x[0], 1e-6), gated=True)
@@ -244,7 +244,7 @@ def _mixture(device: torch.device) -> Workload:
 
 
 def _rope(device: torch.device) -> Workload:
-    """Rotate the query and key heads of one token per row."""
+    """Prepare a call that applies RoPE to the query and key heads of one token per row."""
     heads = _states(device, _ROWS, _HEADS * (_GROUP + 1))
     angles = _states(device, _ROWS)
     call = partial(rope_, heads, _HEADS * _GROUP, angles, angles)
@@ -255,7 +255,7 @@ _TOKEN_WORKLOADS = {"append": _append, "linear": _linear, "mixture": _mixture, "
 
 
 def call_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call in seconds, on a GPU without host time (by a CUDA graph)."""
+    """Return the median time of a call in seconds; on a GPU, a CUDA graph excludes host time."""
     with torch.cuda.device(device):
         call()
         torch.cuda.synchronize()
@@ -267,7 +267,7 @@ def call_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_speed(device: torch.device) -> float:
-    """Return the bytes per second that a plain copy reads and writes."""
+    """Return the speed of a plain copy: bytes read and written per second."""
     with torch.cuda.device(device):
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
@@ -277,7 +277,7 @@ def copy_speed(device: torch.device) -> float:
 
 
 def _median_seconds(call: Callable[[], object]) -> float:
-    """Return the median time between two events around a call, in seconds."""
+    """Return the median time of a call in seconds, measured by GPU events before and after it."""
     times = []
     for _ in range(_REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -299,7 +299,7 @@ class _StoreLoops:
 
 
 def check_loops(operation: str, dtype: torch.dtype) -> Verdict:
-    """Compare an operation's CPU kernel with PyTorch, in the same way as its GPU kernel."""
+    """Compare the CPU kernel of an operation with PyTorch, in the same way as its GPU kernel."""
     page_format = PageFormat.of(_POLICY, _POLICY.bits.text, 1, 128)
     if operation == "decode":
         made = Specialization.of((page_format,), 128, _POLICY.rotate, torch.bfloat16, 4)
@@ -317,7 +317,7 @@ def check_loops(operation: str, dtype: torch.dtype) -> Verdict:
 
 
 def check_all_loops() -> dict[str, Verdict]:
-    """Return the verdicts for all operations and dtypes, by name."""
+    """Check the CPU kernels for all operations and dtypes, and return the verdicts by name."""
     return {
         f"{operation}, {str(dtype).removeprefix('torch.')}": check_loops(operation, dtype)
         for operation in LOOPS

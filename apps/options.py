@@ -1,4 +1,4 @@
-"""Command-line options and groups of options that commands share, and the API key of a server."""
+"""Command-line options and option groups that commands share, and the API key of a server."""
 
 import functools
 import inspect
@@ -96,7 +96,7 @@ TEXT_NEEDS_LANGUAGE_MODEL = (
 )
 KEY_VARIABLE = "OSCAR_MM_API_KEY"
 _KEY_BYTES = 4096
-"""Maximum bytes of a key file."""
+"""Maximum size of a key file, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class SamplingOptions:
     )
 
     def checked(self) -> dict[str, Any]:
-        """Check the options before the model is loaded, and return those that are not None.
+        """Validate the options before the model is loaded, and return those that are not None.
 
         Raises:
             InputError: if a value is not allowed.
@@ -140,7 +140,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """Options for the device and the dtype of a model."""
+    """Command-line options for the device and the dtype of a model."""
 
     device: Device = None
     device_map: Annotated[
@@ -180,14 +180,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options_of(group: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the annotation and default of each dataclass field that is an option."""
+    """Return the annotation and default of each dataclass field that is a command-line option."""
     hints = get_type_hints(group, include_extras=True)
     found = {field.name: (_annotation(hints[field.name]), field.default) for field in fields(group)}
     return {name: option for name, option in found.items() if option[0] is not None}
 
 
 def _annotation(hint: Any) -> Any:
-    """Return an option's annotation for typer, with a single type; None if it is not an option."""
+    """Return a field's annotation for typer, with a single type; None if it is not an option."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for part in parts:
         if get_origin(part) is Annotated:
@@ -200,7 +200,7 @@ def _annotation(hint: Any) -> Any:
 
 
 def by_kind(media: list[str]) -> dict[str, list[str]]:
-    """Sort files into "images", "videos" and "audio"; files of unknown kind count as images."""
+    """Group files by "images", "videos" and "audio"; files of unknown kind count as images."""
     kinds: dict[str, list[str]] = {"images": [], "videos": [], "audio": []}
     for name in media:
         kinds[kind_of(name) or "images"].append(name)
@@ -215,7 +215,7 @@ def model_or_bundled(model: str | None, *, supports_audio: bool = False) -> str:
         supports_audio: whether the model must support audio.
 
     Raises:
-        InputError: if the model is not available; raised before torch is imported.
+        InputError: if the model is not available. This is checked before torch is imported.
     """
     if model is not None:
         check_source(model)
@@ -226,7 +226,9 @@ def model_or_bundled(model: str | None, *, supports_audio: bool = False) -> str:
 
 
 def api_key(file: Path | None) -> str | None:
-    """Read the API key from a file or the environment; an option would appear in the process list.
+    """Read the API key from a file or, if that is None, from the environment.
+
+    No option takes the key itself, because options are visible in the list of processes.
 
     Raises:
         InputError: if the file cannot be read, or does not contain a key.
@@ -244,5 +246,5 @@ def api_key(file: Path | None) -> str | None:
             raise InputError(f"--api-key-file {name}: cannot be read ({error})") from None
     key = key.strip()
     if not key or len(key) > _KEY_BYTES or any(character.isspace() for character in key):
-        raise InputError(f"{name}: must contain one key without spaces, and nothing else")
+        raise InputError(f"{name}: must contain exactly one key, without spaces")
     return key

@@ -126,7 +126,7 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
 
 
 def _gpus(gpu: str | None) -> dict[str, float]:
-    """Return the names and memory sizes in bytes of the GPUs to plan for."""
+    """Return the GPUs to plan for: their names, and their memory sizes in bytes."""
     if gpu is None:
         return {f"{name}, {size} GB": size * _GIGABYTE for name, size in GPUS.items()}
     known = {name.lower(): name for name in GPUS}
@@ -138,7 +138,7 @@ def _gpus(gpu: str | None) -> dict[str, float]:
         )
     except InputError:
         raise InputError(
-            f"--gpu {gpu!r}: give {', '.join(GPUS)}, or its memory, such as 24GB"
+            f"--gpu {gpu!r}: must be {', '.join(GPUS)}, or the memory of a GPU, such as 24GB"
         ) from None
     return {format_bytes(size): size}
 
@@ -146,5 +146,5 @@ def _gpus(gpu: str | None) -> dict[str, float]:
 def _pixels(name: str, size: str) -> tuple[int, int]:
     match = re.fullmatch(r"\s*(\d{1,6})\s*[xX\u00d7]\s*(\d{1,6})\s*", size)
     if not match:
-        raise InputError(f"{name} {size!r}: give width and height in pixels, such as 1280x960")
+        raise InputError(f"{name} {size!r}: must be width x height in pixels, such as 1280x960")
     return int(match[1]), int(match[2])

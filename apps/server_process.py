@@ -1,4 +1,4 @@
-"""Server processes: sockets to listen on, signals, and servers owned by another process."""
+"""Server processes: their sockets and signals, and servers that another process owns."""
 
 import atexit
 import errno
@@ -20,22 +20,22 @@ from oscar_mm.errors import InputError
 _MODULE = "oscar_mm.apps.server_process"
 _POLL_S = 0.2
 _TELL_S = 30.0
-"""Seconds between messages that a server is still loading."""
+"""Interval between messages that a server is still loading, in seconds."""
 _END_S = 15.0
-"""Maximum seconds to let a server exit before it is killed."""
+"""Maximum time for a server to exit before it is killed, in seconds."""
 _LOG_BYTES = 1 << 16
 _LOG_LINES = 10
 _ERROR = re.compile(r"\w(Error|Exception): ")
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind a socket to each address of a host; connections are refused until ``listen``.
+    """Bind a socket to each address of a host; connections are refused until ``listen`` is called.
 
-    This reserves a server's port before its model is loaded, which takes a long time.
+    This reserves a server's port before its model is loaded, because loading takes a long time.
 
     Args:
         host: host name or address of this machine.
-        port: port number; 0 for a free one.
+        port: port number; 0 selects a free port.
 
     Raises:
         InputError: if the name or address is unknown, or the port is taken.
@@ -45,7 +45,10 @@ def bind(host: str, port: int) -> list[socket.socket]:
             _bare(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
-        raise InputError(f"--host {host}: is not a known name or address ({error})") from None
+        raise InputError(
+            f"--host {host}: is not a known name or address ({error}); pass a name or an address "
+            "of this machine"
+        ) from None
     sockets, absent = [], None
     with ExitStack() as opened:
         for family, kind, protocol, _, address in dict.fromkeys(addresses):
@@ -96,27 +99,27 @@ def _bare(host: str) -> str:
 
 def _unusable(host: str, port: int, error: OSError) -> InputError:
     return InputError(
-        f"--host {host} --port {port}: cannot be used ({error.strerror}): give another --port, or "
-        "an address of this machine"
+        f"--host {host} --port {port}: cannot be used ({error.strerror}); pass another --port, or "
+        "an address of this machine as --host"
     )
 
 
 def freeze_loaded() -> None:
-    """Exclude all existing objects from garbage collection; for processes that keep them anyway.
+    """Exclude all existing objects from garbage collection; call this once everything is loaded.
 
     Otherwise each collection scans the many objects of modules, processor and libraries, and
-    preparing a short request took two to three times as long.
+    preparing a short request takes two to three times as long.
     """
     gc.collect()
     gc.freeze()
-    # Otherwise libraries complain at exit that their objects were not destroyed.
+    # Otherwise, libraries complain at exit that their objects were not destroyed.
     atexit.register(gc.unfreeze)
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Within the block, make the first SIGTERM act like Ctrl-C, and ignore later ones, which would
-    disturb the shutdown."""
+    """Within the block, make the first SIGTERM act like Ctrl-C, and ignore further SIGTERM signals,
+    which would disturb the shutdown."""
 
     def interrupt(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -133,14 +136,14 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 class OwnedServer:
-    """A server in a separate process, which ends when this process ends, in whatever way.
+    """Server in a separate process, which ends when this process ends, even if it is killed.
 
     A keeper process runs the server. It ends the server and all its children as soon as the pipe
-    from this process is closed, which also happens if this process is killed.
+    from this process is closed.
 
     Args:
-        name: name of the server for messages.
-        command: program and arguments.
+        name: name of the server in messages.
+        command: program of the server and its arguments.
         environment: all environment variables of the server.
     """
 
@@ -156,15 +159,15 @@ class OwnedServer:
         )
 
     def wait_until(self, answers: Callable[[], bool], seconds: float) -> None:
-        """Wait until the server answers, and report progress; end the server if it does not.
+        """Wait until the server answers, and report progress; end it if it does not answer in time.
 
         Args:
             answers: function that returns whether the server answers.
-            seconds: maximum time to wait.
+            seconds: maximum time to wait, in seconds.
 
         Raises:
-            InputError: if the server has exited, or does not answer in time; the message quotes its
-                log.
+            InputError: if the server has exited, or does not answer in time; the message quotes the
+                server's log.
         """
         start, told = time.monotonic(), 0
         while not answers():
@@ -181,7 +184,7 @@ class OwnedServer:
             time.sleep(_POLL_S)
 
     def close(self) -> str:
-        """End the server; return its log's errors, or else its last lines, as a single line."""
+        """End the server; return the errors in its log, or else its last lines, as one line."""
         if self._log.closed:
             return ""
         if self._keeper.stdin is not None:
@@ -197,7 +200,7 @@ class OwnedServer:
 
 
 def _keep(command: Sequence[str]) -> None:
-    """Run a command until it or stdin ends; then kill this process's own process group."""
+    """Run a command until the command or stdin ends, then kill this process's own process group."""
     if os.fork():
         # Fork, because when a worker ends, Ray kills its children but not their children.
         os.wait()

@@ -1,4 +1,4 @@
-"""Terminal: print answers, reasoning, warnings and progress bars; read lines."""
+"""Terminal: print answers, reasoning, warnings and progress bars, and read lines of input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _GAIN = 1.05
-"""Minimum ratio at which a cache is called smaller than in 16-bit precision."""
+"""Minimum compression ratio at which messages call a cache smaller than in 16-bit precision."""
 
 
 def model_description(model: str, pipe: Pipeline) -> str:
@@ -43,7 +43,7 @@ def print_hint(pipe: Pipeline, question: str) -> None:
 
 
 def headline(kv_bytes: int, bf16_bytes: int) -> str:
-    """Describe the size of a cache in one line, starting with what it saves."""
+    """Describe the size of a cache in one line that starts with the compression ratio."""
     stored, plain = format_bytes(kv_bytes), format_bytes(bf16_bytes)
     if bf16_bytes < _GAIN * kv_bytes:
         return f"{stored} stored, against {plain} in 16-bit: only longer conversations save memory"
@@ -51,7 +51,7 @@ def headline(kv_bytes: int, bf16_bytes: int) -> str:
 
 
 def memory_text(report: MemoryReport) -> str:
-    """Format a report for the terminal: what is saved or why nothing is, then the table."""
+    """Format a memory report for the terminal: a line about the memory saved, then the table."""
     if any(report.by_kind.get(kind) for kind in ("codes", "scales")):
         return f"{headline(report.kv_bytes, report.bf16_bytes)}\n{report}"
     more = report.kv_bytes - report.bf16_bytes
@@ -62,13 +62,13 @@ def memory_text(report: MemoryReport) -> str:
 
 
 def print_pieces(pieces: Iterable[str]) -> Iterator[str]:
-    """Print an answer while it is generated: text to stdout, dimmed reasoning to stderr.
+    """Print an answer while it is generated, with text on stdout and dimmed reasoning on stderr.
 
     Args:
         pieces: pieces from ``AnswerStream.with_reasoning``.
 
     Yields:
-        Each piece after it is printed.
+        Each piece, after it has been printed.
     """
     from oscar_mm.engine.answer import Reasoning
 
@@ -118,7 +118,7 @@ def quiet_transformers() -> None:
     """Silence transformers, except for its progress bar for loading weights on a terminal."""
     from transformers.utils import logging
 
-    # The command line shows errors itself.
+    # The command line reports errors itself.
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -139,7 +139,7 @@ def prefill_bar(model: Any) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress
 
-    # Some language models name their layers differently; they get no bar.
+    # Some language models name their layers differently; no bar is shown for these models.
     layers = getattr(model.get_decoder(), "layers", ())
     if not len(layers):
         yield
@@ -159,14 +159,20 @@ def prefill_bar(model: Any) -> Iterator[None]:
 
 
 class RowsBar:
-    """A progress bar with rows, hours of audio per hour and KV memory; shown only if stderr is a
-    terminal."""
+    """Progress bar with rows, hours of audio per hour and KV memory; shown only on a terminal."""
 
     def __init__(self, shown: tuple[Progress, TaskID] | None) -> None:
         self._shown = shown
 
     def update(self, rows: int, audio_seconds: float, seconds: float, kv_bytes: int) -> None:
-        """Show the progress of this run."""
+        """Show the progress of this run.
+
+        Args:
+            rows: number of rows finished.
+            audio_seconds: total length of the recordings read.
+            seconds: time since the start of the run.
+            kv_bytes: current size of the KV cache in bytes.
+        """
         if self._shown is None:
             return
         progress, task = self._shown
@@ -196,10 +202,10 @@ def rows_bar(rows: int) -> Iterator[RowsBar]:
 
 
 def typed_lines(commands: Iterable[str]) -> Iterator[str]:
-    """Yield lines from stdin until it ends; on a terminal, Ctrl-C clears the line.
+    """Yield lines from stdin until stdin ends; on a terminal, Ctrl-C clears the current line.
 
     Args:
-        commands: words that a line may start with, for Tab completion.
+        commands: words at the start of a line that the Tab key completes.
     """
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
@@ -225,14 +231,14 @@ def _complete_by_tab(commands: list[str]) -> None:
         return found[number] if number < len(found) else None
 
     readline.set_completer(complete)
-    # Without delimiters, the completer gets the whole line, and can tell where a path starts.
+    # Without delimiters, the completer gets the full line and can tell where a path starts.
     readline.set_completer_delims("")
     libedit = "libedit" in (readline.__doc__ or "")
     readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
 
 
 def completions(line: str, commands: Iterable[str]) -> list[str]:
-    """Return the completions of a line: of its command, or of the last path after the command."""
+    """Return the completions of a line: of the command, or of the last path after the command."""
     if not line.startswith("/"):
         return []
     command, *words = line.split(" ")
@@ -271,7 +277,7 @@ def paths_of(text: str) -> list[str]:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Within the block, hide typed characters; the next line that is read starts with them."""
+    """Within the block, do not echo typed characters; they become the start of the next line."""
     if not sys.stdin.isatty():
         yield
         return

@@ -72,7 +72,7 @@ def test_errors_are_shown_and_the_chat_goes_on(
     notes = tmp_path / "notes.txt"
     notes.write_text("no picture")
     expected = {
-        "/image": "/image needs the PATH of a file",
+        "/image": "/image needs a PATH: type the path of a file after it",
         "/image gone.png": "gone.png: no such file",
         f"/image {notes}": "is not an image that can be read",
         "/audio call.wav": "Qwen3-VL supports image, video, not audio",
@@ -83,7 +83,7 @@ def test_errors_are_shown_and_the_chat_goes_on(
         "/save": "/save needs one PATH",
         f"/save {notes}": "already exists; only a .safetensors file is replaced",
         "/load": "/load needs one PATH",
-        "/load a b": "/load needs one PATH, of a saved chat",
+        "/load a b": "/load needs one PATH of a saved chat",
         f"/image {notes.parent}/*.png gone.png": "gone.png: no such file",
         "/image *.webp": "*.webp: no such file",
         "/load gone": "gone: no such file",
@@ -116,7 +116,7 @@ def test_bad_options(qwen3_vl_folder, tmp_path, monkeypatch, capsys) -> None:
         ("--top-p", "0"): "top_p",
         ("--load", "gone"): "gone: no such file",
         ("--audio-in-video",): "Qwen3-VL supports image, video, not audio",
-        ("--load", __file__, "--system", "Be kind."): "--system is for a new chat",
+        ("--load", __file__, "--system", "Be kind."): "--system cannot be used with --load",
         ("--load", __file__): "is not a safetensors file",
     }.items():
         talk(qwen3_vl_folder, [], monkeypatch, *options, code=2)

@@ -82,10 +82,10 @@ def test_media_of_all_kinds_without_files(
         (["https://example.com/a.png", "-m", "MODEL"], "is a URL, not a path"),
         (["SOUND", "-m", "MODEL"], "sound.wav: MODEL does not support audio"),
         (["PICTURE", "-m", "MODEL", "-p", " "], "prompt is empty"),
-        (["PICTURE", "-m", "MODEL", "--out", "PICTURE"], "picture0.png is a file; give a folder"),
+        (["PICTURE", "-m", "MODEL", "--out", "PICTURE"], "picture0.png is a file; pass a folder"),
         (
             ["PICTURE", "-m", "MODEL", "--out", "PICTURE/in"],
-            "picture0.png is a file; give a folder",
+            "picture0.png is a file; pass a folder",
         ),
         (["PICTURE", "-m", "nowhere/at/all"], "nowhere/at/all: no such folder; give"),
         (["PICTURE", "-m", "MODEL", "--device", "abacus"], "device 'abacus' cannot be used"),

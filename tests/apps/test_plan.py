@@ -56,8 +56,8 @@ def test_too_long_for_the_model_is_said(folder: Path, capsys: pytest.CaptureFixt
     ("arguments", "said"),
     [
         (["--images", "-2"], "--images"),
-        (["--image-size", "wide"], "--image-size 'wide': give width and height"),
-        (["--gpu", "Voodoo"], "--gpu 'Voodoo': give RTX 4090"),
+        (["--image-size", "wide"], "--image-size 'wide': must be width x height"),
+        (["--gpu", "Voodoo"], "--gpu 'Voodoo': must be RTX 4090"),
         (["--policy", "int1"], "int1"),
         (["--model", "no/such/folder/here"], "no such folder"),
         (["--model", "Qwen/Qwen3-VL-9B"], "did you mean Qwen/Qwen3-VL-8B"),

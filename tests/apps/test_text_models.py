@@ -91,8 +91,8 @@ INSPECT = ["inspect", "--device", "cpu"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (ACCURACY, "give either --questions FILE or, for a language model, --text FILE"),
-        ([*ACCURACY, "--text", "WORDS", "--questions", "WORDS"], "give either"),
+        (ACCURACY, "pass either --questions FILE or, for a language model, --text FILE"),
+        ([*ACCURACY, "--text", "WORDS", "--questions", "WORDS"], "pass either"),
         ([*ACCURACY, "--text", "WORDS"], "--text needs --model"),
         ([*ACCURACY, "--text", "gone.txt", "-m", "MODEL"], "--text gone.txt: no such file"),
         ([*ACCURACY, "--text", "EMPTY", "-m", "MODEL"], "empty.txt: is empty"),
@@ -113,7 +113,7 @@ INSPECT = ["inspect", "--device", "cpu"]
         ([*ACCURACY, "--questions", "WORDS", "--passages", "3"], "--passages requires --text"),
         (
             [*ACCURACY, "--questions", "ROWS", "-m", "MODEL"],
-            "is a language model: give --text",
+            "is a language model: pass --text",
         ),
         ([*INSPECT, "--text", "WORDS"], "--text needs --model"),
         ([*INSPECT, "--text", "WORDS", "-m", "pocket-vl"], "does not load pocket-vl as one"),
@@ -125,7 +125,7 @@ INSPECT = ["inspect", "--device", "cpu"]
             "--text cannot be combined with",
         ),
         ([*INSPECT, "a.png", "--text", "WORDS", "-m", "MODEL"], "--text cannot be combined with"),
-        ([*INSPECT, "-m", "MODEL"], "is a language model: give it a text with --text FILE"),
+        ([*INSPECT, "-m", "MODEL"], "is a language model: pass a text with --text FILE"),
         (["plan", "--images", "3", "-m", "MODEL"], "which supports no images, audio or videos"),
     ],
 )

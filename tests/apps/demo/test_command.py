@@ -55,7 +55,7 @@ def test_a_port_that_is_taken(qwen3_omni_folder, capsys) -> None:
         port = other.getsockname()[1]
         assert run(["demo", "-m", str(qwen3_omni_folder), "--port", str(port)]) == 2
     said = capsys.readouterr().err
-    assert f"--port {port}: cannot be used (Address already in use): give another --port" in said
+    assert f"--port {port}: cannot be used (Address already in use); pass another --port" in said
     assert said.count("\n") == 1 and "GRADIO" not in said
 
 
