@@ -1,7 +1,7 @@
 """Audio QA: answer many questions about recordings, images and videos, here or on a cluster.
 
-``audio_qa`` is the Python equivalent of ``oscar-mm audio-qa``. It is imported on first use, because
-it imports torch (PEP 562).
+The function ``audio_qa`` is the Python equivalent of ``oscar-mm audio-qa``. It is imported on first
+use (PEP 562), because importing it also imports torch.
 """
 
 from typing import TYPE_CHECKING

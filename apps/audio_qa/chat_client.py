@@ -1,4 +1,4 @@
-"""ChatClient: requests chat completions from an OpenAI server, and retries transient failures."""
+"""ChatClient: request chat completions from an OpenAI server, and retry transient failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 from oscar_mm.errors import InputError
 
 TRIES = 8
-"""Maximum failed tries of a request; replies that the server is busy do not count."""
+"""Maximum number of failed tries of a request; replies that the server is busy do not count."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _PATIENCE_S = 900.0
@@ -24,22 +24,23 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0, pool=None)
 _PASSING = frozenset({408, 409, 425, 429})
 """HTTP statuses of transient failures, in addition to 5xx."""
 _PIECE = 1 << 20
-"""Bytes of a body to pass to the connection at a time, because it copies pending bytes."""
+"""Bytes of a body to pass to the connection at a time; kept small because the connection copies
+pending bytes."""
 _LONGEST_MESSAGE = 500
 
 
 class ServerLost(InputError):
-    """Error: the server no longer answers, or refuses the API key."""
+    """Error raised when the server cannot be reached or refuses the API key."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A chat completion.
+    """Chat completion returned by a server.
 
     Attributes:
         text: content of the message.
         finish_reason: reason why the answer ended: "stop", "length", ...
-        tokens: number of tokens in prompt and answer; 0 if the server does not report it.
+        tokens: total number of tokens of prompt and answer; 0 if the server does not report it.
     """
 
     text: str
@@ -48,7 +49,7 @@ class Reply:
 
 
 class ChatClient:
-    """Client of a server; use it in ``async with``.
+    """Client of an OpenAI server; use it in an ``async with`` statement.
 
     Args:
         url: base URL to which the API's paths are appended, such as "http://127.0.0.1:8000/v1".
@@ -73,14 +74,14 @@ class ChatClient:
         await self._http.aclose()
 
     async def model(self, wanted: str | None) -> str:
-        """Return the name of the model to use.
+        """Return the name of the server's model to use.
 
         Args:
             wanted: name given by the user; None selects the server's only model.
 
         Raises:
             InputError: if the server cannot be reached, refuses the request, does not have the
-                model, or has several models and no name is given.
+                model, or has several models although ``wanted`` is None.
         """
         try:
             response = await self._http.get("models")
@@ -94,7 +95,8 @@ class ChatClient:
             names = [str(entry["id"]) for entry in response.json()["data"]]
         except (ValueError, LookupError, TypeError):
             raise InputError(
-                f"{self.url}: not an OpenAI-compatible server, because it lists no models"
+                f"{self.url}: not an OpenAI-compatible server, because its response to /models is "
+                "not a list of models"
             ) from None
         if wanted is None and len(names) == 1:
             return names[0]
@@ -104,10 +106,10 @@ class ChatClient:
         return wanted
 
     async def complete(self, body: Sequence[bytes]) -> Reply:
-        """Send a request, with a limited number of retries.
+        """Send a request, with a limited number of retries, and return the reply.
 
         Args:
-            body: parts of the JSON body; kept separate, so that requests can share them.
+            body: parts of the JSON body, which are separate so that requests can share parts.
 
         Raises:
             InputError: if the server refuses the request, or all tries fail.
@@ -148,7 +150,7 @@ class ChatClient:
         return await self._http.post("chat/completions", content=_pieces(body), headers=headers)
 
     async def _answers(self) -> bool:
-        """Whether the server answers requests at all."""
+        """Return whether the server answers any request."""
         try:
             return (await self._http.get("models")).status_code < 500
         except httpx.TransportError:
@@ -172,7 +174,9 @@ def _reply(response: httpx.Response) -> Reply:
             tokens=sum(int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise InputError("the server's answer is not a chat completion") from None
+        raise InputError(
+            "the server's response is not a chat completion; use an OpenAI-compatible server"
+        ) from None
 
 
 def _refusal(response: httpx.Response) -> str:
@@ -188,7 +192,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds that the server asks to wait, up to a limit; 0 if it does not say."""
+    """Return how many seconds the server asks to wait, up to a limit; 0 if it does not say."""
     try:
         return min(_LONGEST_PAUSE_S, max(0.0, float(response.headers.get("Retry-After", 0))))
     except ValueError:  # a date

@@ -1,4 +1,4 @@
-"""Answer rows on a Ray cluster with Ray Data: a pool of actors, each of which runs a worker."""
+"""Answer rows on a Ray cluster: Ray Data distributes them over actors that each run a worker."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from oscar_mm.errors import InputError
 
 LOCAL = "local"
 TRIES = 3
-"""Number of workers that may die on a group of rows before the group fails."""
+"""Number of workers that may die while answering a group of rows before the group fails."""
 _STORE_BYTES = 256 << 20
-"""Size in bytes of a local cluster's object store; only text goes through it."""
+"""Size of a local cluster's object store in bytes; the store contains only text."""
 _MAX_BLOCKS = 5000
 _CONNECT_S = 5
 _PEAKS = ("kv_peak_bytes", "process_peak_bytes")
 
 
 class Attempts:
-    """Actor that counts the starts of each group of rows, since a group may kill workers."""
+    """Actor that counts the starts of each group of rows, because a group may kill workers."""
 
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
 
     def begin(self, group: str) -> int:
-        """Count a start of a group, and return its number of starts so far."""
+        """Count another start of a group, and return the group's number of starts so far."""
         self._begun[group] += 1
         return self._begun[group]
 
@@ -47,11 +47,12 @@ class Attempts:
 class ClusterWorker:
     """Actor that starts its worker once, then answers groups of rows.
 
-    If the worker loses its own server, the actor ends and Ray starts another one.
+    If the worker loses its own server, the actor exits and Ray starts a new actor.
 
     Args:
         plan: settings of the worker.
-        begin: function that counts the starts of a group; groups are named by their first row's id.
+        begin: function that counts a start of a group, named by the id of the group's first row,
+            and returns the number of starts so far.
     """
 
     def __init__(self, plan: Plan, begin: Callable[[str], int]) -> None:
@@ -59,7 +60,7 @@ class ClusterWorker:
         self._owns_server = isinstance(plan, VllmSettings)
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
-        """Answer groups of rows, given as JSON; yield results with the worker's totals so far."""
+        """Answer groups of rows in JSON format; yield results with the worker's totals so far."""
         for group in batch["rows"]:
             rows = [_row_of_fields(fields) for fields in json.loads(group)]
             if self._begin(rows[0].id) > TRIES:
@@ -93,19 +94,19 @@ def run_on_cluster(
 ) -> Work:
     """Answer rows on a Ray cluster; its machines must have the media at the same paths.
 
-    Ray Data distributes the groups, keeps the workers busy and restarts workers that die. Another
-    worker then answers the dead worker's group from the start.
+    Ray Data distributes the groups of rows, keeps the workers busy and restarts workers that die.
+    If a worker dies, another worker answers its group from the start.
 
     Args:
         plan: settings of each worker.
         rows: rows to answer.
-        answers: output file, which this process writes.
-        address: address of the cluster, or "local" to start one on this machine for this job.
-        workers: number of workers, or None, see ``audio_qa``.
+        answers: output file, written by this process.
+        address: address of the cluster, or "local" to start a cluster on this machine for this job.
+        workers: number of workers, or None for the default, see ``JobSettings``.
         cpus_per_worker: number of CPUs for each worker.
 
     Raises:
-        InputError: if Ray or the cluster is missing, or the cluster is too small.
+        InputError: if Ray is not installed, or the cluster cannot be reached or is too small.
     """
     if not rows:
         return Work(0, 0.0, 0.0, 0.0, 0, 0)
@@ -125,8 +126,12 @@ def run_on_cluster(
 
 
 def _connect(address: str) -> tuple[Any, bool]:
-    """Import Ray and connect; return the module, and whether this call connected."""
-    # Turn off usage statistics; Ray reads this when it is imported.
+    """Import Ray and connect to a cluster.
+
+    Returns:
+        The Ray module, and whether this call made the connection.
+    """
+    # Turn off usage statistics; Ray reads this variable when it is imported.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray  # pyright: ignore[reportMissingImports] an extra
@@ -136,7 +141,7 @@ def _connect(address: str) -> tuple[Any, bool]:
             f"--ray requires the {error.name} package: run pip install '.[batch]' in a clone of "
             "the repository"
         ) from None
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray also raises its errors.
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray also raises what it logs.
     if ray.is_initialized():
         return ray, False
     _check_reachable(address)
@@ -151,7 +156,7 @@ def _connect(address: str) -> tuple[Any, bool]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address where nothing listens; Ray itself would retry for minutes."""
+    """Refuse an address that accepts no connections; Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "://" in address:
         return
@@ -225,7 +230,17 @@ def _share_cluster(
     workers: int | None,
     cpus: int,
 ) -> tuple[int, dict[str, Any]]:
-    """Return the number of workers and the resources of each."""
+    """Return the number of workers and the Ray resources of each worker.
+
+    Args:
+        cluster: resources of the cluster.
+        plan: settings of each worker.
+        workers: requested number of workers; None for the default.
+        cpus: number of CPUs for each worker.
+
+    Raises:
+        InputError: if a number is invalid, or the cluster is too small.
+    """
     for name, value in (("workers", workers), ("cpus_per_worker", cpus)):
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name}={value!r}: must be a whole number, at least 1")
@@ -234,21 +249,24 @@ def _share_cluster(
     wanted = max_workers if workers is None else workers
     if not 1 <= wanted <= max_workers:
         has = f"{gpus} GPUs" if gpus else f"{cluster.get('CPU', 0):.0f} CPUs"
-        raise InputError(f"--workers {wanted}: the cluster has {has}, enough for {max_workers}")
+        raise InputError(
+            f"--workers {wanted}: the cluster has {has}, enough for {max_workers} workers"
+        )
     return wanted, {"num_gpus": 1} if gpus else {"num_cpus": cpus}
 
 
 def _share_requests(plan: Plan, groups: int) -> tuple[Plan, int]:
-    """Divide a worker's concurrent requests among groups.
+    """Divide a worker's concurrent requests among several groups of rows.
 
-    Ray passes groups to a worker one by one, so only several groups at once keep a server busy.
+    Ray passes groups to a worker one by one, so a server stays busy only if the worker answers
+    several groups at once.
 
     Args:
         plan: settings of a worker.
         groups: number of groups for each worker.
 
     Returns:
-        The settings for each group, and the number of groups that a worker answers at once.
+        The worker settings for each group, and the number of groups that a worker answers at once.
     """
     if isinstance(plan, WorkerSettings):
         return plan, 1

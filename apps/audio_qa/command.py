@@ -43,10 +43,10 @@ def audio_qa_command(
 ) -> None:
     """Answer many questions about recordings, images and videos.
 
-    Each recording is read once and its questions share its pages. Answers are written row by row;
-    repeating the command resumes an interrupted run. Exit code 1 if a row failed.
+    Each recording is read once, and all questions about it share its pages. Answers are written row
+    by row; repeating the command resumes an interrupted run. The exit code is 1 if a row failed.
     """
-    # Check the arguments before loading the model, which takes a long time.
+    # Check the arguments first, because loading the model takes a long time.
     KVPolicy.of(settings.policy)
     rows = read_rows(questions, question=settings.question, group_by=settings.group_by)
     if max_audio_seconds is not None:

@@ -1,4 +1,4 @@
-"""Engine: answers many rows at once with a model in this process; it reads recordings once."""
+"""Engine: answer many rows at once with a model in this process, reading each recording once."""
 
 from __future__ import annotations
 
@@ -75,23 +75,23 @@ class AnswerSettings:
             )
 
     def prompt(self, question: str, choices: tuple[str, ...]) -> tuple[str, list[str]]:
-        """Return the prompt text, and the answers to score."""
+        """Return the prompt of a question with choices, and the texts of the answers to score."""
         if not (self.list_choices and choices):
             return question, list(choices)
         if len(choices) > len(_LETTERS):
             raise InputError(
-                f"choices: {len(choices)} are more than the {len(_LETTERS)} letters; "
-                "give fewer choices"
+                f"choices: {len(choices)} are more than the {len(_LETTERS)} letters that can name "
+                "them; use fewer choices"
             )
         letters = list(_LETTERS[: len(choices)])
         listed = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
         return "\n".join([question, *listed, "Answer with the letter."]), letters
 
     def fingerprint(self, model: str | None = None) -> dict[str, Any]:
-        """Return everything that determines the answers.
+        """Return a dict of everything that determines the answers.
 
         Args:
-            model: ``Pipeline.fingerprint``, or the name of a server's model; None if not yet known.
+            model: ``Pipeline.fingerprint``, or the name of a server's model; None if unknown yet.
         """
         values = {"format": _FORMAT, "model": model}
         for name, value in asdict(self).items():
@@ -103,7 +103,7 @@ class AnswerSettings:
 
 
 class Engine:
-    """Answers rows with a pipeline; a fault in a row becomes its ``error``, not an exception.
+    """Answers rows with a pipeline; a failure of a row becomes its ``error``, not an exception.
 
     Args:
         pipe: pipeline of the model; its ``kv_budget`` limits the memory of recordings and answers
@@ -112,8 +112,8 @@ class Engine:
         batch_size: maximum number of rows at once, regardless of their number of choices.
 
     Attributes:
-        audio_seconds: total length of the recordings read so far, each counted once.
-        peak_bytes: peak size of the pools so far, including free slots.
+        audio_seconds: total length of the recordings read so far, in seconds; each counts once.
+        peak_bytes: peak size of the pools so far, in bytes, including free slots.
     """
 
     def __init__(self, pipe: Pipeline, settings: AnswerSettings, batch_size: int = 32) -> None:
@@ -122,14 +122,14 @@ class Engine:
         self._sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=0)
         self._running: dict[Request, tuple[Row, SharedMedia]] = {}
         self._reading: SharedMedia | None = None
-        """Media of the group some of whose rows have not started yet."""
+        """Media of the current group, as long as some of its rows have not started yet."""
         self._since = 0.0
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
-        """Yield results as they are ready.
+        """Answer groups of rows, and yield the results as they are ready.
 
         Args:
-            groups: groups of rows about the same media, see ``rows.by_recording``.
+            groups: groups of rows, each about the same media; see ``rows.by_recording``.
         """
         self._since = time.perf_counter()
         try:
@@ -162,7 +162,7 @@ class Engine:
             yield before
 
     def _media_of(self, row: Row | None) -> Media:
-        """Decode the media of a row, after checking that they fit even without a question."""
+        """Decode the media of a row, after checking that they would fit without a question."""
         if row is None:
             return Media()
 
@@ -176,11 +176,11 @@ class Engine:
         return self.pipe.media_reader.read(parts, fits=fits)
 
     def _group(self, rows: list[Row], media: Future[Media]) -> Iterator[Result]:
-        """Read the media of a group, and start the answers about them."""
+        """Prefill the media of a group, and start answering the group's rows."""
         try:
             media_read = media.result()
             reading = SharedMedia(self.pipe, media_read, self.settings.system)
-        except Exception as error:  # A damaged file may make a library raise anything.
+        except Exception as error:  # Libraries may raise any exception on a damaged file.
             yield from (error_result(row, error_line(error)) for row in rows)
             return
         admission = self.pipe.admission
@@ -276,7 +276,7 @@ class Engine:
             reading.close()
 
     def _seconds(self, rows: int) -> Result:
-        """Return each row's share of the time since the previous rows finished."""
+        """Return the share of each finished row in the time since the previous rows finished."""
         before, self._since = self._since, time.perf_counter()
         return {"seconds": round((self._since - before) / rows, 4)}
 
@@ -309,16 +309,16 @@ class WorkerSettings:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a worker uses a GPU if there is one."""
+        """True if a worker uses a GPU whenever there is one."""
         return self.device != "cpu"
 
     def start(self) -> Worker:
-        """Load the model and return a worker with it."""
+        """Load the model and return a worker that runs it."""
         return Worker(self)
 
 
 class Worker:
-    """A loaded model that answers rows, in this process or in a Ray actor.
+    """Worker that loads a model and answers rows, in this process or in a Ray actor.
 
     Args:
         plan: settings of the worker.
@@ -344,7 +344,7 @@ class Worker:
         self.fingerprint = settings.fingerprint(self._pipe.fingerprint)
 
     def close(self) -> None:
-        """Unfreeze garbage collection; the model is freed when the process ends."""
+        """Undo the exclusion from garbage collection; the model is freed when the process ends."""
         gc.unfreeze()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
@@ -375,7 +375,7 @@ def _process_peak() -> int:
 
 
 def resident_peak() -> int:
-    """Return the peak resident memory of this process so far, in bytes."""
+    """Return the peak resident memory (RSS) of this process so far, in bytes."""
     if sys.platform == "win32":
         import psutil
 

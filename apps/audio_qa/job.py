@@ -33,15 +33,15 @@ def audio_qa(
     model: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Answer many questions about recordings, images and videos; each media item is read once.
+    """Answer many questions about recordings, images and videos, reading each media item only once.
 
     ::
 
         summary = audio_qa("questions.jsonl", "answers.jsonl", "Qwen/Qwen3-Omni-30B-A3B-Instruct")
 
-    Answers are written as they are ready, each flushed to disk before the next, so repeating the
-    call resumes an interrupted run. At the end, the file is sorted into the order of the questions.
-    A row that cannot be answered gets an ``error``, and the run continues.
+    Answers are written as they are ready, and each answer is flushed to disk before the next, so
+    repeating the call resumes an interrupted run. At the end, the file is sorted into the order of
+    the questions. A row that cannot be answered gets an ``error``, and the run continues.
 
     Args:
         questions: JSONL or CSV file, folder of media, or dicts; see ``rows.read_rows``.
@@ -55,7 +55,7 @@ def audio_qa(
 
     Raises:
         InputError: if a file or argument cannot be used, ``out`` belongs to another run, the disk
-            is full, vLLM is missing, or the server no longer answers; finished answers are kept.
+            is full, vLLM is missing, or the server no longer answers. Finished answers are kept.
     """
     name = None if model is None else str(model)
     return run_job(questions, out, JobSettings(name, **options))
@@ -64,7 +64,7 @@ def audio_qa(
 def run_job(
     questions: str | Path | Iterable[Mapping[str, Any]], out: str | Path, settings: JobSettings
 ) -> dict[str, Any]:
-    """Answer many questions; see ``audio_qa``."""
+    """Run an audio QA job with the given settings, and return the summary; see ``audio_qa``."""
     rows = read_rows(questions, question=settings.question, group_by=settings.group_by)
     file = questions if isinstance(questions, str | Path) else None
     _check_overwrites(file, rows, out, settings.samples)
@@ -110,11 +110,11 @@ def _run_here(plan: Plan, rows: list[Row], answers: AnswerFile) -> Work:
 _LOCAL = ("batch_size", "use_audio_in_video", "video_fps", "device")
 """Settings that apply only to a model in this process."""
 _NOT_OF_A_SERVER = ("policy", "kv_budget", "dtype")
-"""Further settings that do not apply to a running server."""
+"""Settings that, in addition, do not apply to a server that is already running."""
 
 
 def _plan(settings: JobSettings, rows: Iterable[Row]) -> tuple[Plan, dict[str, Any]]:
-    """Return the settings of the workers, and the fingerprint of the run."""
+    """Return the settings of each worker, and the fingerprint of the run."""
     name, budget = settings.model, settings.kv_budget
     if budget is not None:
         budget = parse_bytes("kv_budget", budget)
@@ -134,13 +134,13 @@ def _plan(settings: JobSettings, rows: Iterable[Row]) -> tuple[Plan, dict[str, A
         how = name, settings.concurrency, settings.api_key
         return ServerSettings(settings.server, answers, *how, *media), answers.fingerprint()
     if name is None:
-        raise InputError("model: must be a bundled model's name, a folder or a hub id")
+        raise InputError("model: must be the name of a bundled model, a folder or a hub id")
     if settings.engine == "oscar":
         how = settings.batch_size, budget, settings.device
         return WorkerSettings(name, answers, *how, *media), answers.fingerprint()
     _check_for_server("engine vllm", rows, settings, _LOCAL)
     if not isinstance(settings.policy, str):
-        raise InputError("engine vllm: policy must be a preset's name")
+        raise InputError("engine vllm: policy must be the name of a preset")
     plan = VllmSettings(name, settings.policy, answers, settings.concurrency, budget, *media)
     if settings.ray is None:
         check_installed()
@@ -153,14 +153,14 @@ def _check_for_server(
     """Refuse options and choices that a server does not support.
 
     Args:
-        asked: name of the server in error messages.
+        asked: name of the server for error messages.
         rows: the questions.
         settings: settings of the job.
         local: names of the options that apply only to a model in this process.
     """
     if given := settings.changed(local):
         raise InputError(
-            f"{asked}: {', '.join(given)}: only supported without a server; leave it out"
+            f"{asked}: {', '.join(given)}: only supported without a server; leave this out"
         )
     count = sum(bool(row.choices) for row in rows)
     if count and not settings.list_choices:
@@ -173,7 +173,7 @@ def _check_for_server(
 def _check_overwrites(
     questions: str | Path | None, rows: Iterable[Row], out: str | Path, samples: str | Path | None
 ) -> None:
-    """Refuse to overwrite the questions, their media, or one output with another."""
+    """Refuse an output file that would overwrite the questions, their media or another output."""
     files = {"answers": out, "run": f"{out}{RUN}", "summary": f"{out}{SUMMARY}", "samples": samples}
     taken = {} if questions is None else {_file_identity(questions): "the file with the questions"}
     where = {medium: row.where for row in rows for medium in sum(row.recording, ())}
@@ -184,12 +184,12 @@ def _check_overwrites(
         if path is None:
             continue
         if (file := _file_identity(path)) in taken:
-            raise InputError(f"{path}: is {taken[file]}; give another file for the {name}")
+            raise InputError(f"{path}: is {taken[file]}; choose another file for the {name}")
         taken[file] = f"the file for the {name}"
 
 
 def _file_identity(path: str | Path) -> tuple[int, int] | str:
-    """Return a value that all paths to a file share, including hard and symbolic links."""
+    """Return a key that is the same for all paths to a file, including hard and symbolic links."""
     try:
         status = os.stat(path)
         return status.st_dev, status.st_ino

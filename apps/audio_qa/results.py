@@ -1,4 +1,4 @@
-"""Results: the output file of a run, its summary, and samples in lmms-eval's format."""
+"""Results of a run: the output file, the summary, and samples in lmms-eval's format."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from oscar_mm.pipelines.shared_media import Choice
 from oscar_mm.sizes import format_bytes
 
 Result = dict[str, Any]
-"""A line of the output:
+"""Line of the output file, with these fields:
 
 - id, group: id and group of the row. digest: ``Row.digest``.
-- answer: text of the answer or of the chosen choice. choice: index of that choice, from 0.
+- answer: text of the answer or of the selected choice. choice: index of that choice, from 0.
 - correct: whether the answer is right; null if the row has no known answer.
-- scores: log-likelihood of each choice; null if a server answered, which only names a choice.
+- scores: log-likelihood of each choice; null if a server answered, since it only names a choice.
 - finish_reason: "stop", "length" or "choice".
-- tokens: tokens of the prompt, including media, and the answer.
-- kv_bytes: size of these tokens' pages, blocks and tables, including what is shared with other
-  rows. kv_ratio: size of the same tokens in 16-bit precision, divided by kv_bytes. 0 and null if
-  a server answered.
+- tokens: number of tokens of the prompt, including media, and of the answer.
+- kv_bytes: size of these tokens' pages, blocks and tables in bytes, including those shared with
+  other rows; 0 if a server answered. kv_ratio: size of the same tokens in 16-bit precision, divided
+  by kv_bytes; null if a server answered.
 - seconds: the row's share of the time to read the media and answer the batch.
 - error: reason why there is no answer, or null.
 """
 RUN = ".run.json"
-"""Suffix of the file that contains the fingerprint."""
+"""Suffix of the file that contains the fingerprint of a run."""
 
 
 def answer_result(row: Row, answer: Answer) -> Result:
@@ -67,7 +67,7 @@ def choice_result(row: Row, choice: Choice) -> Result:
 
 
 def reply_result(row: Row, text: str, finish_reason: str, tokens: int) -> Result:
-    """Return the result of a server's reply; if it names none of the row's choices, it is wrong."""
+    """Return the result of a server's reply, which is wrong if it names no choice of the row."""
     choice = named_choice(row, text)
     return _result(
         row,
@@ -86,7 +86,7 @@ def error_result(row: Row, error: str) -> Result:
 
 
 def error_line(error: Exception) -> str:
-    """Describe an error in one line; input errors without their type."""
+    """Describe an error in one line, with the error's type unless it is an InputError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"
 
@@ -108,15 +108,16 @@ def _result(row: Row, memory: MemoryReport | None, **values: Any) -> Result:
 
 @dataclass(frozen=True)
 class Work:
-    """Totals of a run, for this process or all workers.
+    """Totals of a run, for this process or for all workers.
 
     Attributes:
-        rows: number of rows answered or failed.
+        rows: number of rows that were answered or failed.
         seconds: time from the first row to the last, excluding the time to load the model.
-        cpu_seconds: CPU time of all threads.
-        audio_seconds: total length of the recordings; one that rows share is counted once.
-        kv_peak_bytes: peak size of a worker's pools.
-        process_peak_bytes: peak resident memory of a process; on a GPU, peak allocated GPU memory.
+        cpu_seconds: CPU time of all threads, in seconds.
+        audio_seconds: total length of the recordings, in seconds; a shared recording counts once.
+        kv_peak_bytes: peak size of a worker's pools, in bytes.
+        process_peak_bytes: peak resident memory of a process, or, on a GPU, peak allocated GPU
+            memory, in bytes.
     """
 
     rows: int
@@ -128,7 +129,7 @@ class Work:
 
 
 def summarize(results: Iterable[Mapping[str, Any]], work: Work) -> dict[str, Any]:
-    """Summarize all rows of an output file, and the speed of this run."""
+    """Return a summary of all rows in an output file and of the speed of this run."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     rows = list(results)
     for row in rows:
@@ -187,7 +188,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         table.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
     for name, counts in [*summary["groups"].items(), ("all", summary)]:
         table.add_row(
-            # Without markup; unpaired surrogates as JSON escapes.
+            # Print the name without markup, and unpaired surrogates as JSON escapes.
             Text(name.encode(errors="backslashreplace").decode()),
             f"{counts['rows']:,}",
             f"{counts['failed']:,}",
@@ -202,7 +203,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     work, rates = summary["work"], summary["throughput"]
     peaks = {"KV": work["kv_peak_bytes"], "process": work["process_peak_bytes"]}
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in peaks.items() if size)
-    # A run that had no rows left to answer has no peak.
+    # A run that had no rows left to answer has no peaks.
     memory = f"; peak memory: {listed}" if listed else ""
     print(
         f"{work['rows']:,} rows in {work['seconds']:.1f} s, "
@@ -215,14 +216,14 @@ def _percent(share: float | None) -> str:
 
 
 def write_samples(path: str | Path, rows: Iterable[Row], done: Mapping[str, Any]) -> int:
-    """Write a line for each answered row, as lmms-eval's ``--log_samples`` does.
+    """Write a line for each answered row, in the format of lmms-eval's ``--log_samples``.
 
-    A line has doc_id, input, target, resps, filtered_resps and doc_hash, and a metric:
-    ``exact_match``, or ``acc`` for multiple choice. For scored choices, each entry of resps is a
-    pair: the log-likelihood, and whether it is the highest.
+    Each line contains doc_id, input, target, resps, filtered_resps, doc_hash, and a metric:
+    ``acc`` for multiple choice, otherwise ``exact_match``. For scored choices, each entry of resps
+    is a pair: the choice's log-likelihood, and whether it is the highest.
 
     Returns:
-        Number of lines written.
+        The number of lines written.
 
     Raises:
         InputError: if the file cannot be written.
@@ -265,15 +266,15 @@ def _sample(number: int, row: Row, result: Mapping[str, Any]) -> dict[str, Any]:
 class AnswerFile:
     """Output file to which rows are appended; each row is flushed to disk before the next.
 
-    However the process ends, the file has all rows written before; resuming removes an incomplete
-    last line. The file is locked, so only one process can write to it. Unpaired surrogates, which
-    UTF-8 cannot encode, are written as JSON escapes.
+    However the process ends, the file keeps all rows written before; resuming removes an incomplete
+    last line. The file is locked, so that only one process can write to it. Unpaired surrogates,
+    which UTF-8 cannot encode, are written as JSON escapes.
 
     Args:
-        path: JSONL file; its folder is created.
-        fingerprint: fingerprint of the run; its model is None until it is known.
-        overwrite: whether to discard the file's rows once the run is confirmed, instead of keeping
-            them.
+        path: path of the JSONL file; its folder is created if it does not exist.
+        fingerprint: fingerprint of the run, in which the model is None until it is known.
+        overwrite: whether to discard the rows in the file, instead of keeping them, once the run is
+            confirmed.
 
     Attributes:
         done: rows in the file, by id.
@@ -291,12 +292,12 @@ class AnswerFile:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and not self.path.is_file():
-                raise InputError(f"{self.path}: cannot be written: is not a regular file")
+                raise InputError(f"{self.path}: cannot be written: not a regular file")
             self._file = self._open()
         self._begins_anew = overwrite
         try:
             if not os.fstat(self._file.fileno()).st_size:
-                # The run that this file describes no longer has any rows.
+                # The run described by this file no longer has any rows.
                 self._run.unlink(missing_ok=True)
             elif not overwrite:
                 self._check(fingerprint)
@@ -306,7 +307,9 @@ class AnswerFile:
             raise
 
     def confirm(self, fingerprint: Mapping[str, Any]) -> None:
-        """Check the run's complete fingerprint, or write it to a new file, before the first row.
+        """Check the complete fingerprint of the run, or write it to a new file.
+
+        Call this before the first row is written.
 
         Raises:
             InputError: if the file's rows belong to another run, or the file cannot be written.
@@ -326,7 +329,7 @@ class AnswerFile:
         """Append a row and flush it to disk.
 
         Raises:
-            InputError: if the disk is full; the file is unchanged.
+            InputError: if the disk is full; the file then remains unchanged.
         """
         with writing(self.path):
             self._append(_line(row))
@@ -337,7 +340,7 @@ class AnswerFile:
 
         Args:
             rows: the questions of this run.
-            retry_failed: whether to remove rows with an error, so that they are answered again.
+            retry_failed: whether to remove the rows with an error, so that they are answered again.
 
         Raises:
             InputError: if the question of a row in the file has changed; the message names the row.
@@ -351,15 +354,15 @@ class AnswerFile:
                 retry = "" if there["error"] is None else "--retry-failed, "
                 raise InputError(
                     f"{self.path}: row {row.id!r} was answered for a different question than the "
-                    f"one in {row.where}: pass {retry}a different --out, or --overwrite"
+                    f"question in {row.where}; pass {retry}a different --out, or --overwrite"
                 )
         self._replace(done)
 
     def sort(self, rows: Iterable[Row]) -> None:
-        """Sort the file into the order of the questions; rows without a question come last.
+        """Sort the file into the order of the questions, followed by rows without a question.
 
         Raises:
-            InputError: if the disk is full; the file is unchanged.
+            InputError: if the disk is full; the file then remains unchanged.
         """
         in_order = {row.id: self.done[row.id] for row in rows if row.id in self.done}
         self._replace(in_order | self.done)
@@ -372,7 +375,7 @@ class AnswerFile:
         """Open the file and lock it for this process."""
         while True:
             file = _locked(self.path, self.path)
-            # Meanwhile another process may have replaced the file and locked the new one.
+            # Meanwhile, another process may have replaced the file and locked the new file.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
                     return file
@@ -401,7 +404,7 @@ class AnswerFile:
                     if os.name == "nt":  # Windows cannot replace an open file.
                         self._file.close()
                     else:
-                        # Lock the new file before renaming it, so that no other process can do so.
+                        # Lock the new file before renaming it, so that no other process can.
                         new = _locked(part, self.path)
             except BaseException:
                 if new is not None:
@@ -412,7 +415,7 @@ class AnswerFile:
         self.done = rows
 
     def _check(self, fingerprint: Mapping[str, Any]) -> None:
-        refused = f"{self.path}: give another --out, or --overwrite; it "
+        refused = f"{self.path}: pass another --out, or --overwrite; this file "
         try:
             there = json.loads(self._run.read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -443,7 +446,8 @@ class AnswerFile:
                 hash((row["id"], row["error"], row["digest"]))
             except (ValueError, LookupError, TypeError, RecursionError):
                 raise InputError(
-                    f"{self.path}, line {number}: is not a row written by audio-qa"
+                    f"{self.path}, line {number}: is not a row written by audio-qa; pass another "
+                    "--out"
                 ) from None
             rows.append(row)
         return rows
@@ -478,4 +482,4 @@ def _lock_file(file: int, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InputError(f"{path}: another process is writing to it") from None
+        raise InputError(f"{path}: another process is writing to this file") from None

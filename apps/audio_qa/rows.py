@@ -1,4 +1,4 @@
-"""Rows: read questions from JSONL, CSV or a folder of media, and judge answers."""
+"""Rows: read questions from JSONL, CSV or a folder of media, and check answers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
 _CHOSEN = ("choices", "answer")
 _Record = tuple[Mapping[str, Any] | InputError, str]
-"""A row's fields, or the error if they cannot be read, with the row's file and line."""
+"""Fields of a row, or the error if they cannot be read; and the file and line of the row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A question and its media.
+    """Question with its media, choices and known answers.
 
     Attributes:
-        id: id of the row in the answers.
+        id: id of the row in the output.
         question: text of the question.
         audio, images, videos: absolute paths or URLs.
         choices: texts to choose from; empty for a free-form answer.
         answer: correct answers; empty if unknown.
-        group: the row's group in the summary; "" for none.
+        group: group of the row in the summary; "" for none.
         where: file and line of the row, for error messages.
         error: reason why the row cannot be answered; "" if it can.
     """
@@ -54,17 +54,17 @@ class Row:
 
     @property
     def media(self) -> dict[str, list[str]]:
-        """Arguments for ``Pipeline.read_media``."""
+        """Media of the row as arguments for ``Pipeline.read_media``."""
         return {kind: list(getattr(self, kind)) for kind in MEDIA if getattr(self, kind)}
 
     @property
     def recording(self) -> tuple[tuple[str, ...], ...]:
-        """Key that rows about the same media share."""
+        """Key of the row's media, which is the same for all rows about the same media."""
         return tuple(getattr(self, kind) for kind in MEDIA)
 
     @property
     def digest(self) -> str:
-        """Digest that rows with the same question and media share."""
+        """Digest of the row's question and media."""
         content = [
             self.question,
             self.choices,
@@ -83,20 +83,20 @@ def read_rows(
 
     Args:
         source: a JSONL file (a JSON object on each line), a CSV file with a header, a folder of
-            recordings, images and videos (each becomes a row), or dicts. Fields are id, question,
-            audio, images, videos (each a path or a list of paths, relative to the file), choices
-            and answer; CSV cells contain lists as JSON. Other fields are ignored. A row without an
-            id gets its line number, or "line 7" if another row has the id "7".
-        question: question for rows that have none; required for a folder.
-        group_by: field by whose value the summary groups the rows.
+            recordings, images and videos (each file becomes a row), or dicts. The fields are id,
+            question, audio, images, videos (each a path or a list of paths, relative to the file),
+            choices and answer; CSV cells contain lists as JSON. Other fields are ignored. A row
+            without an id gets its line number as id, or "line 7" if another row has the id "7".
+        question: question for rows that have no question; required for a folder.
+        group_by: name of the field by which the summary groups the rows.
 
     Returns:
-        Rows in the order of the source. A row with unusable fields has an ``error``; so does a line
-        that is not a JSON object, whose id is, for example, "line 7".
+        Rows in the order of the source. A row with unusable fields has an ``error``. So has a line
+        that is not a JSON object, with an id such as "line 7".
 
     Raises:
-        InputError: if there are no rows, no line is a JSON object, the quotes of a CSV file do not
-            match, or two rows have the same id; the message names the file and the line.
+        InputError: if there are no rows, no line is a JSON object, a CSV file has unbalanced
+            quotes, or two rows have the same id; the message names the file and the line.
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -126,7 +126,7 @@ def read_rows(
 
 
 def by_recording(rows: Iterable[Row]) -> list[list[Row]]:
-    """Group rows about the same media, in the order of their first rows."""
+    """Group rows about the same media; return the groups in the order of their first rows."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.recording, []).append(row)
@@ -154,7 +154,7 @@ def _csv(path: Path) -> Iterator[_Record]:
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: is not valid UTF-8 text: {error}") from None
         except csv.Error as error:
-            # It is unknown where the next row starts.
+            # Stop here, because it is unknown where the next row starts.
             raise InputError(
                 f"{path}, after line {reader.line_num}: not valid CSV: {error}"
             ) from None
@@ -200,14 +200,14 @@ def _cell(name: str, cell: str) -> Any:
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):
-        # File names may start like this too.
+        # File names may also start with this character.
         wrong = InputError(f'{name}: {cell[:80]!r} is not a JSON list such as ["a", "b"]')
         return wrong if name in _CHOSEN else cell
 
 
 def _in_folder(folder: Path, question: str | None) -> list[Row]:
     if question is None:
-        raise InputError(f"{folder} is a folder: give the question to ask about its files")
+        raise InputError(f"{folder} is a folder: pass the question to ask about its files")
 
     def medium(path: Path) -> dict[str, Any]:
         return {kind_of(path) or "images": (str(path.absolute()),)}
@@ -226,7 +226,7 @@ def _in_folder(folder: Path, question: str | None) -> list[Row]:
 
 
 def _rows(records: Sequence[_Record], base: Path, question: str | None, group_by: str) -> list[Row]:
-    """Convert records to rows; refuse a source without any valid record."""
+    """Convert records to rows; raise an error if none of the records is valid."""
     if records and all(isinstance(record, InputError) for record, _ in records):
         record, where = records[0]
         raise InputError(f"{where}: {record}")
@@ -286,7 +286,7 @@ def _unused_id(taken: Container[str | None], *names: str) -> str:
 
 def _label(name: str, value: Any) -> str:
     try:
-        # A round trip through JSON, as for the answers, joins surrogate pairs into characters.
+        # A round trip through JSON, as in the output file, joins surrogate pairs into characters.
         return json.loads(json.dumps(str(value)))
     except (RecursionError, ValueError):
         raise InputError(f"{name} must be text or a number") from None
@@ -313,7 +313,7 @@ def _medium_path(base: Path, source: str) -> str:
 
 
 def right_choices(row: Row) -> set[int]:
-    """Return the indices of the right choices, matched by text or else by letter (A is the first).
+    """Return the indices of the right choices, matched by text, or else by letter (A for index 0).
 
     Raises:
         InputError: if the row's answer is not among its choices.
@@ -325,21 +325,23 @@ def right_choices(row: Row) -> set[int]:
         if not matches and re.fullmatch("[A-Za-z]", answer) and _place(answer) < len(texts):
             matches = [_place(answer)]
         if not matches:
-            raise InputError(f"answer {answer!r} is not one of the choices")
+            raise InputError(
+                f"answer {answer!r} is not one of the choices; use a choice's text or letter"
+            )
         right.update(matches)
     return right
 
 
 _LETTER = (
-    # Only a letter on its own: "A bird", "A's" and "A.M." start with a word.
+    # Match only a separate letter: "A bird", "A's" and "A.M." start with a word.
     r"([A-Z])(?=\s*$|[)\]}<>*_`\"”】」』:;!?,。、]|'(?!\w)|\.(?![A-Z]\b)|\s+[-\u2013\u2014]\s"
     r"|\s+(?:because|since|as|is (?:the )?(?:correct|right|best|answer))\b)"
 )
 _MARKED = re.compile(
     rf"(?:^|\b(?:or|and)\b|或|和)(?:[^\w\n]|_)*{_LETTER}", re.MULTILINE | re.IGNORECASE
 )
-"""A letter at the start of a line, or a later letter in the same format: "(B) white", "A. brown or
-B. white"."""
+"""Pattern of a letter at the start of a line, or of a later letter in the same format: "(B) white",
+"A. brown or B. white"."""
 _CLAIMED = re.compile(
     r"(?:\b(?:answer|option|choice|correct|choose|pick|select|letter|boxed|it is|it's)"
     r"|答案|正确|选)"
@@ -347,21 +349,21 @@ _CLAIMED = re.compile(
     rf"|[是为应该项择的]){{0,16}}?(?<![A-Za-z]){_LETTER}",
     re.MULTILINE | re.IGNORECASE,
 )
-"""A letter that a sentence names as the answer: "The correct answer is B.", "选择B"."""
+"""Pattern of a letter that a sentence names as the answer: "The correct answer is B.", "选择B"."""
 _SEVERAL = re.compile(
     r"(?<![A-Za-z])[A-Z](?![A-Za-z])[^\w\s,]*"
     r"(?:\s*(?:,(?!\s*[AI]\s+[a-z])|[/&+、或和与及]|\b(?:or|and|nor)\b)+[\s(\[*]*"
     r"(?:(?:option|choice) )?[\s(\[*]*[A-Z](?![A-Za-z'])[^\w\s,]*)+"
 )
-"""Several letters named together, which is not a choice: "A or B", "(A) and (C)"."""
+"""Pattern of several letters named together, which do not choose one: "A or B", "(A) and (C)"."""
 
 
 def named_choice(row: Row, reply: str) -> int | None:
-    """Return the index of the choice that a reply names; None if it names none, or several.
+    """Return the index of the choice that a reply names; None if it names no or several choices.
 
     A reply names a choice by its text, by a letter at the start of a line ("B", "b.", "(B) white"),
-    or by a sentence that names a letter as the answer ("The answer is B.", "Option B"). If lines
-    start with several letters, such a sentence decides.
+    or by a sentence that names a letter as the answer ("The answer is B.", "Option B"). If several
+    lines start with different letters, such a sentence decides.
     """
     texts = [normal_form(choice) for choice in row.choices]
     if (text := normal_form(reply)) in texts:
@@ -382,7 +384,7 @@ def _place(letter: str) -> int:
 
 
 def is_correct(row: Row, text: str, choice: int | None) -> bool | None:
-    """Whether the choice (or the text, if there is none) is right; None if no answer is known."""
+    """Return whether the choice, or the text if there is no choice, is right; None if unknown."""
     if not row.answer:
         return None
     if choice is not None:
@@ -391,6 +393,6 @@ def is_correct(row: Row, text: str, choice: int | None) -> bool | None:
 
 
 def normal_form(text: str) -> str:
-    """Normalize case, white space and surrounding punctuation."""
+    """Return a text with normalized case, white space and surrounding punctuation."""
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return plain.strip(".,;:!?\"'` ") or plain

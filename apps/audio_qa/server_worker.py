@@ -1,4 +1,4 @@
-"""ServerWorker: answers rows with a running OpenAI server, or a vLLM server that it starts."""
+"""ServerWorker: answer rows with a running OpenAI server, or a vLLM server that it starts."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from oscar_mm.media.resample import RATE, Audio
 from oscar_mm.media.source import describe, read_bytes
 
 _READERS = 4
-"""Threads that decode recordings."""
+"""Number of threads that decode recordings."""
 _MAX_BYTES = 512 << 20
-"""Maximum bytes of base64 media in open requests; media of the next groups are not included."""
+"""Maximum bytes of base64 media in open requests, not counting media of the next groups."""
 _HOST = "127.0.0.1"
 _LONGEST_START_S = 3600.0
-"""Maximum seconds for a server to download and load its model."""
+"""Maximum time for a server to download and load its model, in seconds."""
 _TIMEOUT_S = 5.0
 
 
@@ -88,17 +88,17 @@ class ServerSettings:
 
     @property
     def endpoint(self) -> str:
-        """Base URL, to which the API's paths are appended."""
+        """Base URL of the API, to which the API's paths are appended."""
         address = self.url.rstrip("/")
         return address if urlsplit(address).path else f"{address}/v1"
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a worker uses a GPU."""
+        """True if a worker uses a GPU itself."""
         return False
 
     def start(self) -> ServerWorker:
-        """Return a worker that uses the server."""
+        """Return a worker that sends rows to the server."""
         return ServerWorker(self)
 
 
@@ -108,7 +108,7 @@ class VllmSettings:
 
     Attributes:
         model: name of a bundled model, folder or hub id.
-        policy: preset, with or without changes, for vLLM's KV cache.
+        policy: name of the preset for vLLM's KV cache, optionally with changes.
         settings: settings for the answers.
         concurrency: maximum number of concurrent requests.
         kv_budget: KV cache size in bytes; None for all memory available to vLLM.
@@ -116,8 +116,8 @@ class VllmSettings:
         limits: limits on media.
 
     Raises:
-        InputError: if vLLM cannot store the policy, there is no such model, or ``concurrency``
-            cannot be used.
+        InputError: if vLLM does not support the policy, the model does not exist, or
+            ``concurrency`` cannot be used.
     """
 
     model: str
@@ -129,7 +129,7 @@ class VllmSettings:
     limits: MediaLimits = field(default_factory=MediaLimits)
 
     uses_gpu = True
-    """A worker uses a GPU if there is one."""
+    """True, because a worker uses a GPU whenever there is one."""
 
     def __post_init__(self) -> None:
         self._arguments(port=0)
@@ -139,7 +139,8 @@ class VllmSettings:
         """Start a server on a free port, and return a worker that owns it.
 
         Raises:
-            InputError: if vLLM is missing, or its server exits or does not answer within an hour.
+            InputError: if vLLM is missing, or if its server exits or does not answer within an
+                hour.
         """
         check_installed()
         [sock] = bind(_HOST, 0)
@@ -163,7 +164,7 @@ class VllmSettings:
 
     def _arguments(self, port: int) -> list[str]:
         options = {
-            "max_context": "auto",  # the model's limit, or less if KV memory is short
+            "max_context": "auto",  # the model's limit, or less if there is little KV memory
             **({} if self.kv_budget is None else {"kv_budget": self.kv_budget}),
             **({} if self.settings.dtype is None else {"dtype": self.settings.dtype}),
         }
@@ -189,23 +190,23 @@ def _answers(client: httpx.Client, endpoint: str) -> bool:
 
 
 Plan = WorkerSettings | ServerSettings | VllmSettings
-"""Settings for the workers of a run."""
+"""Settings of a worker, of any kind."""
 
 
 class ServerWorker:
-    """Worker that sends rows to a server; it has the interface of ``Worker``.
+    """Worker that sends rows to a server, with the same interface as ``Worker``.
 
-    Several threads can run groups at once, each with up to ``plan.concurrency`` open requests.
+    Several threads can call ``run`` at once, each with up to ``plan.concurrency`` open requests.
 
     Args:
         plan: settings of the worker.
-        owned: the server, if the worker started it.
+        owned: the server, if it was started for this worker.
 
     Attributes:
         model: name of the server's model.
         fingerprint: everything that determines the answers, as far as the server reports it.
-        audio_seconds: total length of the recordings sent so far, each counted once.
-        kv_bytes: 0, because a server does not report it.
+        audio_seconds: total length of the recordings sent so far, in seconds; each counts once.
+        kv_bytes: 0, because a server does not report the size of its KV cache.
 
     Raises:
         InputError: if the server cannot be reached, or does not have the model.
@@ -230,8 +231,9 @@ class ServerWorker:
         """
         ready: SimpleQueue[Result | None] = SimpleQueue()
         since = time.perf_counter()
-        # Requests run in another thread's event loop, because the caller may have a running loop,
-        # and so that they continue while the caller writes. Leaving the block cancels them.
+        # Requests run in the event loop of another thread, because the caller may have a running
+        # loop, and so that requests continue while the caller writes. Leaving the block cancels
+        # them.
         with start_blocking_portal() as portal:
             asked = portal.start_task_soon(self._ask_all, groups, ready)
             while (result := ready.get()) is not None:
@@ -243,12 +245,12 @@ class ServerWorker:
                 raise ServerLost(f"{error}{self.close()}") from None
 
     def heard(self, seconds: float) -> None:
-        """Add the length of recordings that were sent to the total."""
+        """Add the length of recordings that were sent, in seconds, to ``audio_seconds``."""
         with self._counting:
             self.audio_seconds += seconds
 
     def close(self) -> str:
-        """Stop the worker's own server; return an excerpt of its log for an error message."""
+        """Stop the worker's own server, and return an excerpt of its log for an error message."""
         return "" if self._owned is None else self._owned.close()
 
     @property
@@ -282,7 +284,7 @@ class ServerWorker:
         """Return the media of a group as message parts.
 
         Raises:
-            InputError: if a media item cannot be read, or cannot be sent to a server.
+            InputError: if a media item cannot be read or cannot be sent to a server.
         """
         row = next((row for row in rows if not row.error), Row("", ""))
         if row.videos:
@@ -308,8 +310,8 @@ class _Shown:
 
     Attributes:
         parts: JSON of the parts, each followed by a comma.
-        seconds: total length of the recordings.
-        open_rows: number of the group's rows that have no result yet.
+        seconds: total length of the recordings, in seconds.
+        open_rows: number of rows of the group that have no result yet.
     """
 
     parts: bytes
@@ -318,7 +320,7 @@ class _Shown:
 
 
 class _Requests:
-    """Requests of a run, for use in an event loop."""
+    """Requests of a run; use it only in an event loop."""
 
     def __init__(
         self, worker: ServerWorker, client: ChatClient, ready: SimpleQueue[Result | None]
@@ -351,15 +353,18 @@ class _Requests:
     async def _begin(
         self, tasks: asyncio.TaskGroup, rows: list[Row], reading: asyncio.Future[_Shown]
     ) -> None:
-        """Start the requests of a group: wait for memory for its media, then start a request for
-        each row as soon as there is a free slot."""
+        """Start the requests of a group.
+
+        Wait for memory for the group's media, then start the request of each row as soon as fewer
+        than the maximum number of requests are open.
+        """
         for row in rows:
             if row.error:
                 self._ready.put(error_result(row, row.error))
         rows = [row for row in rows if not row.error]
         try:
             shown = await reading
-        except Exception as error:  # A damaged file may make a library raise anything.
+        except Exception as error:  # Libraries may raise any exception on a damaged file.
             for row in rows:
                 self._ready.put(error_result(row, error_line(error)))
             return
@@ -410,7 +415,7 @@ class _Requests:
 
 
 def wav(recording: Audio) -> bytes:
-    """Encode a recording as 16-bit WAV, which is lossless for 16-bit sources at 16 kHz."""
+    """Encode a recording as a 16-bit WAV file, which is lossless for 16-bit sources at 16 kHz."""
     samples = np.rint(recording.samples * 2**15).clip(-(2**15), 2**15 - 1).astype("<i2")
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
@@ -420,7 +425,7 @@ def wav(recording: Audio) -> bytes:
 
 
 def _image_part(source: str, media: MediaReader, place: str) -> bytes:
-    """Return the message part for an image file, without re-encoding it.
+    """Return the message part for an image file, without re-encoding the image.
 
     Raises:
         InputError: if the file cannot be read, or is not an image.
@@ -430,7 +435,7 @@ def _image_part(source: str, media: MediaReader, place: str) -> bytes:
     try:
         with opened_image(io.BytesIO(data)) as image:
             kind = Image.MIME[image.format or ""]
-    except Exception:  # The bytes are untrusted: a parser may raise anything.
+    except Exception:  # Parsers may raise any exception on untrusted bytes.
         raise InputError(f"{name} is not a readable image; save it as PNG, JPEG or WebP") from None
     return _part("image_url", {}, "url", f"data:{kind};base64,".encode(), data)
 
@@ -439,9 +444,11 @@ def _part(kind: str, fields: dict[str, str], name: str, before: bytes, data: byt
     """Return the JSON of a message part, followed by a comma.
 
     Args:
-        kind: type of the part, which is also the name of its field.
-        fields: other fields inside that field.
-        name: field that gets ``before`` followed by ``data`` in base64.
+        kind: type of the part, which is also the name of the object with its content.
+        fields: other fields of that object.
+        name: name of the field whose value is ``before``, followed by ``data`` in base64.
+        before: beginning of the value.
+        data: bytes to encode.
     """
     part = json.dumps({"type": kind, kind: {**fields, name: "?"}}).encode()
     start, _, end = part.rpartition(b"?")

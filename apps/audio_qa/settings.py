@@ -1,4 +1,4 @@
-"""JobSettings: settings of an audio QA job, which are the options of ``oscar-mm audio-qa``."""
+"""JobSettings: settings of an audio QA job, also the options of ``oscar-mm audio-qa``."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 
 @dataclass(frozen=True)
 class JobSettings:
-    """Settings of an audio QA job; the help texts of the options document the fields.
+    """Settings of an audio QA job; fields without a description here have an option's help text.
 
     With ``engine="vllm"``, each worker starts its own vLLM server with this package's KV cache, and
-    uses it like ``server``; then ``policy`` must be the name of a preset. Servers of both kinds
-    support recordings and images, and multiple choice only with ``list_choices``, where the reply
-    names a letter. ``batch_size``, ``use_audio_in_video``, ``video_fps`` and ``device`` apply only
-    to a model in this process; with ``server``, so do ``policy``, ``kv_budget`` and ``dtype``.
+    ``policy`` must be the name of a preset. With ``server``, all workers use a running server. Both
+    kinds of server support recordings and images. They support multiple choice only with
+    ``list_choices``, so that the reply names a letter. ``batch_size``, ``use_audio_in_video``,
+    ``video_fps`` and ``device`` are not supported with either kind of server; ``policy``,
+    ``kv_budget`` and ``dtype`` are not supported with ``server``.
 
     Attributes:
         model: name of a bundled model, folder or hub id; with ``server``, name of the server's
             model, or None if it has only one.
         workers: number of Ray workers, each of which loads the model, starts a vLLM server or sends
-            requests to the server. Default: one per GPU; with ``server`` or without GPUs, the
-            number that the CPUs allow.
+            requests to the server. The default is one per GPU, or, with ``server`` or without GPUs,
+            as many as the CPUs allow.
         video_fps: frames per second to sample from videos.
         limits: limits on media.
         api_key: API key for the server.
@@ -118,10 +119,10 @@ class JobSettings:
             raise InputError(f"engine={self.engine!r}: must be oscar or vllm")
         if self.server is not None and self.engine != "oscar":
             raise InputError(
-                f"server with engine {self.engine}: the server has its own engine; leave engine out"
+                f"server with engine {self.engine}: a server has its own engine; leave engine out"
             )
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return the names of the given fields that do not have their default values."""
+        """Return those of the given field names whose values differ from the defaults."""
         usual = {one.name: one.default for one in fields(self)}
         return [name for name in names if getattr(self, name) != usual[name]]

@@ -160,7 +160,7 @@ def test_command(loaded, recordings, tmp_path, capsys) -> None:
     assert f"{file}, line 1: is not valid JSON" in capsys.readouterr().err
     assert len(read_lines(out)) == 7
     assert run(["audio-qa", str(recordings), "--out", str(out), *how]) == 2
-    assert "give the question to ask" in capsys.readouterr().err
+    assert "pass the question to ask" in capsys.readouterr().err
 
 
 def test_bad_rows_stop_nothing(loaded, recordings, tmp_path, capsys) -> None:

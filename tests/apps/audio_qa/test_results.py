@@ -49,7 +49,7 @@ def test_resumed(tmp_path: Path) -> None:
     answers.resume([], retry_failed=True)
     assert list(answers.done) == ["a", "c"]
     answers.write(BAD | {"error": None})
-    with pytest.raises(InputError, match="another process is writing to it"):
+    with pytest.raises(InputError, match="another process is writing to this file"):
         AnswerFile(path, HOW)
     answers.close()
     assert [json.loads(line)["id"] for line in path.open()] == ["a", "c", "b"]
@@ -73,7 +73,7 @@ def test_no_other_process_has_the_file_while_it_is_replaced(
         for move in (None, replace):
             if move is not None:
                 move(source, target)
-            with pytest.raises(InputError, match="another process is writing to it"):
+            with pytest.raises(InputError, match="another process is writing to this file"):
                 AnswerFile(path, HOW)
             refused.append(move)
 
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_replaced_goes_on(
         patch.setattr(os, "replace", full)
         answers.resume([], retry_failed=True)
     answers.write(BAD | {"id": "c"})
-    with pytest.raises(InputError, match="another process is writing to it"):
+    with pytest.raises(InputError, match="another process is writing to this file"):
         AnswerFile(path, HOW)
     answers.close()
     assert [json.loads(line)["id"] for line in path.open()] == ["a", "b", "c"]
@@ -152,7 +152,7 @@ def test_in_the_order_of_the_questions(tmp_path: Path) -> None:
     answers = AnswerFile(path, HOW)
     answers.sort([Row(name, "?") for name in "abcd"])
     assert [json.loads(line)["id"] for line in path.open()] == [*"abcg"] == list(answers.done)
-    with pytest.raises(InputError, match="another process is writing to it"):
+    with pytest.raises(InputError, match="another process is writing to this file"):
         AnswerFile(path, HOW)
     answers.write(ROW | {"id": "d"})
     answers.close()

@@ -60,7 +60,7 @@ def test_folder(tmp_path: Path) -> None:
         write_sound(tmp_path / name, tone(0.5))
     rows = read_rows(tmp_path, question="What is it?")
     assert [list(row.media) for row in rows if row.id in ("a.webm", "b.mp4")] == [["audio"]] * 2
-    with pytest.raises(InputError, match="give the question to ask"):
+    with pytest.raises(InputError, match="pass the question to ask"):
         read_rows(tmp_path)
 
 
