@@ -174,9 +174,7 @@ def _reply(response: httpx.Response) -> Reply:
             tokens=sum(int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion")),
         )
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise InputError(
-            "the server's response is not a chat completion; use an OpenAI-compatible server"
-        ) from None
+        raise InputError("the server's response is not a chat completion; check its log") from None
 
 
 def _refusal(response: httpx.Response) -> str:
