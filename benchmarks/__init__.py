@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table with its bounds and records it with its command line."""
+"""Benchmarks, each of which prints a table with its bounds and records it with its command line."""

@@ -13,8 +13,10 @@ _SHORT_TASKS = [f"--tasks={name}" for name in ("read 30 images", "read 10 clips"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run memory, fidelity, accuracy and, with CUDA, kernels; on a CPU only few accuracy tasks, and
-    the CPU kernels."""
+    """Run the short benchmarks: memory, fidelity and accuracy, and those of the kernels.
+
+    On a CPU, only a few accuracy tasks and the benchmark of the CPU kernels run.
+    """
     parser("benchmarks", __doc__).parse_args(arguments)
     memory.main(arguments)
     fidelity.main(arguments)

@@ -1,4 +1,4 @@
-"""Loss of accuracy of the pocket models' answers when their KV cache is quantized.
+"""Measure how much quantizing the KV cache reduces the accuracy of the pocket models' answers.
 
 python -m benchmarks.accuracy
 python -m benchmarks.accuracy --model pocket-vl --prompts 16 --tasks "read 30 images" --device cpu
@@ -72,7 +72,7 @@ NOTES = [
 
 
 class Cell:
-    """Scores of all methods on one task under one condition."""
+    """Scores of all methods for one task under one condition."""
 
     def __init__(self, methods: Sequence[Method]) -> None:
         self.methods = methods
@@ -101,7 +101,7 @@ class Cell:
         return exact
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row for each method."""
+        """Yield a row of the table for each method."""
         for name, figures in self.figures.items():
             scores = {} if "missing" in figures else self.scores[name].summary()
             yield {"method": name} | figures | scores
@@ -144,7 +144,7 @@ def measure(
 
 POLICIES = {REFERENCE: KVPolicy.preset("bf16"), DEFAULT: KVPolicy.preset(DEFAULT)}
 _ROOM = 8
-"""Tokens by which an answer may exceed the length of the right one."""
+"""Number of tokens by which an answer may be longer than the right answer."""
 
 
 def generate(
@@ -152,12 +152,12 @@ def generate(
 ) -> Iterator[Row]:
     """Yield a row for each task and policy: exact match of greedy answers to conversations.
 
-    The media are a first turn, question and answer a second turn, so that both attend to the packed
-    cache.
+    The media form a first turn. Question and answer form a second turn, so that both attend to the
+    packed cache.
 
     Args:
-        studio: creates the conversations.
-        pocket: model that answers them, in any dtype.
+        studio: studio that creates the conversations.
+        pocket: model that answers the conversations, in any dtype.
         tasks: tasks with one question per conversation.
         prompts: minimum number of conversations.
         seed: seed of the conversations.
@@ -190,7 +190,7 @@ def generate(
 def greedy_answers(
     pocket: Pocket, talks: Conversations, policy: KVPolicy, end_tokens: frozenset[int]
 ) -> list[list[int]]:
-    """Return greedy answers of all rows at once, as token ids."""
+    """Generate greedy answers for all rows at once, and return them as token ids."""
     model, rows = pocket.generator, len(talks.forced.ids)
     cache = OscarCache(policy, model=model)
     cache.expect(talks.ids.expand(rows, -1))
@@ -206,9 +206,9 @@ def greedy_answers(
 
 
 def _question(talks: Conversations) -> Prompt:
-    """Return the rows' questions as one turn, padded on the left."""
+    """Return the questions of all rows as one turn, padded on the left."""
     forced = talks.forced
-    # Up to the first token whose successor is a scored token of the answer.
+    # The question ends at the first token that is followed by a scored token of the answer.
     counts = (forced.targets != IGNORE).int().argmax(1) + 1
     longest = int(counts.max())
     place = torch.arange(longest, device=counts.device) - (longest - counts)[:, None]
@@ -276,8 +276,8 @@ def _free_answers(
     tasks: Sequence[Task],
     device: torch.device,
 ) -> list[Row]:
-    """Return the rows of ``generate``, in bfloat16 on a GPU, where the packed cache's kernels
-    run."""
+    """Return the rows of ``generate``; on a GPU in bfloat16, for which the packed cache has
+    kernels."""
     count = GENERATED[device.type] if options.generate is None else options.generate
     folder = None if options.random else options.models / name
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -290,19 +290,19 @@ def _free_answers(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record each model, or report recorded results."""
+    """Run the benchmark for each model, or report recorded results; return the exit code."""
     options = arguments_of(arguments)
     if options.report:
         return accuracy_report.main(options.out, options.model or NAMES)
     try:
         return _run(options, command("benchmarks.accuracy", arguments))
-    except (FileNotFoundError, InputError) as error:  # FileNotFoundError says how to make the file.
+    except (FileNotFoundError, InputError) as error:  # Both say how to fix the problem.
         print(f"benchmarks.accuracy: {error}", file=sys.stderr)
         return 2
 
 
 def _continuing(record: Record, folder: Path) -> Record:
-    """Return a record that begins with the rows of an earlier run, if the folder has one."""
+    """Return a record that starts with the rows of an earlier run, if the folder contains one."""
     earlier = record.earlier(folder)
     if earlier is None:
         return record
@@ -311,7 +311,7 @@ def _continuing(record: Record, folder: Path) -> Record:
 
 
 def _merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Merge rows; of two rows for a cell keep the one with more prompts, or else the new one."""
+    """Merge old and new rows; for each cell, keep the row with more prompts, else the new row."""
     cell = ("task", "condition", "method")
     return merge_rows(
         rows, new, cell, lambda row, old: row.get("prompts", 0) >= old.get("prompts", 0)
@@ -325,7 +325,7 @@ def _run(options: argparse.Namespace, line: str) -> int:
     known = [method.name for method in (*tables[0], *tables[1])]
     for text in options.methods:
         if not any(text in name for name in known):
-            raise InputError(f"--methods {text}: matches none of {'; '.join(known)}")
+            raise InputError(f"--methods {text}: matches none of these methods: {'; '.join(known)}")
     names = options.methods and [REFERENCE, *options.methods]
     compared = {method.name for method in selected([*tables[0], *tables[1]], names)}
     main_table, ablation = (

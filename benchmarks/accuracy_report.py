@@ -1,4 +1,4 @@
-"""Tables, verdict and plot of the results of ``benchmarks.accuracy``."""
+"""Report of ``benchmarks.accuracy``: tables, verdict and plot of recorded results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURES = {
 }
 ALL = "all models"
 ABLE = 0.5
-"""Minimum exact match with the 16-bit cache; a model below it is guessing."""
+"""Minimum exact match with the 16-bit cache; a model with a lower value is guessing."""
 SHOWN = {
     "INT2 per token": "x",
     "KIVI": "s",
@@ -43,7 +43,7 @@ _FLOOR = 1e-7
 
 
 def tables(rows: Rows) -> None:
-    """Print one model's bits and measures by task, plain and stress."""
+    """Print the bits and the measures of one model by task, for plain and stress conditions."""
     name = rows[0]["model"]
     tasks = list(dict.fromkeys(row["task"] for row in rows if "kl" in row))
     _free_answers(name, [row for row in rows if row["condition"] == GENERATED])
@@ -85,7 +85,7 @@ def _free_answers(name: str, rows: Rows) -> None:
 def _line(
     cells: dict[str, dict[str, Any] | None], shared: set[str], measure: str
 ) -> tuple[str, ...]:
-    """Return a method's row of a table; the mean is over the shared tasks."""
+    """Return the table row of a method; means are taken over the shared tasks."""
     measured = [cell for cell in cells.values() if cell is not None]
     held_bits = [cell["held_bits"] for cell in measured if cell["held_bits"] is not None]
     in_mean = [cell[measure] for task, cell in cells.items() if cell is not None and task in shared]
@@ -109,15 +109,15 @@ def _short(task: str) -> str:
 
 @dataclass(frozen=True)
 class Bound:
-    """Requirement of the default policy on one model or on all.
+    """Requirement for the default policy with one model or with all models.
 
     Attributes:
         model: name of the model, or "all models".
         what: the requirement in words.
         value: the measured number.
-        limit: maximum of the value, or with ``least`` its minimum.
+        limit: maximum of the value, or its minimum if ``least`` is True.
         where: the worst task, if the requirement is about single tasks.
-        error: standard error of the value, from the differences between prompts.
+        error: standard error of the value, computed from the differences between prompts.
     """
 
     model: str
@@ -130,11 +130,11 @@ class Bound:
 
     @property
     def met(self) -> bool:
-        """Whether the value is within the limit."""
+        """True if the value is within the limit."""
         return self.value >= self.limit if self.least else self.value <= self.limit
 
     def __str__(self) -> str:
-        """Return a line of the verdict."""
+        """Return the line of the verdict for this bound."""
         sign = ">=" if self.least else "<="
         where = f" ({self.where})" if self.where else ""
         verdict = "met" if self.met else "NOT met"
@@ -143,7 +143,7 @@ class Bound:
 
 
 def verdict(rows: Rows) -> list[Bound]:
-    """Return every bound that rows of ``benchmarks.accuracy`` can decide."""
+    """Return all bounds that the given rows of ``benchmarks.accuracy`` are sufficient to check."""
     bounds = []
     for name in dict.fromkeys(row["model"] for row in rows):
         bounds += _model_bounds([row for row in rows if row["model"] == name], name)
@@ -153,7 +153,7 @@ def verdict(rows: Rows) -> list[Bound]:
 
 
 def not_judged(rows: Rows) -> list[str]:
-    """Return the tasks that a model cannot do, which are informative about KL only."""
+    """Return the tasks that a model cannot do; for these, only the KL divergence is informative."""
     return [
         f"{row['model']}: {row['task']}: the 16-bit cache has {100 * row['exact']:.0f}%"
         for row in rows
@@ -207,10 +207,10 @@ def _divergence(rows: Rows, name: str) -> list[Bound]:
 def divergence_ratio(
     rows: Rows, method: str, other: str, condition: str
 ) -> tuple[float, float] | None:
-    """Return the mean KL of a method over tasks, divided by another's, and its standard error.
+    """Return the ratio of two methods' mean KL over tasks, and the ratio's standard error.
 
-    The error treats the methods as independent although they answer the same prompts, so it is
-    rather too large. None if one of the methods was not measured.
+    The standard error is computed as if the methods were independent. As they answer the same
+    prompts, it is probably too large. Returns None if one of the methods was not measured.
     """
     means, errors = [], []
     for name in (method, other):
@@ -239,10 +239,10 @@ def _by_task(rows: Rows, method: str, condition: str = "plain") -> dict[str, dic
 
 
 def plot(rows: Rows, folder: Path, device: str) -> Path | None:
-    """Draw KL against bits per value into ``accuracy-<device>.png``.
+    """Plot KL against bits per value in ``accuracy-<device>.png``, and return the file's path.
 
-    One panel is for asking and one for copying, plain and stress. Without matplotlib it prints a
-    message and returns None.
+    There are separate panels for asking and copying, and for plain and stress conditions. If
+    matplotlib is not installed, a message is printed and None is returned.
     """
     try:
         from matplotlib import pyplot
@@ -290,9 +290,9 @@ def plot(rows: Rows, folder: Path, device: str) -> Path | None:
 
 
 def shared_tasks(rows: Rows) -> set[tuple[str, str]]:
-    """Return model and task of the cells with the most shown methods; means are over these.
+    """Return the models and tasks over which means are taken: those with the most shown methods.
 
-    A run of a few methods may have added other tasks.
+    Other tasks may come from runs with only a few methods.
     """
     counts = Counter((row["model"], row["task"]) for row in rows if row["method"] in SHOWN)
     most: Counter[str] = Counter()
@@ -302,7 +302,7 @@ def shared_tasks(rows: Rows) -> set[tuple[str, str]]:
 
 
 def _points(rows: Rows) -> dict[str, tuple[float, float]]:
-    """Return bits and KL of each method, as means over the shared tasks."""
+    """Return the bits per value and the KL of each method, as means over the shared tasks."""
     shared = shared_tasks(rows)
     points = {}
     for name in SHOWN:
@@ -317,7 +317,8 @@ def _points(rows: Rows) -> dict[str, tuple[float, float]]:
 def main(folder: Path, models: Sequence[str]) -> int:
     """Print tables of some models and a verdict on all records of a folder, and draw the plot.
 
-    Returns 2 if the folder has no records.
+    Returns:
+        The exit code; 2 if the folder has no records.
     """
     records = [Record.load(path) for path in sorted(folder.glob("accuracy-pocket-*.json"))]
     if not records:

@@ -1,11 +1,11 @@
-"""Audio QA in batches: questions that share a recording's pages against questions that do not.
+"""Compare audio QA with questions that share a recording's pages and with questions that do not.
 
 python -m benchmarks.audio_qa [--ray]
 python -m benchmarks.audio_qa --full-size
 
-Each run is a process of `oscar-mm audio-qa` with the bundled pocket-omni on the CPU. It needs the
-program espeak-ng, which synthesizes the recordings; --ray needs Ray. With --full-size a model with
-random weights in Qwen3-Omni's shapes answers in this process, on a GPU.
+Each run is a process of `oscar-mm audio-qa` with the bundled pocket-omni on the CPU. The benchmark
+needs the program espeak-ng, which synthesizes the recordings; --ray needs Ray. With --full-size, a
+model with the shapes of Qwen3-Omni and random weights answers in this process, on a GPU.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _GAP_S = 0.06
 _MAX_S, _MIN_S = 3.5, 1.0
 FULL_SIZE, FULL_SECONDS, FULL_TOKENS = "qwen3-omni-30b-a3b", 60, 64
 FULL_RUNS = (("shared", 64, 200), ("shared", 8, 200), ("shared", 1, 50), ("not shared", 64, 50))
-"""Kind of each run, its maximum number of running rows, and its number of rows."""
+"""Runs: for each, its kind, its maximum number of running rows, and its total number of rows."""
 AT_LEAST = 5.0
-"""Minimum speedup of the first run in rows per minute, over the run without batching."""
+"""Minimum speedup, in rows per minute, of the first run over the run without batching."""
 FULL_NOTES = [
     f"{RECORDINGS} recordings of noise of {FULL_SECONDS} s, {QUESTIONS} questions about each. "
     f"Random weights, which never end an answer before {FULL_TOKENS} tokens, the default policy. "
@@ -78,7 +78,11 @@ def _unit(words: str, voice: tuple[str, int, int]) -> np.ndarray:
 
 
 def clip(digits: str, voice: tuple[str, int, int]) -> np.ndarray:
-    """Return (samples,) float32 at 16 kHz of digits in pairs, as in the model's training."""
+    """Synthesize digits spoken in pairs, as in the model's training.
+
+    Returns:
+        (samples,) float32 at 16 kHz.
+    """
     gap = np.zeros(round(_GAP_S * RATE), np.float32)
     parts = [gap]
     for place in range(0, len(digits), 2):
@@ -100,10 +104,10 @@ def write_wav(path: Path, samples: np.ndarray) -> None:
 def spoken_questions(
     folder: Path, recordings: int, clips: int, questions: int, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Create rows of audio-qa about recordings, each a conversation of spoken clips of digits.
+    """Create rows for audio-qa about recordings, each of which consists of clips of spoken digits.
 
-    Every other question is free, the rest have four choices; wrong choices are the digits of other
-    clips of the same recording.
+    Every other question is free-form, and the rest have four choices. Wrong choices are the digits
+    of other clips of the same recording.
 
     Args:
         folder: folder for the recordings.
@@ -141,13 +145,13 @@ def spoken_questions(
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows as JSONL and return the path."""
+    """Write rows to a JSONL file and return its path."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
 def with_own_files(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with separate links to the files, so that they share nothing."""
+    """Return copies of the rows with their own links to the media files, so they share nothing."""
     apart = []
     for row in rows:
         names = [f"{row['id']}-{name}" for name in row["audio"]]
@@ -158,10 +162,10 @@ def with_own_files(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, A
 
 
 class Runs:
-    """Runs of the command, and the rows with their figures.
+    """Runs of the command, and table rows with their figures.
 
     Args:
-        folder: folder of the recordings, and of the outputs.
+        folder: folder for the recordings and the outputs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,14 +181,14 @@ class Runs:
         kill: Callable[[subprocess.Popen, Path], None] | None = None,
         resume: bool = False,
     ) -> None:
-        """Run the command and add a row.
+        """Run the command and add a row to the table.
 
         Args:
             name: name of the run.
-            questions: the JSONL file.
+            questions: JSONL file with the questions.
             options: further options of the command.
-            kill: kills the process once it has written a quarter of the rows.
-            resume: whether the command runs once more after the kill.
+            kill: function that kills the process once it has written a quarter of the rows.
+            resume: whether to run the command again after the kill.
 
         Raises:
             RuntimeError: if the command failed.
@@ -198,7 +202,7 @@ class Runs:
         if resume:
             code = self._exit_code(line, out, None)
         if code != 0:
-            raise RuntimeError(f"{name}: exit code {code}")
+            raise RuntimeError(f"{name}: oscar-mm audio-qa failed with exit code {code}")
         wall = time.perf_counter() - start
         summary = json.loads(out.with_name(f"{out.name}.summary.json").read_text())
         answers = {
@@ -245,23 +249,23 @@ def _wait_for_rows(process: subprocess.Popen, out: Path, rows: int) -> None:
 
 
 def kill_process(process: subprocess.Popen, out: Path) -> None:
-    """Kill the process (-9) once it has written a quarter of the rows."""
+    """Kill the process (SIGKILL) once it has written a quarter of the rows."""
     _wait_for_rows(process, out, RECORDINGS * QUESTIONS // 4)
     process.send_signal(signal.SIGKILL)
 
 
 def kill_worker(process: subprocess.Popen, out: Path) -> None:
-    """Kill one of Ray's workers (-9) once a quarter of the rows is written."""
+    """Kill one of Ray's workers (SIGKILL) once a quarter of the rows has been written."""
     _wait_for_rows(process, out, RECORDINGS * QUESTIONS // 4)
     for child in psutil.Process(process.pid).children(recursive=True):
         if "ray::MapWorker" in " ".join(child.cmdline()):
             os.kill(child.pid, signal.SIGKILL)
             return
-    raise RuntimeError("Ray has no worker to kill")
+    raise RuntimeError("no Ray worker was found to kill: the run may have ended too early")
 
 
 def measure(folder: Path, ray: bool) -> list[dict[str, Any]]:
-    """Return the rows of all runs."""
+    """Run the command in all ways, and return a row for each run."""
     rows = spoken_questions(folder, RECORDINGS, CLIPS, QUESTIONS)
     shared = write_jsonl(folder / "shared.jsonl", rows)
     apart = write_jsonl(folder / "apart.jsonl", with_own_files(folder, rows))
@@ -279,12 +283,12 @@ def measure(folder: Path, ray: bool) -> list[dict[str, Any]]:
 
 
 def measure_full_size(folder: Path, device: torch.device, *, tiny: bool) -> list[dict[str, Any]]:
-    """Return rows of runs with a full-size random model: each batch size, shared and not.
+    """Return a row for each run with a full-size random model, by batch size and kind of run.
 
     Args:
         folder: folder for the recordings.
         device: device of the model.
-        tiny: use a small version of the model.
+        tiny: whether to use a small version of the model.
     """
     released = RELEASED[FULL_SIZE].tiny() if tiny else RELEASED[FULL_SIZE]
     model, processor = build(released, device, torch.float32 if tiny else torch.bfloat16)
@@ -375,7 +379,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the CPU time and KV memory of runs without sharing, relative to runs with it."""
+    """Return the CPU time and KV memory of runs without sharing, relative to runs with sharing."""
     by_name = {row["run"]: row for row in rows}
     quotients = {}
     for way in ("", ", one by one"):
@@ -386,7 +390,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record."""
+    """Run the benchmark: measure, print and record; return the exit code."""
     options = parser("benchmarks.audio_qa", __doc__)
     options.add_argument("--ray", action="store_true", help="also run on two Ray workers")
     options.add_argument("--full-size", action="store_true", help="shapes of Qwen3-Omni, on a GPU")
@@ -402,7 +406,7 @@ def main(arguments: Sequence[str]) -> int:
             rows = measure_full_size(Path(folder), device, tiny=options.tiny)
         _full_size_table(rows)
         line = command("benchmarks.audio_qa", arguments)
-        if not options.tiny:  # Its record would replace that of the other runs.
+        if not options.tiny:  # A tiny run must not replace the record of the other runs.
             finish(Record("audio_qa", line, device_name("cuda"), rows, FULL_NOTES), options.out)
         return 0
     load = os.getloadavg()[0]

@@ -1,4 +1,4 @@
-"""Decode steps of a model's decoder with transformers' caches and ours, filled with random data."""
+"""Cache variants: decode steps with transformers' caches and ours, filled with random data."""
 
 from __future__ import annotations
 
@@ -27,36 +27,38 @@ from oscar_mm.policy import Bits
 MAX_POSITIONS = 1 << 19
 _TOWERS = ("visual", "vision", "audio", "projector")
 _PIECE_ELEMENTS = 1 << 26
-"""Elements of the random keys of a piece: 128 MB in bfloat16."""
+"""Number of elements of the random keys of a piece of a cache: 128 MB in bfloat16."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function that returns the logits after one more token per row, called as a ``GraphRunner``."""
+"""Function that returns the logits after one more token per row, with a ``GraphRunner``'s
+arguments."""
 _SEED = 0
 _ROUND = 512
-"""Granularity in tokens of pieces for an OscarCache; a single-row piece settles balancing."""
+"""Granularity, in tokens, of the pieces that fill an OscarCache. A piece of a single row is large
+enough to fix the scale factors."""
 
 
 class Decoder:
-    """Decoder of a model.
+    """Decoder of a released model with random weights.
 
     Args:
         name: key of ``RELEASED``.
         device: device of the model.
-        tiny: use a small version of the model.
+        tiny: whether to use a small version of the model.
 
     Attributes:
-        model: transformers model, whose kernels are compiled and checked.
+        model: transformers model; its kernels have been compiled and checked.
         pipe: pipeline of the model, without chats or requests.
         config: configuration of the decoder.
         axes: leading axes of the position ids.
         attentions: the attention modules, layer by layer.
-        resident: bytes of all weights, including those of towers.
+        resident: bytes of all weights, including the weights of towers.
     """
 
     def __init__(self, name: str, device: torch.device, *, tiny: bool) -> None:
         released = RELEASED[name].with_positions(MAX_POSITIONS)
         bench = Bench(released.tiny() if tiny else released, TINY if tiny else Sizes(), device)
         bench.warm_up()
-        bench.pipe.store.trim()  # Free the pools of the warm-up's chat.
+        bench.pipe.store.trim()  # Free the pools of the chat that warmed up the model.
         self.name, self.device, self.model = name, device, bench.pipe.model
         self.pipe = bench.pipe.with_policy(POLICY)  # Without the steps captured in the warm-up.
         self.config = self.model.config.get_text_config(decoder=True)
@@ -67,7 +69,10 @@ class Decoder:
         self.resident = bench.facts["weights"]
 
     def weights(self, rows: int) -> float:
-        """Return the weight bytes that a step of ``rows`` reads, with the expected experts."""
+        """Return the bytes of weights that a step of ``rows`` rows reads.
+
+        For a mixture of experts, this counts the expected number of different experts.
+        """
         total = 0.0
         for name, weight in self.model.named_parameters():
             if "embed_tokens" in name or any(tower in name for tower in _TOWERS):
@@ -88,12 +93,15 @@ class Decoder:
     def states(
         self, rows: int, tokens: int, generator: torch.Generator, heads: int | None = None
     ) -> torch.Tensor:
-        """Return random bfloat16 (rows, heads, tokens, head_dim); all KV heads by default."""
+        """Return random bfloat16 keys or values of shape (rows, heads, tokens, head_dim).
+
+        ``heads`` is the number of KV heads by default.
+        """
         size = (rows, heads or self.config.num_key_value_heads, tokens, self.config.head_dim)
         return torch.randn(size, generator=generator, device=self.device, dtype=torch.bfloat16)
 
     def pieces(self, rows: int, tokens: int, multiple: int) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of the pieces that fill a cache.
+        """Yield the first token index and the end of each piece that fills a cache.
 
         Args:
             rows: number of rows in the batch.
@@ -108,14 +116,14 @@ class Decoder:
 
 @dataclass
 class FilledCache:
-    """Filled cache and its decode step.
+    """Filled cache and the function that runs its decode steps.
 
     Attributes:
-        step: runs one step.
-        kv_bytes: returns the bytes that the cache reports.
-        captures: one entry for each captured graph.
-        ahead: launches the next step before the host has its tokens, as ``GraphRunner.ahead`` does;
-            None if a step waits for the tokens.
+        step: function that runs one step.
+        kv_bytes: function that returns the size that the cache reports, in bytes.
+        captures: list with one entry for each captured graph.
+        ahead: function that launches the next step before the host has its tokens, as
+            ``GraphRunner.ahead`` does; None if a step must wait for the tokens.
     """
 
     step: Step
@@ -125,12 +133,12 @@ class FilledCache:
 
 
 class CacheVariant(ABC):
-    """Kind of cache, and how a decode step runs with it.
+    """Kind of cache, and the way in which decode steps run with it.
 
     Attributes:
         title: name in tables.
         attention: attention implementation of the decoder.
-        inference: whether steps run in inference mode, or only without gradients.
+        inference: whether steps run in inference mode rather than only without gradients.
     """
 
     title: str
@@ -138,19 +146,26 @@ class CacheVariant(ABC):
     inference = True
 
     def missing(self) -> str | None:
-        """Return why the variant cannot run here, or None."""
+        """Return the reason why the variant cannot run here, or None if it can."""
         return None
 
     @abstractmethod
     def fill(self, decoder: Decoder, rows: int, tokens: int, steps: int) -> FilledCache:
-        """Return a cache with random tokens in each row and memory for ``steps`` more."""
+        """Return a cache filled with random tokens in each row.
+
+        Args:
+            decoder: decoder that runs the steps.
+            rows: number of rows in the batch.
+            tokens: number of tokens per row.
+            steps: number of further tokens per row to allocate memory for.
+        """
 
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
-        """Return the bytes of one row at the end of all steps."""
+        """Return the size of one row's keys and values at the end of all steps, in bytes."""
         return decoder.token_bytes * (tokens + steps)
 
-    def release(self) -> None:  # noqa: B027 - most variants hold nothing
-        """Free what outlives a run; most variants have nothing to free."""
+    def release(self) -> None:  # noqa: B027 - most variants have nothing to free
+        """Free memory that is still in use after a run; most variants have nothing to free."""
 
 
 class Dynamic(CacheVariant):
@@ -163,14 +178,14 @@ class Dynamic(CacheVariant):
         first = _states(decoder, rows, tokens)
         for index, layer in enumerate(cache.layers):
             layer.lazy_initialization(*(side[:, :, :0] for side in first))
-            # update() would make a second copy on the way.
+            # update() would temporarily need a second copy.
             layer.keys, layer.values = (side.clone() if index else side for side in first)
         step = _transformers_step(decoder, cache, decoder.model, rows, tokens)
         return FilledCache(step, lambda: _plain_bytes(cache))
 
 
 class Static(CacheVariant):
-    """transformers' StaticCache and its compiled model, as used by ``generate``."""
+    """transformers' StaticCache with a compiled model, as used by ``generate``."""
 
     title = "StaticCache, compiled"
     inference = False
@@ -231,7 +246,7 @@ class Quantized(CacheVariant):
 
 
 class Oscar(CacheVariant):
-    """Our cache.
+    """Our cache, ``OscarCache``.
 
     Args:
         policy: name of a preset.
@@ -250,7 +265,7 @@ class Oscar(CacheVariant):
         return self.decoded(cache, decoder)
 
     def decoded(self, cache: OscarCache, decoder: Decoder) -> FilledCache:
-        """Return a filled cache with its decode step."""
+        """Return a cache that is already filled, together with its decode step."""
         captures: list[str] = []
 
         def record(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
@@ -272,8 +287,10 @@ class Oscar(CacheVariant):
         return config.num_hidden_layers * row
 
     def slots(self, tokens: int, steps: int) -> dict[Bits, int]:
-        """Return the slots by bits that a row needs for a prompt and an answer, from a dry run on a
-        KV cache manager."""
+        """Return the number of slots, by bits, that a row needs for a prompt and an answer.
+
+        The numbers come from a dry run of a KV cache manager.
+        """
         kv_manager = KVCacheManager(PageStore(self.policy))
         prompt = text_and_images(tokens).to(torch.int8)[None].numpy()
         starts = range(0, tokens, _ROUND)
@@ -300,10 +317,11 @@ class Oscar(CacheVariant):
 
         Args:
             cache: cache with this variant's policy.
-            decoder: decoder that gives shapes and modules.
+            decoder: decoder whose shapes and attention modules are used.
             rows: number of rows in the batch.
             tokens: number of tokens per row.
-            slots: slots that a row needs; pools are allocated in full, so that they never grow.
+            slots: number of slots that a row needs, by bits; pools get their final size at once, so
+                that they never grow.
             more: number of further rows to allocate memory for.
         """
         for bits, count in slots.items():
@@ -336,7 +354,7 @@ VARIANTS: dict[str, CacheVariant] = {
 def _transformers_step(
     decoder: Decoder, cache: Cache, call: Callable, rows: int, tokens: int
 ) -> Step:
-    """Return a step with a transformers cache that contains ``tokens`` in each row."""
+    """Return the step function of a transformers cache that contains ``tokens`` tokens per row."""
     axes = decoder.axes
     position = torch.full((rows,), tokens, device=decoder.device)
 
@@ -351,7 +369,7 @@ def _transformers_step(
 
 
 def _states(decoder: Decoder, rows: int, tokens: int) -> list[torch.Tensor]:
-    """Return random keys and values, the same for all layers."""
+    """Return random keys and values, which are the same for all layers."""
     generator = torch.Generator(decoder.device).manual_seed(_SEED)
     return [decoder.states(rows, tokens, generator) for _ in range(2)]
 

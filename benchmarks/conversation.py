@@ -1,4 +1,4 @@
-"""Conversations with a full-size random model, whose forward passes are repeated on each cache."""
+"""Conversations with a full-size random model, whose forward passes are repeated for each cache."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Sizes:
     """Sizes of a conversation.
 
     Attributes:
-        picture: width and height of each picture.
-        checked: tokens of the prompt for the comparison of a kept cache with a fresh one.
-        text: approximate text tokens of a later turn.
-        answer: tokens of an answer.
-        steps: further tokens of a long answer.
-        audio_share: share of audio in the first prompt of a model that supports audio.
-        chunk: tokens per chunk of a prompt that is prefilled in chunks.
+        picture: width and height of each picture, in pixels.
+        checked: number of tokens of the prompt that compares a kept cache with a fresh cache.
+        text: approximate number of text tokens of a later turn.
+        answer: number of tokens of an answer.
+        steps: number of further tokens of a long answer.
+        audio_share: share of audio in the first prompt, if the model supports audio.
+        chunk: number of tokens per chunk of a prompt that is prefilled in chunks.
     """
 
     picture: tuple[int, int] = (1280, 960)
@@ -66,11 +66,11 @@ TINY = Sizes((160, 128), checked=300, text=40, answer=3, steps=2, chunk=128)
 
 
 class Bench:
-    """A model and its pipelines, which share the weights.
+    """Random model with its pipelines, which share the weights.
 
     Args:
-        released: the model.
-        sizes: sizes of its conversations.
+        released: shapes of the model.
+        sizes: sizes of the conversations.
         device: device of the model.
     """
 
@@ -92,7 +92,10 @@ class Bench:
         }
 
     def media(self, tokens: int) -> dict[str, list[Any]]:
-        """Return pictures of about so many tokens, and a recording if the model supports audio."""
+        """Return media with a total of about ``tokens`` tokens.
+
+        These are pictures and, if the model supports audio, a recording.
+        """
         media: dict[str, list[Any]] = {}
         if Modality.AUDIO in self.pipe.family.reads:
             seconds = int(tokens * self.sizes.audio_share / 13)
@@ -105,20 +108,20 @@ class Bench:
         return media | {"images": [picture, *(self.picture() for _ in range(rest))]}
 
     def picture(self) -> Image.Image:
-        """Return a picture of noise."""
+        """Return a picture that contains random noise."""
         width, height = self.sizes.picture
         pixels = self.numbers.integers(0, 256, (height, width, 3), dtype=np.uint8)
         return Image.fromarray(pixels)
 
     def text(self) -> str:
-        """Return text of about as many tokens as a later turn has."""
+        """Return the text of a later turn, with about ``sizes.text`` tokens."""
         tokenizer = self.processor.tokenizer
         ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         times = -(-self.sizes.text // len(ids))
         return tokenizer.decode((ids * times)[: self.sizes.text])
 
     def ask(self, chat: Chat, prompt: str = "What is it?", **media: list[Any]) -> Any:
-        """Return a greedy answer of ``sizes.answer`` tokens."""
+        """Ask a question in a chat, and return the greedy answer of ``sizes.answer`` tokens."""
         return chat.ask(prompt, **media, max_new_tokens=self.sizes.answer, temperature=0)
 
     def warm_up(self) -> None:
@@ -128,12 +131,12 @@ class Bench:
             self.ask(chat, self.text())
 
     def conversation(self, context: int, *, full: bool) -> dict[str, Any]:
-        """Measure a row: a chat, and its forward passes repeated with each cache.
+        """Run a chat, repeat its forward passes with each cache, and return a row of measurements.
 
         Args:
-            context: approximate tokens of the first prompt.
-            full: also save, load and forget, and repeat the passes twice; otherwise also prefill
-                the first prompt in chunks.
+            context: approximate number of tokens of the first prompt.
+            full: whether to also measure saving, loading and forgetting, and to repeat the passes
+                twice. If False, prefill of the first prompt in chunks is measured instead.
         """
         before = allocated(self.device)
         media = self.media(context - 64)
@@ -171,7 +174,7 @@ class Bench:
         return OscarCache(POLICY, model=self.pipe.model)
 
     def _in_chunks(self, media: dict[str, list[Any]]) -> dict[str, Any]:
-        """Measure memory and prefill time of the first answer with ``prefill_chunk``."""
+        """Measure memory and prefill time of the first answer with a prompt split into chunks."""
         before = allocated(self.device)
         with self.chunked.chat() as chat, record_calls(self.pipe.model) as calls:
             self.ask(chat, **media)
@@ -181,7 +184,7 @@ class Bench:
         return {"chunk": chunk, "held": memory, "prefill_ms": 1e3 * seconds}
 
     def kept_cache_error(self) -> dict[str, Any]:
-        """Measure how a later turn's logits on a kept cache differ from a fresh prefill."""
+        """Measure how much a later turn's logits on a kept cache differ from a fresh prefill."""
         media = self.media(self.sizes.checked)
         with self.exact.chat() as chat, record_calls(self.exact.model) as calls:
             first = self.ask(chat, **media)
@@ -200,7 +203,7 @@ class Bench:
         }
 
     def _expert_times(self, call: Call) -> dict[str, Any]:
-        """Measure milliseconds of a decode step, by implementation of the experts and batch."""
+        """Measure the milliseconds of a decode step by implementation of experts and batch size."""
         model, times = self.pipe.model, {}
         usual = model.get_experts_implementation()
         for batch in BATCHES if EXPERTS in usual.values() else ():
@@ -216,7 +219,7 @@ class Bench:
         return times
 
     def _part_times(self, calls: Sequence[Call], rounds: int) -> dict[str, dict[str, float]]:
-        """Measure milliseconds of the parts of a conversation, by cache."""
+        """Measure the milliseconds of each part of a conversation, by cache."""
         turn = self.sizes.answer
         steps = [index for index in range(len(calls)) if index % turn]
         times: dict[str, dict[str, float]] = {}
@@ -237,7 +240,7 @@ class Bench:
         }
 
     def _step_ms(self, chat: Chat) -> float:
-        """Measure the time per token of a long answer, from the difference to a short one."""
+        """Return the milliseconds per token, as the difference of a long and a short answer."""
         seconds = []
         for tokens in (self.sizes.answer, self.sizes.answer + self.sizes.steps):
             with chat.fork() as twin:
@@ -245,9 +248,9 @@ class Bench:
         return 1e3 * (seconds[1] - seconds[0]) / self.sizes.steps
 
     def _save(self, chat: Chat) -> dict[str, Any]:
-        """Save and load, and compare the next answers of both chats."""
+        """Save and load a chat, and compare the next answers of both chats."""
         report = chat.memory
-        _ = self.pipe.fingerprint  # Computed only once per model, so do not time it.
+        _ = self.pipe.fingerprint  # Compute this first, since it is needed only once per model.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "chat.safetensors"
             start = perf_counter()
@@ -267,7 +270,7 @@ class Bench:
         }
 
     def _forget(self, chat: Chat) -> dict[str, Any]:
-        """Forget the first turn's pictures one after another and answer once more."""
+        """Forget the pictures of the first turn one after another, and ask another question."""
         pictures = [
             segment
             for segment in chat.segments
@@ -287,7 +290,7 @@ class Bench:
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
-        """Set the attention implementation of the decoder within the block."""
+        """Within the block, use another attention implementation in the decoder."""
         self.pipe.model.set_attn_implementation({"text_config": name})
         try:
             yield
@@ -296,7 +299,7 @@ class Bench:
 
 
 def kernels_used(pipe: Pipeline) -> dict[str, bool]:
-    """Return by operation of decode steps whether its CUDA kernel runs on a layer's pages."""
+    """Return, for each operation of decode steps, whether its CUDA kernel supports the pages."""
     pools, policy = pipe.store.layers[0], pipe.policy
     config = pipe.model.config.get_text_config(decoder=True)
     group = config.num_attention_heads // config.num_key_value_heads
@@ -325,11 +328,11 @@ def kernels_used(pipe: Pipeline) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Call:
-    """Prompt of a forward pass, and the resulting logits.
+    """Prompt of a forward pass, with the resulting logits.
 
     Attributes:
-        prompt: a first or a later turn, or a token of an answer.
-        logits: (vocabulary,) float32 on the CPU, of the last token.
+        prompt: a first turn, a later turn, or one token of an answer.
+        logits: (vocabulary,) float32 logits of the last token, on the CPU.
     """
 
     prompt: Prompt
@@ -343,9 +346,9 @@ class Call:
 
 @contextmanager
 def record_calls(model: Any) -> Iterator[list[Call]]:
-    """Record the prompts and later turns prefilled within the block, in the yielded list.
+    """Record all first and later turns prefilled within the block, in the yielded list.
 
-    Decode steps are not recorded, as a CUDA graph may run them; ``with_steps`` adds them.
+    Decode steps are not recorded, because a CUDA graph may run them; ``with_steps`` adds them.
     """
     calls: list[Call] = []
 
@@ -362,9 +365,10 @@ def record_calls(model: Any) -> Iterator[list[Call]]:
 
 
 def with_steps(calls: Sequence[Call], answers: Sequence[Sequence[int]]) -> list[Call]:
-    """Return the calls, each followed by the decode steps of its answer, except the last token's.
+    """Return the calls, each followed by the decode steps of its answer.
 
-    Steps have the logits of the call before them.
+    The last token of an answer has no step. Steps are added with the logits of the call before
+    them.
     """
     passes = []
     for call, tokens in zip(calls, answers, strict=True):
@@ -387,11 +391,17 @@ def _step(prompt: Prompt, index: int, token: int) -> Prompt:
 def replay(
     model: Any, calls: Sequence[Call], cache: Cache, prefill_chunk: int | None = None
 ) -> tuple[list[float], list[Call]]:
-    """Repeat the calls one after another with a cache; an OscarCache is prefilled as in pipelines.
+    """Repeat calls one after another with a cache; an OscarCache is prefilled as in pipelines.
+
+    Args:
+        model: transformers model.
+        calls: calls to repeat.
+        cache: empty cache.
+        prefill_chunk: number of tokens per chunk of a prompt; None for no chunks.
 
     Returns:
-        Seconds of each call, from media on the CPU to the sampled token; and the calls with their
-        new logits.
+        The seconds of each call, from media on the CPU to the sampled token, and the calls with
+        their new logits.
     """
     seconds, repeated = [], []
     for call in calls:
@@ -409,14 +419,14 @@ def replay(
 
 
 def tensors_on(device: torch.device, calls: Sequence[Call]) -> list[torch.Tensor]:
-    """Return the calls' inputs and positions that are on a type of device."""
+    """Return those inputs and positions of the calls that are on the given type of device."""
     values = [x for call in calls for x in (*call.prompt.inputs.values(), call.prompt.positions)]
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
     return [tensor for tensor in tensors if tensor.device.type == device.type]
 
 
 def join_calls(family: Any, calls: Sequence[Call]) -> Call:
-    """Join all calls into a fresh prefill of the conversation, with the last call's logits."""
+    """Join all calls into one prompt of the full conversation, with the logits of the last call."""
     prompts = [call.prompt for call in calls]
     inputs: dict[str, Any] = {}
     for name in {name: None for prompt in prompts for name in prompt.inputs}:
@@ -434,12 +444,16 @@ def join_calls(family: Any, calls: Sequence[Call]) -> Call:
 
 
 def difference(call: Call, expected: Call) -> float:
-    """Return the relative difference of the logits, |call - expected| / |expected|."""
+    """Return the relative difference of two calls' logits, |call - expected| / |expected|."""
     return float((call.logits - expected.logits).norm() / expected.logits.norm())
 
 
 def step_ms(seconds: Sequence[float]) -> float:
-    """Return the median of decode steps, in milliseconds."""
+    """Return the median time of decode steps in milliseconds.
+
+    Args:
+        seconds: times of the steps in seconds.
+    """
     return 1e3 * median(seconds)
 
 

@@ -1,4 +1,4 @@
-"""decode, store and unpack of a layer on a CPU: CPU kernels, PyTorch operations, 16-bit SDPA.
+"""Time decode, store and unpack of a layer on a CPU: our kernels, PyTorch operations and SDPA.
 
 python -m benchmarks.cpu [--threads 1]
 """
@@ -30,7 +30,7 @@ from oscar_mm.pages.quantize import Recipe
 _CPU = torch.device("cpu")
 _ROUNDS = 9
 _RECENT = 96
-"""Tokens of a sequence that are not packed."""
+"""Number of tokens of a sequence that are not packed."""
 NOTES = [
     "Milliseconds of one call on one layer: the least of 9 rounds, in which all ways take turns. "
     "Keys, values and queries are float32. Of each sequence 96 tokens are not packed.",
@@ -41,7 +41,7 @@ NOTES = [
 
 
 class Shape(NamedTuple):
-    """Attention of one layer."""
+    """Sizes of one layer's attention, and the policy of its cache."""
 
     policy: str
     head_dim: int
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Label in tables."""
+        """Label of the shape in tables."""
         heads = f"{self.kv_heads} x {self.group} heads of {self.head_dim}"
         return f"{self.policy}, {heads}, {self.rows} x {self.tokens:,}"
 
@@ -72,13 +72,13 @@ SHAPES = (
     Shape("compact", 128, 8, 4, 1, 32_768),
 )
 STORED = ((1, 1), (16, 1), (64, 1), (1, 2048))
-"""Rows, and tokens per row."""
+"""Sizes of the store benchmark: number of rows, and tokens per row."""
 UNPACKED = ((2, 64, 19), (8, 128, 19))
-"""KV heads, head_dim and pages."""
+"""Sizes of the unpack benchmark: KV heads, head_dim and number of pages."""
 
 
 def fastest(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Return the milliseconds of each call, the minimum over some rounds."""
+    """Return the milliseconds of each call, as the minimum over several rounds."""
     best = [float("inf")] * len(calls)
     for call in calls:
         call()
@@ -91,7 +91,7 @@ def fastest(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def measure_decode(shape: Shape) -> dict[str, Any]:
-    """Measure attention of one new token per row."""
+    """Measure the time of attention with one new token per row."""
     policy, page_format = KVPolicy.preset(shape.policy), shape.page_format
     rows, heads, head_dim = shape.rows, shape.kv_heads, shape.head_dim
     count = max(1, (shape.tokens - _RECENT) // PAGE_TOKENS)
@@ -139,7 +139,7 @@ def measure_decode(shape: Shape) -> dict[str, Any]:
 
 
 def measure_store(rows: int, tokens: int) -> dict[str, Any]:
-    """Measure storing tokens of each row in ``standard`` pages, with 2 KV heads of 64."""
+    """Measure the time to store each row's tokens in ``standard`` pages, with 2 KV heads of 64."""
     policy = KVPolicy.preset("standard")
     page_format = PageFormat.of(policy, policy.bits.text, 2, 64)
     if tokens == 1:
@@ -167,7 +167,7 @@ def measure_store(rows: int, tokens: int) -> dict[str, Any]:
 
 
 def measure_unpack(heads: int, head_dim: int, pages: int) -> dict[str, Any]:
-    """Measure unpacking ``standard`` pages to float32 keys and values, as in a later turn."""
+    """Measure the time to unpack ``standard`` pages to float32, as for a later turn."""
     policy = KVPolicy.preset("standard")
     page_format = PageFormat.of(policy, policy.bits.text, heads, head_dim)
     arguments = UnpackArguments(

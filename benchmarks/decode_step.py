@@ -1,4 +1,4 @@
-"""Decode step of whole models with random weights, by context, batch and cache.
+"""Time decode steps of complete models with random weights, by context, batch and cache.
 
 python -m benchmarks.decode_step [--models qwen3-vl-8b,...] [--contexts 2048,...] [--batches 1,...]
 """
@@ -40,16 +40,17 @@ CONTEXTS, TINY_CONTEXTS = (2048, 32768, 131072, 262144), (300,)
 BATCHES = (1,)
 COMPILED = "static-compiled"
 COMPILED_CELL = ("qwen3-vl-8b", 32768)
-"""Model and context of the compiled peer unless --ways names it; compiling takes a minute."""
+"""Model and context for which the compiled StaticCache runs if --ways does not name it; compiling
+takes a minute."""
 AT_MOST = 1.3
-"""Maximum time of a single-row step relative to its floor, for our presets as a graph."""
+"""Maximum time of a single-row step relative to its floor, for our presets with CUDA graphs."""
 BOUND_CONTEXTS = (2048, 32768, 131072)
 _BOUND = [VARIANTS[name].title for name in ("compact-graph", "standard-graph")]
 WARM_UP, STEPS = 8, 16
 WITHIN = 0.01
-"""Maximum relative difference between our memory report and the allocator's peak."""
+"""Maximum relative difference between our memory report and the peak of the allocator."""
 _PRETENDED_BANDWIDTH = 1e10
-"""Bytes per second assumed in a tiny run on a CPU."""
+"""Bandwidth assumed in a tiny run on a CPU, in bytes per second."""
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
     "and images. A step is the time from tokens on the host to the next ones there; tokens/s are "
@@ -76,7 +77,7 @@ def measure_cell(
     *,
     kernels: bool = False,
 ) -> Row:
-    """Fill a cache, time decode steps with it and free everything.
+    """Fill a cache, time decode steps with the cache, and free everything.
 
     Args:
         decoder: decoder that runs the steps.
@@ -87,10 +88,11 @@ def measure_cell(
         kernels: whether a profiler lists the kernels of one more step.
 
     Returns:
-        A row of the record. "error" says why it has no figures, "out_of_memory" whether memory was
-        the reason. "memory", on a GPU, has "report", our own count of weights and cache; "peak",
-        the maximum bytes allocated while steps ran; "held", the increase in allocated bytes from
-        begin to end. "peak" and "held" are requested bytes.
+        A row of the record. If the row has no figures, "error" is the reason, and "out_of_memory"
+        is whether it was a lack of memory. On a GPU, "memory" contains "report", our own count of
+        the bytes of weights and cache; "peak", the maximum bytes allocated while steps ran; and
+        "held", the increase in allocated bytes from begin to end. "peak" and "held" count requested
+        bytes.
     """
     row: Row = {
         "model": decoder.name,
@@ -105,14 +107,17 @@ def measure_cell(
     decoder.model.set_attn_implementation({"text_config": variant.attention})
     with torch.inference_mode() if variant.inference else torch.no_grad():
         row |= attempt(lambda: _measured(decoder, variant, rows, context, bandwidth, kernels))
-    # At this point no traceback keeps the frames of a failed cell alive.
+    # At this point, no traceback keeps the frames of a failed cell alive.
     variant.release()
     release(decoder.device)
     return row
 
 
 def attempt(figures: Callable[[], Row]) -> Row:
-    """Return a cell's figures, or "error" and "out_of_memory", so that other cells can run."""
+    """Return the figures of a cell or, if it fails, a row with "error" and "out_of_memory".
+
+    Thus a failed cell does not prevent other cells from running.
+    """
     try:
         return figures()
     except Exception as error:
@@ -163,19 +168,19 @@ def _measured(
 
 
 class DecodeLoop:
-    """Greedy steps in the order of our decode loop: the next one is launched before the wait."""
+    """Greedy steps in the order of our decode loop: launch the next step, then wait for tokens."""
 
     def __init__(self, cache: FilledCache, device: torch.device, rows: int) -> None:
         self._cache, self._choose = cache, Sampler([None] * rows, device, TPGroup())
-        # Equal rows would choose the same experts.
+        # The rows differ, because equal rows would choose the same experts.
         self._tokens = 1 + torch.arange(rows, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool)
 
     def step(self, *, last: bool = False) -> None:
-        """Run one step, from tokens on the host to the next ones there.
+        """Run one step, from tokens on the host to the next tokens on the host.
 
         Args:
-            last: whether it is the last step, after which none is launched ahead.
+            last: whether this is the last step, so that no further step is launched ahead.
         """
         choice = self._choose(self._cache.step(self._tokens, self._ended))
         self._tokens = choice.tokens
@@ -185,8 +190,11 @@ class DecodeLoop:
 
 
 def step_ms(step: Callable[[], None]) -> tuple[float, float]:
-    """Return the median milliseconds of a step after the warm-up, with and without the time that
-    the host waits for tokens."""
+    """Return two medians of steps after the warm-up, in milliseconds.
+
+    The first is the full time of a step; the second excludes the time that the host waits for
+    tokens.
+    """
     times, host = [], []
     waits: list[float] = []
     listed = SampledTokens.listed
@@ -209,7 +217,7 @@ def step_ms(step: Callable[[], None]) -> tuple[float, float]:
 
 
 def report_agrees(row: Row) -> bool | None:
-    """Whether our report is within 1% of the peak; None for other caches and on a CPU."""
+    """Return whether our report is within 1% of the peak; None for other caches and on a CPU."""
     if "memory" not in row or not row["ours"]:
         return None
     return abs(row["memory"]["peak"] / row["memory"]["report"] - 1) <= WITHIN
@@ -294,7 +302,7 @@ def _figures(row: Row) -> tuple[str, ...]:
 def options_of(
     benchmark: str, description: str | None, contexts: Sequence[int]
 ) -> argparse.ArgumentParser:
-    """Create the parser of the options that all sweeps share."""
+    """Create a command-line parser with the options that all sweeps share."""
     options = parser(f"benchmarks.{benchmark}", description)
     options.add_argument(
         "--models", type=_names(RELEASED), default=MODELS, help="models, comma-separated"
@@ -317,7 +325,7 @@ def add_variants(
     default: Sequence[str] | None,
     variants: Sequence[str] = tuple(VARIANTS),
 ) -> None:
-    """Add the option that selects cache variants."""
+    """Add the command-line option that selects cache variants."""
     options.add_argument(
         "--ways",
         type=_names(variants),
@@ -335,19 +343,21 @@ def sweep(
     report: Callable[[Sequence[Row]], None],
     cell: Sequence[str],
 ) -> int:
-    """Measure model by model; print and record each row at once.
+    """Measure one model after another; print and record each row immediately.
 
     Args:
         benchmark: name of the module in ``benchmarks``.
         arguments: arguments of the command line.
         options: the arguments as parsed by ``options_of``.
         notes: notes of the record.
-        rows_of: measures a decoder, given the bandwidth of a copy in bytes per second.
-        report: prints tables and verdicts.
-        cell: fields that identify a cell; with --add its new rows replace its old ones.
+        rows_of: function that measures a decoder; its second argument is the bandwidth of a copy in
+            bytes per second.
+        report: function that prints tables and verdicts.
+        cell: fields that identify a cell; with --add, new rows of a cell replace its old rows.
 
     Returns:
-        0; 1 if a model or a cell failed (running out of memory is not a failure); 2 without a GPU.
+        The exit code: 1 if a model or a cell failed, not counting a lack of memory; 2 without a
+        GPU; otherwise 0.
     """
     device = device_of(benchmark, tiny=options.tiny)
     if device is None:
@@ -360,7 +370,7 @@ def sweep(
     earlier, new = [], []
     if options.add and (previous := record.earlier(options.out)):
         earlier = previous.rows
-    release(device)  # Free the gigabytes of the bandwidth test.
+    release(device)  # Free the memory of the bandwidth test, which is gigabytes.
     for name in options.models:
         start = perf_counter()
         try:
@@ -412,13 +422,13 @@ def _names(choices: Sequence[str] | dict[str, Any]) -> Callable[[str], tuple[str
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parse the comma-separated whole numbers of an option, from 1."""
+    """Parse an option with comma-separated whole numbers, each at least 1."""
     try:
         values = tuple(map(int, text.split(",")))
     except ValueError:
         values = ()
     if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give whole numbers from 1, with commas")
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers from 1, with commas")
     return values
 
 

@@ -1,4 +1,4 @@
-"""Requests that decode together in a pipeline's engine, compared with the bare decode loop.
+"""Compare requests that decode together in a pipeline's engine with the bare decode loop.
 
 python -m benchmarks.engine [--models qwen3-vl-8b,...] [--batches 1,16,...] [--ways compact-graph]
 """
@@ -46,11 +46,11 @@ WAYS = {
     if isinstance(variant, Oscar) and variant.graph
 }
 BOUND_CONTEXT, SHARE, READING = 32768, 0.9, 0.5
-"""Context of the bounds; minimum share of the bare loop's tokens per second, and minimum share
-during prefill of another prompt."""
+"""Context for which the bounds apply, minimum share of the bare loop's tokens per second, and the
+minimum share while another prompt is prefilled."""
 _QUESTION = "What is it?"
 _MAX_TOKENS = 4096
-"""Maximum tokens of an answer, more than are sampled in any measurement."""
+"""Maximum tokens of an answer, which no measurement reaches."""
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
     "and images. A number of rows without room is followed by the largest that has some.",
@@ -68,7 +68,7 @@ NOTES = [
 def measure_engine(
     decoder: Decoder, variant: Oscar, context: int, bandwidth: float, rows: int
 ) -> Row:
-    """Fill caches, time the bare loop and then the engine with them, and free everything.
+    """Fill caches, time the bare decode loop and then the engine with them, and free everything.
 
     Args:
         decoder: decoder whose pipeline has the engine.
@@ -98,8 +98,8 @@ def _figures(decoder: Decoder, variant: Oscar, context: int, bandwidth: float, r
     loop_ms, loop_host_ms = step_ms(
         DecodeLoop(variant.decoded(cache, decoder), decoder.device, rows).step
     )
-    allocated(decoder.device)  # Synchronizes, and starts a new peak.
-    release(decoder.device)  # Frees the graph.
+    allocated(decoder.device)  # Synchronize, and start a new peak.
+    release(decoder.device)  # Free the graph.
     kv_bytes = cache.memory().kv_bytes
     split = perf_counter()
     answers = [_answer(pipe, one, _MAX_TOKENS) for one in _rows_apart(cache)]
@@ -137,7 +137,7 @@ def _figures(decoder: Decoder, variant: Oscar, context: int, bandwidth: float, r
 
 
 def _rows_apart(cache: OscarCache) -> list[OscarCache]:
-    """Split a cache into single-row caches, and close it."""
+    """Split a cache into single-row caches, and close the original cache."""
     apart = []
     for row in range(cache.batch_size):
         apart.append(cache.fork())
@@ -147,7 +147,7 @@ def _rows_apart(cache: OscarCache) -> list[OscarCache]:
 
 
 def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Request:
-    """Submit a request that continues a cache."""
+    """Submit a request that continues a cache, and return the request."""
     family, past = pipe.family, cache.get_seq_length()
     question, place = first_turn(_QUESTION), torch.tensor([past])
     prompt = family.continuation(question, Media(), past, place).to(family.device)
@@ -158,37 +158,42 @@ def _answer(pipe: Pipeline, cache: OscarCache, most: int) -> Request:
 
 
 def _text(pipe: Pipeline, tokens: int) -> Prompt:
-    """Return a prompt of so many text tokens."""
+    """Return a prompt with ``tokens`` text tokens."""
     times = 1 + tokens // pipe.family.tokenize(TEXT).shape[1]
     return beginning(pipe.prepare(first_turn(TEXT * times), Media()), tokens)
 
 
 def _check(answers: Sequence[Request]) -> None:
-    """Raise the error of a request that failed, or an error if not all run at once."""
+    """Raise the error of a failed request, or an error if the requests do not all run at once."""
     for answer in answers:
         if answer.error is not None:
             raise answer.error
     running = answers[0].engine.running
     if running != len(answers):
-        raise RuntimeError(f"of {len(answers)} answers {running} run at once")
+        raise RuntimeError(
+            f"only {running} of {len(answers)} answers run at once; measure fewer rows"
+        )
 
 
 def next_step(answers: Sequence[Request]) -> None:
-    """Run until each request has one more token, including what the engine does before."""
+    """Run the engine until each request has one more token."""
     first = answers[0]
     count = len(first.tokens)
     first.engine.run_until(lambda: len(first.tokens) > count or first.ended)
 
 
 def _reading(pipe: Pipeline, answers: Sequence[Request], prompt: Prompt) -> dict[str, Any]:
-    """Measure running requests during prefill; "error" says why that was not possible."""
+    """Measure running requests while another prompt is prefilled.
+
+    If this is not possible, the row has an "error" with the reason.
+    """
     reader = Request(
         pipe.engine, prompt, pipe.new_cache(), Sampling(max_new_tokens=1), perf_counter()
     )
     before, start = sum(len(answer.tokens) for answer in answers), perf_counter()
     pipe.engine.submit(reader)
     first, count = answers[0], len(answers[0].tokens)
-    # A prompt without memory stays in the queue, and answers make steps without it.
+    # A prompt for which there is no memory stays in the queue while the answers continue.
     pipe.engine.run_until(
         lambda: reader.ended or (pipe.engine.waiting > 0 and len(first.tokens) > count)
     )
@@ -209,7 +214,7 @@ def _reading(pipe: Pipeline, answers: Sequence[Request], prompt: Prompt) -> dict
 
 
 def _reading_s(pipe: Pipeline, prompt: Prompt) -> float:
-    """Return the seconds of a prompt's prefill while nothing else runs."""
+    """Return the time to prefill a prompt while nothing else runs, in seconds."""
 
     def read() -> float:
         cache, start = pipe.new_cache(), perf_counter()
@@ -228,7 +233,7 @@ def rows_of(
     batches: Sequence[int],
     variants: Sequence[str],
 ) -> Iterator[Row]:
-    """Yield a row for each context, cache variant and batch, including those that do not fit."""
+    """Yield a row for each context, cache variant and batch, including batches that do not fit."""
     for context in contexts:
         for name in variants:
             variant = WAYS[name]
@@ -242,7 +247,7 @@ def rows_of(
 
 
 def bounds(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the shares at the context of the bounds: value, and whether it meets its bound."""
+    """Return the bounds that apply to the rows: each with its value and whether it is met."""
     checks = []
     for row in rows:
         if "error" in row or row["context"] != BOUND_CONTEXT:

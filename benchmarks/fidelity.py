@@ -1,4 +1,4 @@
-"""Change of attention when synthetic keys and values are stored in packed pages.
+"""Measure how attention changes when synthetic keys and values are stored in packed pages.
 
 python -m benchmarks.fidelity
 """
@@ -40,14 +40,15 @@ NOTES = [
 
 @dataclass(frozen=True)
 class Scenario:
-    """Difficult properties of the inputs, as factors.
+    """Difficult properties of synthetic inputs, as factors.
 
     Attributes:
-        imbalance: factor of the length of text keys relative to image and audio keys.
-        outliers: factor of three rotary pairs of key channels, which are also off center.
-        stress: factor of two more rotary pairs of keys; their queries are divided by it, so that
-            exact attention does not change.
-        long: factor of the length of 1.5% of the keys.
+        imbalance: factor by which text keys are longer than image and audio keys.
+        outliers: factor by which three rotary pairs of key channels are scaled; these channels
+            also have a nonzero mean.
+        stress: factor by which two more rotary pairs of key channels are scaled. The corresponding
+            query channels are divided by it, so that exact attention does not change.
+        long: factor by which 1.5% of the keys are longer than the others.
     """
 
     imbalance: float = 1.0
@@ -58,7 +59,7 @@ class Scenario:
     def inputs(
         self, seed: int, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys, values and modality ids."""
+        """Return synthetic queries, keys, values and modality ids."""
         queries, keys, values, ids = multimodal(
             seed,
             tokens=tokens,
@@ -87,7 +88,7 @@ SCENARIOS = {
 def attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and log weights of full (non-causal) attention in float64."""
+    """Return the output and the log weights of full (non-causal) attention in float64."""
     grouped = queries.double().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
     scores = grouped @ keys.double().transpose(2, 3) * keys.shape[-1] ** -0.5
     weights = scores.log_softmax(-1)
@@ -100,7 +101,7 @@ def measure(
     scenarios: dict[str, Scenario] = SCENARIOS,
     tokens: int = TOKENS,
 ) -> list[dict[str, Any]]:
-    """Return a row for each scenario and policy: means over the seeds, and the KL of each seed."""
+    """Return a row for each scenario and policy, with means over the seeds and the KL per seed."""
     rows = []
     for title, scenario in scenarios.items():
         varlen_batches = {name: [] for name in policies}
@@ -108,7 +109,7 @@ def measure(
             queries, keys, values, ids = scenario.inputs(seed, tokens)
             exact, weights = attention(queries[:, :, -QUERIES:], keys, values)
             grouped = queries[0].unflatten(0, (keys.shape[1], -1))
-            # The mean of a channel adds no error, see ``oscar_mm.quant.balance``.
+            # The mean of a channel causes no error, see ``oscar_mm.quant.balance``.
             spread, size = keys[0].std(1, correction=0), grouped.square().mean((1, 2)).sqrt()
             sigma = sigma_from_rms(spread, size)
             for name, policy in policies.items():

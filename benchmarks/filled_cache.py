@@ -1,5 +1,5 @@
-"""KV connector of vLLM that gives every prompt a cache of random values, so that decoding starts at
-once at any context."""
+"""KV connector for vLLM that replaces the prefill of every prompt by random values in the KV cache,
+so that decoding starts immediately at any context length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 
 _BLOCKS_AT_ONCE = 1024
 _SMALL = 0xBF
-"""Mask that clears the top exponent bit: no 8-bit or 16-bit number is NaN, or 2 or more."""
+"""Mask that clears the top exponent bit, so that no 8-bit or 16-bit number is NaN, or 2 or more."""
 
 
 class FilledCache(DecodeBenchConnector):
@@ -26,4 +26,4 @@ class FilledCache(DecodeBenchConnector):
                 part.view(torch.uint8).random_(0, 256).bitwise_and_(_SMALL)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: the values are already there."""
+        """Do nothing, because the cache has already been filled."""

@@ -1,8 +1,8 @@
-"""Time to first token of texts, and of many pictures and long recordings by stage, at full size.
+"""Measure the time to first token at full size: for texts, and by stage for many or long media.
 
 python -m benchmarks.first_token [--models qwen3-vl-8b,qwen3-omni-30b-a3b [--add]] [--tiny]
 
-A single model: ``--models qwen3-vl-8b``; ``--add`` keeps recorded rows of the other.
+``--models qwen3-vl-8b`` measures a single model; ``--add`` keeps the recorded rows of the other.
 """
 
 from __future__ import annotations
@@ -69,26 +69,26 @@ NOTES = [
     "ones of a length, which compile and record.",
 ]
 OWN = ("towers", "language model")
-"""Stages of the model itself."""
+"""Stages in which the model itself runs."""
 STAGES = ("headers", "decode", "processor", "tokens", "copy", *OWN, "pack", "rest")
 MOST = 0.05
-"""Maximum time of any other stage, as a share of the model's own time."""
+"""Maximum time of any other stage, relative to the time of the model's own stages."""
 _QUESTION = "What is it?"
 WORDS = (20, 60, 300, 600, 1200)
-"""Word counts of texts: questions, and prompts of up to 2,000 tokens."""
+"""Numbers of words in texts, from short questions to prompts of about 2,000 tokens."""
 _WARM_UP, _CALLS = 4, 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """Media of one request.
+    """Case of the benchmark: the media of one request.
 
     Attributes:
         name: name in the table.
-        model: key of RELEASED.
+        model: key of ``RELEASED``.
         count: number of pictures or recordings.
         size: width and height of a picture, in pixels.
-        seconds: length of a recording.
+        seconds: length of a recording, in seconds.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Case:
     seconds: float = 0.0
 
     def tiny(self) -> Case:
-        """Return a small version of the case, for a CPU."""
+        """Return a small version of the case for a CPU."""
         width, height = self.size
         small = (width // 8, height // 8)
         return replace(self, count=min(self.count, 3), size=small, seconds=self.seconds / 600)
@@ -114,16 +114,17 @@ MODELS = tuple(dict.fromkeys(case.model for case in CASES))
 
 
 class StageClock:
-    """Seconds of each stage, without nested stages.
+    """Clock that measures the seconds of each stage, excluding nested stages.
 
-    It counts the thread that created the clock, and others that take turns with it.
+    The clock counts the time of the thread that created it, and of other threads that take turns
+    with this thread.
 
     Args:
         device: device that stages wait for.
         others: ids of the other threads, such as the engine thread.
 
     Attributes:
-        wall: seconds by stage.
+        wall: elapsed seconds by stage.
         cpu: CPU seconds of this process on all cores, by stage.
     """
 
@@ -137,7 +138,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the time within the block for a stage."""
+        """Within the block, count the time for a stage."""
         if threading.get_ident() not in self._threads:
             yield
             return
@@ -150,14 +151,14 @@ class StageClock:
             self._open.pop()
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function as a stage."""
+        """Return a function that calls another function as a stage."""
 
         @wraps(call)
         def as_stage(*args: Any, **kwargs: Any) -> Any:
             with self.stage(name):
                 return call(*args, **kwargs)
 
-        # The fast layers require that a forward is the class's own or from this library.
+        # The fast layers require that a ``forward`` is the class's own or belongs to this library.
         as_stage.__module__ = oscar_mm.__name__ + ".benchmarks"
         return as_stage
 
@@ -172,7 +173,7 @@ class StageClock:
 
 @contextmanager
 def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
-    """Time requests of a pipeline by stage within the block; everything else is "rest"."""
+    """Within the block, time a pipeline's requests by stage; everything else counts as "rest"."""
     family, model, processor = pipe.family, pipe.model, pipe.processor
     decoder = model.get_decoder()
     kinds = family.reads & {Modality.IMAGE, Modality.AUDIO}
@@ -202,7 +203,7 @@ def stages(pipe: Any, clock: StageClock) -> Iterator[None]:
 
 
 def pictures(folder: Path, case: Case) -> list[Path]:
-    """Create different JPEG files with shapes of all sizes and some noise."""
+    """Create different JPEG files that show shapes of all sizes and some noise."""
     width, height = case.size
 
     def picture(index: int) -> Path:
@@ -220,7 +221,7 @@ def pictures(folder: Path, case: Case) -> list[Path]:
 
 
 def recordings(folder: Path, case: Case) -> list[Path]:
-    """Create different FLAC files of noise that swells and fades."""
+    """Create different FLAC files that contain noise of varying loudness."""
     count = round(case.seconds * RATE)
     swell = (0.05 + 0.05 * np.sin(np.arange(count) / RATE)).astype(np.float32)
 
@@ -234,7 +235,7 @@ def recordings(folder: Path, case: Case) -> list[Path]:
 
 
 def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[Row]:
-    """Yield a model's row for each of its cases."""
+    """Yield a row for each text length and each case of a model."""
     released = RELEASED[name].tiny() if tiny else RELEASED[name]
     start = perf_counter()
     model, processor = build(released, device, torch.bfloat16)
@@ -250,7 +251,7 @@ def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[Row]:
 
 
 def read_text(pipe: Any, count: int) -> Row:
-    """Ask with texts of so many words."""
+    """Time requests whose texts have ``count`` words."""
     answers = [
         pipe(images=None, prompt=words(count, seed), max_new_tokens=1, temperature=0)
         for seed in range(_WARM_UP + _CALLS)
@@ -260,7 +261,7 @@ def read_text(pipe: Any, count: int) -> Row:
 
 
 def request(pipe: Any, case: Case, device: torch.device) -> Row:
-    """Ask about the media three times: as a warm-up, as a whole, and by stage."""
+    """Ask about the media of a case three times: to warm up, to time the request, and by stage."""
     with tempfile.TemporaryDirectory() as folder:
         start = perf_counter()
         make = recordings if case.seconds else pictures
@@ -291,7 +292,7 @@ def request(pipe: Any, case: Case, device: torch.device) -> Row:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print times of texts, and seconds by stage with the verdict on each stage of ours."""
+    """Print the times of texts, and seconds by stage with the verdict on each of our stages."""
     texts = [row for row in rows if "wall_s" not in row]
     show(
         "Texts",
@@ -318,7 +319,7 @@ def _verdict(share: float | None) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; 2 for unknown models or without a CUDA device."""
+    """Run the benchmark; return the exit code, 2 for unknown models or without a CUDA device."""
     options = parser("benchmarks.first_token", __doc__)
     options.add_argument("--models", default=",".join(MODELS), help="models, comma-separated")
     options.add_argument("--add", action="store_true", help="keep the file's rows of other models")

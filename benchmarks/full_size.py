@@ -1,4 +1,4 @@
-"""Conversations with full-size models of random weights, compared with transformers' own cache.
+"""Compare our cache with transformers' own in conversations with full-size random models.
 
 python -m benchmarks.full_size [--models qwen3-vl-8b,... [--add]] [--tiny]
 """
@@ -53,13 +53,13 @@ NOTES = [
 ]
 CONTEXT, TINY_CONTEXT = 32768, 512
 LONGER = {"qwen3-vl-8b": (131072,)}
-"""Additional contexts of some models."""
+"""Additional context lengths for some models."""
 ROOM = 8192
-"""Number of positions after the first prompt."""
+"""Number of positions available after the first prompt."""
 
 
 def bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the bounds of a row: the value, the bound, and whether the value meets it."""
+    """Return the bounds of a row, each with its value and whether it is met."""
     oscar, dynamic, memory = row["ms"]["oscar"], row["ms"]["dynamic"], row["held"]
     checks = []
 
@@ -78,13 +78,13 @@ def bounds(row: dict[str, Any]) -> list[dict[str, Any]]:
     if "saved_ratio" in row:
         check("saved / 16 bit", 1 / row["saved_ratio"], 1 / 6)
     if "kept" in row:
-        # Both differences are rounding from another order of summation.
+        # Both differences are rounding errors due to another order of summation.
         check("kept logits", row["kept"]["difference"], max(2 * row["kept"]["dynamic"], 0.02))
     return checks
 
 
 def measure(name: str, device: torch.device, *, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Yield a model's row for each context; the first row has the one-time measurements."""
+    """Yield a row for each context of a model; the first row has the one-time measurements."""
     contexts = (CONTEXT, *LONGER.get(name, ()))
     if tiny:
         contexts = tuple(TINY_CONTEXT * context // CONTEXT for context in contexts)
@@ -169,7 +169,11 @@ def _gigabytes(count: int | None) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record model by model; 2 without a CUDA device, 1 if a model failed."""
+    """Run the benchmark model by model.
+
+    Returns:
+        The exit code: 2 without a CUDA device, 1 if a model failed, else 0.
+    """
     options = parser("benchmarks.full_size", __doc__)
     options.add_argument("--models", default=",".join(RELEASED), help="models, comma-separated")
     options.add_argument("--add", action="store_true", help="keep the file's rows of other models")

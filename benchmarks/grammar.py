@@ -1,9 +1,9 @@
-"""Decode steps of answers constrained by a grammar, compared with unconstrained answers.
+"""Compare decode steps of answers constrained by a grammar with those of unconstrained answers.
 
 python -m benchmarks.grammar [--model qwen3-vl-8b] [--rows 1,16,64] [--tokenizer FOLDER]
 
 A model with random weights writes JSON objects whose strings are random tokens. The time for masks
-grows with the vocabulary of the tokenizer: --tokenizer uses the one of a released checkpoint.
+grows with the tokenizer's vocabulary; --tokenizer selects the tokenizer of a released checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from oscar_mm.pipelines.pipeline import Pipeline
 
 
 def _objects(text: dict[str, Any]) -> Grammar:
-    """Return a grammar of an endless sequence of objects with a string and a number."""
+    """Return a grammar for an endless sequence of objects with a string and a number each."""
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", **text}, "size": {"type": "integer"}},
@@ -45,7 +45,7 @@ def _objects(text: dict[str, Any]) -> Grammar:
 
 
 GRAMMARS = {"plain": _objects({}), "bounded": _objects({"maxLength": 40})}
-"""Grammars by name. Near the length limit of a string each token is checked separately, which takes
+"""Grammars by name. Near a string's length limit, each token is checked separately, which takes
 about a millisecond per answer."""
 MAX_SHARE, BOUND_ROWS = 0.05, 16
 _TOKENS = 2048
@@ -58,13 +58,13 @@ NOTES = [
 
 
 def measured(pipe: Pipeline, rows: int, grammar: Grammar | None, guided: int) -> Row:
-    """Measure the median milliseconds of a step, and of its masks.
+    """Measure the median milliseconds of a step and of its masks, and return a row.
 
     Args:
-        pipe: pipeline that runs the answers.
+        pipe: pipeline that generates the answers.
         rows: number of answers.
-        grammar: grammar of some of them.
-        guided: number of answers with the grammar.
+        grammar: grammar of the constrained answers.
+        guided: number of constrained answers.
     """
     fill, masks = GrammarMask._fill, list[float]()
 
@@ -86,7 +86,9 @@ def measured(pipe: Pipeline, rows: int, grammar: Grammar | None, guided: int) ->
         ms, host_ms = step_ms(partial(next_step, answers))
     for answer in answers:
         if answer.ended:
-            raise RuntimeError(f"an answer ended while steps were timed: {answer.error!r}")
+            raise RuntimeError(
+                f"an answer ended before all steps were timed; its error: {answer.error!r}"
+            )
         answer.cancel()
         answer.cache.close()
     found: Row = {"rows": rows, "guided": guided, "ms": ms, "host_ms": host_ms}
@@ -110,7 +112,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; 1 without a GPU for a model of full size."""
+    """Run the benchmark; return the exit code, 1 for a full-size model without a GPU."""
     options_parser = parser("benchmarks.grammar", __doc__)
     add = options_parser.add_argument
     add("--model", default="qwen3-vl-8b", choices=list(RELEASED))

@@ -292,7 +292,7 @@ class AnswerFile:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and not self.path.is_file():
-                raise InputError(f"{self.path}: cannot be written: not a regular file")
+                raise InputError(f"{self.path}: cannot be written: is not a regular file")
             self._file = self._open()
         self._begins_anew = overwrite
         try:

@@ -159,8 +159,8 @@ def test_a_model_that_fails(tmp_path, capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         (["--models", "gpt-5,qwen3-vl-8b"], "unknown names: gpt-5; choose from llava"),
-        (["--contexts", "2K"], "2K: give whole numbers from 1"),
-        (["--contexts", "0"], "0: give whole numbers from 1"),
+        (["--contexts", "2K"], "2K: must be whole numbers from 1"),
+        (["--contexts", "0"], "0: must be whole numbers from 1"),
         (["--ways", "magic"], "unknown names: magic; choose from dynamic"),
     ],
 )

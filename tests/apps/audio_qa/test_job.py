@@ -130,7 +130,7 @@ def test_what_is_asked_about_is_not_written_over(recordings, tmp_path) -> None:
         samples = samples and tmp_path / samples
         (tmp_path / "sub").mkdir(exist_ok=True)
         with pytest.raises(
-            InputError, match=f"is the media file that {file}, line {line} asks about; give"
+            InputError, match=f"is the media file that {file}, line {line} asks about; choose"
         ):
             audio_qa(file, tmp_path / out, "no-such-model", samples=samples, overwrite=True)
     for name in ("a.wav", "b.png", "c.mp4"):

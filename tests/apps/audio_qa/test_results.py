@@ -126,7 +126,7 @@ def test_a_question_that_failed_may_be_mended(tmp_path: Path) -> None:
     path = begun(tmp_path / "a.jsonl", ROW, BAD)
     asked = Row("b", "Another question?", where="q.jsonl, line 3")
     answers = AnswerFile(path, HOW)
-    with pytest.raises(InputError, match=": pass --retry-failed, a different --out, or --overw"):
+    with pytest.raises(InputError, match="; pass --retry-failed, a different --out, or --overw"):
         answers.resume([asked])
     assert list(answers.done) == ["a", "b"]
     answers.resume([asked], retry_failed=True)
