@@ -246,5 +246,5 @@ def api_key(file: Path | None) -> str | None:
             raise InputError(f"--api-key-file {name}: cannot be read ({error})") from None
     key = key.strip()
     if not key or len(key) > _KEY_BYTES or any(character.isspace() for character in key):
-        raise InputError(f"{name}: must contain exactly one key, without spaces")
+        raise InputError(f"{name}: must contain one key without spaces")
     return key

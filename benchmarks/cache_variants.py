@@ -101,7 +101,7 @@ class Decoder:
         return torch.randn(size, generator=generator, device=self.device, dtype=torch.bfloat16)
 
     def pieces(self, rows: int, tokens: int, multiple: int) -> Iterator[tuple[int, int]]:
-        """Yield the first token index and the end of each piece that fills a cache.
+        """Yield the start and end token index of each piece that fills a cache.
 
         Args:
             rows: number of rows in the batch.

@@ -250,7 +250,7 @@ class Bench:
     def _save(self, chat: Chat) -> dict[str, Any]:
         """Save and load a chat, and compare the next answers of both chats."""
         report = chat.memory
-        _ = self.pipe.fingerprint  # Compute this first, since it is needed only once per model.
+        _ = self.pipe.fingerprint  # Not timed, because it is computed only once per model.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "chat.safetensors"
             start = perf_counter()

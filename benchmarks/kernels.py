@@ -1,4 +1,4 @@
-"""Decode attention on a GPU: a layer's pages against torch's 16-bit kernels and the memory floor.
+"""Compare decode attention over packed pages on a GPU with torch's 16-bit kernels and a floor.
 
 python -m benchmarks.kernels [--quick] [--compare earlier.json]
 """
@@ -28,7 +28,7 @@ from oscar_mm.ops.decode import decode_kernel
 
 MEASURES = ("cold", "graph")
 MAX_ERROR = 2e-3
-"""Maximum relative error of an output in bfloat16, whose own rounding error is 1.7e-3."""
+"""Maximum relative error of an output in bfloat16; the rounding error of bfloat16 is 1.7e-3."""
 POLICIES = {
     "standard": KVPolicy.preset("standard"),
     "compact": KVPolicy.preset("compact"),
@@ -60,7 +60,7 @@ NOTES = [
 
 @dataclass(frozen=True)
 class Shape:
-    """Decode attention of one new token; ``context`` includes it."""
+    """Shape of decode attention with one new token, which ``context`` includes."""
 
     batch: int
     query_heads: int
@@ -89,7 +89,7 @@ _LARGE = (QWEN_BATCH, QWEN_MANY, OMNI_BATCH, LLAVA_BATCH)
 
 @dataclass(frozen=True)
 class Bound:
-    """Minimum of a figure ("floor_share", "speedup") that a policy must reach on some shapes."""
+    """Minimum value of a figure ("floor_share" or "speedup") that a policy must reach on shapes."""
 
     policy: str
     figure: str
@@ -106,18 +106,19 @@ BOUNDS = (
     Bound("compact", "speedup", 5.0, (*_LARGE, QWEN_LONG)),
     Bound("compact", "speedup", 4.0, (OMNI_LONG,)),
     Bound("compact", "speedup", 2.0, (QWEN_SHORT,)),
-    # The general claim for the kernels, on the shapes where 2 bits must reach 5x.
+    # General requirement for the kernels, on the shapes for which 2 bits must reach 5x.
     Bound("oscar", "speedup", 4.0, (*_LARGE, QWEN_LONG)),
     Bound("channel, 4 bit", "speedup", 2.5, (*_LARGE, QWEN_LONG)),
 )
 
 
 def rate(row: dict[str, Any], peers: list[dict[str, Any]], bandwidth: float) -> None:
-    """Add to a row its floor, its share of the floor and its speedup over the best peer.
+    """Add three figures to a row: floor, share of the floor, and speedup over the best peer.
 
     Args:
-        row: row with "bytes" that a call must read, and "us": microseconds or None, by measure.
-        peers: rows of the 16-bit kernels on the same shape.
+        row: row that contains "bytes", the bytes that a call must read, and "us", a dict from
+            measure to microseconds, or to None.
+        peers: rows of the 16-bit kernels with the same shape.
         bandwidth: bytes per second of a copy in the same run.
     """
     row["floor_us"] = row["bytes"] / bandwidth * 1e6
@@ -130,7 +131,7 @@ def rate(row: dict[str, Any], peers: list[dict[str, Any]], bandwidth: float) -> 
 
 
 def check(shape: Shape, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the bounds of a rated row: its value by measure, and whether it meets the bound."""
+    """Return the bounds of a rated row, each with the values by measure and whether it is met."""
     checks = []
     for bound in BOUNDS:
         if bound.policy == row["name"] and shape in bound.shapes:
@@ -143,7 +144,11 @@ def check(shape: Shape, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verdict(met: dict[str, bool | None]) -> str:
-    """Return "met" if every measure meets the bound, else the measures that fail or are missing."""
+    """Return a verdict: "met", or else the measures that fail the bound or were not measured.
+
+    Args:
+        met: whether each measure meets the bound; None if it was not measured.
+    """
     missed = [measure for measure in MEASURES if met[measure] is False]
     if missed:
         return f"NOT met ({', '.join(missed)})"
@@ -154,7 +159,7 @@ def verdict(met: dict[str, bool | None]) -> str:
 
 
 def bytes_read(layer: OscarLayer, step: StepPlan) -> int:
-    """Return the bytes of the past that a step reads: pages, and 16-bit tokens outside of them."""
+    """Return the bytes of past keys and values that a step reads: pages and 16-bit tokens."""
     token = 2 * layer.kv_heads * layer.head_dim * layer.dtype.itemsize
     streams = [stream for sequence in step.past for stream in sequence.streams.values()]
     page_bytes = sum(
@@ -168,14 +173,14 @@ def bytes_read(layer: OscarLayer, step: StepPlan) -> int:
 def stored_pair(
     layer: OscarLayer, sequence: SequenceTable, heads: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of some KV heads, unpacked to (heads, tokens, head_dim) float64.
+    """Return the keys and values of some KV heads, unpacked to (heads, tokens, head_dim) float64.
 
-    Tokens are ordered by stream, not by position, which makes no difference to the attention of a
+    Tokens are ordered by stream, not by position, which makes no difference to the attention of the
     last token.
     """
     sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for stream in sequence.streams.values():
-        # In float32 unpacking adds no rounding.
+        # Unpacking to float32 adds no rounding error.
         for pair in layer.parts(TokenPlaces.of([stream], layer.device), torch.float32):
             for parts, side in zip(sides, pair, strict=True):
                 parts.append(side[heads].double())
@@ -184,7 +189,12 @@ def stored_pair(
 
 
 def exact(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Compute float64 attention of queries (heads, group, d) to (heads, tokens, d) keys, values."""
+    """Compute exact attention in float64.
+
+    Args:
+        queries: (KV heads, query heads per KV head, head_dim).
+        keys, values: (KV heads, tokens, head_dim).
+    """
     scores = queries.double() @ keys.double().transpose(1, 2) * keys.shape[-1] ** -0.5
     return scores.softmax(-1) @ values.double()
 
@@ -195,12 +205,13 @@ def error_of(
     kv_heads: int,
     pair_of: Callable[[int, list[int]], tuple[torch.Tensor, torch.Tensor]],
 ) -> float:
-    """Return the relative error of the first and last KV heads of the first and last rows.
+    """Return the relative error of the first and the last KV head of the first and the last row.
 
     Args:
         output, queries: (batch, query heads, 1, head_dim).
         kv_heads: number of KV heads.
-        pair_of: returns keys and values, (heads, tokens, head_dim), of a row and KV heads.
+        pair_of: function that returns the keys and values, (heads, tokens, head_dim), of a row and
+            a list of KV heads.
     """
     heads = sorted({0, kv_heads - 1})
     wrong = norm = 0.0
@@ -213,7 +224,7 @@ def error_of(
 
 
 class LayerCall:
-    """Decode step of a synthetic cache; each call repeats the attention of the same step."""
+    """Callable decode step of a synthetic cache; each call repeats the same step's attention."""
 
     def __init__(self, policy: KVPolicy, shape: Shape, generator: torch.Generator) -> None:
         past = (shape.batch, shape.kv_heads, shape.context - 1, shape.head_dim)
@@ -223,13 +234,13 @@ class LayerCall:
         self.scaling = shape.head_dim**-0.5
 
     def __call__(self) -> torch.Tensor:
-        """Return (batch, query heads, 1, head_dim)."""
+        """Return the attention output, (batch, query heads, 1, head_dim)."""
         return attend_stored(
             self.layer, self.queries, self.keys, self.values, self.scaling, self.step
         )
 
     def error(self) -> float:
-        """Return the relative error of a call."""
+        """Return the relative error of a call, compared with exact attention."""
 
         def pair_of(row: int, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
             past = stored_pair(self.layer, self.step.past[row], heads)
@@ -241,7 +252,7 @@ class LayerCall:
 
 
 def _new_tokens(shape: Shape, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Return random query, key and value of one token."""
+    """Return a random query, key and value of one token."""
     return tuple(
         _normal((shape.batch, heads, 1, shape.head_dim), generator)
         for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
@@ -299,7 +310,7 @@ def _peers(shape: Shape, timer: Timer, generator: torch.Generator) -> list[dict[
 def measure(
     shapes: Sequence[Shape], bandwidth: float, timer: Timer, generator: torch.Generator
 ) -> list[dict[str, Any]]:
-    """Return rated and checked rows of all shapes, on the generator's device."""
+    """Measure all shapes on the generator's device, and return their rated and checked rows."""
     rows = []
     for shape in shapes:
         peers = _peers(shape, timer, generator)
@@ -386,7 +397,7 @@ def compare(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; 2 without a CUDA device."""
+    """Run the benchmark; return the exit code, 2 without a CUDA device."""
     options = parser("benchmarks.kernels", __doc__)
     options.add_argument("--quick", action="store_true", help=f"measure only {len(QUICK)} shapes")
     options.add_argument("--compare", type=Path, metavar="FILE", help="JSON file of an earlier run")
@@ -395,14 +406,14 @@ def main(arguments: Sequence[str]) -> int:
         print("benchmarks.kernels needs a CUDA device; there is none here", file=sys.stderr)
         return 2
     bandwidth = copy_bandwidth()
-    # A failed graph capture leaves torch's default generator unusable.
+    # Use a generator of our own: a failed graph capture leaves torch's default one unusable.
     generator = torch.Generator("cuda").manual_seed(0)
     rows = measure(QUICK if options.quick else SHAPES, bandwidth, Timer(), generator)
     _tables(rows)
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     if options.compare:
         compare(rows, options.compare)
-    # A short run must not replace the record of a full one.
+    # A short run must not replace the record of a full run.
     name = "kernels-quick" if options.quick else "kernels"
     line = command("benchmarks.kernels", arguments)
     record = Record(name, line, device_name("cuda"), rows, NOTES)

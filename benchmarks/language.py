@@ -1,4 +1,4 @@
-"""Loss of a language model on real text when its KV cache is quantized.
+"""Measure how much quantizing the KV cache degrades a language model on real text.
 
 python -m benchmarks.language
 python -m benchmarks.language --tokens 1024 2048 4096 7168 --passages 64
@@ -6,8 +6,8 @@ python -m benchmarks.language --add --tokens 4096 --methods compact   # keeps re
 python -m benchmarks.language --model qwen2.5-coder-1.5b --passages 12 --methods standard
 python -m benchmarks.language --model ./my-model --text notes.txt
 
-The default model is SmolLM2-135M-Instruct; ``benchmarks.language_models`` lists it and others, and
-says how to download them.
+The default model is SmolLM2-135M-Instruct. ``benchmarks.language_models`` lists all models and
+explains how to download them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ METHODS = (
     *(method.name for method in rival_methods()),
 )
 STEPWISE = (PUBLISHED, DEFAULT, COMPACT)
-"""Methods that also process a passage's end token by token and continue it freely."""
+"""Methods that also read the end of a passage token by token, and continue the passage freely."""
 GENERATED = 200
 NOTES = [
     "The model reads each passage once in 16 bit, and a method stores its keys and values. Then "
@@ -90,7 +90,7 @@ NOTES = [
 
 
 def python_texts() -> dict[str, str]:
-    """Return documentation and code that ship with Python."""
+    """Return documentation and code that ship with Python, as texts by name."""
     topics = pydoc_data.topics.topics
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     code = [module.read_text("utf-8") for module in modules]
@@ -106,10 +106,10 @@ def load(name: str, packages: Path, device: str) -> TextModel:
     Args:
         name: key of ``MODELS``, folder or hub id.
         packages: folder with the wheels of ``MODELS``.
-        device: "cpu", "cuda".
+        device: "cpu" or "cuda".
 
     Raises:
-        InputError: if there is no such model, or its packages are missing.
+        InputError: if the model does not exist, or its packages are missing.
     """
     if name in MODELS:
         return load_released(name, packages, device)
@@ -123,13 +123,15 @@ def measure(
     options: argparse.Namespace,
     methods: Sequence[Method],
 ) -> Iterator[list[Row]]:
-    """Yield after every passage the rows so far: one per method, for passages of similar length.
+    """Compare methods on passages of similar length; after each passage, yield all rows so far.
+
+    There is one row per method.
 
     Args:
-        text_model: model for the passages.
+        text_model: model that reads the passages.
         texts: texts by name.
-        tokens: minimum length of a passage.
-        options: the command line.
+        tokens: minimum length of a passage, in tokens.
+        options: parsed command line.
         methods: methods to compare.
     """
     comparison = PassageComparison(
@@ -147,10 +149,10 @@ def measure(
 
 
 def check(text_model: TextModel, texts: Mapping[str, str], options: argparse.Namespace) -> None:
-    """Check before the first measurement that the longest passages are available.
+    """Check, before the first measurement, that the texts and the model allow the longest passages.
 
     Raises:
-        InputError: if they are longer than the model's context or than a text.
+        InputError: if the longest passages exceed the model's context or one of the texts.
     """
     tokens, after = max(options.tokens), max(JUDGED, options.decoded)
     most = longest(tokens, after)
@@ -159,20 +161,20 @@ def check(text_model: TextModel, texts: Mapping[str, str], options: argparse.Nam
     if most > text_model.context:
         raise InputError(
             f"--tokens {tokens}: with the tokens after it, a passage has up to {most:,} tokens, "
-            f"and the model's context is {text_model.context:,}"
+            f"but the model's context is {text_model.context:,}; reduce --tokens"
         )
     for _ in passages(text_model.tokenizer, texts, tokens, len(texts), after):
         pass
 
 
 def table(tokens: int, rows: Sequence[Row]) -> None:
-    """Print the rows of one length."""
+    """Print a table with the rows of one passage length."""
 
     def pair(row: Row, key: str, factor: float, form: str, less: float = 0) -> str:
         if row.get(key) is None:
             return ""
         value = format(factor * (row[key] - less), form)
-        if row["prompts"] == 1:  # One passage has no standard error.
+        if row["prompts"] == 1:  # There is no standard error for a single passage.
             return value
         return f"{value} ± {format(factor * row[f'{key}_error'], form.replace('+', ''))}"
 
@@ -208,9 +210,10 @@ def table(tokens: int, rows: Sequence[Row]) -> None:
 
 
 def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Merge rows, sorted by model and length; a new row replaces an old one of the same method.
+    """Merge old and new rows, sorted by model and length.
 
-    A new row that only reports what is missing does not replace a measured one.
+    A new row replaces an old row of the same method, unless the old row has measurements and the
+    new row only reports what is missing.
     """
     cell = ("model", "context", "method")
     both = merge_rows(rows, new, cell, lambda row, old: "missing" not in row or "missing" in old)
@@ -254,7 +257,7 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, line: str) -> None:
-    """Measure and record passage by passage, so that rows are kept if the run is interrupted."""
+    """Measure and record passage by passage, so that an interrupted run keeps its rows."""
     if min(*options.tokens, options.passages) < 1 or min(options.stepwise, options.decoded) < 0:
         raise InputError(
             "--tokens and --passages must be 1 or more, --stepwise and --decoded 0 or more"
@@ -291,7 +294,7 @@ def run(options: argparse.Namespace, line: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; 2 for invalid input."""
+    """Run the benchmark; return the exit code, 2 for invalid input."""
     try:
         run(arguments_of(arguments), command("benchmarks.language", arguments))
     except InputError as error:

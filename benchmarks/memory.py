@@ -1,4 +1,4 @@
-"""Memory of a cache: the MemoryReport of an OscarCache with a random conversation.
+"""Measure the memory of an OscarCache that contains a random conversation.
 
 python -m benchmarks.memory [--long]
 """
@@ -42,7 +42,7 @@ def page_bits(policy: KVPolicy, kv_heads: int = KV_HEADS, head_dim: int = HEAD_D
 def measure(
     sizes: Iterable[int] = SIZES, presets: Iterable[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return one row for each preset and number of tokens."""
+    """Return a row for each preset and number of tokens."""
     rows = []
     for name in presets or KVPolicy.preset_names():
         policy = KVPolicy.preset(name)

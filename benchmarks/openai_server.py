@@ -1,9 +1,9 @@
-"""An OpenAI server under load: streaming clients, the server's /metrics and its memory.
+"""OpenAI server under load: streaming clients, the server's /metrics and its memory.
 
-``traffic`` runs clients in processes, which need the openai package and no torch; ``main`` is the
-program of one process. Its standard input receives a ``Load`` as a line of JSON and, after the
-process has written "ready", the start time (``time.monotonic``). Its standard output then has a
-``Traffic`` as a line of JSON.
+``traffic`` runs clients in separate processes, which need the openai package but not torch;
+``main`` is the program of one such process. It reads a ``Load`` as a line of JSON from standard
+input and writes "ready". Then it reads the start time (``time.monotonic``), runs the load, and
+writes a ``Traffic`` as a line of JSON to standard output.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from prometheus_client.parser import text_string_to_metric_families
 
 TIMEOUT_S = 600.0
 _LEAD_S = 0.2
-"""Seconds from the last ready process to the start of a load."""
+"""Seconds from the time when all processes are ready to the start of a load."""
 _RETRY_S = 0.5
-"""Seconds until a refused client sends its next request."""
+"""Seconds that a client waits after a refused request before it sends the next one."""
 _POLL_S = 0.5
 """Seconds between two snapshots of the server."""
 _IDLE_S = 10.0
-"""Seconds for a server to end all requests after the last client has gone."""
+"""Maximum seconds for a server to end all requests after the last client has disconnected."""
 _RUNNING = ("oscar_mm_running", "vllm:num_requests_running")
 _WAITING = ("oscar_mm_waiting", "vllm:num_requests_waiting")
 _TIMES = {
     "first token": ("oscar_mm_first_token_seconds", "vllm:time_to_first_token_seconds"),
     "between tokens": ("oscar_mm_inter_token_seconds", "vllm:inter_token_latency_seconds"),
 }
-"""Names of metrics, ours and vLLM's."""
+"""Names of metrics in our server and in vLLM."""
 
 
 @dataclass
 class Prompt:
-    """Message of a request.
+    """User message of a request.
 
     Attributes:
-        kind: kind of its content, such as "pictures".
+        kind: kind of the content, such as "pictures".
         content: parts in OpenAI's format; the last one is the text.
     """
 
@@ -60,23 +60,23 @@ class Prompt:
 
 @dataclass
 class Load:
-    """Requests of one process.
+    """Requests that one process sends.
 
     Attributes:
-        url: address of the server, with /v1.
+        url: URL of the server, with /v1.
         key: API key of the server.
         model: name of the model at the server.
         options: further fields of each request.
-        prompts: messages that each client sends in turn, with a number in the text, so that no two
-            requests are the same.
+        prompts: messages that each client sends in turn. A random number is added to each text, so
+            that no two requests are the same.
         new_tokens: requested tokens per answer.
-        seconds: time in which clients send requests.
+        seconds: time during which clients send requests, in seconds.
         clients: number of clients in a closed loop, each of which sends its next request when the
-            last one has ended; 0 for Poisson arrivals.
-        rate: arrivals per second.
+            previous one has ended; 0 for Poisson arrivals.
+        rate: Poisson arrivals per second.
         leave: share of requests whose client disconnects at a random token.
         first: number of the first client.
-        seed: seed of arrivals, of the tokens at which clients disconnect, and of the numbers in
+        seed: seed for the arrivals, the tokens at which clients disconnect, and the numbers in
             texts.
     """
 
@@ -96,16 +96,17 @@ class Load:
 
 @dataclass
 class Exchange:
-    """A request and its answer as observed by the client.
+    """Request and its answer, as observed by the client; times are seconds since the start.
 
     Attributes:
         client: number of the client; -1 with Poisson arrivals.
         kind: kind of the prompt.
-        asked: requested tokens.
-        sent: time of sending, in seconds since the start.
+        asked: number of requested tokens.
+        sent: time at which the request was sent.
         pieces: times at which pieces of text arrived.
         ended: time at which the stream ended.
-        tokens: tokens of the answer by the server's count; number of pieces if it is incomplete.
+        tokens: number of tokens of the answer as reported by the server, or number of pieces if the
+            answer is incomplete.
         status: HTTP status, "left" if the client disconnected, "broken" if the stream ended early.
     """
 
@@ -121,11 +122,12 @@ class Exchange:
 
 @dataclass
 class Traffic:
-    """Result of a process.
+    """Result of a load.
 
     Attributes:
-        exchanges: requests of the process.
-        cpu: CPU seconds of the process per second; near 1 it slows down what it measures.
+        exchanges: requests with their answers.
+        cpu: CPU seconds per second that a process of clients used; near 1, the clients themselves
+            slow down what they measure.
     """
 
     exchanges: list[Exchange]
@@ -133,11 +135,11 @@ class Traffic:
 
 
 class StreamingClients:
-    """Clients that share one event loop.
+    """Streaming clients that share one event loop.
 
     Args:
         load: requests of the clients.
-        start: start time, of ``time.monotonic``.
+        start: start time, on the clock of ``time.monotonic``.
     """
 
     def __init__(self, load: Load, start: float) -> None:
@@ -163,7 +165,7 @@ class StreamingClients:
         return time.monotonic() - self.start
 
     async def _closed_loop(self, client: int) -> None:
-        # The lengths of first answers differ, so that clients do not stay synchronized.
+        # The first answers have different lengths, so that clients do not stay synchronized.
         new_tokens = self.random.randint(1, self.load.new_tokens)
         number = client
         while self._now() < self.load.seconds:
@@ -214,16 +216,16 @@ class StreamingClients:
         except openai.APIStatusError as error:
             exchange.status = str(error.status_code)
         except openai.APIError:
-            pass  # The connection or the stream broke.
+            pass  # The connection or the stream has failed.
         exchange.tokens, exchange.ended = counted or len(pieces), self._now()
         return exchange
 
 
 def traffic(loads: Sequence[Load]) -> Traffic:
-    """Run loads concurrently, each in its own process.
+    """Run loads concurrently, each in its own process, and return the combined result.
 
     Returns:
-        All exchanges, and the largest CPU share of a process.
+        The exchanges of all processes, and the largest CPU usage of a process.
 
     Raises:
         RuntimeError: if a process failed.
@@ -257,12 +259,12 @@ def _hear(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"the clients ended with {process.wait()}")
+        raise RuntimeError(f"a process of clients failed with exit code {process.wait()}")
     return line
 
 
 def main() -> None:
-    """Run the load given on standard input."""
+    """Run the load that is read from standard input."""
     plan = json.loads(sys.stdin.readline())
     load = Load(**plan | {"prompts": [Prompt(**prompt) for prompt in plan["prompts"]]})
     print("ready", flush=True)
@@ -275,13 +277,13 @@ def main() -> None:
 
 @dataclass
 class Snapshot:
-    """State of a server at one moment; missing figures are None or empty.
+    """State of a server at one point in time; missing figures are None or empty.
 
     Attributes:
-        running, waiting: numbers of requests.
-        kv: KV bytes by modality.
+        running, waiting: numbers of running and waiting requests.
+        kv: bytes of the KV cache by modality.
         times: sum and count of the server's own timings, by name.
-        rss: bytes of the server's processes.
+        rss: resident memory of the server's processes, in bytes.
     """
 
     running: int | None = None
@@ -295,13 +297,13 @@ class Server:
     """Server under load.
 
     Args:
-        url: address of the server, with or without /v1.
-        process: process of the server, if this benchmark has started it.
+        url: URL of the server, with or without /v1.
+        process: process of the server, if this benchmark has started the server.
 
     Attributes:
         model: name of the model at the server.
-        maker: owner of the model as the server reports it, such as "vllm".
-        options: fields of a request for greedy answers of full length.
+        maker: owner of the model according to the server, such as "vllm".
+        options: request fields that make answers greedy and of full length.
     """
 
     def __init__(self, url: str, process: psutil.Process | None = None) -> None:
@@ -316,7 +318,7 @@ class Server:
             self.options["ignore_eos"] = True
 
     def prompt_tokens(self, prompt: Prompt, new_tokens: int = 1) -> int:
-        """Return the tokens of a prompt, by the server's count."""
+        """Return the number of tokens of a prompt, as reported by the server."""
         answer = self.api.chat.completions.create(
             model=self.model,
             messages=[{"role": "user", "content": prompt.content}],  # pyright: ignore
@@ -369,7 +371,7 @@ class Server:
 
 @contextmanager
 def watch(server: Server) -> Iterator[list[Snapshot]]:
-    """Take snapshots of a server within the block; the list is complete at its end."""
+    """Within the block, take snapshots of a server; after the block, the list is complete."""
     snapshots, finished = [server.snapshot()], threading.Event()
 
     def look() -> None:
@@ -390,7 +392,7 @@ def watch(server: Server) -> Iterator[list[Snapshot]]:
 
 
 def server_figures(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
-    """Summarize what the server reports: peaks, and values after the last answer."""
+    """Summarize snapshots of a server: peak values, and values after the last answer."""
     before, after = snapshots[0], snapshots[-1]
     fullest = max(snapshots, key=lambda snapshot: sum(snapshot.kv.values()))
     row: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Pack, unpack and append of one layer's keys and values on a GPU, compared with their floors.
+"""Compare pack, unpack and append of a layer's keys and values on a GPU with their floors.
 
 python -m benchmarks.packing
 """
@@ -34,7 +34,8 @@ POLICIES = {
     "channel, 4 bit": KVPolicy.preset("channel", bits=4),
 }
 MAX_FLOORS, MAX_APPEND_US = 3.0, 8.0
-"""Targets: time of pack relative to its floor, and device time of append in a layer."""
+"""Targets: maximum time of pack relative to its floor, and maximum device time of append in a
+layer, in microseconds."""
 _VERDICTS = {None: "-", True: "met", False: "NOT met"}
 NOTES = [
     f"pack, unpack: {TOKENS:,} tokens, {KV_HEADS} KV heads of {HEAD_DIM}, bfloat16, balanced; cold "
@@ -45,7 +46,7 @@ NOTES = [
 
 
 def _packing(name: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], int]:
-    """Return calls that pack and unpack all tokens, and the bytes that each of them moves."""
+    """Return a call that packs all tokens, a call that unpacks them, and the bytes each moves."""
     policy = POLICIES[name]
     page_format = PageFormat.of(policy, policy.bits.text, KV_HEADS, HEAD_DIM)
     keys, values = (
@@ -114,14 +115,14 @@ def measure(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
     for batch in BATCHES:
         us, why = timer.graph(_appending(batch))
         if us is None:
-            raise RuntimeError(f"no graph captures append: {why}")
+            raise RuntimeError(f"append could not be captured in a CUDA graph: {why}")
         figures = row(operation="append", what=f"batch {batch}", us=us)
         rows.append(figures | {"at_most": f"{MAX_APPEND_US:g} us", "met": us <= MAX_APPEND_US})
     return rows
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; 2 without a CUDA device."""
+    """Run the benchmark; return the exit code, 2 without a CUDA device."""
     options = parser("benchmarks.packing", __doc__).parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.packing needs a CUDA device", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Our decode steps and batches compared with transformers' and vLLM's, one by one in a single run.
+"""Compare our decode steps and batches with those of transformers and vLLM in a single run.
 
 python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--contexts 2048,32768,131072]
 
-Each runs in its own processes: ``decode_step`` and ``throughput`` for ours and transformers',
-``vllm_attention`` if vLLM is installed.
+Other benchmarks run one after another in their own processes: ``decode_step`` and ``throughput``
+for our caches and those of transformers, and ``vllm_attention`` if vLLM is installed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.record import Record, Row, command, device_name, finish, parser,
 
 MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
 WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
-"""Caches of a single sequence; at full memory, those with fewer bytes per row than others."""
+"""Caches to measure with a single sequence; ``FULL_WAYS`` are the caches for full memory."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
 ATTENTIONS = {"auto": "vLLM, bf16", "fp8": "vLLM, fp8", "standard": "vLLM, our standard pages"}
 OURS = ("standard, graph", "compact, graph", ATTENTIONS["standard"])
-"""Our variants, each compared with the best of the others."""
+"""Our variants, each of which is compared with the best of the other methods."""
 NOTES = [
     "ms: of a step of one sequence, from its token on the host to the next one there. At full "
     "memory: as many sequences as the GPU has room for, and their tokens per second together.",
@@ -51,7 +51,7 @@ def measured(name: str, arguments: Sequence[str]) -> list[Row]:
 
 
 def of_loops(rows: Iterable[Row], *, full: bool) -> Iterator[Row]:
-    """Yield rows of ``decode_step``; at full memory the largest batches of ``throughput``."""
+    """Convert rows of ``decode_step`` or, at full memory, the largest batches of ``throughput``."""
     for row in rows:
         common = {"model": row["model"], "method": row["way"]}
         if "error" in row:
@@ -68,7 +68,7 @@ def of_loops(rows: Iterable[Row], *, full: bool) -> Iterator[Row]:
 
 
 def of_vllm(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield rows of ``vllm_attention`` that have a counterpart in the others."""
+    """Convert those rows of ``vllm_attention`` that can be compared with the other benchmarks."""
     for row in rows:
         common = {"model": row["model"], "method": ATTENTIONS.get(row.get("attention", ""), "vLLM")}
         what, _, tokens = str(row.get("what", "")).rpartition(" ")
@@ -82,7 +82,7 @@ def of_vllm(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[Row]:
-    """Yield rows of ours and of all installed peers."""
+    """Yield the rows of our caches and of all installed peers."""
     small = ["--tiny"] if tiny else []
     steps = ["--models", models, "--contexts", contexts, "--ways", ",".join(WAYS), *small]
     yield from of_loops(measured("decode_step", steps), full=False)
@@ -100,8 +100,11 @@ def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[R
 
 
 def best(rows: Iterable[Row]) -> Iterator[tuple[str, str, float]]:
-    """Yield the place of each of our figures, the best of the others there, and our speedup over
-    it."""
+    """Compare each of our figures with the best figure of the other methods.
+
+    Yields:
+        A description of our figure, the name of the best other method, and our speedup over it.
+    """
     speeds: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         if "error" in row:
@@ -122,7 +125,7 @@ def best(rows: Iterable[Row]) -> Iterator[tuple[str, str, float]]:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print a table, and ours next to the best of the others."""
+    """Print a table, and our speedups over the best of the other methods."""
     contexts = sorted({row["context"] for row in rows if "context" in row})
     full = sorted({row["full"] for row in rows if "full" in row})
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -143,7 +146,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; return 1 if anything failed."""
+    """Run the benchmark; return the exit code, 1 if anything failed."""
     options_parser = parser("benchmarks.peers", __doc__)
     add = options_parser.add_argument
     add("--models", default=MODELS, help=f"models, comma-separated: {', '.join(RELEASED)}")
@@ -156,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     record = Record("peers", line, device, rows, NOTES, extra={"complete": False})
     for row in all_rows(options.models, options.contexts, options.full, tiny=options.tiny):
         rows.append(row)
-        record.write(options.out)  # Keeps the results if the run is interrupted.
+        record.write(options.out)  # Keep the results even if the run is interrupted.
     record.extra["complete"] = True
     report(rows)
     finish(record, options.out)

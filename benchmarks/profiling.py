@@ -1,4 +1,4 @@
-"""Time, memory and kernel launches of a GPU, from its events, its allocator and a profiler."""
+"""Measure time, memory and kernel launches on a GPU, with events, the allocator and a profiler."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from oscar_mm.kernels.address_range import bytes_in_ranges
 COLD_REPEATS, GRAPH_CALLS, GRAPH_REPLAYS, COPY_REPEATS = 30, 20, 10, 20
 _WARM_UP = 3
 _TOLERANCE = 1e-2
-"""Relative difference allowed for another order of sums in bfloat16."""
+"""Maximum relative difference that another order of summation in bfloat16 may cause."""
 _FLUSH_BYTES = 256 << 20
 _FLUSHES = 4
-"""Number of memory fills before a timed call. They take about 0.3 ms, in which the host enqueues
-the call; so the measured time is the device's, unless the host takes longer than that."""
+"""Number of memory fills before a timed call. They take about 0.3 ms, during which the host
+enqueues the call. Thus the measured time is device time, unless the host takes longer than this."""
 _COPY_BYTES = 1_000_000_000
 _LISTED_KERNELS = 16
 
@@ -29,14 +29,14 @@ Call = Callable[[], torch.Tensor]
 
 
 class Timer:
-    """Timer of calls on the current device, in microseconds."""
+    """Timer that measures calls on the current GPU, in microseconds."""
 
     def __init__(self) -> None:
         self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
         self._sum = torch.empty((), dtype=torch.int64, device="cuda")
 
     def cold(self, call: Call, repeats: int = COLD_REPEATS) -> float:
-        """Return the median of single calls, each after a flush of the L2 cache.
+        """Return the median time of single calls, each of which follows a flush of the L2 cache.
 
         The flush zeroes 256 MB and then reads them, so that writing the zeros back to memory does
         not count toward the call.
@@ -58,25 +58,28 @@ class Timer:
         return start.elapsed_time(end)
 
     def graph(self, call: Call) -> tuple[float | None, str]:
-        """Return the time of a call in a CUDA graph of 20, or None and why the capture failed.
+        """Return the time of a call within a CUDA graph of 20 calls.
 
-        The calls use the same data and read from the L2 cache what fits there.
+        The calls use the same data, so they find whatever fits into the L2 cache there.
+
+        Returns:
+            The time, or None if the capture failed; and the reason for the failure, or "".
         """
         graph = torch.cuda.CUDAGraph()
         expected = call()
         torch.cuda.synchronize()
         try:
-            # A failed capture leaves its own stream current; this context restores the one before.
+            # A failed capture leaves its stream current; this context restores the previous stream.
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 call()
                 with torch.cuda.graph(graph, stream=stream):
                     for _ in range(GRAPH_CALLS):
                         output = call()
-        except Exception as error:  # A launch may raise anything in a capture that it broke.
+        except Exception as error:  # A launch that breaks the capture may raise any exception.
             torch.cuda.synchronize()
             return None, _first_cause(error)
-        # A kernel on another stream would not be captured and would seem to take no time.
+        # A kernel on another stream would not be captured, and would appear to take no time.
         output.fill_(torch.nan)
         graph.replay()
         if not bool((output - expected).norm() <= _TOLERANCE * expected.norm()):
@@ -103,7 +106,7 @@ class Timer:
 
 
 def copy_bandwidth() -> float:
-    """Return bytes read and written per second by a device-to-device copy of 1 GB."""
+    """Return the bytes per second that a device-to-device copy of 1 GB reads and writes."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = []
@@ -118,31 +121,35 @@ def copy_bandwidth() -> float:
 
 
 def _first_cause(error: BaseException) -> str:
-    """Return the first line of the first error, as ending a broken capture raises another one."""
+    """Return the first line of the original error in a chain of exceptions.
+
+    Ending a broken capture raises another error.
+    """
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def release(device: torch.device) -> None:
-    """Return unused memory to the device."""
+    """Return the allocator's unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU available to this process."""
+    """Return the number of bytes of a GPU's memory that are available to this process."""
     release(device)
     return torch.cuda.mem_get_info(device)[0]
 
 
 def allocated(device: torch.device) -> dict[str, int]:
-    """Return the bytes taken by torch's allocator and pools of pages on a GPU; {} on a CPU.
+    """Return the bytes that torch's allocator and pools of pages use on a GPU.
 
     Returns:
-        "requested": bytes requested by callers; "allocated": the same rounded up; "peak": maximum
-        requested bytes since the last call, with the current pools.
+        A dict, which is empty on a CPU: "requested", the bytes requested by callers; "allocated",
+        the same bytes rounded up to blocks; "peak", the maximum of requested bytes since the last
+        call, including the current pools.
     """
     gc.collect()
     if device.type != "cuda":
@@ -161,14 +168,15 @@ def allocated(device: torch.device) -> dict[str, int]:
 def allocated_since(
     before: dict[str, int], after: dict[str, int], ignored: Iterable[torch.Tensor]
 ) -> dict[str, int]:
-    """Return the bytes taken between two calls of ``allocated``; {} on a CPU.
+    """Return the bytes by which memory use grew between two calls of ``allocated``.
 
     Args:
         before, after: results of the two calls.
         ignored: tensors of the benchmark itself, which do not count.
 
     Returns:
-        "requested" and "allocated" bytes; "activations": maximum bytes in addition to these.
+        A dict, which is empty on a CPU: the growth of "requested" and "allocated" bytes, and
+        "activations", the maximum bytes that were in use in addition to them.
     """
     if not after:
         return {}
@@ -179,25 +187,25 @@ def allocated_since(
 
 
 def kernel_launches(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
-    """Run a step under torch's profiler.
+    """Run a step under torch's profiler, and return statistics of its kernels.
 
     Args:
-        step: function that waits for what it launches.
-        device: device of the step; on a CPU operations are counted instead of kernels.
+        step: function that launches kernels and waits for them.
+        device: device of the step; on a CPU, operations are counted instead of kernels.
 
     Returns:
-        "launches": number of kernels and copies, including those of a CUDA graph; "busy_ms": sum of
-        their times; "span_ms": from the begin of the first to the end of the last; "most": [name,
-        launches, busy ms, added ms] of those with the largest times. Kernels overlap: the added
-        time of a kernel is how much later it ends than all before it, so added times sum to the
-        span.
+        A dict: "launches", the number of kernels and copies, including those of a CUDA graph;
+        "busy_ms", the sum of their times; "span_ms", the time from the start of the first to the
+        end of the last; "most", a list of [name, launches, busy ms, added ms] for those with the
+        largest times. As kernels may overlap, the added time of a kernel is the time by which it
+        ends later than all previous kernels, so that added times sum to the span.
     """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as profiler:
         step()
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    # Driver calls are events too, but of the CPU; operations of a CPU are nested.
+    # Driver calls are also events, but events of the CPU; operations on a CPU are nested.
     events = [event for event in profiler.events() if event.device_type == kind]
     events.sort(key=lambda event: (event.time_range.end, event.time_range.start))
     figures: dict[str, list[float]] = {}

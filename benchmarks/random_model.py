@@ -1,8 +1,8 @@
 """Random stand-ins: released models with random weights, caches with random keys and values.
 
-Sizes of models are those of their config.json; they are created on the device, without the hub.
-Answers of an endless pipeline end only at their limit. Caches have one layer, which is filled in
-the same way as by attention "oscar".
+The models have the sizes in their released config.json; they are created on the device, without
+access to the hub. Answers of an endless pipeline end only at their limit. Caches have one layer,
+which is filled in the same way as by attention "oscar".
 """
 
 from __future__ import annotations
@@ -53,24 +53,29 @@ from tests.tiny_qwen3_omni import OMNI_SPECIAL, ROLES
 from tests.tiny_qwen3_omni import TEMPLATE as QWEN_TEMPLATE
 
 NEVER = 1 << 30
-"""End token that no model samples, so that an answer has full length."""
+"""End token that no model samples, so that every answer has its maximum length."""
 _LONGEST_TEXT = 1 << 20
 _ROUND, _ROUND_TEXT = 512, 64
 _PIECE_ELEMENTS = 1 << 26
-"""Elements of the keys that are stored at a time: 128 MB in bfloat16."""
+"""Number of elements of the keys that are stored at a time: 128 MB in bfloat16."""
 
 
 class Released(ReleasedModel):
-    """Shapes of a released model, which a benchmark may change."""
+    """Shapes of a released model, with methods to change them for a benchmark."""
 
     def with_positions(self, least: int) -> Released:
-        """Return the same model with at least so many positions; RoPE needs no weights for them."""
+        """Return the same model with at least ``least`` positions.
+
+        Positions have no weights, because the models use RoPE.
+        """
         released = self.text["max_position_embeddings"]
         return replace(self, text=self.text | {"max_position_embeddings": max(released, least)})
 
     def tiny(self) -> Released:
-        """Return a small version for a CPU, with each type of layer and up to 4 query heads per KV
-        head."""
+        """Return a small version of the model for a CPU.
+
+        It has every type of layer that the model has, and at most 4 query heads per KV head.
+        """
         queries = min(self.text["num_attention_heads"] // self.text["num_key_value_heads"], 4)
         text = {
             "hidden_size": 64,
@@ -121,22 +126,22 @@ RELEASED = {
 def build(
     released: Released, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> tuple[PreTrainedModel, Any]:
-    """Create a model with random weights, and a processor with a tokenizer of some hundred tokens.
+    """Create a model with random weights, and a processor with a tokenizer of a few hundred tokens.
 
-    No weights are initialized on the CPU.
+    The weights are initialized on the device, not on the CPU.
 
     Args:
         released: shapes of the model.
         device: device on which the weights are created.
         dtype: dtype of the weights.
-        seed: seed of the weights.
+        seed: seed of the random weights.
     """
     model_class, config, processor = FAMILIES[released.family](released)
     config.dtype = dtype
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype)
     model = model.to_empty(device=device)
-    # Initializes buffers such as RoPE frequencies, and gives weights default values.
+    # This initializes buffers such as RoPE frequencies, and sets weights to default values.
     model.initialize_weights()
     _fill(model, torch.Generator(device).manual_seed(seed))
     ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
@@ -148,10 +153,10 @@ def build(
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Fill weights so that linear maps keep the size of their input.
+    """Fill weights with random values, such that linear layers preserve the norm of their input.
 
-    Queries are longer than keys and the embedding is small compared with what layers add, so that
-    logits depend on the whole context.
+    Queries have larger norms than keys, and the embedding is small compared with what layers add,
+    so that logits depend on the full context.
     """
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
@@ -160,7 +165,7 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif "embed_tokens" in name:
             center, std = 0.0, 0.5
         else:
-            # Experts are stacked: (experts, out, in).
+            # The weights of experts are stacked: (experts, out, in).
             inputs = weight.shape[-1] if ".experts." in name else weight[0].numel()
             center, std = 0.0, inputs**-0.5
         weight.normal_(center, std, generator=generator)
@@ -278,15 +283,19 @@ FAMILIES: dict[str, Callable[[Released], tuple[type[PreTrainedModel], Any, Any]]
 def make_endless(pipe: Pipeline) -> Pipeline:
     """Make a pipeline's greedy answers end only at their limit, with text in every token.
 
-    Tokens without text, or with a part of a character, get the logit 0, below that of others: a
-    server sends no piece for such a token, so that a client could not observe its time.
+    Tokens without text, or with only a part of a character, get the logit 0, which is lower than
+    the logits of other tokens. A server sends no piece for such a token, so a client could not
+    observe its time.
     """
     tokenizer = pipe.processor.tokenizer
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=True)
     silent = [place for place, text in enumerate(texts) if not text or "\ufffd" in text]
     weight = pipe.model.get_output_embeddings().weight
     if weight is pipe.model.get_input_embeddings().weight:
-        raise ValueError("the output layer shares its weights with the input")
+        raise ValueError(
+            "the output layer shares its weights with the input embedding; use a model whose "
+            "embeddings are not tied"
+        )
     with torch.no_grad():
         weight[silent] = 0
         weight[len(texts) :] = 0
@@ -303,18 +312,20 @@ def random_pipeline(
     dtype: str | None = None,
     **options: Any,
 ) -> Pipeline:
-    """Create a pipeline of a released model with random weights.
+    """Create a pipeline for a released model with random weights.
 
     Args:
         name: key of ``RELEASED``.
-        tiny: use a small version of the model.
+        tiny: whether to use a small version of the model.
         device: device of the model; by default a GPU if there is one.
-        device_map: not supported.
-        dtype: dtype of the model; by default bfloat16, on a CPU float32.
+        device_map: must be None, because only a single device is supported.
+        dtype: dtype of the model; by default bfloat16 on a GPU, and float32 on a CPU.
         options: options of the pipeline.
     """
     if device_map is not None:
-        raise ValueError("a model with random weights is made on one device")
+        raise ValueError(
+            "device_map: a model with random weights is created on one device; pass device instead"
+        )
     released, target = RELEASED[name], device_of(device)
     default = "float32" if target.type == "cpu" else "bfloat16"
     model, processor = build(
@@ -334,9 +345,9 @@ def endless_pipeline(
     """Create a pipeline whose answers end only at their limit.
 
     Args:
-        model: key of ``RELEASED``, for random weights, or a model of ``pipeline_for``.
-        tiny: use a small version of a random model.
-        usual: returns the pipeline class of other models.
+        model: key of ``RELEASED`` for a model with random weights, or a model for ``usual``.
+        tiny: whether to use a small version of a random model.
+        usual: function that returns the pipeline class of any other model.
         options: options of the pipeline.
     """
     if model in RELEASED:
@@ -345,12 +356,12 @@ def endless_pipeline(
 
 
 def words(count: int, seed: int) -> str:
-    """Return so many words in a random order."""
+    """Return a text of ``count`` words in a random order."""
     return " ".join(random.Random(seed).choices(TEXT.split(), k=count))
 
 
 def text_and_images(tokens: int) -> torch.Tensor:
-    """Return (tokens,) modality ids: rounds of 64 text and 448 image tokens."""
+    """Return (tokens,) modality ids that alternate between 64 text and 448 image tokens."""
     in_round = torch.arange(tokens) % _ROUND
     return torch.where(in_round < _ROUND_TEXT, int(Modality.TEXT), int(Modality.IMAGE))
 
@@ -358,7 +369,7 @@ def text_and_images(tokens: int) -> torch.Tensor:
 def begin_step(
     cache: OscarCache, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[OscarLayer, StepPlan]:
-    """Begin a step with new tokens in layer 0; return the layer and its step plan."""
+    """Begin a step that adds new tokens to layer 0; return the layer and its step plan."""
     cache.attend_packed(None)
     cache.update(keys, values, 0)
     return cache.layers[0], cache.step
@@ -376,13 +387,15 @@ def synthetic_cache(
     generator: torch.Generator,
     answer: int = 0,
 ) -> OscarCache:
-    """Create a cache of one layer with a prompt of text and images, random and bfloat16.
+    """Create a cache of one layer that contains random keys and values in bfloat16.
+
+    The prompt consists of text and images.
 
     Args:
         policy: a KVPolicy or the name of a preset.
         shape: batch, KV heads, tokens, head_dim.
-        generator: source of the random numbers; its device is the cache's.
-        answer: number of the tokens that are stored one at a time, as text, after the prompt.
+        generator: source of the random numbers, on the device of the cache.
+        answer: number of the last tokens, which are stored one at a time, as text.
     """
     batch, kv_heads, tokens, head_dim = shape
 

@@ -1,4 +1,4 @@
-"""Record: results of a benchmark with machine, time and command line; tables on the terminal."""
+"""Record: results of a benchmark with machine, time and command line, and tables to print them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Row = dict[str, Any]
 RESULTS = Path("benchmarks") / "results"
 _CPU_INFO = Path("/proc/cpuinfo")
 _PLAIN_WIDTH = 150
-"""Columns of output that is not a terminal: rows must not wrap in a log."""
+"""Width, in columns, of output that does not go to a terminal; rows must not wrap in a log."""
 
 
 def device_name(device: str) -> str:
-    """Return the name of the processor for "cpu", of the GPU for "cuda"."""
+    """Return the name of the processor for "cpu", or of the GPU for "cuda"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     if _CPU_INFO.is_file():
@@ -41,7 +41,7 @@ def device_name(device: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that the numbers depend on."""
+    """Return the versions of the software that affects the results, by name."""
     names = {
         "oscar_mm": oscar_mm.__version__,
         "python": platform.python_version(),
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
-    """Return date and time in UTC, to the second."""
+    """Return the current date and time in UTC, with a precision of one second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -66,9 +66,9 @@ class Record:
         benchmark: name of the module in ``benchmarks``.
         command: command line that repeats the run.
         device: name of the processor or GPU.
-        rows: one dict for each line of the table.
-        notes: what a reader must know to interpret the rows.
-        extra: numbers of the whole run, such as the copy bandwidth.
+        rows: list with one dict for each line of the table.
+        notes: explanations that a reader needs to interpret the rows.
+        extra: results that apply to the full run, such as the copy bandwidth.
     """
 
     benchmark: str
@@ -81,12 +81,15 @@ class Record:
     versions: dict[str, str] = field(default_factory=versions)
 
     def path(self, folder: Path) -> Path:
-        """Return the file's path: ``<benchmark>-<device>.json``."""
+        """Return the path of the record's file, ``<benchmark>-<device>.json``, in a folder."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
         return folder / f"{self.benchmark}-{slug}.json"
 
     def write(self, folder: Path) -> Path:
-        """Write the file, replacing that of an earlier run on the same kind of machine."""
+        """Write the record's file, and return its path.
+
+        The file replaces the one of an earlier run on the same kind of machine.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         path = self.path(folder)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -94,16 +97,16 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """Read a file that ``write`` wrote."""
+        """Read a record from a file that ``write`` has written."""
         return cls(**json.loads(path.read_text()))
 
     def earlier(self, folder: Path) -> Record | None:
-        """Return the record of an earlier run on such a machine, if the folder has one."""
+        """Return the record of an earlier run on the same kind of machine, or None."""
         path = self.path(folder)
         return Record.load(path) if path.is_file() else None
 
     def continuing(self, earlier: Record) -> Record:
-        """Return this record, preceded by the command and the rows of an earlier one."""
+        """Return this record, preceded by the command and the rows of an earlier record."""
         return replace(
             self,
             command=f"{earlier.command}; {self.command}",
@@ -117,13 +120,14 @@ def merge_rows(
     cell: Sequence[str],
     replaces: Callable[[Row, Row], bool],
 ) -> list[Row]:
-    """Merge old and new rows, one for each cell.
+    """Merge old and new rows, so that one row remains for each cell.
 
     Args:
         rows: rows of an earlier run.
         new: rows to add.
         cell: fields that identify a cell.
-        replaces: returns whether a new row (first) replaces an old one (second) of its cell.
+        replaces: function that returns whether a new row (first argument) replaces an old row
+            (second argument) of the same cell.
     """
     cells = {tuple(row[name] for name in cell): row for row in rows}
     for row in new:
@@ -134,7 +138,7 @@ def merge_rows(
 
 
 def command(module: str, arguments: Sequence[str]) -> str:
-    """Return the command line of a run, without ``--out``, which names a folder of one machine."""
+    """Return the command line of a run without ``--out``, whose folder differs by machine."""
     rest = list(arguments)
     if "--out" in rest:
         place = rest.index("--out")
@@ -143,15 +147,17 @@ def command(module: str, arguments: Sequence[str]) -> str:
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Create the command-line parser of a benchmark, with ``--out``."""
+    """Create the command-line parser of a benchmark, with the option ``--out``."""
     options = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
     return options
 
 
 def models_of(text: str, known: Collection[str]) -> list[str] | None:
-    """Return the models of a comma-separated option; None, with a line on stderr, if one is
-    unknown."""
+    """Return the models in a comma-separated option.
+
+    If a model is unknown, an error is printed to stderr and None is returned.
+    """
     names = text.split(",")
     if unknown := set(names) - set(known):
         choices = f"choose from {', '.join(known)}"
@@ -161,9 +167,9 @@ def models_of(text: str, known: Collection[str]) -> list[str] | None:
 
 
 def device_of(benchmark: str, *, tiny: bool) -> torch.device | None:
-    """Return the device of a benchmark: a GPU for full-size models, any device for tiny ones.
+    """Return the device of a benchmark: a GPU for full-size models, any device for tiny models.
 
-    None, with a line on stderr, if there is no GPU.
+    If a GPU is needed but there is none, an error is printed to stderr and None is returned.
     """
     on_gpu = torch.cuda.is_available()
     if not (tiny or on_gpu):
@@ -173,7 +179,7 @@ def device_of(benchmark: str, *, tiny: bool) -> torch.device | None:
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; the first column is text, the others are numbers."""
+    """Print a table whose first column contains text and whose other columns contain numbers."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
@@ -183,19 +189,19 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
 
 
 def console() -> Console:
-    """Return the console that tables are printed on."""
+    """Return the console to which tables are printed."""
     return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
 
 
 def finish(record: Record, folder: Path) -> None:
-    """Write the record; print its notes and the file's name."""
+    """Write a record to a folder; print its notes and the path of the file."""
     for note in record.notes:
         print(f"- {note}")
     print(f"{record.device}, {record.date}: {record.write(folder)}\n")
 
 
 class WarningLog(logging.Handler):
-    """Collects the library's warnings, such as those of operations without their kernels."""
+    """Handler that collects the library's warnings, such as those about missing kernels."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -203,7 +209,7 @@ class WarningLog(logging.Handler):
         logging.getLogger("oscar_mm").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add the message."""
+        """Add the message of a log record."""
         self.messages.append(record.getMessage())
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Serving: concurrent identical requests, and the cost of hostile `oscar-mm serve` clients.
+"""Measure `oscar-mm serve` with concurrent identical requests, and with hostile clients.
 
 python -m benchmarks.serving [--device cuda]
 
-The server is a process of its own with the bundled pocket-omni. Clients are threads of this one.
+The server runs the bundled pocket-omni in its own process. Clients are threads of this process.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def text(words: str) -> dict[str, Any]:
 
 
 def image(data: bytes) -> dict[str, Any]:
-    """Return the image part of a message, from a PNG."""
+    """Return the image part of a message for the bytes of a PNG file."""
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(data)}"}}
 
 
 def sound(data: bytes, kind: str = "wav") -> dict[str, Any]:
-    """Return the audio part of a message, from a file's bytes."""
+    """Return the audio part of a message for the bytes of an audio file."""
     return {"type": "input_audio", "input_audio": {"data": base64_of(data), "format": kind}}
 
 
@@ -81,7 +81,7 @@ def chat_request(*parts: Any, **options: Any) -> bytes:
 
 
 def blank_png(side: int) -> bytes:
-    """Return a blank picture whose file is small."""
+    """Return a blank PNG picture, whose file is small for its number of pixels."""
 
     def piece(kind: bytes, data: bytes) -> bytes:
         return (
@@ -97,7 +97,7 @@ def blank_png(side: int) -> bytes:
 
 
 def half_mp3() -> bytes:
-    """Return a truncated recording, whose header announces more."""
+    """Return a truncated MP3 file, which is shorter than its header says."""
     import soundfile
 
     file = io.BytesIO()
@@ -107,7 +107,7 @@ def half_mp3() -> bytes:
 
 
 def friendly(seed: int) -> list[bytes]:
-    """Return requests of all kinds."""
+    """Return valid requests of all kinds."""
     generator = random.Random(seed)
     card = text("What is the code in picture 1?")
     spoken = text("What was said in clip 1?")
@@ -150,13 +150,13 @@ def hostile() -> list[bytes]:
 
 
 _ENDLESS = "import sys; from benchmarks import serving; serving.serve_endless(sys.argv[1:])"
-"""Program of the server whose answers end only at their limit."""
+"""Python program that runs a server whose answers end only at their limit."""
 _Call = tuple[Callable[[bytes], tuple[int, float]], bytes, bool]
-"""Function that sends a request, the body, and whether the server must answer."""
+"""Function that sends a request, body of the request, and whether the server must answer it."""
 
 
 class Clients:
-    """Clients of a server.
+    """Clients that send requests to a server and measure the answers.
 
     Args:
         port: port of the server.
@@ -167,7 +167,7 @@ class Clients:
         self.port, self.server = port, server
 
     def ask(self, body: bytes) -> tuple[int, float]:
-        """Send a request; return status and seconds, with status 0 if the connection broke."""
+        """Send a request; return its HTTP status (0 if the connection failed) and its seconds."""
         start = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         try:
@@ -185,7 +185,7 @@ class Clients:
         return status, time.perf_counter() - start
 
     def leave(self, body: bytes) -> tuple[int, float]:
-        """Send a request and disconnect; return status 499 and seconds."""
+        """Send a request and disconnect at once; return the status 499 and the seconds."""
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)) as connection:
             head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -193,11 +193,11 @@ class Clients:
         return 499, 0.0
 
     def identical(self, body: bytes, clients: int, count: int) -> dict[str, Any]:
-        """Measure a row of several clients that repeat the same request."""
+        """Measure several clients that repeat the same request, and return a row."""
         return self._row("identical", [(self.ask, body, True)] * (clients * count), clients)
 
     def mixed(self, clients: int, count: int, share: float, seed: int = 0) -> dict[str, Any]:
-        """Measure a row of requests, a share of them hostile."""
+        """Measure requests of all kinds, of which a share is hostile, and return a row."""
         kind, bad, calls = friendly(seed), hostile() if share else [], []
         every = round(1 / share) if share else 0
         for index in range(count):
@@ -248,8 +248,8 @@ def serve_endless(arguments: Sequence[str]) -> None:
     """Run `oscar-mm serve`, until a signal, with a model whose answers end only at their limit.
 
     Args:
-        arguments: options of the command, and --tiny, which makes a random model small; the model
-            is a bundled one, a checkpoint, or one of ``RELEASED`` with random weights.
+        arguments: options of the command, and optionally --tiny for a small random model. The model
+            is a bundled model, a checkpoint, or a model of ``RELEASED`` with random weights.
     """
     tiny = "--tiny" in arguments
     usual = oscar_mm.pipelines.pipeline_for
@@ -261,7 +261,7 @@ def serve_endless(arguments: Sequence[str]) -> None:
         if model not in RELEASED:
             check_model_source(model)
 
-    # The command imports these functions when it runs.
+    # Replace these functions, because the command imports them only when it runs.
     setattr(oscar_mm.pipelines, "pipeline_for", pipeline_for)  # noqa: B010
     setattr(command_options, "check_source", check_source)  # noqa: B010
     sys.exit(cli.run(["serve", *(option for option in arguments if option != "--tiny")]))
@@ -269,7 +269,7 @@ def serve_endless(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def serving(*options: str, endless: bool = False) -> Iterator[Clients]:
-    """Run a server within the block and yield its clients.
+    """Within the block, run a server; yield its clients.
 
     Args:
         options: options of `oscar-mm serve`, or of ``serve_endless``.
@@ -287,7 +287,9 @@ def serving(*options: str, endless: bool = False) -> Iterator[Clients]:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
                 break
             if process.poll() is not None:
-                raise RuntimeError(f"the server ended with {process.returncode}")
+                raise RuntimeError(
+                    f"the server exited with code {process.returncode} before it answered"
+                )
             time.sleep(0.2)
         yield Clients(port, psutil.Process(process.pid))
     finally:
@@ -296,7 +298,10 @@ def serving(*options: str, endless: bool = False) -> Iterator[Clients]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure identical requests, then twice mixed ones without and with hostile ones."""
+    """Run the benchmark: identical requests, then mixed requests with and without hostile ones.
+
+    The mixed runs are done twice.
+    """
     command_line = parser("benchmarks.serving", __doc__)
     command_line.add_argument("--device", default="cpu", help="device of the model: cpu or cuda")
     command_line.add_argument("--requests", type=int, default=MIXED, help="requests of a mixed run")
@@ -306,7 +311,7 @@ def main(arguments: Sequence[str]) -> int:
     options = command_line.parse_args(arguments)
     rows, load_before = [], os.getloadavg()[0]
     with serving("--model", "pocket-omni", "--device", options.device) as clients:
-        clients.mixed(CLIENTS, 40, 0.0)  # Warm-up.
+        clients.mixed(CLIENTS, 40, 0.0)  # Warm up the server.
         rows.append(clients.identical(friendly(0)[1], CLIENTS, options.identical))
         for share in (0.0, HOSTILE, 0.0, HOSTILE):
             rows.append(clients.mixed(CLIENTS, options.requests, share))

@@ -1,4 +1,4 @@
-"""One model on several GPUs: tokens, times and memory compared with one GPU.
+"""Compare one model on several GPUs with the same model on one GPU: tokens, times and memory.
 
 python -m benchmarks.several_gpus [--model qwen3-vl-8b] [--context 32768] [--gpus 2] [--tiny]
 """
@@ -37,23 +37,23 @@ NOTES = [
     "parts, one GPU rounds the full sums, and random weights prefer no token by much.",
 ]
 TOKEN_SIDE = 32
-"""Side of a picture's token, in pixels."""
+"""Width and height of the part of a picture that one token covers, in pixels."""
 
 
 def measure_placement(
     folder: Path, placement: dict[str, Any], pictures: tuple[int, int], answer: int
 ) -> dict[str, Any]:
-    """Measure a checkpoint in this process.
+    """Measure a checkpoint in this process, and return the figures.
 
     Args:
         folder: folder of the checkpoint.
-        placement: the pipeline's argument that places the model.
-        pictures: number of pictures, and tokens of each.
-        answer: tokens of the answer.
+        placement: pipeline argument that selects the devices of the model.
+        pictures: number of pictures, and number of tokens of each picture.
+        answer: number of tokens of the answer.
     """
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if devices:
-        torch.cuda.init()  # Required by the reset if this process has not used a GPU yet.
+        torch.cuda.init()  # The reset requires this if the process has not used a GPU yet.
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
     start = perf_counter()
@@ -63,7 +63,7 @@ def measure_placement(
     count, tokens = pictures
     side = TOKEN_SIDE * round(tokens**0.5)
     noise = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    lengths = (answer, answer // 2, answer)  # The first one is a warm-up.
+    lengths = (answer, answer // 2, answer)  # The first answer is a warm-up.
     *_, half, result = (
         pipe(images=list(noise), prompt="What is it?", max_new_tokens=tokens, temperature=0)
         for tokens in lengths
@@ -86,7 +86,7 @@ def measure_placement(
 
 
 def by_ranks(folder: Path, gpus: int, pictures: tuple[int, int], answer: int) -> dict[str, Any]:
-    """Run torchrun and return the figures of rank 0, with the bytes of all ranks."""
+    """Measure a checkpoint with torchrun; return rank 0's figures and the bytes of all ranks."""
     run = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "--module")
     numbers = map(str, (*pictures, answer))
     subprocess.run(
@@ -105,7 +105,7 @@ def by_ranks(folder: Path, gpus: int, pictures: tuple[int, int], answer: int) ->
 
 
 def as_rank(folder: Path, *numbers: int) -> None:
-    """Write the figures of this rank to the folder."""
+    """Measure a checkpoint in this rank, and write the figures to the checkpoint's folder."""
     figures = measure_placement(folder, {"tp_plan": "auto"}, numbers[:2], numbers[2])
     path = folder / f"rank-{distributed.get_rank()}.json"
     path.write_text(json.dumps(figures))
@@ -115,7 +115,7 @@ def as_rank(folder: Path, *numbers: int) -> None:
 def measure(
     released: Released, gpus: int, pictures: tuple[int, int], answer: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each placement of the model."""
+    """Measure each placement of the model, and return their rows."""
     device, rows = device_of(None), []
     with TemporaryDirectory(prefix="oscar-mm-") as name:
         folder = Path(name)
@@ -143,7 +143,7 @@ def _with_two_kv_heads(released: Released) -> Released:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; 1 if ranks give different answers."""
+    """Run the benchmark; return the exit code, 1 if the answers of ranks differ."""
     if arguments[:1] == ["--rank-of"]:
         as_rank(Path(arguments[1]), *map(int, arguments[2:]))
         return 0

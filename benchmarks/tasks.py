@@ -1,4 +1,4 @@
-"""Tasks of ``benchmarks.accuracy``: conversations with the pocket models, plain or under stress."""
+"""Tasks of ``benchmarks.accuracy``: conversations with the pocket models, plain or stressed."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from oscar_mm.compare.teacher_forcing import Forced, Recorder
 from oscar_mm.modality import Modality
 
 LOOK = Look(1.0)
-"""Full difficulty with the fonts and voices of the training, on which the models do best."""
+"""Level of full difficulty with the fonts and voices used in training, with which the models do
+best."""
 _MEDIA_AT_ONCE = {"cuda": 6000, "cpu": 120}
 _TOKENS_AT_ONCE = {"cuda": 240_000, "cpu": 8_000}
 _TOWER_IMAGES = 2048
 FRAMES = 230
-"""Mel frames per clip: 2.3 s."""
+"""Number of mel frames per clip, which is 2.3 s."""
 _KINDS = {"read": READ, "find": FIND, "list": LIST}
 
 
 @dataclass(frozen=True)
 class Task:
-    """Task of the table.
+    """Task of the benchmark: a kind of question about a number of media.
 
     Attributes:
-        kind: "read" one medium, "find" the medium with a text, "list" the content of three, "ask"
-            any of the questions of a theme, "copy" all of them.
+        kind: what the question asks: "read" one media item, "find" the media item with a text,
+            "list" the content of three, "ask" any question about the theme, or "copy" everything.
         images, clips: number of images and of clips in a conversation.
-        theme: content of the images: "codes", "receipts", "shapes".
-        ablate: whether the ablation and the free answers use it too.
+        theme: content of the images: "codes", "receipts" or "shapes".
+        ablate: whether the ablation and the free answers also use the task.
     """
 
     kind: str
@@ -51,7 +52,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Name such as "ask 30 images, receipts"."""
+        """Name of the task, such as "ask 30 images, receipts"."""
         media = [f"{self.images} images"] * (self.images > 0)
         media += [f"{self.clips} clips"] * (self.clips > 0)
         theme = f", {self.theme}" if self.theme != "codes" else ""
@@ -59,11 +60,11 @@ class Task:
 
     @property
     def family(self) -> str:
-        """Either "copy", where errors accumulate over the answer, or "ask"."""
+        """Group of the task: "copy", in which errors accumulate over the answer, or "ask"."""
         return "copy" if self.kind == "copy" else "ask"
 
     def step(self, rows: int) -> Step:
-        """Return a step of ``rows`` conversations; with images and clips each asks about both."""
+        """Return a step of ``rows`` conversations; with images and clips, each asks about both."""
         return Step(
             Plan(self.images, self.clips, frames=FRAMES),
             rows,
@@ -83,8 +84,8 @@ def _about_images(*counts: int, copied: int) -> list[Task]:
     ]
 
 
-# 8 images are 144 tokens in Qwen's models and do not fill a page outside of the window. Copying 30
-# images takes 200 tokens and more, which pocket-llava cannot do yet.
+# In Qwen's models, 8 images are 144 tokens, which do not fill a page outside the window. Copying 30
+# images takes at least 200 tokens, which pocket-llava cannot do yet.
 TASKS = {
     "pocket-vl": _about_images(16, 30, 60, 120, 320, copied=30),
     "pocket-llava": [*_about_images(8, 30, 60, 140, copied=8), Task("copy", 30)],
@@ -103,13 +104,13 @@ TASKS = {
 
 @dataclass
 class Conversations:
-    """Batch of conversations with one layout.
+    """Batch of conversations that share one layout.
 
     Attributes:
-        prefix: decoder arguments of the media and their labels.
+        prefix: decoder arguments for the media and their labels.
         ids: (tokens,) modality ids of the prefix, on the CPU.
-        forced: question and answer.
-        sample: sample of the studio that they were made of.
+        forced: questions and answers, for teacher forcing.
+        sample: sample of the studio from which the conversations were created.
     """
 
     prefix: dict[str, Any]
@@ -118,7 +119,7 @@ class Conversations:
     sample: Sample
 
     def prefix_in(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return ``prefix`` for a model of another dtype."""
+        """Return ``prefix`` converted for a model of another dtype."""
         prefix = self.prefix | {"inputs_embeds": self.prefix["inputs_embeds"].to(dtype)}
         if "deepstack_visual_embeds" in prefix:
             stages = prefix["deepstack_visual_embeds"]
@@ -127,7 +128,7 @@ class Conversations:
 
     @torch.no_grad()
     def record(self, model: Any) -> Recorder:
-        """Return the keys and values that the model computes for the prefix."""
+        """Run the model on the prefix, and return a recorder with its keys and values."""
         recorder = Recorder(model)
         model.get_decoder()(**self.prefix, **as_argument(recorder.cache), use_cache=True)
         return recorder
@@ -138,28 +139,37 @@ def load(
 ) -> Pocket:
     """Load a pocket model from a folder, or create it with random weights.
 
-    In float32 methods differ only in how they store keys and values, which are first rounded to
+    In float32, methods differ only in how they store keys and values, which are first rounded to
     bfloat16, as in a 16-bit cache.
 
+    Args:
+        name: name of the pocket model.
+        folder: folder of the model; None for random weights.
+        device: device of the model.
+        dtype: dtype of the weights.
+
     Raises:
-        FileNotFoundError: if the folder has no model.
+        FileNotFoundError: if the folder does not contain a model.
     """
     pocket = build(name)
     if folder is not None:
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} has no model; train it: see examples/train_pocket")
+            raise FileNotFoundError(
+                f"{folder} contains no model; train one as described in examples/train_pocket"
+            )
         pocket.model = type(pocket.model).from_pretrained(folder, dtype=dtype)
     pocket.model.to(device).eval()
     pocket.generator.set_attn_implementation({"text_config": IMPLEMENTATION})
     if hasattr(pocket.generator, "set_experts_implementation"):
-        pocket.generator.set_experts_implementation("eager")  # Others require 16-bit weights.
+        pocket.generator.set_experts_implementation("eager")  # The others require 16-bit weights.
     return pocket
 
 
 def conversations(studio: Studio, task: Task, prompts: int) -> Iterator[Conversations]:
-    """Yield batches with at least ``prompts`` conversations in total, as many at a time as fit.
+    """Yield batches that contain at least ``prompts`` conversations in total.
 
-    A conversation with images and clips has two questions.
+    Each batch contains as many conversations as fit. A conversation with images and clips has two
+    questions.
     """
     kind, plan = studio.writer.device.type, task.step(1).plan
     length = len(studio.writer.layout(plan).ids)
@@ -204,22 +214,22 @@ def _conversations(studio: Studio, sample: Sample, plan: Plan) -> Conversations:
 
 
 def _by_row(positions: Tensor, rows: int) -> Tensor:
-    """Expand (3, tokens) or (tokens,) to (3, rows, tokens) or (rows, tokens)."""
+    """Expand positions of shape (3, tokens) or (tokens,) to (3, rows, tokens) or (rows, tokens)."""
     shape = (*positions.shape[:-1], rows, positions.shape[-1])
     return positions.unsqueeze(-2).expand(shape)
 
 
 FACTORS = (8.0, 16.0)
-"""Factors of one rotary pair per layer each; powers of two leave the rounding unchanged."""
+"""Scale factors, each for one rotary pair per layer; powers of two do not change the rounding."""
 
 
 @contextmanager
 def outlier_channels(model: Any, seed: int) -> Iterator[None]:
-    """Make the keys of two rotary pairs per layer 8 and 16 times as large within the block.
+    """Within the block, scale the keys of two rotary pairs per layer by 8 and 16.
 
-    Queries are made smaller by the same factors, so scores do not change. Both channels of a pair
-    have the same factor, because RoPE mixes them. The factors are applied to the weights of the QK
-    norms, or of the projections in a model without QK norms.
+    The corresponding query channels are divided by the same factors, so that attention scores do
+    not change. Both channels of a pair have the same factor, because RoPE mixes them. The factors
+    are applied to the weights of the QK norms or, in a model without them, of the projections.
     """
     generator = torch.Generator().manual_seed(seed)
     saved = []

@@ -1,4 +1,4 @@
-"""The largest batch that fits on a GPU and its throughput, in 16-bit precision and with compact.
+"""Find the largest batch that fits on a GPU and its throughput, in 16-bit precision and compact.
 
 python -m benchmarks.throughput [--models qwen3-vl-8b,...] [--contexts 32768,131072]
 """
@@ -25,9 +25,10 @@ from benchmarks.record import Row, show
 CONTEXTS, TINY_CONTEXTS = (32768, 131072), (400,)
 PLAIN, OURS = "dynamic", "compact-graph"
 BOUND_CONTEXT, BATCH, SPEED = 131072, 5.0, 4.5
-"""Context of the bounds; minimum batch and minimum tokens per second, relative to 16 bit."""
+"""Context for which the bounds apply; minimum batch and minimum tokens per second, both relative to
+the 16-bit cache."""
 TINY_ROOM = 4_000_000
-"""Bytes for caches in a tiny run."""
+"""Memory for caches in a tiny run, in bytes."""
 MAX_TRIES = 12
 NOTES = [
     "Random weights of the released shapes; caches are filled with random keys and values of text "
@@ -50,14 +51,14 @@ NOTES = [
 def largest(
     decoder: Decoder, variant: CacheVariant, context: int, bandwidth: float, free: int
 ) -> Iterator[Row]:
-    """Yield a row for each batch tried; the last is the largest that fits, if any fits.
+    """Yield a row for each batch tried; the last row is the largest batch that fits, if any does.
 
     Args:
         decoder: decoder that runs the steps.
         variant: kind of the cache.
-        context: tokens of each row.
+        context: number of tokens of each row.
         bandwidth: bytes per second, for the floor of a step.
-        free: unused bytes of the device.
+        free: number of unused bytes on the device.
     """
     row_bytes = variant.row_bytes(decoder, context, WARM_UP + STEPS)
     cells = until_it_fits(
@@ -68,7 +69,7 @@ def largest(
 
 
 def until_it_fits(rows: int, measure: Callable[[int], Row]) -> Iterator[Row]:
-    """Yield ``measure`` of so many rows, then of fewer ones while memory runs out."""
+    """Yield the result of ``measure(rows)``, then of fewer rows as long as memory runs out."""
     for _ in range(MAX_TRIES):
         if not rows:
             return
@@ -90,7 +91,7 @@ def rows_of(
 
 
 def bounds(rows: Sequence[Row]) -> list[Row]:
-    """Return compact's bounds by model and context: the value, and whether it meets the bound."""
+    """Return the bounds of the compact preset by model and context, with values and verdicts."""
     best = {(row["model"], row["context"], row["way"]): row for row in rows if "error" not in row}
     checks: list[Row] = []
 

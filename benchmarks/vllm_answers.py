@@ -1,4 +1,4 @@
-"""Answers to questions about images from vLLM with our pages, compared with our own engine's.
+"""Compare answers about images from vLLM with our pages with the answers of our own engine.
 
 python -m benchmarks.vllm_answers [--models pocket-vl,pocket-llava] [--questions 200]
     [--policies "standard;standard:window=64"] [--ways graphs,eager,preempted,ngram,ranks]
@@ -26,14 +26,14 @@ from oscar_mm.vllm_plugin import additional_config
 _CONTENTS = Path("examples/media/contents.json")
 _FEWEST, _MOST = 4, 16
 _TOKENS = 16
-"""Maximum tokens of an answer."""
+"""Maximum number of tokens of an answer."""
 _CONTEXT = 4096
 _TOGETHER = 64
 """Maximum number of running requests."""
 WAYS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
-    # 64 requests of up to 9 blocks do not fit, so some are preempted and recomputed.
+    # 64 requests of up to 9 blocks each do not fit, so some are preempted and recomputed.
     "preempted": {"num_gpu_blocks_override": 60},
     "ngram": {
         "speculative_config": {
@@ -44,9 +44,9 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "ranks": {"tensor_parallel_size": 2},
 }
-"""Arguments of ``vllm.LLM`` by way."""
+"""Arguments of ``vllm.LLM`` for each way of running vLLM."""
 MIN_EQUAL = 0.95
-"""Target for the share of answers that equal our engine's."""
+"""Minimum share of answers that should equal the answers of our engine."""
 NOTES = [
     f"Greedy answers to questions about {_FEWEST} to {_MOST} pictures, half of which ask for the "
     "code in a picture and half for the picture with a code. Right: equal to what the picture "
@@ -57,12 +57,12 @@ NOTES = [
 
 @dataclass(frozen=True)
 class Question:
-    """A question about some of the cards.
+    """Question about some of the cards.
 
     Attributes:
-        cards: indices in ``CARDS``, in the order of the images.
-        text: the question.
-        right: the right answer.
+        cards: indices into ``CARDS``, in the order of the images.
+        text: text of the question.
+        right: right answer.
     """
 
     cards: tuple[int, ...]
@@ -71,7 +71,7 @@ class Question:
 
 
 def questions(count: int, seed: int = 0) -> list[Question]:
-    """Return questions about random cards, without repeating a card in a question."""
+    """Return questions about random cards; no card occurs twice in a question."""
     shown = list(json.loads(_CONTENTS.read_text())["cards"].values())
     generator = random.Random(seed)
     found = []
@@ -91,7 +91,7 @@ def questions(count: int, seed: int = 0) -> list[Question]:
 
 
 def our_answers(model: str, policy: str, asked: Sequence[Question]) -> list[str]:
-    """Return the answers of our own engine, one question at a time."""
+    """Answer questions with our own engine, one at a time, and return the answers."""
     from oscar_mm import OscarVLPipeline
 
     pipe = OscarVLPipeline(model, policy=policy, device="cuda", dtype="bfloat16")
@@ -103,7 +103,7 @@ def our_answers(model: str, policy: str, asked: Sequence[Question]) -> list[str]
 
 
 def vllm_answers(model: str, policy: str, way: str, asked: Sequence[Question]) -> list[str]:
-    """Return the answers of vLLM, which gets all questions at once."""
+    """Answer all questions at once with vLLM, and return the answers."""
     from PIL import Image
     from vllm import LLM, SamplingParams
 
@@ -145,7 +145,7 @@ def child(spec: dict[str, Any]) -> None:
 def answered(
     model: str, policy: str, way: str, asked: Sequence[Question], seconds: float
 ) -> list[str] | str:
-    """Return the answers of a process, or its error."""
+    """Answer questions in a process of its own; return the answers, or the error of the process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.json"
         spec = {"model": model, "policy": policy, "way": way, "answers": str(path)}
@@ -157,7 +157,7 @@ def answered(
 def compare(
     common: Row, asked: Sequence[Question], answers: list[str] | str, ours: list[str] | str
 ) -> Row:
-    """Return a row: the number of answers that are right, and that equal our own engine's."""
+    """Return a row with the numbers of answers that are right and that equal our engine's."""
     if isinstance(answers, str):
         return common | {"error": answers}
     right = sum(
@@ -173,7 +173,7 @@ def compare(
 def rows_of(
     model: str, policies: Iterable[str], ways: Iterable[str], count: int, seconds: float
 ) -> Iterator[Row]:
-    """Return the rows of one model: the 16-bit cache, then our engine and all ways by policy."""
+    """Yield the rows of one model: first our 16-bit cache, then our engine and vLLM by policy."""
     asked = questions(count)
     exact = answered(model, "bf16", "ours", asked, seconds)
     common = {"model": model, "policy": "bf16", "way": "exact"}
@@ -203,7 +203,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Ask, print and record; 1 if a run failed."""
+    """Run the benchmark; return the exit code, 1 if a run failed."""
     if list(arguments[:1]) == [CHILD]:
         child(json.loads(arguments[1]))
         return 0

@@ -1,10 +1,10 @@
-"""Our attention inside vLLM compared with its own: steps, full memory and prompts, random weights.
+"""Compare our attention in vLLM with vLLM's own: decode steps, full memory and prompts.
 
 python -m benchmarks.vllm_attention [--model qwen3-vl-8b] [--attention auto,fp8,standard,...]
     [--contexts 2048,32768,131072] [--full 32768] [--prompts]
 
-An attention is one of vLLM's KV cache dtypes, or a policy of ours. Each runs in its own processes.
-vLLM and a GPU are required.
+An attention is one of vLLM's KV cache dtypes, or one of our policies. Each runs in its own
+processes, with random weights. vLLM and a GPU are required.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from oscar_mm.vllm_plugin import additional_config
 
 _TOKENS = 264
 _BEGUN = 4
-"""Tokens of each sequence before steps are timed."""
+"""Number of tokens to generate for each sequence before steps are timed."""
 _SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, 257, 16))
-"""Batch sizes for which vLLM captures a step."""
+"""Batch sizes for which vLLM captures CUDA graphs of a step."""
 _FURTHER = 1024
-"""Tokens beyond the longest context that fit into vLLM's cache."""
+"""Number of tokens beyond the longest context for which vLLM's cache has room."""
 _READ_AT_ONCE = 8192
 _PROMPT, _HIT, _LONG = 8192, 7168, 32768
 _LAST_ID = 150_000
@@ -60,13 +60,13 @@ BOUNDS = (
     (f"prompt {_PROMPT}", "auto", "standard", 1 / 1.05),
     (f"prompt {_PROMPT}, {_HIT} known", "auto", "standard", 1 / 1.1),
 )
-"""What is compared, with which attention, which of ours, and the required ratio on
-Qwen3-VL-8B."""
+"""Bounds for Qwen3-VL-8B: the measurement, vLLM's attention, our attention, and the required
+ratio."""
 _MIXTURE_BOUNDS = (("full memory 32768", "auto", "standard", 3.5),)
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """Write the config.json of a released model's decoder."""
+    """Write the config.json of a released model's decoder to a folder, and return the folder."""
     text = RELEASED[name].text
     kind = "qwen3_moe" if "num_experts" in text else "qwen3"
     architecture = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
@@ -87,10 +87,10 @@ def engine_options(attention: str, folder: Path, longest: int, *, filled: bool) 
     """Return arguments for ``vllm.LLM``.
 
     Args:
-        attention: one of vLLM's KV cache dtypes, or a policy of ours.
+        attention: one of vLLM's KV cache dtypes, or one of our policies.
         folder: folder of the model.
-        longest: maximum tokens of a context.
-        filled: whether decoding is timed, with a cache of random values; otherwise prompts are.
+        longest: maximum number of tokens of a context.
+        filled: True to time decoding with a cache of random values, False to time prompts.
     """
     options: dict[str, Any] = {
         "model": str(folder),
@@ -118,18 +118,18 @@ def engine_options(attention: str, folder: Path, longest: int, *, filled: bool) 
 
 
 def is_ours(attention: str) -> bool:
-    """Whether an attention is a policy of ours."""
+    """Return whether an attention is one of our policies."""
     return attention.partition(":")[0] in KVPolicy.preset_names()
 
 
 def tokens_of(count: int, seed: object) -> list[int]:
-    """Return random text as token ids."""
+    """Return ``count`` random token ids."""
     generator = random.Random(str(seed))
     return [generator.randrange(5, _LAST_ID) for _ in range(count)]
 
 
 def decode(engine: Any, prompts: Sequence[list[int]], tag: str) -> dict[str, float]:
-    """Measure milliseconds of a step of several sequences together, and tokens per second."""
+    """Decode several sequences together; return milliseconds per step and tokens per second."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -161,7 +161,7 @@ def decode(engine: Any, prompts: Sequence[list[int]], tag: str) -> dict[str, flo
 
 
 def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> Iterator[Row]:
-    """Yield rows of one sequence and of full memory."""
+    """Yield rows of decoding: a single sequence for each context, then full memory."""
     cache = engine.vllm_config.cache_config
     capacity = getattr(cache, "kv_cache_size_tokens", None)
     capacity = capacity or cache.num_gpu_blocks * cache.block_size
@@ -169,7 +169,7 @@ def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> It
     decode(engine, [tokens_of(256, 0)], "warm")
     for context in contexts:
         if context + _TOKENS < capacity:
-            # Use the second run, as the first may compile.
+            # Use the second run, because the first run may compile kernels.
             *_, best = (decode(engine, [tokens_of(context, 1)], f"{context}-{i}") for i in (0, 1))
             yield {"what": f"one sequence {context}", "sequences": 1, **best}
     for context in full:
@@ -181,7 +181,7 @@ def decode_rows(engine: Any, contexts: Sequence[int], full: Sequence[int]) -> It
 
 
 def prompt_rows(llm: Any) -> Iterator[Row]:
-    """Yield rows of prompts."""
+    """Yield rows with the times to the first token of prompts."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1, detokenize=False)
@@ -204,7 +204,7 @@ def prompt_rows(llm: Any) -> Iterator[Row]:
 
 
 def child(spec: dict[str, Any]) -> None:
-    """Measure one attention and write a line of JSON for each row."""
+    """Measure one attention, and write a line of JSON to a file for each row."""
     from vllm import LLM
 
     folder = model_folder(spec["model"], Path(spec["folder"]))
@@ -221,7 +221,7 @@ def child(spec: dict[str, Any]) -> None:
 
 
 def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
-    """Return the rows of a child; if it fails or times out, the rows so far and the error."""
+    """Return the rows of a child process; if it fails or times out, the last row is an error."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows"
         rows.touch()
@@ -235,7 +235,7 @@ def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
 
 
 def bounds(rows: Iterable[Row]) -> Iterator[tuple[str, float, float]]:
-    """Yield what is compared, our ratio, and the required ratio."""
+    """Yield the bounds: a description of the comparison, our ratio, and the required ratio."""
     figures: dict[tuple[str, str, str], float] = {}
     for row in rows:
         if "error" not in row:
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str]) -> int:
         [int(x) for x in text.split(",") if x] for text in (options.contexts, options.full)
     )
     rows: list[Row] = []
-    # Separated by semicolons if a policy has several changes, as these contain commas.
+    # Semicolons separate policies that have several changes, because these contain commas.
     for attention in options.attention.split(";" if ";" in options.attention else ","):
         spec = {"model": options.model, "attention": attention, "contexts": contexts, "full": full}
         for prompts in (False, True) if options.prompts else (False,):
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def merge(rows: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Merge rows; new figures replace older ones, and errors of what ran again are dropped."""
+    """Merge rows; new figures replace old figures, and old errors of repeated runs are dropped."""
     again = {(row["model"], row["attention"]) for row in new}
     kept = [x for x in rows if "error" not in x or (x["model"], x["attention"]) not in again]
     return merge_rows(kept, new, ("model", "attention", "what"), lambda row, old: True)

@@ -1,4 +1,4 @@
-"""Processes in which benchmarks run vLLM; each ends together with all children of vLLM."""
+"""Processes in which benchmarks run vLLM; each process ends with all of vLLM's child processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from benchmarks.record import versions
 
 CHILD = "--child"
-"""First argument of a benchmark that runs as such a process; the second argument is JSON."""
+"""First argument of a benchmark that runs as such a process; the second argument is JSON text."""
 _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
-    # A forked engine may hang: processors of pictures leave threads of OpenMP behind.
+    # A forked engine may hang, because image processors leave OpenMP threads behind.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
@@ -28,7 +28,7 @@ _ENVIRONMENT = {
 def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
     """Run a benchmark's module with ``--child`` and JSON; return its error, or None."""
     line = [sys.executable, "-m", module, CHILD, json.dumps(spec)]
-    # In a session of its own: vLLM's processes must not outlive it with the GPU's memory.
+    # A session of its own, so that all of vLLM's processes can be killed and free the GPU's memory.
     process = subprocess.Popen(line, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
     try:
         code = process.wait(seconds)
@@ -42,5 +42,5 @@ def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
 
 
 def vllm_versions() -> dict[str, str]:
-    """Return the versions of the software that the numbers depend on, including vLLM's."""
+    """Return the versions of the software that affects the results, including that of vLLM."""
     return versions() | {"vllm": version("vllm")}
