@@ -180,7 +180,7 @@ def measure_unpack(heads: int, head_dim: int, pages: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record."""
+    """Run the benchmark: measure, print and record; return the exit code."""
     asked = parser("benchmarks.cpu", __doc__)
     asked.add_argument(
         "--threads", type=int, default=1, help="threads of torch and of the CPU kernels"

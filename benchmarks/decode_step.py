@@ -91,7 +91,7 @@ def measure_cell(
         A row of the record. If the row has no figures, "error" is the reason, and "out_of_memory"
         is whether it was a lack of memory. On a GPU, "memory" contains "report", our own count of
         the bytes of weights and cache; "peak", the maximum bytes allocated while steps ran; and
-        "held", the increase in allocated bytes from begin to end. "peak" and "held" count requested
+        "held", the increase in allocated bytes from start to end. "peak" and "held" count requested
         bytes.
     """
     row: Row = {
@@ -433,7 +433,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; return the result of ``sweep``."""
+    """Run the benchmark: measure, print and record; return the exit code, see ``sweep``."""
     parser = options_of("decode_step", __doc__, CONTEXTS)
     parser.add_argument(
         "--batches", type=numbers, default=BATCHES, help="batch sizes, comma-separated"

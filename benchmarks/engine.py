@@ -298,7 +298,7 @@ def _figures_of(row: Row) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; return the result of ``sweep``."""
+    """Run the benchmark: measure, print and record; return the exit code, see ``sweep``."""
     parser = options_of("engine", __doc__, CONTEXTS)
     parser.set_defaults(models=MODELS)
     parser.add_argument(

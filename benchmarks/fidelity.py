@@ -150,7 +150,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record."""
+    """Run the benchmark: measure, print and record; return the exit code."""
     options = parser("benchmarks.fidelity", __doc__).parse_args(arguments)
     rows = measure()
     _table(rows)

@@ -16,7 +16,7 @@ _SMALL = 0xBF
 
 
 class FilledCache(DecodeBenchConnector):
-    """Connector that fills the whole cache when it is created, instead of each request's blocks."""
+    """Connector that fills the full cache when it is created, instead of each request's blocks."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Fill the caches of all layers."""

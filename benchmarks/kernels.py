@@ -383,7 +383,7 @@ def _bound(value: float | None, figure: str) -> str:
 
 
 def compare(rows: list[dict[str, Any]], path: Path) -> None:
-    """Print this run's times relative to those of an earlier record."""
+    """Print the times of this run relative to the times in an earlier record."""
     earlier = Record.load(path)
     before = {(astuple(Shape(**row["shape"])), row["name"]): row["us"] for row in earlier.rows}
     lines = []

@@ -78,7 +78,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record."""
+    """Run the benchmark: measure, print and record; return the exit code."""
     options = parser("benchmarks.memory", __doc__)
     options.add_argument("--long", action="store_true", help=f"also measure {LONG:,} tokens")
     options = options.parse_args(arguments)

@@ -197,7 +197,7 @@ class Clients:
         return self._row("identical", [(self.ask, body, True)] * (clients * count), clients)
 
     def mixed(self, clients: int, count: int, share: float, seed: int = 0) -> dict[str, Any]:
-        """Measure requests of all kinds, of which a share is hostile, and return a row."""
+        """Measure requests of all kinds, including a share of hostile requests; return a row."""
         kind, bad, calls = friendly(seed), hostile() if share else [], []
         every = round(1 / share) if share else 0
         for index in range(count):

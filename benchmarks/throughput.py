@@ -149,7 +149,7 @@ def _figures(row: Row) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; return the result of ``sweep``."""
+    """Run the benchmark: measure, print and record; return the exit code, see ``sweep``."""
     parser = options_of("throughput", __doc__, CONTEXTS)
     add_variants(parser, (PLAIN, OURS))
     options = parser.parse_args(arguments)

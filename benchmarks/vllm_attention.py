@@ -271,7 +271,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print and record; 1 if a run failed."""
+    """Run the benchmark: measure, print and record; return the exit code, 1 if a run failed."""
     if list(arguments[:1]) == [CHILD]:
         child(json.loads(arguments[1]))
         return 0

@@ -235,7 +235,7 @@ def speak_answer(
 ) -> Answer:
     """Generate a text answer with an ``OscarCache``, and synthesize it as speech.
 
-    The talker reads the thinker's hidden states for the whole prompt, so a spoken answer cannot
+    The talker reads the thinker's hidden states for the full prompt, so a spoken answer cannot
     continue a cached conversation. The talker's own tokens are sampled with the checkpoint's
     settings; ``sampling.seed`` makes them reproducible.
 

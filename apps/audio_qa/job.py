@@ -160,7 +160,7 @@ def _check_for_server(
     """
     if given := settings.changed(local):
         raise InputError(
-            f"{asked}: {', '.join(given)}: only supported without a server; leave this out"
+            f"{asked}: {', '.join(given)}: only supported without a server; leave it out"
         )
     count = sum(bool(row.choices) for row in rows)
     if count and not settings.list_choices:
