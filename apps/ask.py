@@ -118,7 +118,7 @@ def _check_request(prompt: str, given: dict[str, list[str]]) -> None:
 
 
 def _file_or_bytes(name: str, allow_remote: bool) -> Path | bytes:
-    """Return a file's path, or the bytes at a URL."""
+    """Return the path of a local file, or the bytes downloaded from a URL."""
     if not is_address(name):
         return existing_file(name, name)
     return read_bytes(name, allow_remote=allow_remote, limits=MediaLimits(), label=name)

@@ -1,4 +1,4 @@
-"""`oscar-mm bench`: compare ways to store the KV cache, on the user's own model and questions."""
+"""`oscar-mm bench`: compare methods of storing the KV cache on the user's model and questions."""
 
 import json
 import sys

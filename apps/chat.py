@@ -46,7 +46,7 @@ _HELP = """\
 _SUFFIX = ".safetensors"
 _UNCHANGED = "stopped; the chat is unchanged"
 _ANSWER_TOKENS = 1024
-"""Default for the maximum tokens of an answer."""
+"""Default of the maximum number of tokens of an answer."""
 
 
 @options.grouped

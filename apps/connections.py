@@ -55,25 +55,25 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] as uvicorn has it
-        """Start waiting for the first request."""
+        """Start the deadline for the first request of a new connection."""
         super().connection_made(transport)
         self._follow()
         if len(self.connections) > self._bounds.maximum:
             self._bounds.close_oldest()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop the deadline of the closed connection, and remove it from the waiting list."""
         super().connection_lost(exc)
         self._bounds.discard(self)
         self._end_deadline()
 
     def handle_events(self) -> None:
-        """Process received data."""
+        """Process received data, then update the deadline."""
         super().handle_events()
         self._follow()
 
     def on_response_complete(self) -> None:
-        """Start waiting for the next request."""
+        """Start the deadline for the next request after a complete response."""
         super().on_response_complete()
         self._follow()
 

@@ -93,8 +93,8 @@ class Guard:
 class OneLength:
     """Middleware that refuses requests with both Content-Length and Transfer-Encoding.
 
-    A proxy might disagree with this server about where such a request ends and the next one starts
-    (request smuggling).
+    A proxy and this server might disagree about where such a request ends and the next request
+    starts (request smuggling).
 
     Args:
         app: application to protect.

@@ -65,7 +65,7 @@ class OscarMM(lmms):
         self.batch_size, self.max_tokens = int(batch_size), int(max_tokens)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answer requests, and return the texts in the same order."""
+        """Answer requests, and return the texts of the answers in the order of the requests."""
         answers = [""] * len(requests)
         results = self.pipe.batch_stream(
             self._questions(requests), batch_size=self.batch_size, max_tokens=self.max_tokens
@@ -93,7 +93,7 @@ class OscarMM(lmms):
         raise NotImplementedError("oscar_mm supports generate_until tasks, not loglikelihood")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Raise an error, because this model supports only a single round."""
+        """Raise an error, because this model supports only single-round tasks."""
         raise NotImplementedError("oscar_mm supports only single-round generate_until tasks")
 
 

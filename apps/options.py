@@ -101,7 +101,7 @@ _KEY_BYTES = 4096
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Sampling options; None selects the checkpoint's default."""
+    """Command-line options for sampling; None selects the checkpoint's default."""
 
     max_new_tokens: AnswerLength = None
     temperature: Annotated[

@@ -87,13 +87,13 @@ def listen(sockets: Iterable[socket.socket]) -> None:
 
 
 def url(host: str, port: int) -> str:
-    """Return the URL for clients."""
+    """Return the URL that clients use to reach a server."""
     host = _bare(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _bare(host: str) -> str:
-    """Remove the brackets that URLs put around IPv6 addresses."""
+    """Return a host without the brackets that enclose IPv6 addresses in URLs."""
     return host.removeprefix("[").removesuffix("]")
 
 

@@ -224,7 +224,7 @@ def _question(talks: Conversations) -> Prompt:
 
 
 def _right_answers(talks: Conversations) -> list[list[int]]:
-    """Return the right answers without their end tokens."""
+    """Return the token ids of the right answers, without their end tokens."""
     rows: list[Tensor] = [target[target != IGNORE] for target in talks.forced.targets.cpu()]
     return [row[:-1].tolist() for row in rows]
 

@@ -101,7 +101,7 @@ def _line(
 
 
 def _short(task: str) -> str:
-    """Return a task's short name for a column header."""
+    """Return a short name of a task for the header of a column."""
     for long, short in ((" images", "i"), (" clips", "c"), (" + ", "+"), (", ", " ")):
         task = task.replace(long, short)
     return task

@@ -93,7 +93,7 @@ def clip(digits: str, voice: tuple[str, int, int]) -> np.ndarray:
 
 
 def write_wav(path: Path, samples: np.ndarray) -> None:
-    """Write samples as a 16-bit WAV file."""
+    """Write audio samples to a 16-bit WAV file."""
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)

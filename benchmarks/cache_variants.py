@@ -169,7 +169,7 @@ class CacheVariant(ABC):
 
 
 class Dynamic(CacheVariant):
-    """transformers' DynamicCache."""
+    """Variant that uses transformers' DynamicCache."""
 
     title = "DynamicCache"
 
@@ -185,7 +185,7 @@ class Dynamic(CacheVariant):
 
 
 class Static(CacheVariant):
-    """transformers' StaticCache with a compiled model, as used by ``generate``."""
+    """Variant that uses transformers' StaticCache with a compiled model, as ``generate`` does."""
 
     title = "StaticCache, compiled"
     inference = False
@@ -211,7 +211,7 @@ class Static(CacheVariant):
 
 
 class Quantized(CacheVariant):
-    """transformers' QuantizedCache.
+    """Variant that uses transformers' QuantizedCache.
 
     Args:
         backend: "hqq" or "quanto".
@@ -246,7 +246,7 @@ class Quantized(CacheVariant):
 
 
 class Oscar(CacheVariant):
-    """Our cache, ``OscarCache``.
+    """Variant that uses our cache, ``OscarCache``.
 
     Args:
         policy: name of a preset.

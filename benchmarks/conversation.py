@@ -340,7 +340,7 @@ class Call:
 
     @property
     def tokens(self) -> int:
-        """Number of new tokens."""
+        """Number of tokens in the prompt."""
         return self.prompt.tokens
 
 

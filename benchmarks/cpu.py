@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
     @property
     def page_format(self) -> PageFormat:
-        """Format of the pages."""
+        """Format of the layer's pages."""
         policy = KVPolicy.preset(self.policy)
         return PageFormat.of(policy, policy.bits.text, self.kv_heads, self.head_dim)
 

@@ -328,7 +328,7 @@ class Server:
         return answer.usage.prompt_tokens if answer.usage else 0
 
     def snapshot(self) -> Snapshot:
-        """Return the current state of the server."""
+        """Return the current state of the server, from its metrics and its processes."""
         values: defaultdict[str, float] = defaultdict(float)
         kv: dict[str, int] = {}
         request = urllib.request.Request(

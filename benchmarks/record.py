@@ -213,6 +213,6 @@ class WarningLog(logging.Handler):
         self.messages.append(record.getMessage())
 
     def close(self) -> None:
-        """Stop collecting."""
+        """Stop collecting warnings."""
         logging.getLogger("oscar_mm").removeHandler(self)
         super().close()

@@ -132,7 +132,7 @@ def vllm_answers(model: str, policy: str, way: str, asked: Sequence[Question]) -
 
 
 def child(spec: dict[str, Any]) -> None:
-    """Answer the questions in one way and write the answers to a file."""
+    """Answer the questions with one way of running vLLM, and write the answers to a file."""
     asked = [Question(tuple(item["cards"]), item["text"], item["right"]) for item in spec["asked"]]
     model, policy, way = spec["model"], spec["policy"], spec["way"]
     if way == "ours":

@@ -26,7 +26,13 @@ _ENVIRONMENT = {
 
 
 def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
-    """Run a benchmark's module with ``--child`` and JSON; return its error, or None."""
+    """Run a benchmark's module in a child process; return its error, or None if it succeeded.
+
+    Args:
+        module: name of the module.
+        spec: argument of the child process, passed as JSON.
+        seconds: maximum time, in seconds.
+    """
     line = [sys.executable, "-m", module, CHILD, json.dumps(spec)]
     # A session of its own, so that all of vLLM's processes can be killed and free the GPU's memory.
     process = subprocess.Popen(line, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)

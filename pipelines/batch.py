@@ -102,7 +102,7 @@ def _new_request(pipe: Pipeline, arguments: Any) -> Request:
 
 
 def _next_results(pipe: Pipeline, running: dict[Request, int]) -> Iterator[BatchResult]:
-    """Run until some requests have finished, remove them and yield their results."""
+    """Run until some requests have finished, remove these requests and yield their results."""
     for answer in pipe.engine.next_ended(running):
         index = running.pop(answer)
         try:

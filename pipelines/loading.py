@@ -45,7 +45,7 @@ _OWN_ARGUMENTS = {
     "tp_plan": "tp_plan",
     "tp_size": "tp_plan",
 }
-"""Keys not allowed in model_kwargs, and the pipeline arguments to use instead."""
+"""Keys that are not allowed in model_kwargs, with the pipeline arguments to use instead."""
 _WHOLE = "replicated_with_grad_allreduce"
 """Tensor-parallel style that keeps a full copy of a module on every rank. It differs from having
 no style only in training."""
@@ -271,7 +271,7 @@ class Placement:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the weights are on a CPU."""
+        """True if the weights are on a CPU."""
         if self.target is None:
             return not torch.cuda.is_available()
         return self.target.type == "cpu"

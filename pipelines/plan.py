@@ -140,7 +140,7 @@ class Plan:
         return in_16_bit, packed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, ready for JSON."""
+        """Return all numbers as a dict that can be converted to JSON."""
         return {
             "tokens": dict(self.tokens),
             "total": self.total,

@@ -19,10 +19,10 @@ TRIES = 8
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _PATIENCE_S = 900.0
-"""Seconds after which a request is no longer retried."""
+"""Time after which a failed request is no longer retried, in seconds."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0, pool=None)
 _PASSING = frozenset({408, 409, 425, 429})
-"""HTTP statuses of transient failures, in addition to 5xx."""
+"""HTTP status codes of transient failures, in addition to all 5xx codes."""
 _PIECE = 1 << 20
 """Bytes of a body to pass to the connection at a time; kept small because the connection copies
 pending bytes."""

@@ -194,7 +194,10 @@ def _parse_cells(columns: int, cells: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _cell(name: str, cell: str) -> Any:
-    """Return the value of a cell; return, not raise, an error, so that the row keeps its id."""
+    """Return the value of a CSV cell, or an InputError if the cell is not valid.
+
+    The error is not raised here, so that the row keeps its id.
+    """
     if name not in (*_CHOSEN, *MEDIA, *_SINGULAR) or not cell.lstrip().startswith("["):
         return cell
     try:
@@ -279,7 +282,7 @@ def _given_id(record: Mapping[str, Any] | InputError) -> str | None:
 
 
 def _unused_id(taken: Container[str | None], *names: str) -> str:
-    """Return an id for a row that has none: the first of ``names`` that no other row has."""
+    """Return an id for a row without an id: the first of ``names`` that no other row uses."""
     more = (f"{names[-1]} ({count})" for count in itertools.count(2))
     return next(name for name in itertools.chain(names, more) if name not in taken)
 
@@ -293,7 +296,7 @@ def _label(name: str, value: Any) -> str:
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Convert a text or a list of texts to a tuple; numbers become text."""
+    """Convert a string or a list of strings to a tuple of strings; numbers become strings."""
     if isinstance(value, InputError):
         raise value
     if value is None or value == "":

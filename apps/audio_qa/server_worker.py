@@ -398,7 +398,7 @@ class _Requests:
         """Return the JSON of a request in three parts, without copying the media.
 
         Raises:
-            InputError: if there are too many choices to list, or none of them is right.
+            InputError: if there are too many choices, or no choice matches the row's answer.
         """
         settings = self._worker.plan.settings
         text, _ = settings.prompt(row.question, row.choices)

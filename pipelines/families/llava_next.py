@@ -95,7 +95,10 @@ class LlavaNext(Family):
         return width, height
 
     def min_tokens(self, medium: Medium) -> int:
-        """Return an image's token count: unpadded tiles, a line break per row, and the overview."""
+        """Return the number of tokens of an image.
+
+        The tokens are those of the unpadded tiles, one line break per row, and the overview.
+        """
         return self._image_tokens(medium.content.width, medium.content.height)
 
     def _image_tokens(self, width: int, height: int) -> int:

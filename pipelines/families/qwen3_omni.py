@@ -44,7 +44,7 @@ from oscar_mm.pipelines.families.qwen import (
 from oscar_mm.pipelines.registry import register_family
 
 _FRAME = RATE // 100
-"""Audio samples per frame of audio features."""
+"""Number of audio samples per frame of audio features."""
 _MASK = "feature_attention_mask"
 
 

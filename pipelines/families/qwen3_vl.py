@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and MoE: images and videos with 3-D positions; timestamps between frames."""
+"""Qwen3-VL, dense and MoE: images and videos with 3-D positions and timestamps between frames."""
 
 from __future__ import annotations
 
