@@ -98,7 +98,11 @@ def test_a_prompt_without_a_full_page_is_reported(tmp_path: Path, capsys) -> Non
             ["--methods", "magic"],
             "magic: matches no method; available: 16 bit; INT2",
         ),
-        (['{"question": "What?"}'], ["--out", "gone/x.json"], "must be a file in a folder"),
+        (
+            ['{"question": "What?"}'],
+            ["--out", "gone/x.json"],
+            "must be a file in an existing folder",
+        ),
         (['{"question": "What?"}'], ["--limit", "0"], "--limit"),
         (['{"question": " "}'], [], "none of its 1 questions could be compared"),
     ],
