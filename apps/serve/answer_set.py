@@ -1,4 +1,4 @@
-"""AnswerSet: all answers (choices) to a request, which are generated concurrently."""
+"""AnswerSet: all answers (choices) to a request, generated concurrently."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SEEDS = 1 << 63
 
 
 class Choice(NamedTuple):
-    """A complete answer.
+    """A complete answer and its remaining log-probabilities.
 
     Attributes:
-        completed: the answer.
-        logprobs: log-probabilities that came with no piece; None if they were not requested.
+        completed: the complete answer and its token usage.
+        logprobs: log-probabilities not yet sent with a piece of text; None if none were requested.
     """
 
     completed: CompletedAnswer
@@ -36,11 +36,11 @@ class Choice(NamedTuple):
 class AnswerSet:
     """All answers to one HTTP request, which may have several prompts with several answers each.
 
-    The first answer to a prompt reads the prompt. The other answers start after that: they reuse
+    The first answer to a prompt processes the prompt. The other answers start after that and reuse
     the prompt from the prefix cache, or the conversation's earlier turns from the stored chat.
 
     Args:
-        places: request queue, to which each answer's slot is returned.
+        places: request queue to which each answer returns its slot.
         conversations, gone, arrival: see ``RunningAnswer``.
         requests: one request per prompt. The first answer to a prompt uses the request's seed,
             the second answer seed + 1, and so on.
@@ -74,7 +74,7 @@ class AnswerSet:
             memory_wait_s: maximum seconds that each answer waits for memory.
 
         Raises:
-            Refusal: if there is no answer; the message says why.
+            Refusal: if an answer cannot start; the message says why.
         """
 
         async def begin_group(first: RunningAnswer, *others: RunningAnswer) -> None:
@@ -92,9 +92,9 @@ class AnswerSet:
         await asyncio.gather(*map(_complete, self.answers))
 
     def complete_choices(self) -> list[Choice]:
-        """Return the answers for the response, once all are complete.
+        """Return the answers for the response; call this once all are complete.
 
-        With ``best_of``, these are the likeliest of the generated answers, best first.
+        With ``best_of``, return only the ``n`` likeliest answers to each prompt, best first.
         """
         choices: list[Choice] = []
         for group in self._groups:
@@ -107,11 +107,11 @@ class AnswerSet:
         return choices
 
     def end(self) -> asyncio.Future[Any]:
-        """Close all answers and free their slots, once the model has finished its step."""
+        """Close all answers, and free their slots once the model has finished its current step."""
         return asyncio.gather(*(answer.end() for answer in self.answers))
 
     def outlive_client(self) -> None:
-        """Continue until ``end`` even if the client disconnects."""
+        """Keep the answers running until ``end``, even if the client disconnects."""
         for answer in self.answers:
             answer.gone = asyncio.get_running_loop().create_future()
 
@@ -122,7 +122,7 @@ class AnswerSet:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Usage: total tokens of all prompts and answers; all else is from the first answer."""
+        """Token usage summed over all prompts and answers; other fields are the first answer's."""
         usage = self.answers[0].completed.usage
         read = sum(group[0].completed.prompt_tokens for group in self._groups)
         counts = {"prompt_tokens": read, "completion_tokens": self.written}
@@ -130,7 +130,7 @@ class AnswerSet:
 
 
 def _part(request: ApiRequest, index: int) -> ApiRequest:
-    """Return the request for one of several answers."""
+    """Return a copy of the request for the answer with this index."""
     if request.count == 1:
         return request
     sampling = dict(request.sampling)
@@ -140,7 +140,7 @@ def _part(request: ApiRequest, index: int) -> ApiRequest:
         sampling.setdefault("logprobs", 0)  # Needed to find the likeliest answers.
     if index:
         sampling.pop("prompt_logprobs", None)  # The first answer computes them.
-    # The others start after the first piece of this answer, so it must be streamed.
+    # The other answers start after the first piece of this one, so it must be streamed.
     return replace(request, sampling=sampling, stream=True)
 
 

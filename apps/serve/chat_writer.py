@@ -22,18 +22,18 @@ from oscar_mm.tool_parsers.parser import Piece
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 _REASONING = "reasoning", "reasoning_content"
-"""Fields for the reasoning, as in vLLM and OpenRouter, and as in DeepSeek; clients read either."""
+"""Names of the reasoning field: vLLM's and OpenRouter's, then DeepSeek's; clients read either."""
 _TEXT = "\0"
 """Placeholder for the text in the template of an answer's events."""
 
 
 class ChatWriter:
-    """Formats the answers to one request, see ``AnswerFormat``.
+    """Formats the answers to one chat-completions request; see ``AnswerFormat``.
 
     Args:
         model: model name to show to clients.
         tokenizer: tokenizer of the model.
-        usage: whether the events end with the token usage.
+        usage: whether the stream ends with the token usage.
         echo: text to prepend to each answer.
         reasoning: whether the response includes the reasoning.
     """

@@ -20,12 +20,12 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 _PREFIXES = "1GB"
-"""Default size of the prefix cache without --kv-budget."""
+"""Default size of the prefix cache if --kv-budget is not set."""
 _LEVELS = ("info", "warning", "error")
 _NAME = 256
 """Maximum length of a model name, in characters."""
 _RELEASE_S = 2.0
-"""Maximum seconds to wait for the engine to finish its pass after the server has stopped."""
+"""Maximum seconds to wait for the engine to finish its step after the server has stopped."""
 
 
 @options.grouped
@@ -234,7 +234,7 @@ def _check_words(log_level: str, names: Sequence[str]) -> None:
 
 
 def _log_requests(level: str) -> None:
-    """Write the access log and the package's own log to stderr, at this level."""
+    """Write the access log and the package's own log to stderr, from this level upward."""
     from oscar_mm.apps.serve.access_log import LOGGER
 
     handler = logging.StreamHandler()
@@ -246,7 +246,7 @@ def _log_requests(level: str) -> None:
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether the user has given an option, even if with its default value."""
+    """Whether the user has set an option, even to its default value."""
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
@@ -289,11 +289,11 @@ def media_domains(given: Sequence[str] | None, *, allow_remote: bool) -> list[st
     """Return the hosts of all ``--allowed-media-domains`` options; an empty list allows any host.
 
     Raises:
-        InputError: if hosts are given without ``--allow-remote``, or one is not a host name.
+        InputError: if hosts are listed without ``--allow-remote``, or one is not a host name.
     """
     names = [name.strip() for text in given or () for name in text.split(",")]
     if given and not allow_remote:
-        raise InputError("--allowed-media-domains has no effect without --allow-remote: add it")
+        raise InputError("--allowed-media-domains has no effect without --allow-remote: set both")
     if names:
         from oscar_mm.media.source import AllowedHosts
 
@@ -305,10 +305,10 @@ def media_domains(given: Sequence[str] | None, *, allow_remote: bool) -> list[st
 
 
 def prefix_bytes(size: str | None, budget: int | None) -> int | None:
-    """Return the prefix cache size in bytes that its option requests; None for no prefix cache.
+    """Return the prefix cache size in bytes that --prefix-cache requests; None for no prefix cache.
 
     Raises:
-        InputError: if the value is not a size.
+        InputError: if ``size`` is not a valid size.
     """
     if size is None:
         return parse_bytes("--prefix-cache", _PREFIXES if budget is None else max(1, budget // 4))

@@ -11,12 +11,12 @@ from oscar_mm.pages.layout import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class CompletedAnswer:
-    """A complete answer and its token usage; they outlive the chat.
+    """A complete answer and its token usage; remains valid after the chat is closed.
 
     Attributes:
         answer: the answer.
-        cached_tokens: prompt tokens that were in the stored chat or the prefix cache.
-        prompt_tokens: tokens of the whole prompt, including earlier turns.
+        cached_tokens: number of prompt tokens reused from the stored chat or the prefix cache.
+        prompt_tokens: number of tokens in the full prompt, including earlier turns.
     """
 
     answer: Answer
@@ -25,14 +25,14 @@ class CompletedAnswer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens and memory of the conversation, under the names of the API and this server."""
+        """Token counts under OpenAI's names, and KV memory under this server's own names."""
         written, memory = len(self.answer.token_ids), self.answer.memory
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": written,
             "total_tokens": self.prompt_tokens + written,
             "prompt_tokens_details": {
-                # In whole pages: the exact number would tell clients about other requests.
+                # Rounded down to full pages: exact counts would tell clients about other requests.
                 "cached_tokens": self.cached_tokens // PAGE_TOKENS * PAGE_TOKENS,
                 "audio_tokens": memory.tokens["audio"],
             },

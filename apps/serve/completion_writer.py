@@ -21,7 +21,7 @@ _JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 class CompletionWriter:
-    """Formats the answers to one request, see ``AnswerFormat``.
+    """Formats the answers to one completions request; see ``AnswerFormat``.
 
     Args:
         body: the request.

@@ -1,6 +1,6 @@
 """Requests of OpenAI's completions API: prompts without a chat template.
 
-A prompt may contain control tokens, because the client writes the whole prompt. As in ``protocol``,
+A prompt may contain control tokens, because the client writes the full prompt. As in ``protocol``,
 fields that are unknown or do not change the answer are ignored; other unsupported fields are
 refused.
 """
@@ -64,12 +64,12 @@ class CompletionBody(SampledBody):
             raise FieldError(f"must be at least n, which is {self.n}", "best_of")
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise FieldError(
-                "must equal n in a stream, because the best answers are known only at its end",
+                "must equal n in a stream, because the best answers are known only at the end",
                 "best_of",
             )
         if self.stream and self.echo and self.logprobs is not None:
             raise FieldError(
-                "cannot be combined with logprobs in a stream: leave one of them out", "echo"
+                "cannot be combined with logprobs in a stream: leave out echo or logprobs", "echo"
             )
         return self
 
@@ -87,7 +87,7 @@ class CompletionBody(SampledBody):
 
         Raises:
             RequestTooLarge: if a prompt is longer than the context.
-            InputError: if the field does not contain valid prompts, or contains too many.
+            InputError: if ``prompt`` does not contain valid prompts, or contains too many.
         """
         given = self.prompt
         if isinstance(given, str) or (_is_list(given) and all(map(_is_token, given))):
@@ -95,7 +95,7 @@ class CompletionBody(SampledBody):
         if not _is_list(given) or not all(_is_prompt(one) for one in given):
             raise FieldError(
                 "must be a string, a list of strings, a list of token ids or a list of such lists, "
-                "and not empty",
+                "and must not be empty",
                 "prompt",
             )
         if len(given) * self.count > max_answers:
@@ -110,12 +110,12 @@ class CompletionBody(SampledBody):
             tokens += len(prompts[-1].ids)
             if tokens > (limit := _TOGETHER * pipe.max_context):
                 raise FieldError(
-                    f"all prompts together have more than {limit:,} tokens: send fewer", "prompt"
+                    f"all prompts together have more than {limit:,} tokens: send less", "prompt"
                 )
         return prompts
 
     def requests(self, prompts: Sequence[Prompt]) -> list[ApiRequest]:
-        """Return one request per prompt."""
+        """Return one validated request per prompt."""
         sampling = self.sampling()
         longest = _USUAL_LENGTH if self.max_tokens is None else self.max_tokens
         sampling["max_new_tokens"] = max(
@@ -145,11 +145,11 @@ class CompletionBody(SampledBody):
 
 
 class Prompt:
-    """A prompt, both as text and as token ids.
+    """A prompt, as both text and token ids.
 
     Args:
-        text: text, for ``echo``.
-        ids: token ids.
+        text: text of the prompt, returned for ``echo``.
+        ids: token ids of the prompt.
     """
 
     def __init__(self, text: str, ids: Sequence[int]) -> None:
@@ -160,13 +160,13 @@ class Prompt:
         """Create a prompt from its text or its token ids.
 
         Args:
-            given: the text or the ids.
+            given: text or token ids of the prompt.
             pipe: pipeline, for its tokenizer and limits.
-            special: whether to prepend the tokenizer's special tokens to a text.
+            special: whether the tokenizer adds its special tokens to a text.
 
         Raises:
             RequestTooLarge: if the prompt is longer than the context.
-            InputError: if it has no tokens, or contains invalid token ids.
+            InputError: if the prompt has no tokens, or contains invalid token ids.
         """
         tokenizer = pipe.processor.tokenizer
         if not isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Conversations: stored chats, which are found by content when later requests continue them."""
+"""Conversations: stored chats, looked up by content when later requests continue them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """Chats by the SHA-256 of their whole content and the client's salt.
+    """LRU store of chats, keyed by the SHA-256 of their full content and the client's salt.
 
-    A client sends the whole conversation with each request. If a chat contains all messages but the
-    last, the model reads only the last message; otherwise it reads the earlier messages again. The
+    A client sends the full conversation with each request. If a stored chat contains all messages
+    but the last, the model reads only the last message; otherwise it rereads earlier messages. The
     request continues a fork of the chat, so several requests can continue the same chat. Forks
     share pages.
 
     Args:
         pipe: pipeline that generates the answers.
-        limit: maximum number of chats; the least recently used is dropped first.
+        limit: maximum number of chats; beyond it, the least recently used chat is closed.
     """
 
     def __init__(self, pipe: Pipeline, limit: int) -> None:
@@ -45,19 +45,19 @@ class Conversations:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Number of chats."""
+        """Return the number of stored chats."""
         return len(self._chats)
 
     def answer_steps(
         self, request: ApiRequest
     ) -> Generator[Chat | WholePrompt | Piece | Request | CompletedAnswer, None, None]:
-        """Answer a request step by step; closing the generator ends the answer.
+        """Answer a request in steps, as a generator; closing the generator ends the answer.
 
         Yields:
             in this order:
 
             - the ``Chat`` or ``WholePrompt`` that answers
-            - "" after reading earlier turns, if that was necessary, and "" after the question
+            - "" after reading earlier turns (if necessary), and "" after reading the question
             - the first piece of the answer
             - the running ``Request``, from which the caller can take pieces
             - all remaining pieces, as in ``AnswerStream.pieces``
@@ -104,9 +104,9 @@ class Conversations:
         yield written
 
     def give_way(self) -> bool:
-        """Close the least recently used chat, and return whether that may have freed memory.
+        """Close the least recently used chat; return whether this may have freed memory.
 
-        Does nothing if the budget moves chats to disk when others need their memory.
+        Does nothing and returns False if the budget spills chats to disk when memory runs short.
         """
         budget = self.pipe.budget
         if budget is not None and budget.folder is not None:
@@ -125,7 +125,7 @@ class Conversations:
             chat.close()
 
     def _store(self, key: str, chat: Chat) -> None:
-        """Store a chat after its answer."""
+        """Store a chat under its key, and close the chats that exceed the limit."""
         with self._lock:
             # Another thread may be forking the previous chat with this key.
             dropped = [chat] if key in self._chats else []
@@ -137,10 +137,13 @@ class Conversations:
             old.close()
 
     def _fork_longest_past(self, request: ApiRequest) -> tuple[Chat | None, int]:
-        """Fork the chat with the longest prefix of the past; return the fork and its turn count.
+        """Fork the chat that matches the longest prefix of the request's past turns.
+
+        Returns:
+            the fork and its number of turns; None and 0 if no chat matches.
 
         Raises:
-            MemoryBusy: if the chat is on disk, and other answers use the memory it needs.
+            MemoryBusy: if the chat is on disk, and other answers use the memory that it needs.
         """
         keys = _keys(request, request.past)
         for turns, key in reversed([*enumerate(keys, 1)]):
@@ -166,7 +169,7 @@ class Conversations:
 
 
 def _keys(request: ApiRequest, past: tuple[PastTurn, ...]) -> list[str]:
-    """Return a key for each prefix of a past, computed from its content and the salt."""
+    """Return a key for each prefix of the past turns, computed from their content and the salt."""
     system = request.system and request.system.written
     tools = request.tools and request.tools.for_template()
     keys, before = [], json.dumps([request.cache_salt, system, tools])
@@ -179,14 +182,14 @@ def _keys(request: ApiRequest, past: tuple[PastTurn, ...]) -> list[str]:
 
 
 def _said(message: Message) -> list[Any]:
-    """Return the parts of a message that the model reads."""
+    """Return what the model reads of a message, as JSON values."""
     if message.role == "assistant":  # Do not depend on how a client splits an answer's text.
         return [message.role, message.written, *map(_call, message.tool_calls)]
     return [message.role, message.tool_call_id, message.name, *map(_digest, message.parts)]
 
 
 def _call(call: ToolCall) -> list[Any]:
-    """Return a call in a form that does not depend on the white space in its JSON arguments."""
+    """Return a tool call as JSON values that do not depend on white space in its arguments."""
     return [call.id, call.for_template()["function"]]
 
 
@@ -194,6 +197,6 @@ def _digest(part: Part | MediumSpan) -> str | list[Any]:
     """Return text unchanged; for a media item, its modality, digest, audio flag and options."""
     if isinstance(part, str):
         return part
-    assert isinstance(part, MediaPart), "requests hold the bytes of their media"
+    assert isinstance(part, MediaPart), "requests contain the bytes of their media"
     how = [part.sound, part.options.given]
     return [part.modality.label, hashlib.sha256(part.source).hexdigest(), *how]

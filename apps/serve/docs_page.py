@@ -35,7 +35,7 @@ _BODIES: dict[str, tuple[type[BaseModel], Iterable[str]]] = {
     TRANSCRIPTIONS: (TranscriptionBody, ()),
     TRANSLATIONS: (TranscriptionBody, ()),
 }
-"""Request body of each endpoint, and the names of chat-completions fields that it also accepts."""
+"""For each endpoint, its request body and the chat-completions fields that it also accepts."""
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>oscar-mm serve</title><style>
 body {{ font-family: sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }}
@@ -48,7 +48,7 @@ the project says which values are supported.</p>
 
 
 def docs_page(routes: Iterable[BaseRoute], models: Iterable[str]) -> str:
-    """Return the page as HTML, without scripts or external resources.
+    """Return the /docs page as HTML, without scripts or external resources.
 
     Args:
         routes: routes of the application; the page shows their docstrings.

@@ -52,16 +52,18 @@ class AnswerFormat(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of answers; the answers end with the stream, even if it never starts.
+    """Response that streams answers as server-sent events.
+
+    The answers end when the stream ends, even if the stream never starts.
 
     Args:
         answers: answers that have started.
-        written: formats their events.
+        written: formats the events of the answers.
         scope: ASGI scope of the request; its access-log line says how the stream ended.
     """
 
     def __init__(self, answers: AnswerSet, written: AnswerFormat, scope: Scope) -> None:
-        note_refusal(scope, str(ClientGone()))  # Unless the stream ends differently.
+        note_refusal(scope, str(ClientGone()))  # Applies unless the stream ends differently.
         headers, events = {"Cache-Control": "no-cache"}, _events(answers, written, scope)
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._answers = answers

@@ -1,4 +1,4 @@
-"""KeptResponses: stored responses, which later requests can continue or fetch by id."""
+"""KeptResponses: stored responses that later requests can continue or fetch by id."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 256 << 20
-"""Maximum total bytes of the requests whose responses are stored, including base64 media."""
+"""Maximum total size in bytes of the stored responses' requests, including base64 media."""
 
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """A stored response, and the conversation up to it.
+    """A stored response and the conversation that it ends.
 
     Attributes:
-        body: the response.
+        body: body of the response.
         messages: the conversation as chat-completions messages, without instructions.
-        size: total bytes of the conversation's requests.
+        size: total size in bytes of the conversation's requests.
     """
 
     body: dict[str, Any]
@@ -29,7 +29,7 @@ class KeptResponse:
 
 
 class KeptResponses:
-    """LRU store of responses by id; ids cannot be guessed."""
+    """LRU store of responses, keyed by their unguessable ids."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
@@ -37,7 +37,7 @@ class KeptResponses:
         self._lock, self._bytes = threading.Lock(), 0
 
     def add(self, response: KeptResponse) -> None:
-        """Store a response, unless it exceeds ``MAX_BYTES`` by itself."""
+        """Store a response, unless that response alone exceeds ``MAX_BYTES``."""
         with self._lock:
             self._kept[response.body["id"]] = response
             self._items |= {item["id"]: item for item in response.body["output"]}

@@ -17,20 +17,20 @@ MAX_MEDIA = 1 << 16
 
 
 class KnownMedium(NamedTuple):
-    """The bytes of a media file, and its modality."""
+    """A stored media file: its modality and its bytes."""
 
     modality: Modality
     data: NamedBytes
 
 
 class KnownMedia:
-    """LRU store of media, by their uuid and the ``cache_salt`` of their request.
+    """LRU store of media, keyed by the ``cache_salt`` of the request and the uuid of the item.
 
-    A client needs both to use a media item. Sending an item again with the same uuid replaces the
-    stored item, so answers are always about the bytes that were sent last.
+    A client needs both to reuse a media item. Sending another item with the same salt and uuid
+    replaces the stored item, so an answer always uses the bytes that were sent last.
 
     Args:
-        max_bytes: maximum total bytes; beyond that, the least recently used media are dropped.
+        max_bytes: maximum total bytes; beyond it, the least recently used media are dropped.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -38,11 +38,11 @@ class KnownMedia:
         self._max_bytes, self._bytes, self._lock = max_bytes, 0, threading.Lock()
 
     def __len__(self) -> int:
-        """Number of stored media items."""
+        """Return the number of stored media items."""
         return len(self._media)
 
     def add(self, salt: str, uuid: str, medium: KnownMedium) -> None:
-        """Store a media item, unless it is larger than ``max_bytes`` by itself."""
+        """Store a media item, unless that item alone is larger than ``max_bytes``."""
         with self._lock:
             self._remove((salt, uuid))
             if len(medium.data) > self._max_bytes:
@@ -53,7 +53,7 @@ class KnownMedia:
                 self._remove(next(iter(self._media)))
 
     def get(self, salt: str, uuid: str) -> KnownMedium | None:
-        """Return the media item of a salt and a uuid, marking it as used; None if not stored."""
+        """Return the item stored for a salt and uuid, marking it as used; None if there is none."""
         with self._lock:
             if (medium := self._media.get((salt, uuid))) is not None:
                 self._media.move_to_end((salt, uuid))

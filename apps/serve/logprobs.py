@@ -1,4 +1,4 @@
-"""Log-probabilities in the API's format: text and bytes of each token."""
+"""Log-probabilities in OpenAI's and vLLM's formats, with the text and bytes of each token."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.engine.think_tokens import ThinkTokens
 
 _SPACE = "\u2581"
-"""Space in SentencePiece pieces; decoding drops it at the start."""
+"""Space in SentencePiece pieces; decoding drops it at the start of a text."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """Pattern of SentencePiece pieces for single bytes."""
 _MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON does not support; the same as in vLLM."""
+"""Replacement for minus infinity, which JSON does not support; the value is vLLM's."""
 
 
 def logprobs_body(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob] | None
 ) -> dict[str, Any] | None:
-    """Return the body of a choice's ``logprobs``; None if none were requested."""
+    """Return a choice's ``logprobs`` object; None if no log-probabilities were requested."""
     if found is None:
         return None
     return {"content": logprob_entries(tokenizer, found), "refusal": None}
@@ -34,7 +34,7 @@ def logprobs_body(
 def logprob_entries(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob]
 ) -> list[dict[str, Any]]:
-    """Return an entry for each token, with the most likely tokens at its position."""
+    """Return one JSON entry per token, with the most likely tokens at the same position."""
     return [
         _entry(tokenizer, one.token_id, one.logprob)
         | {"top_logprobs": [_entry(tokenizer, *likely) for likely in one.top]}
@@ -45,7 +45,7 @@ def logprob_entries(
 def after_reasoning(
     tokenizer: PreTrainedTokenizerBase, thinks: ThinkTokens | None, found: Sequence[TokenLogprob]
 ) -> Sequence[TokenLogprob]:
-    """If the reasoning ends somewhere within these tokens, drop it and the line breaks after it."""
+    """Drop the reasoning and the line breaks after it if the reasoning ends in these tokens."""
     ids = [one.token_id for one in found]
     if thinks is None or thinks.closing not in ids:
         return found
@@ -57,7 +57,7 @@ def after_reasoning(
 def prompt_logprobs_body(
     tokenizer: PreTrainedTokenizerBase, found: Sequence[TokenLogprob], top: int
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``, one entry for each token of the prompt.
+    """Return ``prompt_logprobs`` in vLLM's format, with one entry per prompt token.
 
     The entry of the first token is null. Every other entry maps token ids to log-probabilities, for
     the ``top`` likeliest tokens and the prompt's own token.
@@ -80,11 +80,11 @@ def _by_id(tokenizer: PreTrainedTokenizerBase, one: TokenLogprob, top: int) -> d
 
 
 class LegacyLogprobs:
-    """Log-probabilities of one text in the completions API's format, piece by piece.
+    """Converter of one answer's log-probabilities to the completions API's format, piece by piece.
 
     Args:
         tokenizer: tokenizer of the model.
-        top: number of most likely tokens to return.
+        top: number of most likely tokens to return per position.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, top: int) -> None:
@@ -97,7 +97,8 @@ class LegacyLogprobs:
 
         Args:
             found: log-probabilities of the tokens.
-            first: id of the prompt's first token if it precedes them; it has no log-probability.
+            first: id of the prompt's first token, which has no log-probability, if it precedes
+                these tokens; otherwise None.
         """
         rows = [] if first is None else [self._row(first, None)]
         rows += [self._row(one.token_id, one) for one in found]
@@ -141,5 +142,5 @@ def _bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """Return the byte that each character of a byte-level piece represents."""
+    """Return the byte value of each character used in byte-level pieces."""
     return {character: byte for byte, character in bytes_to_unicode().items()}

@@ -34,21 +34,21 @@ from oscar_mm.media.timeline import picture_track, sound_track
 from oscar_mm.modality import MEDIA, Modality
 
 _BASE64_PIECE = 4 << 20
-"""Characters to decode at a time while holding the interpreter lock; a multiple of 4."""
+"""Number of characters to decode at a time, holding the interpreter lock; a multiple of 4."""
 NOT_FETCHED = "the {0} at this URL cannot be fetched, is too large, or is not a valid {0}"
-"""The only error that clients get for a URL, because it may belong to a private network."""
+"""The only error for URLs; anything more specific could tell clients about a private network."""
 _NOUNS = {"image_url": "image", "video_url": "video", "audio_url": "recording"}
 _EXAMPLES = {"image_url": "image/png", "video_url": "video/mp4", "audio_url": "audio/wav"}
 _DATA = {"input_audio": "data", "file": "file_data"}
-"""Names of the data fields of parts without a URL."""
+"""Name of the field with the data, for each type of part that has no URL."""
 _SOUND = "use_audio_in_video"
 _IGNORED_HOOKS = {"do_sample_frames": True, "do_resize": True, "truncation": False}
-"""Processor arguments that are accepted with these values, which have no effect."""
+"""Processor arguments, each with the one value that is accepted, which has no effect."""
 _log = logging.getLogger(__name__)
 
 
 class StrictModel(BaseModel):
-    """Base class of request models: values must have the API's types; none are converted."""
+    """Base class of request models; values must have the API's types and are never converted."""
 
     model_config = ConfigDict(strict=True)
 
@@ -80,7 +80,7 @@ URL = Annotated[MediaURL | None, BeforeValidator(_as_url)]
 
 
 class GivenPart(StrictModel):
-    """Text, or a media item with qwen-vl-utils options alongside it."""
+    """A part of a message: text, or a media item with optional qwen-vl-utils options."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio", "file"]
     text: str | None = None
@@ -111,7 +111,7 @@ class GivenPart(StrictModel):
             name: name of the part, for error messages.
 
         Raises:
-            FieldError: if the modality does not have an option, or a value is not allowed.
+            FieldError: if an option does not apply to the modality, or a value is not allowed.
         """
         url: MediaURL | None = getattr(self, self.type) if self.type.endswith("_url") else None
         given = {key: getattr(self, key, None) for key in (*NAMES, *ALIASES)}
@@ -125,7 +125,7 @@ class GivenPart(StrictModel):
 
 
 class WithMediaOptions(Protocol):
-    """A request body with vLLM's options for all its media."""
+    """A request body that contains vLLM's options for all media of the request."""
 
     mm_processor_kwargs: dict[str, Any] | None
     media_io_kwargs: dict[str, dict[str, Any]] | None
@@ -138,7 +138,7 @@ class UsualOptions:
         body: the body of the request.
 
     Attributes:
-        sound: whether to use the audio tracks of videos as well.
+        sound: whether to use the audio tracks of videos too.
 
     Raises:
         FieldError: if an option is unknown, or a value is not allowed.
@@ -168,14 +168,14 @@ class UsualOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """All options in the request, by name."""
+        """All options that the request sets, by name."""
         by_modality = [one.given for one in self._by_modality.values()]
         return {
             name: value for one in (self._of_all.given, *by_modality) for name, value in one.items()
         }
 
     def of(self, modality: Modality) -> MediaOptions:
-        """Return the options for a modality."""
+        """Return the request-wide options for media of one modality."""
         own = self._by_modality.get(modality, MediaOptions())
         return own.over(self._of_all.of_modality(modality))
 
@@ -185,7 +185,7 @@ def _known_options(given: Mapping[str, Any], known: tuple[str, ...], field: str)
     if unknown := [name for name in given if name not in known]:
         choices = ", ".join(name for name in known if name not in ALIASES)
         raise FieldError(
-            f"{', '.join(unknown)[:200]} is not supported: leave it out, or give one of {choices}",
+            f"{', '.join(unknown)[:200]} is not supported: leave it out, or use one of {choices}",
             field,
         )
     return _options(given, field)
@@ -200,11 +200,11 @@ def _options(given: Mapping[str, Any], name: str) -> MediaOptions:
 
 @dataclass(frozen=True)
 class MediaSource:
-    """Allowed sources of the media in requests.
+    """Allowed sources of media, and limits on them.
 
     Attributes:
         limits: limits on media; ``max_file_bytes`` applies to each item.
-        remote_bytes: maximum total bytes to fetch from http(s) URLs per request; 0 refuses URLs.
+        remote_bytes: maximum total bytes to fetch from http(s) URLs per request; 0 to refuse URLs.
         hosts: hosts from which media may be fetched; None for all.
         known: stored media that clients can reuse by uuid, or None.
     """
@@ -221,7 +221,7 @@ class MediaDecoder:
     Args:
         source: allowed sources of the media.
         salt: ``cache_salt`` of the request.
-        usual: options of media that have no options themselves.
+        usual: request-wide options, for media without their own options.
     """
 
     def __init__(self, source: MediaSource, salt: str, usual: UsualOptions) -> None:
@@ -230,7 +230,7 @@ class MediaDecoder:
         self._named: dict[str, KnownMedium] = {}
 
     def decode(self, part: GivenPart, name: str) -> MediaPart | None:
-        """Return the media item of a part; None if it is null and has no uuid."""
+        """Return the media item of a part; None if the part has neither data nor a uuid."""
         found = self._sent(part, name)
         if found is None and part.uuid is None:
             return None
@@ -250,13 +250,13 @@ class MediaDecoder:
         )
 
     def keep_named(self) -> None:
-        """Store media with a uuid for later requests; call this once all media are decoded."""
+        """Store media with a uuid for later requests; call this after decoding all media."""
         if self._source.known is not None:
             for uuid, medium in self._named.items():
                 self._source.known.add(self._salt, uuid, medium)
 
     def _sent(self, part: GivenPart, name: str) -> KnownMedium | None:
-        """Return the media item that a part contains or links to; None if it is null."""
+        """Return the media item that a part contains or links to; None if the part has no data."""
         field = _DATA.get(part.type, "url")
         sent = getattr(part, part.type)
         data: str | None = None if sent is None else getattr(sent, field)
@@ -272,14 +272,14 @@ class MediaDecoder:
         return KnownMedium(modality, self._at(data, part.type, name))
 
     def _recall(self, uuid: str, kind: str, name: str) -> KnownMedium:
-        """Return the stored media item with a uuid."""
+        """Return the media item stored with this uuid, checking its modality and size."""
         found = self._named.get(uuid)
         if found is None and self._source.known is not None:
             found = self._source.known.get(self._salt, uuid)
         if found is None:
             raise FieldError(
                 "no media item is stored for this uuid and cache_salt (it may have been evicted): "
-                "send it again with its uuid",
+                "send the item again with its uuid",
                 name,
             )
         wanted = MEDIA.get("audio" if kind == "input_audio" else kind.removesuffix("_url"))
@@ -290,7 +290,7 @@ class MediaDecoder:
         self._known_bytes -= len(found.data)
         if self._known_bytes < 0:
             raise FieldError(
-                f"the media reused by uuid have more than {MAX_BYTES:,} bytes: use fewer",
+                f"the media reused by uuid have more than {MAX_BYTES:,} bytes: reuse fewer",
                 name,
             )
         return KnownMedium(found.modality, NamedBytes(found.data, name))
@@ -304,7 +304,7 @@ class MediaDecoder:
         if kind is None:
             or_address = " or an http(s) URL" if allow_remote else ""
             example = _EXAMPLES[field]
-            message = f"{field}.url must be a data URI, data:{example};base64,...{or_address}"
+            message = f"{field}.url must be a data URI (data:{example};base64,...){or_address}"
             raise FieldError(message, name)
         return _decode_base64(data, name, self._source.limits)
 
@@ -335,7 +335,7 @@ class MediaDecoder:
 
 
 def _check_null(kind: str, field: str, sent: object, name: str) -> None:
-    """Refuse a part without data or uuid, unless its whole media field is null."""
+    """Refuse a part that has neither data nor a uuid, unless its entire media field is null."""
     if kind == "file":
         raise FieldError(
             "a file needs file_data, because this server does not store uploaded files", name
@@ -353,7 +353,7 @@ def _data_uri(text: str) -> tuple[str | None, str]:
 
 
 def _check_kind(data: bytes, field: str) -> None:
-    """Raise a parser's error if fetched bytes are not the kind of media that the field requires."""
+    """Raise an error if the fetched bytes are not the kind of media that the field requires."""
     if field == "image_url":
         with opened_image(io.BytesIO(data)):
             return
@@ -364,7 +364,7 @@ def _check_kind(data: bytes, field: str) -> None:
 
 
 def _decode_base64(text: str, name: str, limits: MediaLimits) -> NamedBytes:
-    """Decode a base64-encoded media item."""
+    """Return the bytes of a base64-encoded media item."""
     limits.check_bytes(len(text) * 3 // 4, name)
     try:
         if "=" in text[:-2]:

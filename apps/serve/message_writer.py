@@ -23,14 +23,14 @@ _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Type and field of a ``content_block_delta``, by block type."""
+"""Delta type and field of a ``content_block_delta`` event, by block type."""
 
 
 class MessageWriter:
-    """Formats the answer to one request, see ``AnswerFormat``.
+    """Formats the answer to one Messages API request; see ``AnswerFormat``.
 
-    The content blocks are reasoning, text and tool calls, in this order. A block is open from its
-    first piece until the first piece of another block or the end of the answer.
+    The content blocks are the reasoning, the text and the tool calls, in this order. A block is
+    open from its first piece until the first piece of another block or the end of the answer.
 
     Args:
         model: model name to show to clients.
@@ -42,13 +42,13 @@ class MessageWriter:
         self._index = -1
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole message, which is not streamed."""
+        """Return the full message as the body of a response that is not streamed."""
         answer = choices[0].completed.answer
         message = self._message(_blocks(answer), _usage(usage))
         return message | _ending(answer)
 
     def begin(self, _: int) -> Iterator[str]:
-        """Yield the events before the first piece; ``message_delta`` has the prompt's tokens."""
+        """Yield the events before the first piece; ``message_delta`` counts the prompt's tokens."""
         message = self._message([], {"input_tokens": 0, "output_tokens": 0})
         yield _event("message_start", message=message)
         yield _event("ping")
@@ -106,7 +106,7 @@ class MessageWriter:
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
-    """Return the content of a complete answer; a truncated call has the input generated so far."""
+    """Return a complete answer's blocks; a truncated call has the input generated so far."""
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -129,7 +129,7 @@ def _new_block(kind: str, piece: Piece) -> dict[str, Any]:
 
 
 def _ending(answer: Answer) -> dict[str, Any]:
-    """Return the reason why an answer ended, as response fields."""
+    """Return the response fields that say why an answer ended."""
     if answer.stop_text is not None and answer.finish_reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_text}
     return {"stop_reason": _REASONS[answer.finish_reason], "stop_sequence": None}

@@ -1,6 +1,6 @@
 """Requests of Anthropic's Messages API, converted to chat-completions requests.
 
-As for the Responses API, this module converts the fields, and ``protocol`` checks the values.
+This module converts the fields, and ``protocol`` checks the values, as for the Responses API.
 Fields that are unknown or do not change the answer are ignored.
 """
 
@@ -19,7 +19,7 @@ from oscar_mm.apps.serve.refusals import Refusal
 PATH = "/v1/messages"
 COUNT_TOKENS = f"{PATH}/count_tokens"
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content)?(?:\[(\d+)\])?")
-"""Names of messages in errors of the chat-completions API."""
+"""Pattern of the names of messages in errors of the chat-completions API."""
 _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -51,7 +51,7 @@ class _Model(BaseModel):
 
 
 class GivenMessage(_Model):
-    """A message; each block is checked when it is converted."""
+    """A message in a request; its blocks are checked when they are converted."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[dict[str, Any]], BeforeValidator(lambda given: _as_blocks(given))]
@@ -67,7 +67,7 @@ class GivenTool(_Model):
 
 
 class ToolChoice(_Model):
-    """Which tools the model may or must call."""
+    """Choice of the tools that the model may or must call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -75,7 +75,7 @@ class ToolChoice(_Model):
 
 
 class Thinking(_Model):
-    """Whether and for how long the model reasons."""
+    """Options of the reasoning: whether the model reasons, and for how many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -96,10 +96,10 @@ class OutputConfig(_Model):
 
 
 class Place(NamedTuple):
-    """The part of the client's request from which a message was converted.
+    """Origin of a converted message: a part of the client's request.
 
     Attributes:
-        name: name of the part, such as ``messages[1]``.
+        name: name of that part, such as ``messages[1]``.
         first: index of the message's first block within the part.
     """
 
@@ -124,7 +124,10 @@ class MessagesBody(_Model):
     output_config: OutputConfig | None = None
 
     def chat_body(self) -> tuple[dict[str, Any], list[Place]]:
-        """Convert the request to a chat-completions body; also return each message's origin.
+        """Convert the request to a chat-completions body.
+
+        Returns:
+            the fields of the body, and the origin of each message.
 
         Raises:
             FieldError: if a block, a tool or a field is not supported.
@@ -181,7 +184,7 @@ def renamed(refusal: Refusal, places: Sequence[Place]) -> Refusal:
     """Rename the messages and fields in a refusal to Anthropic's names.
 
     Args:
-        refusal: a refusal with the names of the chat-completions API; it is modified.
+        refusal: refusal with the names of the chat-completions API; modified in place.
         places: origin of each message.
     """
 
@@ -200,7 +203,7 @@ def renamed(refusal: Refusal, places: Sequence[Place]) -> Refusal:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error response."""
+    """Return the body of an error response in Anthropic's format."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -210,7 +213,7 @@ def _as_blocks(given: Any) -> Any:
 
 
 def _assistant(message: GivenMessage, name: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Convert an earlier answer without its reasoning, which chat templates would also drop."""
+    """Convert an earlier answer, dropping its reasoning as chat templates would."""
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(message.content):
@@ -266,7 +269,7 @@ def _address(source: Any, name: str) -> Any:
 def _call(block: Mapping[str, Any], name: str) -> dict[str, Any]:
     key, tool, given = block.get("id"), block.get("name"), block.get("input")
     if not (isinstance(key, str) and isinstance(tool, str) and isinstance(given, Mapping)):
-        raise FieldError("id and name must be strings, and input an object", name)
+        raise FieldError("id and name must be strings, and input must be an object", name)
     function = {"name": tool, "arguments": json.dumps(given, ensure_ascii=False)}
     return {"id": key, "type": "function", "function": function}
 

@@ -1,4 +1,4 @@
-"""Metrics: counts, times and KV memory for Prometheus."""
+"""Metrics: request and token counts, times and KV memory for Prometheus."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BUSY_S = 0.2
 
 
 class Metrics:
-    """Counters of a server, and its memory usage at the time of each scrape.
+    """Prometheus metrics of a server: counters, times, and memory measured at each scrape.
 
     Args:
-        conversations: the server's chats; memory is measured in their pipeline.
+        conversations: stored chats of the server, whose pipeline is measured.
 
     Attributes:
         registry: registry of all metrics, for ``prometheus_client.generate_latest``.
@@ -65,7 +65,7 @@ class Metrics:
 
 
 class AnswerTimes:
-    """Counts an answer's tokens, and measures when they arrive.
+    """Counts an answer's tokens, and measures the times between them.
 
     Args:
         metrics: metrics of the server.
@@ -80,11 +80,11 @@ class AnswerTimes:
         self.count = 0
 
     def note(self) -> None:
-        """Count a piece of text that has just arrived."""
+        """Record that a piece of text has just arrived."""
         metrics, now = self._metrics, perf_counter()
         if self.count:
             metrics.inter_token_seconds.observe(now - self._last)
-            # The last piece may not be a token of its own, so ``end`` counts the rest.
+            # The last piece may not be a separate token, so ``end`` counts the rest.
             metrics.completion_tokens.inc()
         else:
             metrics.first_token_seconds.observe(now - self._arrival)
@@ -92,7 +92,7 @@ class AnswerTimes:
         self.count += 1
 
     def end(self, completed: CompletedAnswer) -> None:
-        """Count the complete answer."""
+        """Record the tokens and the total time of the complete answer."""
         metrics = self._metrics
         metrics.requests.labels("200").inc()
         metrics.answer_seconds.observe(perf_counter() - self._arrival)
@@ -105,7 +105,7 @@ class AnswerTimes:
 class _PipelineCollector(Collector):
     """Collector that measures the pipeline at each scrape.
 
-    While the engine is busy, it reports the memory of an earlier measurement.
+    While the engine is busy, the collector reports the last measured memory instead.
     """
 
     def __init__(self, conversations: Conversations) -> None:

@@ -14,14 +14,15 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\
 
 
 def read_origins(given: Iterable[str], *, has_key: bool) -> tuple[str, ...]:
-    """Check the origins of ``--allow-origin``.
+    """Check the values of ``--allow-origin``, and return the origins without duplicates.
 
     Args:
-        given: origins as browsers send them, or "*" for any.
-        has_key: whether clients must send a key.
+        given: origins as browsers send them, or "*" for any origin.
+        has_key: whether clients must send an API key.
 
     Raises:
-        InputError: if a value is not an origin, or would open a keyless server to any page.
+        InputError: if a value is not an origin, or would let any web page use a server without
+            a key.
     """
     origins = tuple(dict.fromkeys(origin.lower() for origin in given))
     for origin in origins:

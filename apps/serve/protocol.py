@@ -1,13 +1,13 @@
-"""Protocol: parse and validate requests of OpenAI's chat-completions API.
+"""Protocol: parsing and validation of OpenAI's chat-completions requests.
 
 Where OpenAI's own server and vLLM differ, this server behaves like vLLM, because most clients of
 open models are written for vLLM:
 
-- It refuses an unknown ``model`` and accepts a request without one.
+- It refuses an unknown ``model``, and accepts a request without a ``model``.
 - Roles of messages need not alternate. Consecutive user messages, an answer without a question,
   and a system or developer message in the middle are each rendered as a separate message, unless
   the checkpoint's chat template requires alternating roles. "developer" is the same as "system".
-- A ``content`` of null is empty, whatever the role. A part whose text, image or recording is null
+- Whatever the role, a ``content`` of null is empty. A part whose text, image or recording is null
   is ignored.
 - It ignores unknown fields, and fields that do not change the answer (``user``, ``metadata``,
   ``store``, ``service_tier``, ...).
@@ -51,10 +51,10 @@ from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import MAX_CALLS
 
 MAX_STRUCTURE = 250_000
-"""Maximum number of brackets and commas in a request, which determine the time to parse it."""
+"""Maximum number of brackets and commas in a request; they determine its parsing time."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-"""Maximum number of parts in all messages of a request."""
+"""Maximum total number of parts in the messages of a request."""
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 """Maximum length of a stop string, in characters."""
@@ -93,7 +93,7 @@ _IN_VLLM = {
 }
 """Unsupported fields that vLLM's server supports."""
 _ALL = -1
-"""Value with which vLLM returns the log-probabilities of the whole vocabulary."""
+"""Value that makes vLLM return the log-probabilities of the entire vocabulary."""
 
 
 _SAMPLING = (
@@ -160,11 +160,13 @@ def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any
     """Refuse fields that are not supported and would change the answer.
 
     Args:
-        given: the request's fields by name.
-        refused: names of unsupported fields, and their harmless values besides null.
+        given: fields of the request, by name.
+        refused: for each unsupported field, its values (besides null) that do not change the
+            answer.
 
     Raises:
-        FieldError: if a field is unsupported; the message says if ``--engine vllm`` supports it.
+        FieldError: if a field is unsupported; the message says whether ``--engine vllm``
+            supports it.
     """
     for name, value in given.items():
         harmless = refused.get(name)
@@ -176,14 +178,15 @@ def refuse_unsupported(given: Mapping[str, Any], refused: Mapping[str, tuple[Any
 
 
 def check_top(name: str, count: int | None) -> None:
-    """Refuse a field like ``top_logprobs`` whose value is out of range.
+    """Check that the value of a field such as ``top_logprobs`` is in range.
 
     Args:
         name: name of the field.
-        count: its value; None is valid.
+        count: value of the field; None is valid.
 
     Raises:
-        FieldError: if it is out of range; the message says whether ``--engine vllm`` supports it.
+        FieldError: if the value is out of range; the message says whether ``--engine vllm``
+            supports it.
     """
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         elsewhere = ", or serve with --engine vllm" if count == _ALL else ""
@@ -194,7 +197,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class SampledBody(StrictModel):
-    """Fields that the chat-completions and completions APIs have in common."""
+    """Request fields that the chat-completions and completions APIs have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -234,7 +237,7 @@ class SampledBody(StrictModel):
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise FieldError("needs stream: true", "stream_options")
+            raise FieldError("requires stream: true", "stream_options")
         return self
 
     @property
@@ -243,7 +246,7 @@ class SampledBody(StrictModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
-        """Return the given ``Sampling`` options, except ``max_new_tokens`` and ``logprobs``.
+        """Return the request's ``Sampling`` options, except ``max_new_tokens`` and ``logprobs``.
 
         Raises:
             InputError: see ``grammar_of``.
@@ -261,7 +264,7 @@ class SampledBody(StrictModel):
 
 
 class Body(ToolFields, SampledBody):
-    """JSON body of a request; ``_REFUSED`` fields are refused, other unknown fields ignored."""
+    """JSON body of a chat-completions request; see ``_REFUSED`` for the fields that it refuses."""
 
     messages: Annotated[list[GivenMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -278,13 +281,13 @@ class Body(ToolFields, SampledBody):
 
     @property
     def template_fields(self) -> TemplateFields:
-        """The chat-template options."""
+        """Chat-template options of the request."""
         names = TemplateFields.__annotations__
         return TemplateFields(**{name: getattr(self, name) for name in names})
 
     @property
     def echoed(self) -> str:
-        """Text of the last message if ``echo`` prepends it to the answer, else ""."""
+        """Text of the last message if ``echo`` prepends that text to the answer; otherwise ""."""
         open_end = self.continue_final_message or self.add_generation_prompt is False
         last = self.messages[-1]
         if not (self.echo and open_end and last.role == "assistant"):
@@ -295,14 +298,14 @@ class Body(ToolFields, SampledBody):
     def _check_supported(self) -> Body:
         refuse_unsupported(self.model_extra or {}, _REFUSED)
         if self.top_logprobs and not self.logprobs:
-            raise FieldError("needs logprobs: true", "top_logprobs")
+            raise FieldError("requires logprobs: true", "top_logprobs")
         check_top("top_logprobs", self.top_logprobs)
         return self
 
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A validated request.
+    """A validated request to generate one or more answers.
 
     Attributes:
         model: model name that the client requested, or None.
@@ -312,12 +315,13 @@ class ApiRequest:
         sampling: fields of ``Sampling``.
         stream: whether to stream the answer.
         usage: whether a stream ends with the token usage.
-        cache_salt: only requests with the same salt share stored conversations and prefixes.
+        cache_salt: salt of the caches; only requests with the same salt share conversations and
+            prefixes.
         n: number of answers to return.
         best_of: number of answers to generate; the ``n`` likeliest are returned.
         tools: tools that the model may call.
         template: options of the chat template.
-        raw: token ids of a prompt without a chat template, in place of messages.
+        raw: token ids of a prompt without a chat template, instead of messages; or None.
     """
 
     model: str | None
@@ -341,7 +345,7 @@ class ApiRequest:
 
     @property
     def is_whole(self) -> bool:
-        """Whether to read the whole prompt rather than continue a stored conversation."""
+        """Whether to process the full prompt rather than continue a stored conversation."""
         asks = "prompt_logprobs" in self.sampling
         return self.raw is not None or asks or self.template.is_special
 
@@ -362,8 +366,8 @@ def parsed(kind: type[T], data: bytes) -> T:
     """Parse the JSON body of a request.
 
     Args:
-        kind: class of the body.
-        data: the body, of bounded length.
+        kind: class of the parsed body.
+        data: body of the request, of bounded length.
 
     Raises:
         FieldError: if a field is wrong; the message names the field and the remedy.
@@ -381,7 +385,7 @@ def parsed(kind: type[T], data: bytes) -> T:
 
 
 def checked(fields: dict[str, Any]) -> Body:
-    """Validate the parsed JSON body of a request.
+    """Validate the fields of a chat-completions request.
 
     Raises:
         FieldError: see ``parsed``.
@@ -390,7 +394,7 @@ def checked(fields: dict[str, Any]) -> Body:
 
 
 def validated(kind: type[T], fields: dict[str, Any]) -> T:
-    """Validate the fields of a request.
+    """Validate the fields of a request against the class of its body.
 
     Raises:
         FieldError: see ``parsed``.
@@ -402,7 +406,7 @@ def validated(kind: type[T], fields: dict[str, Any]) -> T:
 
 
 def check_media_options(body: Body, family: Family) -> None:
-    """Refuse media options that the model's family does not support.
+    """Refuse request-wide media options that the model's family does not support.
 
     Raises:
         FieldError: see ``parsed``.
@@ -414,17 +418,17 @@ def check_media_options(body: Body, family: Family) -> None:
         raise FieldError(str(error), usual.field) from None
     if usual.sound and Modality.AUDIO not in family.reads:
         raise FieldError(
-            f"{family.name} does not accept audio: leave use_audio_in_video out", usual.field
+            f"{family.name} does not accept audio: leave out use_audio_in_video", usual.field
         )
 
 
 def read_request(body: Body, source: MediaSource, template: TemplateOptions = USUAL) -> ApiRequest:
-    """Decode the media of a request, and split its messages into turns.
+    """Convert a body to a request: decode its media, and split its messages into turns.
 
     Args:
         body: the body of the request.
         source: allowed sources of media, and their limits.
-        template: checked chat-template options.
+        template: validated chat-template options.
 
     Raises:
         FieldError: if a field is wrong; the message names the field and the remedy.
@@ -476,7 +480,7 @@ def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message
             question.append(message)
     if not question or question[-1].role == "assistant":
         raise FieldError(
-            "must not end with an assistant's message, unless continue_final_message is set",
+            "must not end with an assistant's message unless continue_final_message is set",
             "messages",
         )
     for last in (*(turn.messages[-1] for turn in past), question[-1]):
@@ -528,17 +532,17 @@ _MESSAGES = {
     "too_short": "must not be empty",
     "too_long": "has {actual_length} entries, but at most {max_length} are allowed",
     "string_too_short": "must not be empty",
-    "string_too_long": "is longer than the {max_length} characters allowed",
+    "string_too_long": "has more than the allowed {max_length} characters",
 }
-"""Error messages by pydantic's error type."""
+"""Error message for each of pydantic's error types."""
 
 
 _NO_NAMES = ("[key]", "str", "dict[str,any]")
-"""Parts that pydantic inserts in the names of fields whose type is a dict or a union."""
+"""Names that pydantic inserts into the location of an error in a dict or a union."""
 
 
 def _field_error(error: ValidationError) -> FieldError:
-    """Convert the first of pydantic's errors, and use the API's name for the field."""
+    """Convert the first of pydantic's errors to an error that uses the API's name of the field."""
     first = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx", {})
     if first["type"] == "json_invalid":
@@ -550,5 +554,5 @@ def _field_error(error: ValidationError) -> FieldError:
     if first["type"] == _OWN_ERROR:
         message = first["msg"]
     else:
-        message = _MESSAGES.get(first["type"], "is not valid in this protocol").format(**context)
+        message = _MESSAGES.get(first["type"], "is not valid in this API").format(**context)
     return FieldError(message if name else f"the request {message}", name[1:] or None)

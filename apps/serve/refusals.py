@@ -1,4 +1,4 @@
-"""Refusals: error responses in OpenAI's format; also the entry for a model in the list."""
+"""Refusals: error responses, and entries of the model list, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIELD = re.compile(
     r"|(response_format|structured_outputs|guided_[a-z]+|chat_template_kwargs|prompt"
     r"|continue_final_message)[: ]"
 )
-"""Pattern of the API's field name at the start of this package's error messages."""
+"""Pattern of the field name with which an error message of this package starts."""
 
 
 class Refusal(Exception):
@@ -34,10 +34,10 @@ class Refusal(Exception):
 
     Args:
         status: HTTP status.
-        message: message for the client.
+        message: error message for the client.
         kind: OpenAI's error type.
         code: OpenAI's error code.
-        field: the API's name for the faulty field.
+        field: the API's name for the faulty field, or None.
         retry_after: seconds after which to retry; None if retrying does not help.
     """
 
@@ -61,20 +61,20 @@ class Refusal(Exception):
 
 
 class ClientGone(Refusal):
-    """Refusal for a client that has disconnected; only the log shows it."""
+    """Refusal for a client that has disconnected; it appears only in the log."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has disconnected")
 
 
 def busy(message: str) -> Refusal:
-    """Return the refusal of a request for which the server has no capacity at the moment."""
+    """Return a refusal with status 503, for a server that is temporarily out of capacity."""
     return Refusal(503, f"{message}: try again", "server_error", retry_after=RETRY_S)
 
 
 @contextmanager
 def as_refusals() -> Iterator[None]:
-    """Convert errors within the block to refusals, in the API's terms and not this package's."""
+    """Convert errors raised within the block to refusals in the API's terms."""
     try:
         yield
     except Refusal:
@@ -87,7 +87,7 @@ def as_refusals() -> Iterator[None]:
 
 def _refusal_of(error: Exception) -> Refusal:
     if isinstance(error, MemoryBusy):
-        return busy("other requests use the memory that this one needs")
+        return busy("other requests use the memory that this request needs")
     if isinstance(error, RequestTooLarge):
         return Refusal(
             400,
@@ -102,12 +102,15 @@ def _refusal_of(error: Exception) -> Refusal:
         field = error.field if isinstance(error, FieldError) else field
         return Refusal(400, _FOR_OPERATORS.sub("", str(error)), field=field)
     traceback.print_exception(error, file=sys.stderr)
-    return Refusal(500, "the server failed to answer this", "server_error")
+    return Refusal(500, "the server failed to answer this request", "server_error")
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Drop the frames of an error: the refusal refers to it, so they would keep the request's media
-    alive until the garbage collector runs."""
+    """Drop the traceback frames of an error and of its causes.
+
+    The refusal refers to the error, so its frames would keep the request's media in memory until
+    the garbage collector runs.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.with_traceback(None).__context__
@@ -116,17 +119,17 @@ def _let_go(error: BaseException | None) -> None:
 def error_body(
     message: str, kind: str, code: str | None = None, field: str | None = None
 ) -> dict[str, Any]:
-    """Return the body of an error response."""
+    """Return the body of an error response in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
 def model_card(name: str, created: int, context: int) -> dict[str, Any]:
-    """Return a model's entry in the list of models; the context length is named as in vLLM.
+    """Return a model's entry in the model list; its context length has the same name as in vLLM.
 
     Args:
         name: model name for clients.
         created: Unix time in seconds at which the server started.
-        context: maximum tokens of a prompt and its answer.
+        context: maximum total tokens of a prompt and its answer.
     """
     card = {"id": name, "object": "model", "created": created, "owned_by": "oscar_mm"}
     return {**card, "root": name, "max_model_len": context}

@@ -28,21 +28,21 @@ _ECHOED = (
     *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice"),
     *("tools", "top_logprobs", "top_p", "user"),
 )
-"""Request fields to repeat in the response."""
+"""Request fields that the response repeats."""
 
 
 class ResponseWriter:
-    """Formats the answer to one request, see ``AnswerFormat``.
+    """Formats the answer to one Responses API request; see ``AnswerFormat``.
 
-    Output items are in the order of the answer: reasoning, text, then tool calls. An item is open
+    The output items are the reasoning, the text and the tool calls, in this order. An item is open
     from its first piece until the first piece of another item or the end of the answer.
 
     Args:
         request: the request to answer.
         model: model name to show to clients.
         tokenizer: tokenizer of the model.
-        thinks: tokens that delimit the model's reasoning, as in ``Family.think_tokens``.
-        keep: function that stores the complete response and its answer as a message.
+        thinks: tokens that delimit the model's reasoning; see ``Family.think_tokens``.
+        keep: function that stores the complete response, and its answer as a chat message.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ResponseWriter:
         self._number = 0
 
     def whole(self, choices: Sequence[Choice], _: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole response, which is not streamed."""
+        """Return the body of a response that is not streamed."""
         answer = choices[0].completed.answer
         self._untold += choices[0].logprobs or ()
         pieces: list[Piece] = [Reasoning(answer.reasoning)] if answer.reasoning else []
@@ -124,7 +124,7 @@ class ResponseWriter:
         return iter(())
 
     def _new_logprobs(self) -> list[dict[str, Any]]:
-        """Move the log-probabilities received so far to the message, and return their entries."""
+        """Add the log-probabilities received so far to the message, and return their entries."""
         if not self._untold:
             return []
         found, self._untold = after_reasoning(self._tokenizer, self._thinks, self._untold), []
@@ -229,7 +229,7 @@ class ResponseWriter:
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """Convert an answer to a message of the chat-completions API."""
+    """Return an answer as a message of the chat-completions API."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.tool_calls:
         message["tool_calls"] = [call_body(call) for call in answer.tool_calls]

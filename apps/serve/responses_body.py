@@ -18,9 +18,9 @@ from oscar_mm.apps.serve.refusals import Refusal
 
 MAX_ID_CHARACTERS = 128
 _MESSAGE = re.compile(r"\bmessages(?:\[(\d+)\]((?:\.content)?))?")
-"""Names of messages in errors of the chat-completions API."""
+"""Pattern of the names of messages in errors of the chat-completions API."""
 _LOGPROBS = "message.output_text.logprobs"
-"""Value of ``include`` that requests log-probabilities; all others are for unsupported tools."""
+"""Value of ``include`` that requests log-probabilities; the others are for unsupported tools."""
 _PART_TYPES = ("input_text", "output_text", "text")
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -69,7 +69,7 @@ def _as_items(given: Any) -> Any:
 
 
 class ResponsesBody(BaseModel):
-    """JSON body of a request; ``input`` is checked item by item as it is converted to messages."""
+    """JSON body of a request; each ``input`` item is checked when it is converted to a message."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -98,10 +98,11 @@ class ResponsesBody(BaseModel):
         """Convert the request to a chat-completions body.
 
         Args:
-            past: messages up to the response that this request continues, without instructions.
+            past: messages up to and including the response that this request continues, without
+                instructions.
 
         Raises:
-            FieldError: if an item, a tool or a field cannot be used.
+            FieldError: if an item, a tool or a field is not supported.
         """
         extra = self.model_extra or {}
         refuse_unsupported(extra, _REFUSED)
@@ -124,10 +125,10 @@ class ResponsesBody(BaseModel):
         return body
 
     def places(self, past: int) -> list[str]:
-        """Return this API's name for each message of ``chat_body``.
+        """Return the Responses API's name for each message of ``chat_body``.
 
         Args:
-            past: number of messages up to the response that this request continues.
+            past: number of messages up to and including the response that this request continues.
         """
         first = ["instructions"] if self.instructions else []
         names = [f"input[{index}]" for index in messages_of(self.input)[1]]
@@ -135,11 +136,11 @@ class ResponsesBody(BaseModel):
 
 
 def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
-    """Return a refusal that names messages as in the Responses API.
+    """Return a refusal with the message and field names of the Responses API.
 
     Args:
-        refusal: a refusal with the names of the chat-completions API.
-        places: name of each message.
+        refusal: refusal with the names of the chat-completions API.
+        places: the Responses API's name for each message.
     """
 
     def name(found: re.Match[str]) -> str:
@@ -157,19 +158,19 @@ def renamed(refusal: Refusal, places: Sequence[str]) -> Refusal:
 def unknown_response(key: str, field: str | None = None) -> Refusal:
     """Return the refusal for a response that is not stored."""
     key = key[:MAX_ID_CHARACTERS]
-    message = f"Response with id {key!r} not found: send its whole conversation again"
+    message = f"Response with id {key!r} not found: send its full conversation again"
     return Refusal(404, message, code="not_found", field=field)
 
 
 def with_referenced(
     items: Sequence[dict[str, Any]], find: Callable[[str], dict[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """Replace references with the items of earlier answers to which they refer.
+    """Replace item references with the items of earlier answers.
 
-    The AI SDK sends earlier answers in this form.
+    The AI SDK refers to earlier answers in this way.
 
     Args:
-        items: items of an input.
+        items: items of a request's ``input``.
         find: function that returns the item with an id; None if it is not stored.
 
     Raises:
@@ -192,15 +193,15 @@ def with_referenced(
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Convert the items of an input to messages of the chat-completions API.
+    """Convert the items of a request's ``input`` to messages of the chat-completions API.
 
-    Consecutive calls, and an assistant message before them, become one message.
+    Consecutive tool calls and the assistant message before them become one message.
 
     Returns:
         the messages, and the index of each message's first item.
 
     Raises:
-        FieldError: if an item cannot be used; the error names it.
+        FieldError: if an item is not supported; the error names the item.
     """
     messages: list[dict[str, Any]] = []
     places: list[int] = []
@@ -238,7 +239,9 @@ def _part(part: Any, name: str) -> dict[str, Any]:
         return {"type": "text", "text": part.get("refusal")}
     if kind == "input_image":
         if part.get("image_url") is None:
-            raise FieldError("needs image_url; this server does not store uploaded files", name)
+            raise FieldError(
+                "requires image_url, because this server does not store uploaded files", name
+            )
         url = part["image_url"]
         if isinstance(url, str):
             url = {"url": url, "detail": part.get("detail")}
@@ -256,14 +259,14 @@ def _part(part: Any, name: str) -> dict[str, Any]:
 def _call(item: dict[str, Any], name: str) -> dict[str, Any]:
     call = {"id": item.get("call_id"), "name": item.get("name"), "text": item.get("arguments")}
     if not all(isinstance(text, str) for text in call.values()):
-        raise FieldError("call_id, name and arguments must be text", name)
+        raise FieldError("call_id, name and arguments must be strings", name)
     function = {"name": call["name"], "arguments": call["text"]}
     return {"id": call["id"], "type": "function", "function": function}
 
 
 def _tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise FieldError("only tools of type 'function' are supported: leave it out", name)
+        raise FieldError("only tools of type 'function' are supported: leave this tool out", name)
     function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
     return {"type": "function", "function": function}
 

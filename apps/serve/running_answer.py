@@ -1,6 +1,6 @@
 """RunningAnswer: a server's answer while the model generates it.
 
-RequestQueue: slots of the running answers, and the queue for them.
+RequestQueue: slots for running answers, and the queue of requests that wait for slots.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
 
 _MEMORY_POLL_S = 1.0
-"""Seconds after which to check for memory that was freed by something other than an answer."""
+"""Seconds between checks for memory freed by something other than the end of an answer."""
 
 
 class RequestQueue:
-    """Slots of the running answers, and the queue for them.
+    """Slots for running answers, and the queue of requests that wait for slots.
 
     Args:
         running: number of slots.
@@ -42,9 +42,9 @@ class RequestQueue:
         metrics: metrics that count running and waiting requests.
 
     Attributes:
-        workers: limit on the threads that read requests and complete answers.
+        workers: limiter of the threads that read requests and complete answers.
         watchers: functions to call after each step of the model.
-        closing: running tasks that close answers.
+        closing: tasks that are closing answers.
     """
 
     def __init__(self, running: int, waiting: int, metrics: Metrics) -> None:
@@ -59,12 +59,12 @@ class RequestQueue:
 
     @cached_property
     def stopping(self) -> asyncio.Future[None]:
-        """Future that is done when the server accepts no more requests."""
+        """Future that is done once the server accepts no more requests."""
         return asyncio.get_running_loop().create_future()
 
     @cached_property
     def cut(self) -> asyncio.Future[None]:
-        """Future that is done when the server cuts running answers short."""
+        """Future that is done once the server cuts running answers short."""
         return asyncio.get_running_loop().create_future()
 
     async def take(self, gone: asyncio.Future[None], count: int = 1) -> None:
@@ -72,7 +72,7 @@ class RequestQueue:
 
         Args:
             gone: future that is done when the client has disconnected.
-            count: number of slots to take, at most the total number.
+            count: number of slots to take, at most the total number of slots.
 
         Raises:
             Refusal: if the queue is full, the client disconnects, or the server stops.
@@ -95,8 +95,7 @@ class RequestQueue:
             self.metrics.waiting.dec()
 
     async def _collect(self, count: int) -> None:
-        """Take slots for one request at a time, because two requests with some slots each could
-        deadlock."""
+        """Take slots for one request at a time; two requests with a few slots could deadlock."""
         async with self._turn:
             taken = 0
             try:
@@ -112,7 +111,7 @@ class RequestQueue:
             self._free.release()
 
     async def wait_for_memory(self, gone: asyncio.Future[None], seconds: float) -> None:
-        """Wait up to ``seconds`` until an answer ends; return sooner to check for memory.
+        """Wait until an answer ends, or until it is time to check for memory, at most ``seconds``.
 
         Raises:
             Refusal: if the client disconnects, or the server stops.
@@ -123,12 +122,12 @@ class RequestQueue:
         await self._wait_for(self._memory_freed, gone, timeout)
 
     def close(self, answer: asyncio.Task[None]) -> None:
-        """Keep a reference to a task that closes an answer, until the task is done."""
+        """Keep a reference to a task that closes an answer until the task is done."""
         self.closing.add(answer)
         answer.add_done_callback(self.closing.discard)
 
     def release(self) -> None:
-        """Free a slot, and wake requests that wait for its answer's memory."""
+        """Free a slot, and wake the requests that wait for the memory of its answer."""
         self._free.release()
         if self._memory_freed is not None:
             self._memory_freed.set_result(None)
@@ -137,7 +136,7 @@ class RequestQueue:
     async def _wait_for(
         self, awaited: asyncio.Future[Any], gone: asyncio.Future[None], seconds: float | None = None
     ) -> None:
-        """Wait up to ``seconds`` for a future.
+        """Wait for a future, at most ``seconds``.
 
         Raises:
             Refusal: if the client disconnects, or the server stops.
@@ -151,14 +150,14 @@ class RequestQueue:
 
 
 class RunningAnswer:
-    """An answer that is being generated; it buffers pieces until they are consumed.
+    """An answer that is being generated, with a buffer of pieces not yet consumed.
 
-    One thread reads the request, up to the first piece of the answer, and another thread completes
-    the answer. Between the two no thread is needed: the answer collects new pieces after each step.
+    A thread reads the request and runs until the first piece of the answer; another thread
+    completes the answer. No thread is needed in between: new pieces are collected after each step.
 
     Args:
-        places: request queue, which counts the answer and gets its slot back.
-        conversations: stored chats, which generate the answer.
+        places: request queue, to which the answer returns its slot.
+        conversations: stored chats, one of which generates the answer.
         request: the request.
         gone: future that is done when the client has disconnected.
         arrival: ``perf_counter()`` when the request arrived.
@@ -177,12 +176,12 @@ class RunningAnswer:
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[Piece | CompletedAnswer] = deque()
         self._changed: asyncio.Future[None] | None = None
-        """Future that is done when there are pieces, the thread has ended or the answer must."""
+        """Future that is done when pieces arrive, the thread ends, or the answer must end."""
         self._steps = conversations.answer_steps(request)
         self._chat: Chat | WholePrompt | None = None
-        """The chat or prompt in which the thread answers."""
+        """The chat or prompt that generates the answer."""
         self._running_request: Request | None = None
-        """The running request, while the answer needs no thread."""
+        """The running request while the answer needs no thread; otherwise None."""
         self._thread: asyncio.Future[None] | None = None
         self._left = False
         self._end: asyncio.Task[None] | None = None
@@ -196,19 +195,19 @@ class RunningAnswer:
 
     @property
     def completed(self) -> CompletedAnswer:
-        """The complete answer, once ``pieces`` is exhausted."""
+        """The complete answer, available once ``pieces`` is exhausted."""
         if self._completed is None:
             raise RuntimeError("the answer is not complete")
         return self._completed
 
     async def begin(self, room_s: float) -> None:
-        """Start the answer, and wait for its first pieces; wait for memory if other answers use it.
+        """Start the answer, and wait for memory if necessary and then for the first pieces.
 
         Args:
             room_s: maximum seconds to wait for memory.
 
         Raises:
-            Refusal: if there is no answer; the message says why.
+            Refusal: if the answer cannot start; the message says why.
         """
         deadline = perf_counter() + room_s
         with as_refusals():
@@ -225,7 +224,7 @@ class RunningAnswer:
                         await self.places.wait_for_memory(self.gone, left)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield text and tool calls, merging the buffered pieces of each; then set ``completed``.
+        """Yield text and tool calls, merging adjacent buffered pieces; then set ``completed``.
 
         Raises:
             Refusal: if the answer is aborted; the message says why.
@@ -241,7 +240,7 @@ class RunningAnswer:
         self._times.end(self.completed)
 
     def take_logprobs(self) -> list[TokenLogprob] | None:
-        """Return the new log-probabilities since the last call; None if they were not requested."""
+        """Return the log-probabilities that are new since the last call; None if not requested."""
         if "logprobs" not in self.request.sampling:
             return None
         writing = self._chat and self._chat.answering
@@ -251,7 +250,7 @@ class RunningAnswer:
         return fresh
 
     def end(self) -> asyncio.Task[None]:
-        """Close the answer and free its slot, once the model has finished its step."""
+        """Close the answer, and free its slot once the model has finished its current step."""
         if self._end is None:
             self._left = True
             self._end = asyncio.ensure_future(self._close())
@@ -259,7 +258,7 @@ class RunningAnswer:
         return self._end
 
     def look(self) -> None:
-        """Take the pieces that have arrived; if the answer has ended, complete it."""
+        """Collect the pieces that have arrived; if generation has ended, complete the answer."""
         running_request = self._running_request
         if running_request is None or self._left:
             return
@@ -281,10 +280,10 @@ class RunningAnswer:
         self.look()
 
     def _write(self) -> Request | None:
-        """Continue the answer, in a thread, to its first piece or its end, or until it is closed.
+        """Run the answer in a thread until its first piece, its end, or its cancellation.
 
         Returns:
-            the request that produces pieces from now on; None if the answer has ended.
+            the request that produces the remaining pieces; None if the answer has ended.
         """
         for step in self._steps:
             if isinstance(step, Chat | WholePrompt):
@@ -306,10 +305,10 @@ class RunningAnswer:
         self._pieces.append(piece)
 
     async def _wait(self) -> None:
-        """Wait for new pieces or, unless the answer is streamed, for the whole answer.
+        """Wait for new pieces if the answer is streamed, otherwise for the complete answer.
 
         Raises:
-            BaseException: the error of the thread, or a Refusal.
+            BaseException: the error that the thread raised, or a Refusal.
         """
         while not (self._pieces and self.request.stream):
             if self._thread is not None and self._thread.done() and self._running_request is None:
@@ -340,16 +339,15 @@ class RunningAnswer:
             places.release()
 
     async def _end_thread(self, thread: asyncio.Future[None]) -> None:
-        """Cancel what a thread is doing, and wait for the thread."""
+        """Cancel the work of a thread, and wait until the thread ends."""
         if self._chat is not None and not thread.done():
             self._chat.cancel()
-        # Nobody needs its error any more.
+        # The error of the thread is no longer needed.
         await asyncio.gather(thread, return_exceptions=True)
 
 
 def joined(pieces: deque[Piece | CompletedAnswer]) -> Iterator[Piece | CompletedAnswer]:
-    """Remove and yield all pieces, merging adjacent ones of the reasoning, the text or a tool
-    call."""
+    """Remove and yield all pieces, merging adjacent pieces of reasoning, text or the same call."""
     taken = [pieces.popleft() for _ in range(len(pieces))]
     for kind, group in groupby(taken, type):
         if issubclass(kind, str):

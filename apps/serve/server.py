@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from oscar_mm.pipelines.pipeline import Pipeline
 
 _AFTER_GRACE_S = 3
-"""Seconds for answers that the server has cut short to send their last events."""
+"""Seconds that answers cut short by the server have to send their last events."""
 
 
 def create_app(
@@ -56,15 +56,17 @@ def create_app(
     other_names: Sequence[str] = (),
     origins: tuple[str, ...] = (),
 ) -> FastAPI:
-    """Create the application for ``Server``; it must run in a single process, which has all chats.
+    """Create the application for ``Server``.
+
+    The application must run in a single process, because all chats are in its memory.
 
     Args:
-        pipe: pipeline that generates the answers; its store holds all conversations.
+        pipe: pipeline that generates the answers; its store contains all conversations.
         name: model name for clients.
         limits: limits on requests and answers.
         host: the address on which the server will listen.
         other_names: further names by which clients may request the model.
-        origins: origins of the web pages that may use the server, see ``read_origins``.
+        origins: origins of the web pages that may use the server; see ``read_origins``.
 
     Returns:
         the application; its ``state.service`` is the ``Service``.
@@ -88,7 +90,7 @@ def create_app(
         app.add_middleware(Guard, host=host, uploads=uploads, origins=origins)
     app.add_middleware(OneLength)
     if origins:
-        # Outermost, so that a page can read the reason for a refusal.
+        # The outermost middleware, so that web pages can read why a request was refused.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -115,7 +117,9 @@ def create_app(
     @app.exception_handler(Exception)
     async def failed(_: HttpRequest, __: Exception) -> JSONResponse:
         service.metrics.requests.labels("500").inc()
-        return JSONResponse(error_body("the server failed to answer this", "server_error"), 500)
+        return JSONResponse(
+            error_body("the server failed to answer this request", "server_error"), 500
+        )
 
     @app.post("/v1/chat/completions")
     async def complete(request: HttpRequest) -> Response:
@@ -131,13 +135,13 @@ def create_app(
 
     @app.post("/tokenize")
     async def tokenize(request: HttpRequest) -> Response:
-        """Return the tokens of a prompt or a conversation."""
+        """Return the token ids of a prompt or a conversation."""
         service.authorize(request)
         return await service.tokenize(request)
 
     @app.post("/detokenize")
     async def detokenize(request: HttpRequest) -> Response:
-        """Return the text of tokens."""
+        """Return the text of a list of token ids."""
         service.authorize(request)
         return await service.detokenize(request)
 
@@ -194,13 +198,13 @@ def create_app(
 
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> dict[str, Any]:
-        """List the names of the model."""
+        """List the model under each of its names."""
         service.authorize(request)
         return {"object": "list", "data": [*cards.values()]}
 
     @app.get("/v1/models/{requested:path}")
     async def model(request: HttpRequest, requested: str) -> dict[str, Any]:
-        """Return one name of the model."""
+        """Return the entry for one of the model's names."""
         service.authorize(request)
         service.check_model(requested)
         return cards[requested]
@@ -219,17 +223,17 @@ def create_app(
 
     @app.get("/health")
     async def health() -> PlainTextResponse:
-        """Return "ok" while the server is up."""
+        """Return "ok" while the server is running."""
         return PlainTextResponse("ok")
 
     return app
 
 
 class Server(uvicorn.Server):
-    """Server of a ``create_app`` application; running answers get a grace period when it stops.
+    """Server of a ``create_app`` application; gives running answers a grace period when it stops.
 
     Args:
-        app: the application; the sockets to listen on are passed to ``run``.
+        app: application to serve; ``run`` takes the sockets to listen on.
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -250,7 +254,7 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop at the first signal; end the grace period of running answers at the second one."""
+        """Stop at the first signal; end the grace period of running answers at the second."""
         if self.should_exit:
             self.service.hurry.set()
         else:
@@ -266,5 +270,5 @@ class Server(uvicorn.Server):
         await self.service.stop()
         await asyncio.sleep(_AFTER_GRACE_S)
         for connection in list(self.server_state.connections):
-            # This client does not read its answer.
+            # The client of this connection does not read its answer.
             connection.transport.abort()

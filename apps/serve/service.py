@@ -1,4 +1,4 @@
-"""Service: answers the requests of `oscar-mm serve`; ``server`` defines the routes."""
+"""Service: the request handling of `oscar-mm serve`; ``server`` defines the routes."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ if TYPE_CHECKING:
 Asked = Body | list[ApiRequest]
 """A parsed request: a conversation, or a list of prompts."""
 _MIN_TEXT = 1024
-"""Minimum of the default answer length, in tokens, however many requests share the memory; thinking
-models get more."""
+"""Minimum default answer length, in tokens, however many requests share the memory; larger for thinking
+models."""
 _READERS = 2
 """Number of threads that parse requests."""
 _BODIES = 8
 """Maximum total size of all request bodies in memory, in multiples of the maximum request size."""
 _SENDING_S = 0.005
-"""Maximum seconds that a step waits until the pieces of the previous step are sent."""
+"""Maximum seconds that a step waits for the pieces of the previous step to be sent."""
 _CLOSING_S = 5.0
-"""Maximum seconds to wait for answers that were cut short to close."""
+"""Maximum seconds to wait until answers that were cut short are closed."""
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,21 @@ class ServerLimits:
     """Limits on requests and answers.
 
     Attributes:
-        api_key: bearer token that clients must send; None if they need no key.
+        api_key: bearer token that clients must send; None if clients need no key.
         max_request_bytes: maximum size of a request body, including base64 media.
-        max_new_tokens: maximum tokens of an answer, and default for clients that give no length.
-            None: as many as fit into the context and the memory; then the default is an equal
-            share of the memory among ``running`` answers, but at least 1,024.
+        max_new_tokens: maximum tokens of an answer, and the default for clients that set no length.
+            If None, an answer can be as long as context and memory allow, and the default is an
+            equal share of the memory among ``running`` answers, but at least 1,024.
         running: maximum number of running answers, which are decoded as one batch.
         waiting: maximum number of requests in the queue; further requests get status 429.
         conversations: maximum number of stored chats, which later requests can continue.
-        idle: maximum number of connections in addition to running and queued requests.
+        idle: maximum number of connections besides those of running and queued requests.
         head_s: maximum seconds to receive a request's head.
         body_s: maximum seconds to receive a request's body.
         memory_wait_s: maximum seconds that a request waits for memory that other answers use.
         grace_s: maximum seconds to let answers finish when the server stops.
         media_hosts: hosts from which media may be fetched if the pipeline allows remote media; None
-            for all.
+            for all hosts.
     """
 
     api_key: str | None = None
@@ -123,13 +123,13 @@ class Service:
     """Reads and answers requests.
 
     Args:
-        conversations: stored chats, which answer the requests.
+        conversations: stored chats, which generate the answers.
         metrics: metrics to update.
         limits: limits on requests and answers.
         names: names by which clients may request the model.
 
     Attributes:
-        name: the first name, used in answers to requests that do not give one.
+        name: first of the names, used in answers to requests that do not name a model.
         hurry: event that ends the grace period of running answers.
         places: request queue, which also limits the running answers.
         responses: stored responses, which later requests can continue.
@@ -156,17 +156,17 @@ class Service:
 
     @property
     def media_source(self) -> MediaSource:
-        """Return the allowed sources of media in requests."""
+        """Allowed sources of media in requests, and limits on them."""
         pipe, limits = self.conversations.pipe, self.limits
         remote_bytes = limits.max_request_bytes if pipe.allow_remote else 0
         return MediaSource(pipe.limits, remote_bytes, limits.media_hosts, self.known_media)
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Run all requests within the block, and send the new pieces of answers after each step.
+        """Serve requests within the block, and send new pieces of answers after each step.
 
-        The next step waits briefly until the pieces are sent, because the event loop shares the
-        interpreter with the engine thread, and would otherwise wait for it at each piece.
+        The next step waits briefly until the pieces are sent. Otherwise the event loop would wait
+        for the engine thread at each piece, because both threads share the interpreter.
         """
         loop, sent = asyncio.get_running_loop(), threading.Event()
         watchers = self.places.watchers
@@ -175,7 +175,7 @@ class Service:
             if not watchers:
                 return
             sent.clear()
-            with suppress(RuntimeError):  # The loop is closed.
+            with suppress(RuntimeError):  # The event loop is closed.
                 loop.call_soon_threadsafe(look)
                 sent.wait(_SENDING_S)
 
@@ -188,7 +188,7 @@ class Service:
             yield
 
     def authorize(self, http: HttpRequest) -> None:
-        """Raise Refusal if the request does not have the API key."""
+        """Raise Refusal if the request does not contain the API key."""
         if self.limits.api_key is None:
             return
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
@@ -197,14 +197,14 @@ class Service:
             raise Refusal(401, "a valid API key is needed", "authentication_error")
 
     def check_model(self, name: str | None) -> None:
-        """Raise Refusal if the request is for another model."""
+        """Raise Refusal if the requested model is not the served one; None is accepted."""
         if name and name not in self.names:
             known = ", ".join(f"`{one}`" for one in self.names)
             message = f"The model `{name[:200]}` does not exist: this server has {known}."
             raise Refusal(404, message, code="model_not_found", field="model")
 
     def answering(self, name: str | None) -> str:
-        """Return the model name for an answer: the requested one if valid, else the first one."""
+        """Return the model name for an answer: the requested name if valid, otherwise the first."""
         return name if name and name in self.names else self.name
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -337,7 +337,7 @@ class Service:
             raise as_in_form(refusal) from None
 
     def _past(self, previous: str | None) -> tuple[Sequence[dict[str, Any]], int]:
-        """Return the messages up to a stored response, and their requests' size in bytes."""
+        """Return the messages up to a stored response, and the bytes of their requests."""
         if previous is None:
             return (), 0
         if (kept := self.responses.get(previous)) is None:
@@ -347,7 +347,7 @@ class Service:
     async def _answer(
         self, http: HttpRequest, read: Callable[[bytes], tuple[Asked, AnswerFormat]]
     ) -> Response:
-        """Read a request, wait for a free slot, then answer it in one body or as a stream."""
+        """Read a request, wait for a free slot, then answer with one body or a stream."""
         arrival = perf_counter()
         with self._memory_for_body() as add:
             requests, written = await self._requests(await self._body(http, add), read)
@@ -361,7 +361,7 @@ class Service:
         try:
             await answers.begin(self.limits.memory_wait_s)
             if requests[0].stream:
-                # A streaming response notices by itself when its client disconnects.
+                # A streaming response detects on its own when its client disconnects.
                 answers.outlive_client()
                 return EventStream(answers, written, http.scope)
             await answers.complete()
@@ -376,20 +376,20 @@ class Service:
         return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
 
     async def stop(self) -> None:
-        """Accept no more requests, and cut running answers short after the grace period."""
+        """Accept no more requests, and cut off running answers after the grace period."""
         self.places.stopping.set_result(None)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.hurry.wait(), self.limits.grace_s)
         self.places.cut.set_result(None)
 
     async def close(self) -> None:
-        """Close all chats; give up if the model does not release them in time."""
+        """Close all chats; give up if the model does not release the chats in time."""
         closing = [*self.places.closing, asyncio.ensure_future(run_sync(self.conversations.close))]
         await asyncio.wait(closing, timeout=_CLOSING_S)
 
     @contextmanager
     def _memory_for_body(self) -> Iterator[Callable[[int], None]]:
-        """Count the bytes of a request body toward the limit within the block.
+        """Count the bytes of a request body toward the limit on all bodies, within the block.
 
         Yields:
             a function that counts more bytes, and raises Refusal if all bodies together exceed the
@@ -410,7 +410,7 @@ class Service:
             self._body_bytes -= own
 
     async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
-        """Read the body; stop early if it is too large or too slow."""
+        """Read the body of a request; refuse a body that is too large or arrives too slowly."""
         limit, seconds = self.limits.max_request_bytes, self.limits.body_s
         stopping = self.places.stopping
         too_large = Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
@@ -460,12 +460,12 @@ class Service:
             self._bound_answer(request.sampling)
             if request.n > self.limits.running:
                 raise FieldError(f"must be at most {self.limits.running} on this server", "n")
-            # Grammars take a long time to compile, so do that once the request has its slot.
+            # Compiling a grammar takes long, so it is done once the request has its slot.
             self.conversations.pipe.sampling(request.sampling | {"grammar": None}, ())
         return requests, written
 
     def _chat_request(self, body: Body) -> ApiRequest:
-        """Decode and check a conversation."""
+        """Decode and validate a conversation."""
         pipe = self.conversations.pipe
         check_media_options(body, pipe.family)
         template = pipe.family.template(body.template_fields)
@@ -481,7 +481,7 @@ class Service:
         return request
 
     def _bound_answer(self, sampling: dict[str, Any]) -> None:
-        """Set the maximum answer length; the conversation lowers it to what fits in memory."""
+        """Set the maximum answer length, which the chat later lowers to what fits in memory."""
         pipe, limit = self.conversations.pipe, self.limits.max_new_tokens
         asked = sampling.get("max_new_tokens")
         if asked is None:
@@ -489,7 +489,7 @@ class Service:
         sampling["max_new_tokens"] = min(asked, limit or asked, pipe.max_context)
 
     def _usual_answer(self) -> int:
-        """Return the default answer length in tokens; memory is reserved for all of it."""
+        """Return the default answer length in tokens; memory is reserved for this length."""
         pipe = self.conversations.pipe
         minimum = pipe.longest_answer(_MIN_TEXT)
         return max(minimum, pipe.admission.fair_answer(self.limits.running))

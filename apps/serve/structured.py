@@ -1,4 +1,4 @@
-"""Structured output: the request fields for it in the APIs of OpenAI and vLLM."""
+"""Structured output: its request fields in the APIs of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oscar_mm.errors import InputError
 
 
 class JsonSchema(BaseModel):
-    """A named schema; answers always conform to it, whether or not ``strict`` is set."""
+    """A named JSON schema; answers conform to the schema whether or not ``strict`` is set."""
 
     model_config = ConfigDict(strict=True)
 
@@ -41,7 +41,7 @@ class StructuredOutputs(BaseModel):
 
 
 class AsksForStructure(Protocol):
-    """A request's fields for structured output."""
+    """A request body with fields for structured output."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -55,8 +55,8 @@ def grammar_of(body: AsksForStructure) -> Grammar | None:
     """Return the grammar that the answer must match; None if none is requested.
 
     Raises:
-        InputError: if several fields request a grammar, or a field cannot be used; the message
-            starts with the field's name.
+        InputError: if several fields request a grammar, or a field is invalid; the message starts
+            with the field's name.
     """
     given = [
         *_of_response_format(body.response_format),
@@ -74,7 +74,7 @@ def grammar_of(body: AsksForStructure) -> Grammar | None:
     if len(given) > 1:
         first, *others = dict.fromkeys(grammar.name for grammar in given)
         if not others:
-            raise InputError(f"{first}: has several constraints; keep one")
+            raise InputError(f"{first}: has several constraints: keep only one")
         raise InputError(f"{first}: cannot be combined with {', '.join(others)}")
     return given[0] if given else None
 

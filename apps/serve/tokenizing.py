@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(BaseModel):
-    """JSON body of a /tokenize request: a prompt, or fields of a chat-completions request."""
+    """JSON body of a /tokenize request: a prompt, or the fields of a chat-completions request."""
 
     model_config = ConfigDict(strict=True)
 
@@ -27,7 +27,7 @@ class TokenizeBody(BaseModel):
 
         Args:
             pipe: pipeline, for its tokenizer.
-            ids: the token ids.
+            ids: token ids to return.
         """
         tokenizer, strings = pipe.processor.tokenizer, None
         if self.return_token_strs:
@@ -45,14 +45,14 @@ class DetokenizeBody(BaseModel):
     tokens: list[int]
 
     def text(self, pipe: Pipeline) -> str:
-        """Return the text of the tokens.
+        """Return the text of the request's tokens.
 
         Raises:
-            FieldError: if a token id is invalid, or there are more tokens than the context length.
+            FieldError: if a token id is invalid, or there are more tokens than fit in the context.
         """
         tokenizer, context = pipe.processor.tokenizer, pipe.max_context
         if len(self.tokens) > context:
-            count = f"{len(self.tokens):,} tokens are more than the context length of {context:,}"
+            count = f"{len(self.tokens):,} tokens exceed the context length of {context:,}"
             raise FieldError(count, "tokens")
         if unknown := [token for token in self.tokens if not 0 <= token < len(tokenizer)]:
             raise FieldError(f"{str(unknown[0])[:20]} is not a token id of this model", "tokens")

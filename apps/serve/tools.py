@@ -1,4 +1,4 @@
-"""Tools: a request's fields for tools, and the calls in answers, in OpenAI's format."""
+"""Tools: request fields for tools, and tool calls in answers, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oscar_mm.tool_parsers.calls import ToolCall, ToolCallDelta
 
 
 class ToolFields(BaseModel):
-    """A request's fields for tools."""
+    """Request fields that describe the tools and restrict their use."""
 
     model_config = ConfigDict(strict=True)
 
@@ -20,13 +20,13 @@ class ToolFields(BaseModel):
 
 
 def call_body(call: ToolCall) -> dict[str, Any]:
-    """Return the body of a call in a complete answer."""
+    """Return the JSON object of a tool call in a complete answer."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def delta_body(delta: ToolCallDelta) -> dict[str, Any]:
-    """Return the body of a streamed piece of a call."""
+    """Return the JSON object of a streamed piece of a tool call."""
     if delta.id is None:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
     function = {"name": delta.name, "arguments": delta.arguments}

@@ -25,12 +25,12 @@ class TranscriptionWriter:
         self._plain = plain
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the whole text, which is not streamed."""
+        """Return the body of a response that is not streamed: JSON, or plain text."""
         text = choices[0].completed.answer.text
         return text if self._plain else {"text": text, "usage": _usage(usage)}
 
     def begin(self, _: int) -> Iterator[str]:
-        """Yield nothing."""
+        """Yield nothing: the stream begins with the first piece."""
         return iter(())
 
     def piece(self, _: int, piece: Piece, __: object) -> Iterator[str]:
@@ -39,7 +39,7 @@ class TranscriptionWriter:
             yield _event("transcript.text.delta", delta=piece)
 
     def end(self, _: int, choice: Choice) -> Iterator[str]:
-        """Yield the event after the last piece, with the whole text."""
+        """Yield the event after the last piece, which contains the full text."""
         completed = choice.completed
         usage = _usage(completed.usage)
         yield _event("transcript.text.done", text=completed.answer.text, usage=usage)

@@ -1,7 +1,7 @@
-"""Requests of OpenAI's audio API, which are forms, converted to chat-completions requests.
+"""Requests of OpenAI's audio API (multipart forms), converted to chat-completions requests.
 
-A transcription is the model's answer to a question about the recording. So the usual media limits
-apply, and models without audio support refuse the recording with the usual error.
+A transcription is the model's answer to a question about the recording. The usual media limits
+therefore apply, and models without audio support refuse the recording with the usual error.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ _MAX_PARTS, _MAX_CHARACTERS = 32, 1 << 16
 _LISTS = ("timestamp_granularities", "include")
 """Fields that may be repeated; their names may end with ``[]``."""
 _MIN_TOKENS, _TOKENS_PER_SECOND = 256, 16
-"""Token limit of a transcription, as a minimum and per second: several times what speech needs.
-Clients cannot set a limit, and a model that repeats itself would fill its context."""
+"""Token limit of a transcription: its minimum, and tokens per second of audio.
+
+The limit is several times what speech needs. Clients cannot set a limit themselves, and without one
+a model that repeats itself would fill its context."""
 _PLACE = re.compile(r"messages\[0\](?:\.content)?(\[0\])?")
-"""Name of the recording, or of the text, in errors of the chat-completions API."""
+"""Pattern of the name of the recording or the text in errors of the chat-completions API."""
 
 
 def _timeless(given: Any) -> Any:
@@ -53,7 +55,7 @@ def _known(given: Any) -> Any:
 
 
 class TranscriptionBody(BaseModel):
-    """Fields of a form; unknown fields are ignored."""
+    """Fields of a transcription form; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
 
@@ -72,7 +74,7 @@ class TranscriptionBody(BaseModel):
         """Convert the request to a chat-completions body.
 
         Args:
-            translate: whether to translate into English.
+            translate: whether to translate the recording into English.
 
         Raises:
             FieldError: if a field is not supported.
@@ -96,12 +98,16 @@ class TranscriptionBody(BaseModel):
 
     @property
     def _longest_text(self) -> int | None:
-        """Return the maximum tokens of the text; None if the file's header has no duration."""
+        """Return the maximum tokens of the text; None if the file's header lacks a duration."""
         sound = audio_outline(self.file, limits=MediaLimits())
         return None if sound is None else _MIN_TOKENS + round(sound.seconds * _TOKENS_PER_SECOND)
 
     def instruction(self, *, translate: bool) -> str:
-        """Return the question to ask the model."""
+        """Return the instruction for the model.
+
+        Args:
+            translate: whether to translate the recording into English.
+        """
         spoken = "the audio" if self.language is None else f"the {self.language} audio"
         asked = f"Translate {spoken} into English." if translate else None
         asked = asked or f"Transcribe {spoken} into text."
@@ -109,18 +115,20 @@ class TranscriptionBody(BaseModel):
 
 
 def read_form(data: bytes, content_type: str) -> TranscriptionBody:
-    """Parse a form.
+    """Parse the form of a transcription request.
 
     Args:
         data: body of the request, of bounded length.
-        content_type: Content-Type header of the request, with the boundary.
+        content_type: Content-Type header of the request, including the boundary.
 
     Raises:
-        FieldError: if the body is not a form, or a field is wrong.
+        FieldError: if the body is not a valid form, or a field is invalid.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
-        raise FieldError("the request must be multipart/form-data, with the recording as its file")
+        raise FieldError(
+            "the request must be multipart/form-data, with the recording in the file field"
+        )
     form: dict[str, Any] = {}
     parts = count(1)
 
@@ -152,7 +160,7 @@ def read_form(data: bytes, content_type: str) -> TranscriptionBody:
 
 
 def renamed(refusal: Refusal) -> Refusal:
-    """Rename the fields in a refusal to the form's names."""
+    """Rename the fields in a refusal to the names that the form uses."""
 
     def name(found: re.Match[str]) -> str:
         return "prompt" if found[1] is None else "file"

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with this package's KV cache: build its command line and start it."""
+"""vLLM's OpenAI server with this package's KV cache: its command line and its start."""
 
 import importlib.util
 import json
@@ -33,16 +33,16 @@ _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
     "allow_origin": lambda origins: ["--allowed-origins", json.dumps(origins)],
     "log_level": lambda level: ["--uvicorn-log-level", level],
 }
-"""For each option of ``oscar-mm serve``, a function from its value to vLLM's arguments."""
+"""For each option of ``oscar-mm serve``, a function that converts its value to vLLM's arguments."""
 _REFUSED = {
-    "max_request": "vLLM does not bound the size of a request",
-    "waiting": "vLLM does not bound its queue",
+    "max_request": "vLLM does not limit the size of a request",
+    "waiting": "vLLM does not limit its queue",
     "conversations": "vLLM caches all prompt prefixes that fit into its KV memory",
     "prefill_chunk": "vLLM chunks prompts itself: use -- --max-num-batched-tokens N",
-    "device": "CUDA_VISIBLE_DEVICES chooses vLLM's GPUs",
+    "device": "set CUDA_VISIBLE_DEVICES to choose vLLM's GPUs",
     "device_map": "use -- --tensor-parallel-size N, which spreads a model over N GPUs",
 }
-"""Options that have no equivalent in vLLM, with a reason or an alternative."""
+"""Options without an equivalent in vLLM, each with a reason or an alternative."""
 
 
 def vllm_arguments(
@@ -58,13 +58,14 @@ def vllm_arguments(
     """Convert the arguments of ``oscar-mm serve`` to arguments of vLLM's server.
 
     Args:
-        model: name of a bundled model, folder or hub id.
-        policy: preset, with or without changes, for vLLM's KV cache.
+        model: name of a bundled model, path of a model folder, or hub id.
+        policy: preset for vLLM's KV cache, with or without changes.
         host, port: address to listen on.
-        options: other options that the user has given, by name, with ``kv_budget`` in bytes; for
-            all others, vLLM's own defaults apply.
-        passed: further arguments for vLLM, which come last and so override the others.
-        has_key: whether clients must send an API key; if not, web pages cannot use the server.
+        options: other options that the user has set, by name, with ``kv_budget`` in bytes; vLLM's
+            defaults apply to options that are not set.
+        passed: further arguments for vLLM; they come last, so they override the others.
+        has_key: whether clients must send an API key; without a key, web pages cannot use the
+            server unless ``allow_origin`` is set.
 
     Raises:
         InputError: if vLLM cannot store the policy, or has no equivalent of an option.
@@ -80,8 +81,8 @@ def vllm_arguments(
     domains = options.get("allowed_media_domains") or []
     if below := [name for name in domains if name.startswith("*.")]:
         raise InputError(
-            f"--allowed-media-domains {below[0]} with --engine vllm: vLLM matches only whole "
-            "names; list each host"
+            f"--allowed-media-domains {below[0]} with --engine vllm: vLLM matches only complete "
+            "host names; list each host"
         )
     if domains or not options.get("allow_remote"):
         arguments += [_DOMAINS, *(domains or [_NO_DOMAIN])]
@@ -101,8 +102,8 @@ def _prefix_arguments(size: str | None) -> list[str]:
         return []
     if size not in ("0", "off"):
         raise InputError(
-            f"--prefix-cache {size} with --engine vllm: vLLM keeps prefixes in all KV memory that "
-            'no answer uses; only "off" is possible'
+            f"--prefix-cache {size} with --engine vllm: vLLM caches prefixes in all unused KV "
+            'memory; the only possible value is "off"'
         )
     return ["--no-enable-prefix-caching"]
 
@@ -111,7 +112,7 @@ def check_installed() -> None:
     """Check that vLLM is installed.
 
     Raises:
-        InputError: if it is not; the message contains the command to install it.
+        InputError: if vLLM is not installed; the message contains the command that installs it.
     """
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
@@ -125,7 +126,7 @@ def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[st
 
     Args:
         arguments: see ``vllm_arguments``.
-        api_key: key that clients must send, or None. It is passed in the environment, because
+        api_key: key that clients must send, or None. The key is passed in the environment, because
             command lines are visible to all users of a machine.
     """
     environment = os.environ | ({} if api_key is None else {_KEY_VARIABLE: api_key})
@@ -135,7 +136,7 @@ def vllm_command(arguments: Sequence[str], api_key: str | None) -> tuple[list[st
 
 
 def become_vllm(arguments: Sequence[str], api_key: str | None) -> NoReturn:
-    """Replace this process with vLLM's server, which then gets signals and sets the exit code.
+    """Replace this process with vLLM's server, which then receives signals and sets the exit code.
 
     Args:
         arguments, api_key: see ``vllm_command``.

@@ -1,7 +1,7 @@
-"""WholePrompt: the answer to a request that does not continue a stored conversation.
+"""WholePrompt: the running answer to a request that does not continue a stored conversation.
 
 Such requests are prompts without a chat template, and conversations with template options or
-``prompt_logprobs``. The whole prompt is read, except for what is in the prefix cache.
+``prompt_logprobs``. The model reads the full prompt, except for its prefix in the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 
 
 class WholePrompt:
-    """The running answer to one request; any thread can call ``cancel``.
+    """The running answer to a request whose full prompt is read; any thread can call ``cancel``.
 
     Args:
-        pipe: the pipeline that answers.
-        request: a request without earlier turns.
+        pipe: pipeline that generates the answer.
+        request: request without earlier turns.
 
     Attributes:
-        answering: the running generation; None before it starts.
+        answering: running generation; None before generation starts.
     """
 
     def __init__(self, pipe: Pipeline, request: ApiRequest) -> None:
@@ -88,7 +88,7 @@ class WholePrompt:
 def _check_prompt_logprobs(tokens: int, top: int) -> None:
     if (count := tokens * (top + 1)) > MAX_PROMPT_LOGPROBS:
         raise FieldError(
-            f"{tokens:,} tokens of the prompt have {count:,} log-probabilities, more than the "
-            f"limit of {MAX_PROMPT_LOGPROBS:,}: shorten the prompt, or ask for fewer",
+            f"the prompt's {tokens:,} tokens have {count:,} log-probabilities, more than the "
+            f"limit of {MAX_PROMPT_LOGPROBS:,}: shorten the prompt, or request fewer",
             "prompt_logprobs",
         )

@@ -88,7 +88,7 @@ def test_web_pages_and_failures(omni, lines, monkeypatch) -> None:
             ask(client_of(address), user(SECRET))
         found = logged(lines, 2)
     assert found[0] == 'GET /v1/models 403 0s "web pages of other sites may not use this server"'
-    assert found[1] == f'{CHAT} 500 0s "the server failed to answer this"'
+    assert found[1] == f'{CHAT} 500 0s "the server failed to answer this request"'
 
 
 def test_a_client_leaves(omni, lines) -> None:

@@ -484,5 +484,5 @@ def test_the_option_with_vllm() -> None:
     assert found[at + 1 : at + 3] == ["a.org", "b.org"]
     assert vllm_command(found, None)[1]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
     given["allowed_media_domains"] = ["*.a.org"]
-    with pytest.raises(InputError, match="vLLM matches only whole names; list each host"):
+    with pytest.raises(InputError, match="vLLM matches only complete host names; list each host"):
         vllm_arguments("pocket-vl", "standard", "127.0.0.1", 8000, given)

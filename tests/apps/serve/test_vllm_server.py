@@ -97,7 +97,7 @@ def test_policies_of_stream_pages(policy: str) -> None:
         ({"policy": "bf16"}, "has key_axis='channel': vLLM serves with key_axis='token'"),
         ({"policy": "standard:bits=16"}, "has 16 bits, or bits that"),
         ({"policy": "standrd"}, "did you mean standard"),
-        ({"waiting": 64}, "--waiting with --engine vllm: vLLM does not bound its queue"),
+        ({"waiting": 64}, "--waiting with --engine vllm: vLLM does not limit its queue"),
         ({"max_request": "1GB"}, "--max-request with --engine vllm"),
         ({"conversations": 2}, "--conversations with --engine vllm"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES chooses"),
