@@ -1,1 +1,1 @@
-"""The web demo: a long conversation with a live view of its memory. Requires the extra "demo"."""
+"""Web demo: a long conversation with a live view of its memory. Requires the extra "demo"."""

@@ -1,6 +1,7 @@
-"""Draw charts as HTML, including the charts of an inspection over the layers.
+"""Draw charts as HTML, including an inspection's charts of values by layer.
 
-The curves of a chart are paths in an SVG that stretches; labels are HTML elements that do not.
+The curves of a chart are SVG paths that stretch with the page; the labels are HTML elements that do
+not stretch.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _STAGES = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart, or the upper edge of an area.
+    """A line of a chart, or an area given by its upper edge.
 
     Attributes:
         name: label in the legend.
         style: CSS class of the colour, such as "c-image".
-        points: (x, y) pairs, x ascending.
-        filled: whether this is an area, which extends down to the previous area or to zero.
+        points: (x, y) pairs in ascending order of x.
+        filled: whether this is an area, which extends down to the previous area, or to zero.
         dashed: whether the line is dashed.
     """
 
@@ -74,7 +75,7 @@ def chart(
     events: Sequence[Note] = (),
     readouts: Sequence[Note] = (),
 ) -> str:
-    """Draw a chart with axes from zero, a legend, and a summary for screen readers.
+    """Return a chart as HTML, with axes from zero, a legend, and a summary for screen readers.
 
     Args:
         lines: areas in stacking order, then lines.
@@ -82,12 +83,12 @@ def chart(
         summary: description of what the chart shows.
         x_label: label of the horizontal axis.
         show_y: function that formats a value of the vertical axis.
-        ticks: values to label on the horizontal axis; by default its ends and its middle.
+        ticks: values to label on the horizontal axis; by default, its ends and its middle.
         min_x: minimum range of the horizontal axis.
         min_y: minimum range of the vertical axis.
-        events: media that were shown or forgotten, drawn as vertical lines; screen readers get
-            their texts.
-        readouts: texts to show when the pointer is nearest to their position, x ascending.
+        events: times at which media were shown or forgotten, drawn as vertical lines; their texts
+            are for screen readers.
+        readouts: texts in ascending order of x; the text nearest to the pointer is shown.
     """
     points = [point for line in lines for point in line.points]
     top = _round_up(max(max((y for _, y in points), default=0), min_y) or 1)
@@ -136,7 +137,7 @@ def chart(
 
 
 def _readouts(readouts: Sequence[Note], right: float) -> str:
-    """Divide the plot into one strip per readout, which shows its text under the pointer."""
+    """Return one strip of the plot per readout; the strip under the pointer shows its text."""
     places = [note.x for note in readouts]
     borders = [0.0, *(sum(pair) / 2 for pair in pairwise(places)), right]
     strips = "".join(
@@ -157,7 +158,7 @@ def _round_up(value: float) -> float:
 
 
 def inspection_view(inspection: Inspection) -> str:
-    """Show the verdict, charts over the layers, and the other findings."""
+    """Return an inspection as HTML: its verdict, charts by layer, and the other findings."""
     verdict, *others = map(escape, findings(inspection))
     charts = [_norms(inspection), _spread(inspection), _channels(inspection)]
     if inspection.has_pages:

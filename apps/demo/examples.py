@@ -1,4 +1,4 @@
-"""Example conversations about the media in examples/media."""
+"""Example conversations about the media files in examples/media."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "media"
-"""Folder with the media, which exists in a checkout but not in an installed wheel."""
+"""Folder with the example media; it exists in a checkout but not in an installed wheel."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A question and its files, as paths below FOLDER."""
+    """A question and its files, whose paths are relative to FOLDER."""
 
     text: str
     files: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[Path]:
-        """Paths of the files."""
+        """Absolute paths of the files."""
         return [FOLDER / file for file in self.files]
 
 
@@ -27,7 +27,7 @@ class Example:
     """An example conversation.
 
     Attributes:
-        title: label of the button.
+        title: label of the example's button.
         summary: short description; "" if the title says it all.
         messages: questions, in order.
         needs_sound: whether the model must support audio.
@@ -40,12 +40,12 @@ class Example:
 
     @property
     def exists(self) -> bool:
-        """Whether all files exist."""
+        """Whether all files of the example exist."""
         return all(path.is_file() for message in self.messages for path in message.paths)
 
     @property
     def picture(self) -> Path | None:
-        """The picture, if the example is a single question about a single picture."""
+        """Path of the picture if the example is one question about one picture; otherwise None."""
         paths = self.messages[0].paths
         alone = len(self.messages) == len(paths) == 1 and paths[0].suffix == ".png"
         return paths[0] if alone else None

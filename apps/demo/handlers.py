@@ -1,4 +1,4 @@
-"""Handlers: functions that the page calls on events; they return what it shows next."""
+"""Handlers: functions that handle the page's events and return what the page shows next."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _UNCHANGED = gr.skip()
 class Handlers:
     """Event handlers of the page.
 
-    Most take the scenario for the capacity that the page shows: GPU, model and length.
+    Most handlers take the scenario of the capacity estimate: GPU, model and length.
 
     Args:
         sessions: the visitors' sessions.
-        folder: folder for files that visitors download.
+        folder: folder for the files that visitors download.
 
     Attributes:
         part_names: names of the page's parts that most handlers return, in order.
@@ -58,14 +58,14 @@ class Handlers:
         self.shape = ModelShape.of(pipe.model.config, model.num_parameters())
 
     def initial(self, *scenario: str) -> dict[str, Any]:
-        """Return the page's parts for an empty conversation, by name."""
+        """Return the content of the page's parts for an empty conversation, by part name."""
         session = Session(self.sessions)
         parts = self.all_parts(session, *scenario)
         session.close()
         return dict(zip(self.part_names, parts, strict=True))
 
     def all_parts(self, session: Session, *scenario: str) -> tuple:
-        """Return all parts of the page, in the order of ``part_names``."""
+        """Return the content of all parts of the page, in the order of ``part_names``."""
         return (
             history(session.exchanges, session.active),
             live(session.active),
@@ -85,7 +85,7 @@ class Handlers:
         longest: float,
         *scenario: str,
     ) -> Iterator[tuple]:
-        """Answer a message; a refused message returns to the input box."""
+        """Answer a message; if the message is refused, put it back into the input box."""
         text, files = (message or {}).get("text", ""), (message or {}).get("files", [])
         session = self._session(request)
         steps = session.ask(text, files, **self._options(temperature, longest))
@@ -106,7 +106,7 @@ class Handlers:
         yield from self._answer_from_box(session, steps, text, files, scenario)
 
     def edit(self, request: gr.Request, *scenario: str) -> tuple:
-        """Undo the last question, and put it into the input box."""
+        """Undo the last question, and put it back into the input box."""
         session, box = self._session(request), _UNCHANGED
         with _errors_in_chat(session):
             text, files = session.take_back()
@@ -129,7 +129,7 @@ class Handlers:
         yield _UNCHANGED if past == sent else past, *parts, box
 
     def example(self, example: Example) -> Callable[..., Iterator[tuple]]:
-        """Return a handler that begins a conversation and asks an example's questions."""
+        """Return a handler that begins a new conversation and asks the questions of an example."""
 
         def play(
             request: gr.Request, temperature: float, longest: float, *scenario: str
@@ -150,18 +150,18 @@ class Handlers:
 
     @property
     def default_temperature(self) -> float:
-        """The checkpoint's own temperature."""
+        """Default temperature of the checkpoint."""
         return self.sessions.pipe.sampling({}, ()).temperature
 
     def _options(self, temperature: float, longest: float) -> dict[str, Any]:
-        # None also selects the checkpoint's top_k and top_p, which only suit its own temperature.
+        # None also selects the checkpoint's top_k and top_p, which suit only its own temperature.
         sampled = None if temperature == self.default_temperature else temperature
         return {"temperature": sampled, "max_new_tokens": as_int(longest)}
 
     def _answer(
         self, session: Session, steps: Iterator[None], box: Any
     ) -> Generator[tuple, None, str]:
-        """Show an answer while it is generated; return the last history that was shown."""
+        """Show an answer while it is being generated; return the last history that was shown."""
         active, sent = None, ""
         try:
             for _ in steps:
@@ -178,7 +178,7 @@ class Handlers:
         return sent
 
     def compare(self, request: gr.Request, wanted: bool, *scenario: str) -> Iterator[tuple]:
-        """Start or end the comparison."""
+        """Start or end the comparison with a 16-bit cache."""
         session = self._session(request)
         try:
             if wanted:
@@ -192,7 +192,7 @@ class Handlers:
         yield self.all_parts(session, *scenario)
 
     def action(self, name: str) -> Callable[..., tuple]:
-        """Return a handler that calls a session method without arguments: "undo" or "begin"."""
+        """Return a handler that calls the session method with this name: "undo" or "begin"."""
 
         def act(request: gr.Request, *scenario: str) -> tuple:
             session = self._session(request)
@@ -219,7 +219,7 @@ class Handlers:
         compare: bool,
         *scenario: str,
     ) -> tuple:
-        """Begin a conversation with the settings of the page."""
+        """Begin a new conversation with the page's settings."""
         session = self._session(request)
         bits = {"text": text, "image": image, "video": video, "audio": audio}
         with _errors_in_chat(session):
@@ -227,14 +227,14 @@ class Handlers:
         return self.all_parts(session, *scenario)
 
     def forget(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
-        """Free the memory of a segment."""
+        """Free the memory of the segment whose button was pressed."""
         session = self._session(request)
         with _errors_in_chat(session):
             session.forget(event.index)
         return self.all_parts(session, *scenario)
 
     def load(self, request: gr.Request, path: str | None, *scenario: str) -> tuple:
-        """Replace the conversation with a saved one."""
+        """Replace the conversation with a saved conversation."""
         session = self._session(request)
         with _errors_in_chat(session):
             if path:
@@ -242,9 +242,9 @@ class Handlers:
         return self.all_parts(session, *scenario)
 
     def save(self, request: gr.Request) -> tuple[Any, Any]:
-        """Save the conversation; return the path of the file and the history.
+        """Save the conversation to a file; return the path of the file and the history.
 
-        If saving fails, the path is None and the history shows why.
+        If saving fails, the path is None, and the history shows the reason.
         """
         session = self._session(request)
         path = self._new_file("conversation.safetensors")
@@ -265,11 +265,11 @@ class Handlers:
         return str(path)
 
     def capacity(self, request: gr.Request, *scenario: str) -> str:
-        """Show how many conversations fit on a GPU."""
+        """Show how many conversations like this one fit on a GPU."""
         return self._capacity(self._session(request), *scenario)
 
     def inspect(self, request: gr.Request) -> Iterator[str]:
-        """Inspect this conversation's keys."""
+        """Show an inspection of the conversation's keys."""
         session = self._session(request)
         yield '<p class="empty">Reading …</p>'
         try:
@@ -278,7 +278,7 @@ class Handlers:
             yield f'<p class="empty">{escape(str(error))}</p>'
 
     def open_page(self, request: gr.Request, session_id: str, *scenario: str) -> tuple:
-        """Show the conversation of the page that a browser has loaded; also return its id."""
+        """Show the conversation whose page a browser has loaded; also return the id."""
         with _errors_as_messages():
             session = self.sessions.visit(str(request.session_hash), session_id)
         if session_id and session.id != session_id:
@@ -286,7 +286,7 @@ class Handlers:
         return *self.all_parts(session, *scenario), session.id
 
     def fork(self, request: gr.Request, *scenario: str) -> tuple:
-        """Continue with a copy of the conversation; also return its id."""
+        """Continue with a copy of the conversation; also return the id of the copy."""
         with _errors_as_messages():
             session = self.sessions.fork(str(request.session_hash))
         gr.Info("This is a copy. The browser's Back button leads to the original.")

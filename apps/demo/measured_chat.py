@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 TABLES = "tables"
 PARTS = ("text", "image", "video", "audio", TABLES)
-"""Parts of the memory, in the order in which the chart stacks them."""
+"""Parts of the memory, in the order in which the chart stacks the parts."""
 UPDATES_PER_S = 10
-"""Number of updates per second that a page gets while an answer is running."""
+"""Number of updates per second that a page receives while an answer is running."""
 _MAX_SAMPLES = 1200
 
 
@@ -30,8 +30,8 @@ class MemorySample:
 
     Attributes:
         tokens: tokens in the conversation, including forgotten ones.
-        by_modality: number of tokens that are not forgotten, by modality.
-        parts: bytes of each of PARTS, without free slots, which all conversations share.
+        by_modality: number of stored (not forgotten) tokens, by modality.
+        parts: bytes of each part in PARTS, without free slots, which all conversations share.
         bf16_bytes: bytes that the stored tokens would take in a plain 16-bit cache.
         values: number of stored elements of keys and values.
     """
@@ -44,14 +44,19 @@ class MemorySample:
 
     @classmethod
     def of(cls, report: MemoryReport, tokens: int) -> MemorySample:
-        """Convert a memory report of the library."""
+        """Create a sample from a memory report of the library.
+
+        Args:
+            report: memory report of the conversation.
+            tokens: number of tokens in the conversation, including forgotten ones.
+        """
         parts = {name: report.by_modality[name] for name in PARTS if name != TABLES}
         parts[TABLES] = report.by_kind["tables"]
         return cls(tokens, report.tokens, parts, report.bf16_bytes, report.values)
 
     @property
     def stored_tokens(self) -> int:
-        """Number of tokens that are not forgotten."""
+        """Number of stored (not forgotten) tokens."""
         return sum(self.by_modality.values())
 
     @property
@@ -61,22 +66,25 @@ class MemorySample:
 
     @property
     def ratio(self) -> float:
-        """Ratio of the size in 16-bit precision to the size used; 1.0 while nothing is stored."""
+        """Ratio of the 16-bit size to the size in use; 1.0 while nothing is stored."""
         return self.bf16_bytes / self.used_bytes if self.bf16_bytes else 1.0
 
     @property
     def gains(self) -> bool:
-        """Whether the memory is over 5% smaller than in 16-bit precision."""
+        """Whether the conversation takes over 5% less memory than in 16-bit precision."""
         return self.ratio >= 1.05
 
     @property
     def bits_per_value(self) -> float:
-        """Bits per key or value element, including tables; 0.0 while nothing is stored."""
+        """Bits per stored key or value element, including tables; 0.0 if nothing is stored."""
         return self.used_bytes * 8 / self.values if self.values else 0.0
 
 
 class MemoryCurve:
-    """Samples in chronological order, from an empty one; their token counts never decrease."""
+    """Memory samples in chronological order, starting with an empty one.
+
+    The token counts of the samples never decrease.
+    """
 
     def __init__(self) -> None:
         self.samples = [MemorySample(0, {}, dict.fromkeys(PARTS, 0), 0, 0)]
@@ -87,7 +95,7 @@ class MemoryCurve:
         return self.samples[-1]
 
     def add(self, report: MemoryReport, tokens: int) -> None:
-        """Add a measurement; if the curve gets long, drop every other old sample."""
+        """Add a sample; if the curve becomes too long, drop every other old sample."""
         if len(self.samples) >= _MAX_SAMPLES:
             del self.samples[1:-1:2]
         self.samples.append(MemorySample.of(report, tokens))
@@ -104,19 +112,21 @@ class MemoryCurve:
 
 
 class MeasuredChat:
-    """A conversation with the packed cache, or with the 16-bit cache for a comparison.
+    """A chat whose memory and speed are measured.
+
+    The chat has the packed cache or, for a comparison, the 16-bit cache.
 
     Args:
-        chat: a new chat, or one to continue.
+        chat: new chat, or a chat to continue.
 
     Attributes:
-        curve: memory over the tokens of the conversation.
-        memory, segments: memory report and segments at the latest measurement; since then, the
-            conversation may have been moved to disk to stay within the budget.
-        forgotten: for each forgotten media item, the length of the conversation at that time, in
-            tokens, and the name of the item.
+        curve: memory as a function of the number of tokens in the conversation.
+        memory, segments: memory report and segments at the latest measurement; the conversation may
+            have been moved to disk since then, to stay within the budget.
+        forgotten: for each forgotten media item, the number of tokens in the conversation when it
+            was forgotten, and the name of the item.
         timings: timings of the latest answer so far.
-        finish_reason: why the latest answer ended.
+        finish_reason: reason why the latest answer ended.
         reasoning: reasoning of the latest answer so far.
     """
 
@@ -131,16 +141,16 @@ class MeasuredChat:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the conversation, including forgotten ones."""
+        """Number of tokens in the conversation, including forgotten ones."""
         return self.chat.turns[-1].stop if self.chat.turns else 0
 
     @property
     def tokens_by_modality(self) -> dict[str, int]:
-        """Tokens stored at the latest measurement, by modality."""
+        """Number of tokens stored at the latest measurement, by modality."""
         return self.curve.last.by_modality
 
     def measure(self) -> None:
-        """Measure the memory; reasoning or a turn in earlier samples may be gone by now."""
+        """Measure the memory, and drop the samples of tokens that are no longer in the chat."""
         self.curve.cut(self.tokens)
         self.forgotten = [event for event in self.forgotten if event[0] <= self.tokens]
         self.memory, self.segments = self.chat.memory, self.chat.segments
@@ -162,7 +172,7 @@ class MeasuredChat:
             stop: event that ends the answer; the text so far is kept.
 
         Raises:
-            InputError: see ``Chat.stream``; the chat does not change.
+            InputError: see ``Chat.stream``; the chat remains unchanged.
         """
         before, turns = self.tokens, len(self.chat.turns)
         files = {kind: paths or None for kind, paths in media.items()}
@@ -194,7 +204,7 @@ class MeasuredChat:
         yield text
 
     def fork(self) -> MeasuredChat:
-        """Copy the chat and its curve; both continue independently."""
+        """Copy the chat and its curve; the copy and the original continue independently."""
         fork = MeasuredChat(self.chat.fork())
         fork.curve.samples = [*self.curve.samples]
         fork.forgotten, fork.timings = [*self.forgotten], self.timings
@@ -208,7 +218,7 @@ class MeasuredChat:
         self.measure()
 
     def forget(self, index: int) -> None:
-        """Drop the media item of a segment."""
+        """Drop the media item of the segment with this index."""
         self.chat.forget(index)
         if not self.segments[index].forgotten:
             self.forgotten.append((self.tokens, self.segments[index].label))

@@ -1,5 +1,4 @@
-"""Memory panel: a conversation's memory by segment, how many conversations fit on a GPU, and the
-comparison with a 16-bit cache."""
+"""Memory panel: memory by segment, capacity of a GPU, and comparison with a 16-bit cache."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from oscar_mm.sizes import GPUS, format_bytes
 _MAX_POINTS = 160
 _MAX_READOUTS, _MAX_EVENTS = 48, 40
 _MIN_TOKENS, _MIN_BYTES = 256, 100_000
-"""Minimum ranges of the axes."""
+"""Minimum ranges of the chart's horizontal and vertical axes."""
 FORGET_SCRIPT = """
 const table = document.getElementById('segments');
 table.tabIndex = 0;
@@ -46,7 +45,7 @@ element.addEventListener('click', (event) => {
   trigger('click', {index: Number(button.dataset.index)});
 });
 """
-"""Script that makes the table scrollable by keyboard, and sends the index of the segment whose
+"""Script that makes the table scrollable by keyboard, and sends the index of a segment when its
 button is pressed."""
 MODELS = {
     "Qwen3-VL-2B": ModelShape(28, 8, 128, 2_100_000_000),
@@ -61,7 +60,7 @@ MODELS = {
 }
 """Dimensions of published checkpoints: layers, KV heads, head_dim, approximate parameter count."""
 LENGTHS = {"this long": 0, "8K tokens": 8192, "32K tokens": 32768, "128K tokens": 131072}
-"""Lengths of a conversation in tokens; 0 for its current length."""
+"""Conversation lengths in tokens, by label; 0 stands for the current length."""
 _NOT_COMPARED = (
     '<p class="empty">Start comparing, and every question is also answered with a plain 16-bit '
     "cache and the same sampling. Earlier questions are asked again.</p>"
@@ -69,13 +68,13 @@ _NOT_COMPARED = (
 _MAX_WORDS = 2000
 """Maximum number of words to compare per answer."""
 _MAX_PAIRS = 20
-"""Maximum number of latest questions whose answers are compared."""
+"""Maximum number of questions, from the latest, whose answers are compared."""
 _EXAMPLE_MIX = {"text": 1, "image": 7}
 """Mix of modalities to assume for an empty conversation."""
 
 
 def memory_view(session: Session) -> str:
-    """Show a conversation's memory as numbers and as a curve over its tokens."""
+    """Return a conversation's memory as HTML: numbers, and a curve over its tokens."""
     chat, baseline = session.conversation, session.baseline
     return memory_panel(
         chat.curve,
@@ -94,14 +93,16 @@ def memory_panel(
     events: Sequence[Note] = (),
     packs: bool = True,
 ) -> str:
-    """Show a headline, tiles and a chart.
+    """Return the memory of a conversation as HTML: a headline, tiles and a chart.
 
     Args:
         curve: memory of the conversation.
         timings: timings of the latest answer so far.
-        baseline: memory of the same conversation with a 16-bit cache, if they are compared.
-        events: events to mark, each at the conversation's length in tokens at that time.
-        packs: whether the policy packs tokens at all.
+        baseline: memory of the same conversation with a 16-bit cache; None if there is no
+            comparison.
+        events: events to mark; each position is the number of tokens in the conversation when the
+            event happened.
+        packs: whether the policy packs any tokens.
     """
     now = curve.last
     speed = f"{timings.tokens_per_s:.0f}" if timings and timings.tokens_per_s else "-"
@@ -134,7 +135,7 @@ def _headline(now: MemorySample, *, packs: bool) -> str:
 
 
 def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
-    """Explain why a conversation takes about as much memory as in 16-bit precision, or more."""
+    """Explain why a conversation takes hardly less, or more, memory than in 16-bit precision."""
     tables = f"The tables of token positions take {format_bytes(now.parts[TABLES])}."
     if not packs:
         return f"This conversation is stored in 16-bit precision, as set. {tables}"
@@ -145,8 +146,10 @@ def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
 
 
 def curve_events(chat: MeasuredChat) -> list[Note]:
-    """List the latest media that were shown and forgotten, with the conversation's length in tokens
-    at that time."""
+    """Return notes for the latest media that were shown or forgotten.
+
+    The position of a note is the number of tokens in the conversation at that time.
+    """
     events = []
     for turn in chat.chat.turns:
         counts = Counter(KINDS[span.modality] for span in turn.media)
@@ -162,7 +165,7 @@ def curve_events(chat: MeasuredChat) -> list[Note]:
 def memory_chart(
     curve: MemoryCurve, baseline: MemoryCurve | None, events: Sequence[Note] = ()
 ) -> str:
-    """Draw bytes against tokens, stacked by modality, with a line for 16-bit precision."""
+    """Return a chart of bytes over tokens, stacked by modality, with a 16-bit line to compare."""
     samples = curve.thinned(_MAX_POINTS)
     parts = [part for part in PARTS if any(sample.parts[part] for sample in samples)]
     lines, below = [], [0.0] * len(samples)
@@ -197,7 +200,7 @@ def _readout(sample: MemorySample, events: Sequence[Note] = ()) -> Note:
 
 
 def _axis_bytes(count: float) -> str:
-    """Format the bytes at an axis tick."""
+    """Format a number of bytes for a tick of the vertical axis."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:g} {unit}"
@@ -205,7 +208,7 @@ def _axis_bytes(count: float) -> str:
 
 
 def comparison_view(session: Session) -> str:
-    """Show memory and speed of both caches, and both answers to each of the latest questions."""
+    """Return the comparison of both caches as HTML: memory, speed and the latest answers."""
     packed, baseline = session.conversation, session.baseline
     if baseline is None:
         return _NOT_COMPARED
@@ -251,7 +254,7 @@ def _pair(turn: Exchange, is_complete: bool) -> str:
 
 
 def mark_differences(left: str, right: str) -> tuple[str, str]:
-    """Return both texts as HTML, with <mark> around words that the other text lacks."""
+    """Return both texts as HTML, with <mark> around words that are missing in the other text."""
     words = [re.findall(r"\s+|\w+|[^\w\s]", text)[:_MAX_WORDS] for text in (left, right)]
     htmls: tuple[list[str], list[str]] = ([], [])
     for kind, *ranges in SequenceMatcher(None, *words, autojunk=False).get_opcodes():
@@ -262,18 +265,18 @@ def mark_differences(left: str, right: str) -> tuple[str, str]:
 
 
 def segments_view(session: Session) -> str:
-    """Show the segments of a conversation."""
+    """Return the segments of a conversation as HTML."""
     previews = [[preview.html for preview in turn.previews] for turn in session.turns]
     return segment_table(session.conversation.segments, previews)
 
 
 def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]) -> str:
-    """Show segments with their tokens and bytes, and a button to forget each media item.
+    """Return a table of segments as HTML: tokens, bytes, and a button to forget each media item.
 
     Args:
         segments: segments of the conversation.
-        previews: HTML of each turn's media, in the order of its segments; "" if an item has no
-            preview.
+        previews: for each turn, the HTML of its media previews in the order of its segments; "" for
+            an item without a preview.
     """
     if not segments:
         return (
@@ -321,7 +324,9 @@ def capacity(
     shape: ModelShape,
     length: str,
 ) -> str:
-    """Show how many conversations like this one fit on a GPU, computed from the model's dimensions.
+    """Return, as HTML, how many conversations like this one fit on a GPU.
+
+    The number is computed from the dimensions of the model.
 
     Args:
         stored: number of tokens in the conversation, by modality.
@@ -358,8 +363,7 @@ def capacity(
 
 
 def format_label(preset: str, shape: ModelShape) -> str:
-    """Describe a preset: its bits, and how much smaller it makes a long conversation than 16-bit
-    precision.
+    """Return a label for a preset: its bits, and its memory saving for a long conversation.
 
     Args:
         preset: name of the preset.
@@ -382,9 +386,9 @@ def scale_mix(mix: Mapping[str, int], total: int) -> dict[str, int]:
 
 
 def memory_report(session: Session) -> str:
-    """Return model, policy, memory, segments (without names) and speed as JSON.
+    """Return a JSON report of model, policy, memory, segments (without names) and speed.
 
-    The report is safe to share: it contains nothing of what was said or shown.
+    The report is safe to share, because it contains nothing that was said or shown.
     """
     conversation, pipe = session.conversation, session.conversation.chat.pipe
     now = conversation.curve.last
@@ -416,7 +420,7 @@ def memory_report(session: Session) -> str:
 
 
 def status_view(session: Session) -> str:
-    """Show a status line about this conversation and the server."""
+    """Return a status line about the conversation and the server as HTML."""
     policy, tokens = session.settings.policy, session.conversation.tokens
     context = session.sessions.pipe.admission.max_context
     bits = ", ".join(f"{name} {count}" for name, count in policy.bits._asdict().items())

@@ -71,8 +71,9 @@ if TYPE_CHECKING:
 Asked = Body | list[ApiRequest]
 """A parsed request: a conversation, or a list of prompts."""
 _MIN_TEXT = 1024
-"""Minimum default answer length, in tokens, however many requests share the memory; larger for thinking
-models."""
+"""Minimum default answer length, in tokens, however many requests share the memory.
+
+Thinking models get more."""
 _READERS = 2
 """Number of threads that parse requests."""
 _BODIES = 8
