@@ -1,6 +1,7 @@
-"""The demo page: its components, their handlers, and its isolation.
+"""The demo page: components, handlers, and isolation.
 
-Gradio is prevented from sending anything off the machine and from reading files other than uploads.
+Isolation prevents gradio from sending data off the machine and from reading files other than
+uploads.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if (field) field.setAttribute('aria-label', 'Message');
 _THUMBNAIL_SCRIPT = """() => {
   for (const item of document.querySelectorAll('#message [role=listitem]')) item.role = 'group';
 }"""
-"""Script that corrects ARIA roles: gradio makes a message's files list items without a list."""
+"""Script that corrects ARIA roles: gradio marks a message's files as list items without a list."""
 _OPENED_SCRIPT = """(id) => {
   history.replaceState(null, '', '#' + id);
   window.onhashchange = () => location.reload();
@@ -55,9 +56,9 @@ _FORKED_SCRIPT = "(id) => history.pushState(null, '', '#' + id)"
 """Script that puts the conversation's id into the URL fragment, which browsers do not send to
 servers."""
 GPU, MODEL, LENGTH = "H100", "Qwen3-VL-8B", "32K tokens"
-"""Initial scenario for the capacity of a GPU."""
+"""Initial scenario of the capacity estimate."""
 _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None)
-# Answers are decoded as one batch, and each occupies a worker for long; other handlers are quick.
+# Answers are decoded in one batch, and each occupies a worker for long; other handlers are quick.
 _ANSWERS_AT_ONCE = 32
 _QUEUE = 64
 _CONTENT_POLICY = (
@@ -65,13 +66,13 @@ _CONTENT_POLICY = (
     "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'self'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-"""Policy that prevents requests to other servers, whatever an answer contains."""
+"""Content security policy that prevents requests to other servers, whatever an answer contains."""
 _FETCHING_PATHS = ("/file=http:", "/file=https:", "/proxy=")
 """Parts of URL paths that make gradio fetch from other servers."""
 
 
 def build(handlers: Handlers) -> gr.Blocks:
-    """Build the page."""
+    """Build the page and connect its components to the handlers."""
     initial = handlers.initial(GPU, MODEL, LENGTH)
     with LocalBlocks(title=TITLE, fill_width=True, analytics_enabled=False) as page:
         _header(handlers)
@@ -169,7 +170,7 @@ def _example_buttons(*, supports_audio: bool) -> list[tuple[gr.Button, Example]]
 
 
 def icon_style() -> str:
-    """Return the CSS for buttons with a picture; gradio's own icons would reveal file paths."""
+    """Return CSS for buttons with a picture, because gradio's own icons would reveal file paths."""
     rules = []
     for example in QUESTIONS:
         if example.exists and example.picture is not None:
@@ -316,17 +317,17 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
 
 
 def _press(name: str) -> str:
-    """Return a script that clicks a hidden button after its file has been set."""
+    """Return a script that clicks the hidden button with this id once its file has been set."""
     return f"() => setTimeout(() => document.getElementById('{name}').click(), 100)"
 
 
 class LocalBlocks(gr.Blocks):
-    """Blocks that accept only uploaded files; gradio itself would also download URLs."""
+    """Gradio ``Blocks`` that accept only uploaded files; gradio's own also download URLs."""
 
     async def preprocess_data(
         self, block_fn: Any, inputs: list[Any], state: Any, explicit_call: bool = False
     ) -> list[Any]:
-        """Refuse URLs instead of files; then do what ``gradio.Blocks`` does."""
+        """Refuse URLs in place of files, then preprocess as ``gradio.Blocks`` does."""
         traverse(inputs, _check_file, is_file_obj_with_meta)
         return await super().preprocess_data(block_fn, inputs, state, explicit_call)
 
@@ -341,17 +342,17 @@ class Isolation:
     """Middleware that confines the browser to this server, refuses downloads and limits uploads.
 
     Args:
-        app: application to protect.
+        app: application to isolate.
         folder: folder for uploads.
     """
 
     def __init__(self, app: ASGIApp, folder: Path) -> None:
         self.app, self.folder = app, folder
         self._coming: dict[object, int] = {}
-        """For each running upload, the number of bytes that have not arrived yet."""
+        """Number of bytes that have not arrived yet, for each running upload."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse some requests, and pass on the rest."""
+        """Refuse downloads and excessive uploads, and pass on all other requests."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -380,7 +381,9 @@ class Isolation:
         """Accept an upload if there is enough space for all running uploads."""
         announced = Headers(scope=scope).get("content-length", "")
         if not announced.isdecimal():
-            await PlainTextResponse("uploads need a Content-Length", 411)(scope, receive, send)
+            await PlainTextResponse("uploads require a Content-Length header", 411)(
+                scope, receive, send
+            )
             return
         upload, size = object(), int(announced[:19])
         expected = stored_bytes(self.folder) + sum(self._coming.values()) + size
@@ -405,7 +408,7 @@ class Isolation:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Return the total bytes of the files in a folder tree; ignore files that vanish meanwhile."""
+    """Return the total size in bytes of the files in a folder tree, ignoring files that vanish."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):

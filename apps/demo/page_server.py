@@ -1,4 +1,4 @@
-"""PageServer: serves the page with limits on connections, which gradio's own server lacks."""
+"""PageServer: serves the page with connection limits, which gradio's own server lacks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _CLOSING_S = 5
 
 
 class PageServer(uvicorn.Server):
-    """Server that runs in its own thread within a ``with`` block.
+    """Web server that runs in its own thread within a ``with`` block.
 
     Args:
-        page: gradio ``Blocks``; closing them closes this server.
-        sockets: sockets to listen on, which are closed at the end.
+        page: gradio ``Blocks`` to serve; closing them closes this server.
+        sockets: sockets to listen on; they are closed when the block ends.
         host: address of the sockets.
         folder: folder for uploads.
         bounds: limits on the connections.
@@ -73,7 +73,7 @@ class PageServer(uvicorn.Server):
         self._thread.start()
         while not self.started:
             if not self._thread.is_alive():
-                raise InputError("the page cannot be served; see the log")
+                raise InputError("the page cannot be served: see the log for the reason")
             time.sleep(0.001)
         self._page.is_running, self._page.server = True, self
         return self
@@ -89,7 +89,7 @@ class PageServer(uvicorn.Server):
 
 
 def _mounted(page: Any, host: str, folder: Path) -> FastAPI:
-    """Return an application that serves only a page."""
+    """Return an application that serves only this page."""
     app = gr.mount_gradio_app(
         FastAPI(**_OFF),
         page,

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S = 600, 6 * 3600
 _CONNECTIONS = 2 * MAX_VISITS + 128
-"""Maximum number of connections: a page keeps two open, and uses more while it loads."""
+"""Maximum number of connections; a page keeps two open, and uses more while it loads."""
 _HEAD_S = 10.0
 """Maximum seconds to receive the head of a request."""
 GRACE_S = 10.0
 """Maximum seconds to let running answers finish when the page is closed."""
 _KEEP_GRACE_S = 120.0
-"""Maximum seconds to write conversations when the page is closed."""
+"""Maximum seconds to write conversations to disk when the page is closed."""
 
 
 def serve(
@@ -54,7 +54,7 @@ def serve(
     """Load the model and serve the page until Ctrl-C or SIGTERM; then remove temporary files.
 
     Raises:
-        InputError: if there is no such model, or the host or port cannot be used.
+        InputError: if the model does not exist, or the host or port cannot be used.
     """
     with sigterm_as_ctrl_c():
         sockets = bind(host, port)
@@ -80,19 +80,19 @@ def serve(
                 pipe.budget.close()
     print(file=sys.stderr)
     if not running.sessions.is_empty:
-        # A normal exit would wait for a thread in which the model is still processing a prompt.
+        # A normal exit would wait for the thread in which the model is still processing a prompt.
         sys.stderr.flush()
         os._exit(0)
 
 
 def _dtype(device: str | None) -> str | None:
-    """Return a 16-bit dtype on a CPU too; on a GPU, None, so that the checkpoint decides."""
+    """Return the name of a 16-bit dtype on a CPU; on a GPU, None for the checkpoint's dtype."""
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     return "bfloat16" if on_cpu else None
 
 
 def _warm_up(pipe: Pipeline) -> None:
-    """Generate an answer, so that no visitor has to wait for compilation and loading."""
+    """Generate an answer in advance, so that no visitor waits for compilation and loading."""
     with suppress(InputError), pipe.chat() as chat:
         chat.ask("Hello", max_new_tokens=2)
 
@@ -121,15 +121,17 @@ def serve_page(
     keep: Path | None = None,
     head_s: float = _HEAD_S,
 ) -> Iterator[RunningPage]:
-    """Serve the page within the block; then end all sessions, giving running answers ``GRACE_S``
-    seconds to finish.
+    """Serve the page within the block, then end all sessions.
+
+    Running answers have ``GRACE_S`` seconds to finish.
 
     Args:
         pipe: pipeline that generates the answers.
-        settings: default settings of conversations.
-        sockets: sockets to listen on, see ``bind``; they are closed at the end.
+        settings: default settings of new conversations.
+        sockets: sockets to listen on, from ``bind``; they are closed at the end.
         host: address of the sockets.
-        keep: folder to store conversations in, so that they survive a restart of the server.
+        keep: folder in which to store conversations, so that they survive a restart of the server;
+            None to store none.
         head_s: maximum seconds to receive the head of a request.
 
     Raises:
@@ -138,7 +140,7 @@ def serve_page(
     # Ignore cleanup errors, because running answers may have files open in this folder.
     with tempfile.TemporaryDirectory(prefix="oscar-mm-demo-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
-        # gradio reads this when it builds a page; uploads go there and are removed with it.
+        # Gradio reads this when it builds a page; uploads go there and are removed with the folder.
         os.environ["GRADIO_TEMP_DIR"] = str(folder)
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         from oscar_mm.apps.demo.handlers import Handlers
@@ -161,7 +163,7 @@ def serve_page(
 
 
 def wait_for_ctrl_c() -> None:
-    """Block until Ctrl-C while other threads serve."""
+    """Block until Ctrl-C, while other threads serve the page."""
     try:
         threading.Event().wait()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Session: a visitor's conversation, with its settings and operations."""
+"""Session: a visitor's conversation with its settings and operations."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 60
 _MAX_REFUSED, _SHOWN_CHARACTERS = 20, 4000
-"""Maximum number of refused messages in the transcript, and of characters in each."""
+"""Maximum number of refused messages in the transcript, and of characters in each message."""
 _SIXTEEN_BIT = KVPolicy.preset("bf16")
 _log = logging.getLogger(__name__)
 
 
 class Session:
-    """A visitor's conversation; its methods can be called from several threads.
+    """A visitor's conversation; several threads can call its methods.
 
     Args:
         sessions: all sessions of the page.
 
     Attributes:
-        id: id of the session in the page's URL; it cannot be guessed.
+        id: unguessable id of the session in the page's URL.
         settings: settings of the conversation.
         conversation: the chat with the packed cache.
-        baseline: the same chat with a 16-bit cache, or None.
-        exchanges: exchanges to show in the transcript.
+        baseline: the same chat with a 16-bit cache; None if there is no comparison.
+        exchanges: questions and answers to show in the transcript.
         active: exchange whose answer is being generated, or None.
         baseline_exchange: exchange that is being answered with the 16-bit cache, or None.
         last_active: ``time.monotonic()`` of the visitor's last action.
@@ -81,12 +81,12 @@ class Session:
 
     @property
     def turns(self) -> list[Exchange]:
-        """Exchanges that are turns of the chat."""
+        """Exchanges that count as turns of the chat."""
         return [exchange for exchange in self.exchanges if exchange.counts]
 
     @property
     def converses(self) -> bool:
-        """Whether a question has been or is being answered."""
+        """Whether any question has been answered or is being answered."""
         return self._turn.locked() or bool(self.turns)
 
     @property
@@ -95,21 +95,23 @@ class Session:
         return sum(chat.curve.last.used_bytes for chat in self._chats)
 
     def ask(self, text: str, files: Sequence[str | Path], **options: Any) -> Iterator[None]:
-        """Ask a question; each step updates ``exchanges`` with the growing answer.
+        """Ask a question, as a generator; each step updates ``exchanges`` with the answer so far.
 
-        An error in the question is stored in the exchange; the conversation stays usable.
+        An error in the question is stored in the exchange, and the conversation remains usable.
 
         Args:
             text: text of the question.
-            files: media of the question.
-            options: max_new_tokens and temperature.
+            files: paths of the question's media.
+            options: options for the answer: max_new_tokens and temperature.
 
         Raises:
             InputError: if another answer is running.
         """
         with self._writing:
             if not self._turn.acquire(blocking=False):
-                raise InputError("an answer is being written: wait for it, or stop it")
+                raise InputError(
+                    "an answer is still being generated: wait for the answer, or stop it"
+                )
         try:
             if self._closed:
                 raise InputError("this conversation has ended: reload the page")
@@ -170,13 +172,15 @@ class Session:
     def _check_length(self, tokens: Any) -> None:
         longest = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)
         if isinstance(tokens, int) and tokens > longest:
-            raise InputError(f"an answer of {tokens:,} tokens exceeds the {longest:,} allowed here")
+            raise InputError(
+                f"a limit of {tokens:,} tokens per answer exceeds the maximum of {longest:,}"
+            )
 
     def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
         return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)
 
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
-        """Answer with the 16-bit cache; an incomplete answer ends the comparison."""
+        """Answer with the 16-bit cache as well; end the comparison if this answer is incomplete."""
         complete, self.baseline_exchange = False, exchange
         try:
             with closing(self._texts(chat, exchange)) as texts:
@@ -189,16 +193,18 @@ class Session:
                 self._drop_baseline()
 
     def compare(self) -> Iterator[None]:
-        """Start to answer all earlier and later questions with a 16-bit cache too.
+        """Start answering all earlier and later questions with a 16-bit cache too.
 
         Raises:
-            InputError: if media files are missing because the conversation was loaded.
+            InputError: if the conversation was loaded, so its media files are missing.
         """
         with self._exclusive():
             if self.baseline is not None:
                 return
             if self._lacks_media:
-                raise InputError("a loaded conversation lacks its media: start a new one")
+                raise InputError(
+                    "a loaded conversation lacks its media files: start a new one to compare"
+                )
             self.baseline = self._new_chat(_SIXTEEN_BIT, self.settings)
             self.settings = replace(self.settings, compare=True)
             segments = self.conversation.segments
@@ -212,7 +218,7 @@ class Session:
             yield
 
     def stop_comparing(self) -> None:
-        """Drop the 16-bit cache."""
+        """End the comparison and drop the 16-bit cache."""
         with self._exclusive():
             self._drop_baseline()
 
@@ -240,7 +246,7 @@ class Session:
         return self._stop.is_set() or self.conversation.finish_reason == "interrupted"
 
     def stop(self) -> None:
-        """Stop the running answer, or the processing of its prompt; the text so far is kept."""
+        """Stop the running answer or the processing of its prompt; keep the text so far."""
         self._stop.set()
         for chat in self._chats:
             chat.chat.stop()
@@ -254,7 +260,7 @@ class Session:
                 chat.chat.close()
 
     def undo(self) -> None:
-        """Undo the last question, or remove the last message that was refused."""
+        """Undo the last question, or remove the last message if it was refused."""
         with self._change():
             if not self.exchanges:
                 raise InputError("there is nothing to undo")
@@ -264,19 +270,19 @@ class Session:
             self.exchanges.pop()
 
     def take_back(self) -> tuple[str, list[str | Path]]:
-        """Undo the last question; return its text and files, so that it can be asked again.
+        """Undo the last question, and return its text and files so that it can be asked again.
 
         Raises:
-            InputError: if there is no question, or its files are missing.
+            InputError: if there is no question, or the question's files are missing.
         """
         last = self.exchanges[-1] if self.exchanges else None
         if last is not None and any(preview.path is None for preview in last.previews):
-            raise InputError("the files of a loaded question are missing: upload them again")
+            raise InputError("the files of a loaded question are missing: upload the files again")
         self.undo()
         return (last.question, last.files) if last else ("", [])
 
     def fork(self) -> Session:
-        """Copy the conversation into a new session; both continue independently."""
+        """Copy the conversation into a new session; copy and original continue independently."""
         with self._exclusive():
             fork = Session(self.sessions)
             fork._close_chats()
@@ -287,7 +293,7 @@ class Session:
             return fork
 
     def forget(self, index: int) -> None:
-        """Free the memory of a segment: an image, a video or a recording."""
+        """Free the memory of the segment with this index: an image, a video or a recording."""
         with self._change():
             for chat in self._chats:
                 chat.forget(index)
@@ -300,16 +306,16 @@ class Session:
             self.conversation.chat.save(path)
 
     def load(self, path: str | Path) -> None:
-        """Replace this conversation with a saved one that the visitor has uploaded."""
+        """Replace this conversation with a saved conversation that the visitor has uploaded."""
         self.restore(upload_path(path, self.sessions.folders))
 
     def restore(self, path: Path, previews: Sequence[str] | None = None) -> None:
-        """Replace this conversation with a saved one.
+        """Replace this conversation with a saved conversation.
 
         Args:
-            path: path of the file.
-            previews: trusted HTML of the conversation's first media, in order; other media get
-                recently shown previews, if any.
+            path: path of the saved conversation.
+            previews: trusted HTML previews of the conversation's first media, in order; any other
+                media use previews that were shown recently, if there are any.
         """
         with self._change():
             chat, store = self._pipe.load_chat(path), self.sessions.previews
@@ -327,7 +333,7 @@ class Session:
                 exchange.hint = self.sessions.card.hint(exchange.question)
 
     def inspection(self) -> Inspection:
-        """Measure what quantization does to the keys and values of this conversation's media."""
+        """Measure how quantization affects the keys and values of this conversation's media."""
         from oscar_mm.engine.message import first_turn
         from oscar_mm.inspect.inspection import inspect_prompt
         from oscar_mm.media.part import media_parts
@@ -346,7 +352,7 @@ class Session:
             return pipe.engine.call(inspect, runs_model=True)
 
     def close(self) -> None:
-        """Free the conversation now, or as soon as a running answer or write has finished."""
+        """Free the conversation once no answer is running and no write to disk is in progress."""
         self._closed = True
         self.stop()
         if self._turn.acquire(timeout=_PATIENCE_S):
@@ -355,7 +361,7 @@ class Session:
 
     @property
     def _pipe(self) -> Pipeline:
-        """The conversation's pipeline."""
+        """Pipeline of the conversation."""
         return self.sessions.pipeline(self.conversation.chat.pipe.policy)
 
     @property
@@ -374,7 +380,7 @@ class Session:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Stop the running answer, and prevent new answers within the block."""
+        """Stop the running answer, then prevent new answers within the block."""
         self.stop()
         if not self._turn.acquire(timeout=_PATIENCE_S):
             why = "being written to disk" if self._writing.locked() else "being read by the model"
@@ -395,8 +401,7 @@ class Session:
             yield
 
     def _release(self) -> None:
-        """Allow other changes to the conversation, and write it in the background if it has
-        changed."""
+        """Allow other changes to the conversation, and write any changes in the background."""
         self._free_turn()
         if self.is_unsaved and not self._closed:
             self.sessions.save_later(self)
@@ -414,8 +419,8 @@ class Session:
             patience: maximum seconds to wait for a running answer.
 
         Yields:
-            True; False if the answer is still running after that time, or the conversation has
-            ended.
+            True if nothing can change; False if an answer is still running after ``patience``
+            seconds, or the conversation has ended.
         """
         with self._writing:
             if not self._turn.acquire(timeout=patience):

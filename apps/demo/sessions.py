@@ -1,4 +1,4 @@
-"""Sessions: the conversations of the demo page, with their visitors and pipelines.
+"""Sessions: conversations of the demo page, with their visitors and pipelines.
 
 ConversationFolder: conversations stored in files, so that they survive a restart of the server.
 """
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 MAX_SESSIONS = 64
 """Maximum number of conversations on the server."""
 IDLE_S = 900.0
-"""Seconds of visitor inactivity after which a full server may evict a conversation."""
+"""Seconds of inactivity after which a full server may evict a visitor's conversation."""
 MAX_UNVISITED_S = 6 * 3600.0
 """Maximum seconds to keep a conversation without a visitor."""
 MAX_UNVISITED_BYTES = 2**30
-"""Maximum bytes of keys and values in all conversations without a visitor."""
+"""Maximum total bytes of keys and values in conversations without a visitor."""
 MAX_VISITS = 4 * MAX_SESSIONS
 """Maximum number of browsers whose latest conversation is remembered."""
 MAX_FILES = 64
-"""Maximum number of conversations in a folder."""
+"""Maximum number of conversations in the conversation folder."""
 MAX_BYTES = 4 * 2**30
-"""Maximum total bytes of a folder."""
+"""Maximum total bytes of the files in the conversation folder."""
 MAX_AGE_S = 7 * 24 * 3600.0
-"""Maximum seconds to keep a conversation in a folder."""
+"""Maximum age in seconds of a conversation in the conversation folder."""
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 _MAX_SAMPLES = 160
 _PATIENCE_S = 60.0
@@ -56,18 +56,18 @@ _log = logging.getLogger(__name__)
 
 
 class Sessions:
-    """The sessions of the page: one conversation per visitor, sharing a model and a KV budget.
+    """Sessions of the page: one conversation per visitor, with a shared model and KV budget.
 
-    A conversation outlives its visit: any browser that knows its id can continue it, until it
-    expires or is evicted.
+    A conversation outlives its visit: until the conversation expires or is evicted, any browser
+    that knows its id can continue it.
 
     Args:
         pipe: pipeline that generates the answers; its ``kv_budget`` limits the memory of all
             conversations.
-        settings: default settings of conversations.
-        folders: the only folders from which the files of messages are read.
+        settings: default settings of new conversations.
+        folders: folders from which the files of messages may be read; no others are allowed.
         keep: folder to which conversations are written after each change, so that they survive a
-            restart of the server; None to write none.
+            restart of the server; None to write no conversations.
 
     Raises:
         InputError: if the folder cannot be created.
@@ -88,7 +88,7 @@ class Sessions:
         )
         self._sessions: dict[str, Session] = {}
         self._visits: dict[str, str] = {}
-        # A browser that lost its connection returns with its old session hash.
+        # A browser that lost its connection returns with its previous session hash.
         self._former_visits: dict[str, str] = {}
         self._lock, self._closed = threading.Lock(), False
 
@@ -103,8 +103,8 @@ class Sessions:
     def session(self, key: str) -> Session:
         """Return the session that a browser is visiting, or begin a new session.
 
-        Clients can invent any number of keys. So when the server is full, a session without a
-        conversation is evicted; it is created again with its first question.
+        Clients can invent any number of keys. When the server is full, a session without a
+        conversation is therefore evicted, and is created again when its first question arrives.
 
         Args:
             key: the browser's session hash.
@@ -122,7 +122,7 @@ class Sessions:
         return session
 
     def visit(self, key: str, session_id: str) -> Session:
-        """Let a browser continue a conversation, or begin a new one if the id does not exist.
+        """Let a browser continue a conversation, or begin a new conversation if the id is unknown.
 
         Args:
             key: the browser's session hash.
@@ -139,7 +139,7 @@ class Sessions:
         return self.session(key) if exists else self._admit(key, self._read(session_id))
 
     def _read(self, session_id: str) -> Session:
-        """Return a session with a conversation from the folder; empty if it is not there."""
+        """Return a session with the conversation from the folder, or an empty session."""
         session = Session(self)
         if self.folder is not None and not self.folder.load(session, session_id):
             session.close()
@@ -157,12 +157,12 @@ class Sessions:
         return fork
 
     def save_later(self, session: Session) -> None:
-        """Write a session to the folder, if there is one, in the background."""
+        """Write a session to the conversation folder, if there is a folder, in the background."""
         if self.folder is not None and session in self:
             self.folder.save_later(session)
 
     def __contains__(self, session: Session) -> bool:
-        """Whether the session still exists, that is, was not evicted."""
+        """Return whether the session still exists, that is, has not been evicted or ended."""
         return self._sessions.get(session.id) is session
 
     def _add_visit(self, key: str, session_id: str) -> None:
@@ -170,7 +170,7 @@ class Sessions:
         _set_latest(self._visits, key, session_id)
 
     def _admit(self, key: str, new: Session, *, is_fork: bool = False) -> Session:
-        """Add a new session, unless another thread has meanwhile added one with this key or id."""
+        """Add a new session, unless another thread has just added one with the same key or id."""
         evicted: list[Session] = []
         admitted = None
         try:
@@ -192,13 +192,13 @@ class Sessions:
             self._give_up(evicted)
 
     def _longest_idle(self) -> str:
-        """Return the id of the session to evict: the one that has been idle longest.
+        """Return the id of the session to evict: the session that has been idle longest.
 
-        Sessions without a conversation go first, then sessions without a visitor, then idle ones
-        with a visitor: a browser that lost its connection still counts as a visitor.
+        Sessions without a conversation are evicted first, then sessions without a visitor, then
+        idle sessions with a visitor. A browser that lost its connection still counts as a visitor.
 
         Raises:
-            InputError: if all sessions have conversations with active visitors.
+            InputError: if all sessions contain conversations with active visitors.
         """
         now, visited = time.monotonic(), set(self._visits.values())
         key, session = max(
@@ -214,7 +214,7 @@ class Sessions:
         return key
 
     def leave(self, key: str) -> None:
-        """End a visit; its conversation is kept for a while unless it is empty."""
+        """End a visit; keep its conversation for a while, unless the conversation is empty."""
         with self._lock:
             session_id = self._visits.pop(key, "")
             session = self._sessions.get(session_id)
@@ -231,8 +231,7 @@ class Sessions:
         self._give_up(self._expired())
 
     def _expired(self) -> list[Session]:
-        """Remove and return conversations without a visitor that are too old, or too large in
-        total."""
+        """Remove and return unvisited conversations that are too old or exceed the memory limit."""
         now, size, expired = time.monotonic(), 0, []
         with self._lock:
             visited = set(self._visits.values())
@@ -244,15 +243,17 @@ class Sessions:
         return expired
 
     def _give_up(self, sessions: Sequence[Session]) -> None:
-        """Free removed sessions and delete their files."""
+        """Free sessions that have been removed, and delete their files."""
         for session in sessions:
             if self.folder is not None:
                 self.folder.remove(session.id)
             session.close()
 
     def close(self) -> None:
-        """Accept no more sessions, stop all answers, write unsaved conversations and end all
-        sessions."""
+        """Accept no more sessions, stop all answers, and end all sessions.
+
+        Conversations that have not been saved are written to the folder first.
+        """
         with self._lock:
             self._closed = True
             sessions = list(self._sessions.values())
@@ -276,7 +277,7 @@ class Sessions:
 
     @property
     def status(self) -> str:
-        """Number of visitors and their total memory, as text."""
+        """Text with the number of visitors and their total memory."""
         count, budget = len(self._visits), self.pipe.budget
         people = f"{count} visitor{'' if count == 1 else 's'} here"
         if budget is None:
@@ -286,7 +287,7 @@ class Sessions:
 
 
 def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
-    """Record a visit as the latest, and drop the oldest one if there are too many."""
+    """Record a visit as the latest, and drop the oldest visit if there are too many."""
     visits.pop(key, None)
     visits[key] = session_id
     if len(visits) > MAX_VISITS:
@@ -294,14 +295,14 @@ def _set_latest(visits: dict[str, str], key: str, session_id: str) -> None:
 
 
 class ConversationFolder:
-    """Folder of saved conversations; a visitor who knows the id of one can open it.
+    """Folder of saved conversations; a visitor can open any conversation whose id they know.
 
     A conversation has two files named after its id: ``.safetensors``, as written by ``Chat.save``,
-    and ``.json`` with settings, memory curve and previews. Both files are always complete, however
+    and ``.json``, with settings, memory curve and previews. Both files are always complete, however
     the process ends. All files in the folder are trusted.
 
     Args:
-        path: path of the folder, which is created if it is missing.
+        path: path of the folder; it is created if it is missing.
 
     Raises:
         InputError: if the folder cannot be created.
@@ -311,7 +312,7 @@ class ConversationFolder:
         self.path = path
         with writing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for part in path.glob(".*.part"):  # Left by a process that ended while writing.
+        for part in path.glob(".*.part"):  # Left over from a process that ended while writing.
             if _ID.fullmatch(part.name[1:33]):
                 self._remove(part)
         self._writer = ThreadPoolExecutor(1, "conversation-writer")
@@ -321,22 +322,22 @@ class ConversationFolder:
     def save_later(self, session: Session) -> None:
         """Write a conversation in the background, one at a time; see ``save``.
 
-        A conversation that is being changed is skipped, because this is called again after the
-        change. One that was spilled to disk and does not fit in memory is written with the next
-        one.
+        A conversation that is being changed is skipped, because this method is called again after
+        the change. A conversation that was spilled to disk and does not fit in memory is written
+        together with the next conversation.
         """
         self._writer.submit(self.save, session, patience=0.0)
-        with suppress(IndexError):  # Other threads take items from the queue too.
+        with suppress(IndexError):  # Other threads also take items from the queue.
             while True:
                 self._writer.submit(self.save, self._refused.popleft(), patience=0.0)
 
     def save(self, session: Session, patience: float = _PATIENCE_S) -> None:
-        """Write a conversation if it has changed; one without turns gets no files.
+        """Write a conversation if it has changed; write no files for a conversation without turns.
 
-        If it cannot be written, the error is logged and its old files are kept.
+        If the conversation cannot be written, log the error and keep its old files.
 
         Args:
-            session: the conversation.
+            session: session with the conversation.
             patience: maximum seconds to wait for a running answer.
         """
         with session.unchanging(patience) as is_ready:
@@ -351,12 +352,12 @@ class ConversationFolder:
                 _log.warning("a conversation could not be stored: %s", error)
             except Exception:
                 _log.exception("a conversation could not be stored")
-            if session not in session.sessions:  # It was evicted while it was being written.
+            if session not in session.sessions:  # Evicted while it was being written.
                 self.remove(session.id)
         self.prune()
 
     def close(self) -> None:
-        """Wait until no conversation is being written, and write no more."""
+        """Wait until no conversation is being written, then write no more conversations."""
         self._writer.shutdown()
 
     def _write(self, session: Session) -> None:
@@ -381,7 +382,7 @@ class ConversationFolder:
             chat.chat.save(self._path(session.id, "safetensors"))
 
     def load(self, session: Session, session_id: str) -> bool:
-        """Load a conversation from the folder into a new session; return False if there is none."""
+        """Load a conversation from the folder into a new session; return whether it was loaded."""
         if not _ID.fullmatch(session_id) or not self._path(session_id, "json").is_file():
             return False
         try:
@@ -394,7 +395,7 @@ class ConversationFolder:
             chat.forgotten = [(tokens, name) for tokens, name in record["forgotten"]]
         except (
             *(InputError, OSError, ValueError, LookupError, TypeError),
-            RecursionError,  # From deeply nested JSON.
+            RecursionError,  # Raised for deeply nested JSON.
         ) as error:
             _log.warning("a conversation cannot be read: %s", error)
             return False
@@ -407,7 +408,7 @@ class ConversationFolder:
             self._remove(self._path(session_id, suffix))
 
     def prune(self) -> None:
-        """Remove old conversations, and the oldest if there are too many or they are too large."""
+        """Remove conversations that are too old, and the oldest if all together exceed the limits."""
         size, count = 0, 0
         for path in sorted(self.path.glob("*.safetensors"), key=_age):
             if not _ID.fullmatch(path.stem):
@@ -429,7 +430,7 @@ class ConversationFolder:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a file was written; infinity if it is gone or links to itself."""
+    """Return the age of a file in seconds; infinity if the file is gone or links to itself."""
     with suppress(OSError):
         return time.time() - path.stat().st_mtime
     return float("inf")

@@ -1,4 +1,4 @@
-"""Transcript: questions, media and answers, and their HTML, in which all text is escaped."""
+"""Transcript: questions, media and answers, and their HTML, where all text is escaped."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NOTES = {
     "interrupted": "stopped: the text so far counts as the answer",
     "length": "ended at the maximum answer length of the settings",
 }
-"""Note to show below an answer that the model did not end itself, by finish reason."""
+"""Note to show below an answer that the model did not end by itself, by finish reason."""
 _THUMBNAIL_SIZE = (144, 96)
 _WAVEFORM_BARS = 28
 KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
-"""Names of the modalities on the page."""
+"""Names of the modalities as shown on the page."""
 SCROLL_SCRIPT = """
 const box = document.getElementById('transcript');
 watch('value', () => {
@@ -76,8 +76,8 @@ if (!box.dataset.away) {
   });
 }
 """
-"""Script that keeps the end in view unless the visitor has scrolled up, copies answers, and plays
-one recording at a time."""
+"""Script that keeps the end of the transcript in view unless the visitor has scrolled up, copies
+answers, and plays one recording at a time."""
 _EMPTY = (
     '<div class="welcome"><b>Show something and ask about it</b>'
     "<p>What the model has seen stays in a packed cache: later questions cost only their own "
@@ -92,16 +92,16 @@ class Exchange:
 
     Attributes:
         question: text of the question.
-        files: files of the question, as uploaded.
-        media: the same files by kind, once they have been checked.
+        files: paths of the uploaded files of the question.
+        media: the same files by kind, after they have been checked.
         previews: previews of the media, in the order of the turn's segments.
-        parts: texts and media of a loaded question, in order; empty if all media come first.
+        parts: texts and media of a loaded question, in order; empty if all media precede the text.
         options: sampling options for the answer.
         reasoning: a thinking model's reasoning so far.
         answer: text of the answer so far.
-        baseline: text so far of the answer with a 16-bit cache, or None.
+        baseline: text of the answer with a 16-bit cache so far; None if there is no comparison.
         note: reason why the answer ended; "" if the model ended it.
-        hint: reason not to trust the answer, or "".
+        hint: reason to distrust the answer, or "".
         error: reason why there is no answer, or "".
         counts: whether the exchange is a turn of the chat.
     """
@@ -122,7 +122,7 @@ class Exchange:
 
     @classmethod
     def loaded(cls, turn: Turn, previews: list[Preview]) -> Exchange:
-        """Convert a turn of a saved conversation, which has the names of its media but no files."""
+        """Convert a turn of a saved conversation, which contains media names but no files."""
         by_span = dict[Any, Preview](zip(turn.media, previews, strict=True))
         asked = [part for message in turn.messages for part in message.parts]
         return cls(
@@ -164,7 +164,7 @@ class Preview:
 
 
 def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[Preview]:
-    """Read the media of a message, in the order of its segments: images, videos, recordings.
+    """Return previews of a message's media in the order of segments: images, videos, recordings.
 
     Raises:
         InputError: if a file cannot be read, or exceeds the limits.
@@ -185,7 +185,7 @@ def load_previews(media: Mapping[str, list[Path]], limits: MediaLimits) -> list[
 
 
 def _read(reader: MediaReader, kind: str, path: Path) -> Media:
-    """Decode a file; errors give its name without the folder, which visitors must not see."""
+    """Decode a file; errors name the file without its folder, which visitors must not see."""
     try:
         shown: dict[str, Any] = {kind: [path]}
         return reader.read(media_parts(**shown))
@@ -221,12 +221,15 @@ def _waveform(samples: np.ndarray, name: str) -> str:
 
 
 def history(exchanges: Sequence[Exchange], active: Exchange | None = None) -> str:
-    """Show all exchanges but the active answer; it changes only when a turn starts or ends."""
+    """Return the HTML of all exchanges except the active answer.
+
+    The HTML changes only when a turn starts or ends.
+    """
     numbers: Counter[str] = Counter()
     is_begun = any(one.question or one.files or one.previews for one in exchanges)
     parts = [] if is_begun else [_EMPTY]
     for exchange in exchanges:
-        # The model sees only the media of its own turns, and numbers them.
+        # The model sees, and numbers, only the media of exchanges that are turns of the chat.
         seen = exchange.counts or exchange is active
         parts.append(_question(exchange, numbers if seen else None))
         if exchange is not active:
@@ -252,7 +255,7 @@ def as_markdown(exchanges: Sequence[Exchange]) -> str:
 
 
 def live(exchange: Exchange | None) -> str:
-    """Show the active answer, or nothing."""
+    """Return the HTML of the active answer; "" if there is none."""
     if exchange is None:
         return ""
     reasoning = _reasoning(exchange, is_open=not exchange.answer)
@@ -322,7 +325,7 @@ def _reasoning(exchange: Exchange, *, is_open: bool = False) -> str:
 class PreviewStore:
     """Previews of recently shown media, by content digest and name.
 
-    A saved conversation that contains the SHA-256 of a media item comes from a visitor who had the
+    A saved conversation that contains the SHA-256 of a media item comes from a visitor who had that
     item, so showing its preview reveals nothing.
     """
 
@@ -331,7 +334,7 @@ class PreviewStore:
         self._size, self._lock = 0, threading.Lock()
 
     def add(self, media: Sequence[MediumSpan], htmls: Sequence[str]) -> None:
-        """Add previews, and drop the oldest if they take too much memory."""
+        """Add previews, and drop the oldest previews if all together take too much memory."""
         with self._lock:
             for span, html in zip(media, htmls, strict=True):
                 key = span.digest, span.label
@@ -341,7 +344,7 @@ class PreviewStore:
                 self._size -= len(self._htmls.popitem(last=False)[1])
 
     def html(self, span: MediumSpan) -> str:
-        """Return the HTML of a media item's picture, or ""."""
+        """Return the HTML of a media item's picture; "" if none is stored."""
         with self._lock:
             return self._htmls.get((span.digest, span.label), "")
 

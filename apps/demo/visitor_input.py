@@ -1,4 +1,4 @@
-"""Check visitor input: number, size and kind of files; texts; settings."""
+"""Check what visitors enter: number, size and kind of files, texts, and settings."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ LIMITS = MediaLimits(
 MAX_FILES = 24
 """Maximum number of files in a message."""
 MAX_CHAT_BYTES = 2**30
-"""Maximum bytes of an upload; a saved conversation may be larger than any media file."""
+"""Maximum bytes of an upload; the largest uploads are saved conversations, not media files."""
 MAX_STORED_BYTES = 4 * 2**30
 """Maximum total bytes of all files on the server."""
 MAX_NEW_TOKENS = 1024
 """Maximum tokens of an answer, not counting a thinking model's reasoning."""
 MAX_CHARACTERS = 100_000
-"""Maximum characters of a message or system prompt; the model's context may be shorter."""
+"""Maximum characters of a message or system prompt; the model's context may allow fewer."""
 AS_PRESET = "preset"
-"""Choice that leaves the bits to the preset."""
+"""Choice that keeps the bit widths of the preset."""
 WIDTHS = ("2", "3/2", "4/2", "4", "16")
 """Bit widths that the page offers, as keys/values; one number if they are the same."""
 
 
 def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[str, list[Path]]:
-    """Sort the files of a message into arguments for ``Chat.stream``.
+    """Return the files of a message by kind, as arguments for ``Chat.stream``.
 
     Args:
         files: paths of the files.
-        folders: the only folders to read files from: uploads and examples.
+        folders: folders from which files may be read: uploads and examples.
 
     Raises:
-        InputError: if there are too many files, or one is not a media file or not in ``folders``.
+        InputError: if there are too many files, or a file is not a media file or not in
+            ``folders``.
     """
     if len(files) > MAX_FILES:
         raise InputError(f"{len(files)} files are more than the {MAX_FILES} allowed in one message")
@@ -56,27 +57,29 @@ def files_by_kind(files: Sequence[str | Path], folders: Sequence[Path]) -> dict[
             raise InputError(f"{path.name} is larger than the {mebibytes} MiB allowed for one file")
         kind = kind_of(path)
         if kind is None:
-            raise InputError(f"{path.name} is not an image, video or recording in a known format")
+            raise InputError(
+                f"{path.name} is not an image, video or recording in a supported format"
+            )
         kinds[kind].append(path)
     return kinds
 
 
 def upload_path(file: str | Path, folders: Sequence[Path]) -> Path:
-    """Resolve the path of an uploaded file.
+    """Return the resolved path of an uploaded file.
 
     Raises:
         InputError: if the file is not in any of the folders, or does not exist.
     """
     path = Path(file).resolve()
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
-        raise InputError(f"{path.name} was not uploaded here")
+        raise InputError(f"{path.name} was not uploaded here: upload the file first")
     if not path.is_file():
-        raise InputError(f"{path.name} is no longer available; upload it again")
+        raise InputError(f"{path.name} is no longer available: upload the file again")
     return path
 
 
 def bounded_text(name: str, text: str) -> str:
-    """Strip surrounding white space from a text, and check its length.
+    """Return a text without surrounding white space, after checking its length.
 
     Raises:
         InputError: if the text is too long.
@@ -94,7 +97,7 @@ class SessionSettings:
 
     Attributes:
         policy: policy for keys and values.
-        preset: name of the preset, from which the policy may differ.
+        preset: name of the preset on which the policy is based.
         system: system prompt, or None.
         compare: whether to compare with a 16-bit cache.
     """
@@ -108,12 +111,12 @@ class SessionSettings:
     def of_fields(
         cls, preset: str, bits: Mapping[str, str], window: float, system: str | None, compare: bool
     ) -> SessionSettings:
-        """Check the values of the page's fields and convert them to settings.
+        """Convert the values of the page's fields to settings, after checking the values.
 
         Args:
             preset: name of a preset.
             bits: one of WIDTHS, or AS_PRESET, for each modality.
-            window: number of latest tokens to keep in 16-bit precision.
+            window: number of latest tokens to store in 16-bit precision.
             system: system prompt; empty or None for none.
             compare: whether to compare with a 16-bit cache.
 
@@ -132,7 +135,7 @@ class SessionSettings:
 
 
 def as_int(value: Any) -> Any:
-    """Convert a slider's 32.0 to 32; return any other value unchanged, for later checks."""
+    """Convert an integral float, such as a slider's 32.0, to int; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
