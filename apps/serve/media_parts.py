@@ -279,7 +279,7 @@ class MediaDecoder:
         if found is None:
             raise FieldError(
                 "no media item is stored for this uuid and cache_salt (it may have been evicted): "
-                "send the item again with its uuid",
+                "send it again with its uuid",
                 name,
             )
         wanted = MEDIA.get("audio" if kind == "input_audio" else kind.removesuffix("_url"))
@@ -304,7 +304,7 @@ class MediaDecoder:
         if kind is None:
             or_address = " or an http(s) URL" if allow_remote else ""
             example = _EXAMPLES[field]
-            message = f"{field}.url must be a data URI (data:{example};base64,...){or_address}"
+            message = f"{field}.url must be a data URI, data:{example};base64,...{or_address}"
             raise FieldError(message, name)
         return _decode_base64(data, name, self._source.limits)
 

@@ -57,7 +57,7 @@ def test_a_page_is_updated_at_most_so_often(session, uploads, monkeypatch) -> No
 
 def test_answers_have_a_longest_length(session) -> None:
     asked(session, "What?", tokens=5000)
-    assert "5,000 tokens exceeds the 1,024" in session.exchanges[0].error
+    assert "5,000 tokens per answer exceeds the maximum of 1,024" in session.exchanges[0].error
     asked(session, "What?", tokens=0)
     assert "max_new_tokens" in session.exchanges[1].error
 
@@ -82,7 +82,7 @@ def test_a_thinking_model(qwen3_vl_thinking_folder, uploads, tmp_path, monkeypat
     assert (exchange.reasoning, exchange.answer) == told[-1]
     most = f"{1024 + 8192:,}"
     asked(session, "What?", tokens=20_000)
-    assert f"20,000 tokens exceeds the {most}" in session.exchanges[-1].error
+    assert f"20,000 tokens per answer exceeds the maximum of {most}" in session.exchanges[-1].error
     sessions.close()
 
 
@@ -195,7 +195,7 @@ def test_only_one_answer_at_a_time_and_others_end_it(session, uploads) -> None:
     running = session.ask("What?", [uploads / "0.png"], max_new_tokens=500)
     for _ in range(3):
         next(running)
-    with pytest.raises(InputError, match="wait for it, or stop it"):
+    with pytest.raises(InputError, match="wait for the answer, or stop it"):
         next(session.ask("And?", []))
     worker = threading.Thread(target=session.begin)
     worker.start()

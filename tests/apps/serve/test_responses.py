@@ -253,7 +253,7 @@ def test_structured_output(client) -> None:
         ({"input": "a", "background": True}, "background", "serve with --engine vllm"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": "a", "temperature": -1}, "temperature", "must be 0 or a number"),
-        ({"input": [{"type": "function_call", "name": 5}]}, "input[0]", "must be text"),
+        ({"input": [{"type": "function_call", "name": 5}]}, "input[0]", "must be strings"),
     ],
 )
 def test_refused(tool_address, body: dict[str, Any], field: str, expected: str) -> None:
