@@ -408,7 +408,7 @@ class ConversationFolder:
             self._remove(self._path(session_id, suffix))
 
     def prune(self) -> None:
-        """Remove conversations that are too old, and the oldest if all exceed the limits in total."""
+        """Remove conversations that are too old, then the oldest ones beyond the limits."""
         size, count = 0, 0
         for path in sorted(self.path.glob("*.safetensors"), key=_age):
             if not _ID.fullmatch(path.stem):

@@ -100,7 +100,7 @@ def test_policies_of_stream_pages(policy: str) -> None:
         ({"waiting": 64}, "--waiting with --engine vllm: vLLM does not limit its queue"),
         ({"max_request": "1GB"}, "--max-request with --engine vllm"),
         ({"conversations": 2}, "--conversations with --engine vllm"),
-        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES chooses"),
+        ({"device": "cuda:1"}, "set CUDA_VISIBLE_DEVICES to choose"),
         ({"device_map": "auto"}, "use -- --tensor-parallel-size N"),
         ({"prefill_chunk": 512}, "-- --max-num-batched-tokens N"),
         ({"prefix_cache": "1GB"}, "--prefix-cache 1GB with --engine vllm"),
