@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import NamedTuple
 
 from oscar_mm.cache.cache import OscarCache
@@ -165,7 +166,9 @@ class LayeredPrefill:
         begin, made = self._batches.now(), 0
         with self._cache.paused():
             while self._batches.live and made < count:
-                self._batches.step()
+                # A step may be a call of the model within that of the prompt; it must not change
+                # the context variables in which hooks keep the arguments of the outer call.
+                copy_context().run(self._batches.step)
                 self._batches.after_step()
                 made += 1
         self._turn = _Interleave(

@@ -10,12 +10,14 @@ import torch
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm import OscarOmniPipeline
+from oscar_mm.engine.device_timer import StepTimer
 from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.engine.prompt import Prompt, remaining
 from oscar_mm.media import load_video
 from oscar_mm.media.encoder_inputs import scaled_inputs
 from oscar_mm.media.media import Media
 from oscar_mm.modality import Modality
+from tests.engine.engine import made, run
 from tests.engine.engine_waits import engine_waits
 from tests.pipelines.conftest import NEVER
 from tests.prompts import clip, noise, prepare, tone
@@ -269,6 +271,31 @@ def test_logits_of_the_last_token_only(omni) -> None:
     hook.remove()
     assert sizes == [prompt.tokens, 1, prompt.tokens]
     assert torch.allclose(whole[:, -1:], last, atol=1e-5) and torch.equal(whole, again)
+
+
+def test_logits_of_the_last_token_only_while_others_decode(omni) -> None:
+    first, second = made(omni, "What is it?", max_new_tokens=60), made(omni, "Why?" * 20)
+    sizes, during = [], []
+
+    def layer_begins(*_: Any) -> None:
+        omni.engine.scheduler._batches.pace = StepTimer()  # A step comes after each layer.
+        during.append(len(first.tokens))
+
+    layers = omni.model.get_decoder().layers
+    hooks = [layer.register_forward_pre_hook(layer_begins) for layer in layers]
+    # With a hook, the model itself makes the steps.
+    hooks += [omni.model.lm_head.register_forward_hook(lambda *a: sizes.append(a[2].shape[1]))]
+    omni.engine.submit(first)
+    omni.engine.run_until(lambda: len(first.tokens) > 3)
+    during.clear()
+    omni.engine.submit(second)
+    omni.engine.run_until(lambda: bool(second.tokens))
+    for hook in hooks:
+        hook.remove()
+    first.cancel()
+    run(omni, [first, second])
+    assert max(during) > min(during), "no step between the layers"
+    assert set(sizes) == {1}
 
 
 def test_chunks_are_exact_in_16_bit(omni) -> None:
