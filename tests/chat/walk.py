@@ -426,19 +426,20 @@ class Walk:
     @contextmanager
     def hearing(self) -> Iterator[None]:
         """Record the logits from which the tokens of each answer are chosen, within the block."""
-        # Weak: a sampler has the ids of its prompt, which are to go when its answer ends.
+        # Weak here and below: a sampler has the ids of its prompt, which are to go when its answer
+        # ends, while the choices of a batch stay until its rows change.
         latest = weakref.WeakKeyDictionary[SamplingState, np.ndarray]()
         choose, take, submit = Sampler.__call__, RequestState.take, Engine.submit
         init = Sampler.__init__
 
         def with_samplers(choices: Any, samplers: Any, *rest: Any) -> None:
             init(choices, samplers, *rest)
-            choices.samplers = samplers
+            rows = ((row, one) for row, one in enumerate(samplers) if one is not None)
+            choices.samplers = weakref.WeakValueDictionary(rows)
 
         def noted(choices: Any, logits: torch.Tensor) -> Any:
-            for row, sampler in enumerate(choices.samplers):
-                if sampler is not None:
-                    latest[sampler] = logits[row].numpy().copy()
+            for row, sampler in choices.samplers.items():
+                latest[sampler] = logits[row].numpy().copy()
             return choose(choices, logits)
 
         def taken(row: RequestState, *rest: Any) -> None:
