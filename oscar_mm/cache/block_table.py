@@ -24,14 +24,13 @@ from oscar_mm.policy import PLAIN, Bits, KVPolicy
 class SlotPool:
     """Free list and reference counts of slots. Forks of a sequence share slots.
 
-    Attributes:
-        epoch: number of allocations and planned allocations; if it changes after a free slot was
-            planned, others may have written to that slot.
+    Decode steps take slots from the end of the free list, and prompts take them from its beginning:
+    a prompt seldom takes a slot that was planned for the step in flight.
     """
 
     def __init__(self) -> None:
-        self.epoch = 0
         self._references: list[int] = []
+        self._uses: list[int] = []
         self._free: list[int] = []
 
     @property
@@ -49,40 +48,56 @@ class SlotPool:
         """Number of slots with at least one owner."""
         return self.capacity - self.free
 
-    def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` slots with one owner each and return their ids.
+    def allocate(self, count: int, *, for_prompt: bool = False) -> list[int]:
+        """Return ``count`` slots with one owner each.
 
         If there are too few free slots, the pool grows to the required size, but by at least 1/32
         of its capacity: a prompt wastes no memory, and a long answer seldom moves the pool.
         """
         if not count:
             return []
-        self.epoch += 1
         missing = count - len(self._free)
         if missing > 0:
             grown = range(self.capacity, self.capacity + max(missing, self.capacity // 32))
             self._references += [0] * len(grown)
+            self._uses += [0] * len(grown)
             self._free += reversed(grown)
-        slots = [self._free.pop() for _ in range(count)]
-        for slot in slots:
-            self._references[slot] = 1
+        if for_prompt:
+            slots, self._free = self._free[:count], self._free[count:]
+        else:
+            slots = [self._free.pop() for _ in range(count)]
+        self._own(slots)
         return slots
 
     def plan_ahead(self, index: int) -> int | None:
-        """Return the slot that would be allocated after ``index`` other slots; None if the pool
-        would have to grow."""
-        self.epoch += 1
-        return self._free[-1 - index] if index < len(self._free) else None
+        """Return the slot that would be allocated after ``index`` others; None if the pool would
+        have to grow."""
+        if index >= len(self._free):
+            return None
+        slot = self._free[-1 - index]
+        self._uses[slot] += 1
+        return slot
+
+    def uses(self, slot: int) -> int:
+        """Return how often a slot has been allocated or planned; if the number has changed since a
+        plan, others may have written to the slot."""
+        return self._uses[slot]
 
     def claim(self, slots: Sequence[int]) -> None:
-        """Allocate planned slots; they must not have been allocated or planned since then."""
-        self.epoch += 1
+        """Allocate planned slots, which must not have been allocated or planned for others
+        since."""
         for slot in slots:
             if self._free[-1] == slot:
                 self._free.pop()
             else:
                 self._free.remove(slot)
+        self._own(slots)
+
+    def _own(self, slots: Iterable[int]) -> None:
+        """Give each slot its first owner."""
+        for slot in slots:
             self._references[slot] = 1
+            self._uses[slot] += 1
 
     def share(self, slots: Iterable[int]) -> None:
         """Add an owner to each slot."""
@@ -99,14 +114,17 @@ class SlotPool:
     def retain(self, slots: Iterable[int]) -> None:
         """Add an owner to each slot, including free slots, which leave the free list."""
         kept = set(slots)
-        if any(not self._references[slot] for slot in kept):
+        if taken := [slot for slot in kept if not self._references[slot]]:
             self._free = [slot for slot in self._free if slot not in kept]
+            for slot in taken:
+                self._uses[slot] += 1
         self.share(kept)
 
     def compact(self) -> list[int]:
         """Remove the free slots and return the old ids of the others; the i-th id becomes id i."""
         kept = [slot for slot, owners in enumerate(self._references) if owners]
         self._references = [self._references[slot] for slot in kept]
+        self._uses = [self._uses[slot] for slot in kept]
         self._free = []
         return kept
 
@@ -123,26 +141,52 @@ class NoFreeSlotsError(Exception):
     """Error raised if a pool would have to grow for a planned allocation."""
 
 
+class PlannedSlots:
+    """Slots that a planned step uses for one row.
+
+    Attributes:
+        given: allocated slot, by kind -> its ``SlotPool.uses``.
+        owners: slot whose owners were queried, by kind -> their number.
+    """
+
+    def __init__(self) -> None:
+        self.given, self.owners = dict[tuple[Bits, int], int](), dict[tuple[Bits, int], int]()
+
+    def hold(self, allocators: Mapping[Bits, SlotPool]) -> bool:
+        """Return whether no slot has been used for anything else, or changed its owners, since."""
+        return all(
+            allocators[bits].uses(slot) == uses for (bits, slot), uses in self.given.items()
+        ) and all(
+            allocators[bits].owners(slot) == owners for (bits, slot), owners in self.owners.items()
+        )
+
+
 class DryRunSlots:
     """Dry-run allocator: predicts the allocations of a ``SlotPool`` without making them.
 
+    Args:
+        bits: kind of the slots.
+        slots: the pool.
+
     Attributes:
-        given: predicted slots.
-        counted: slots whose owners were queried.
+        row: receives the predicted slots; the caller replaces it for each row.
     """
 
-    def __init__(self, slots: SlotPool) -> None:
-        self._slots = slots
-        self.given, self.counted = list[int](), list[int]()
+    def __init__(self, bits: Bits, slots: SlotPool) -> None:
+        self._bits, self._slots, self._taken = bits, slots, 0
+        self.row = PlannedSlots()
 
-    def allocate(self, count: int) -> list[int]:
-        """Return the next ``count`` slots that the pool would allocate."""
-        taken = len(self.given)
-        found = [self._slots.plan_ahead(taken + index) for index in range(count)]
-        given = [slot for slot in found if slot is not None]
-        if len(given) < count:
-            raise NoFreeSlotsError
-        self.given += given
+    def allocate(self, count: int, *, for_prompt: bool = False) -> list[int]:
+        """Return the next ``count`` slots that the pool would allocate for a decode step."""
+        assert not for_prompt, "only decode steps are planned ahead"
+        given = list[int]()
+        for _ in range(count):
+            slot = self._slots.plan_ahead(self._taken)
+            if slot is None:
+                raise NoFreeSlotsError
+            given.append(slot)
+            self.row.given[self._bits, slot] = self._slots.uses(slot)
+            self._taken += 1
         return given
 
     def release(self, slots: Sequence[int]) -> None:
@@ -150,7 +194,7 @@ class DryRunSlots:
 
     def is_shared(self, slot: int) -> bool:
         """Return whether a slot has more than one owner."""
-        self.counted.append(slot)
+        self.row.owners[self._bits, slot] = self._slots.owners(slot)
         return self._slots.is_shared(slot)
 
     def owners(self, slot: int) -> int:

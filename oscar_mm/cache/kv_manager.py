@@ -30,6 +30,7 @@ from oscar_mm.cache.block_table import (
     DryRunSlots,
     ModalityTable,
     NoFreeSlotsError,
+    PlannedSlots,
     SequenceTable,
     SlotPool,
     SlotSet,
@@ -192,7 +193,7 @@ class KVCacheManager:
         if (
             planned is not None
             and isinstance(modalities, np.ndarray)
-            and planned.holds(modalities, self.sequences, version, self.store)
+            and planned.holds(modalities, self.sequences, version, self.allocators)
         ):
             return planned.take_place(modalities, self.sequences, self.allocators)
         past = [sequence.before() for sequence in self.sequences]
@@ -203,42 +204,38 @@ class KVCacheManager:
     def planned(self, modalities: np.ndarray) -> StepPlan | None:
         """Plan ahead what ``advance`` will do for (batch, 1) tokens, without changing sequences.
 
-        If ``advance`` then receives the same tokens, the plan that it returns refers to this plan
-        as ``planned``. What a layer writes for this plan becomes visible only after ``advance``.
-        Free slots may also be planned for other sequences (see ``SlotPool.epoch``).
+        If ``advance`` then receives the same tokens, the plan it returns refers to this one as
+        ``planned``. What a layer writes for this plan becomes visible only after ``advance``. Free
+        slots may also be planned or allocated for other sequences (see ``SlotPool.uses``).
 
         Returns:
             The plan; None if a page must be copied, a pool must grow or there is no token to store.
         """
         self.store.collect()
         self._planned_step = None
-        free = {bits: DryRunSlots(slots) for bits, slots in self.allocators.items()}
-        rows = [sequence.before() for sequence in self.sequences]
-        for row, sequence in zip(rows, self.sequences, strict=True):
-            row.spare = sequence.spare.copy()
-        before = [_SequenceSnapshot.of(row) for row in rows]
-        advance = TokenPlacer(self.policy, free)
-        try:
-            step = advance.of(rows, modalities)
-            codes = [row.codes[-1] for row in rows]
-        except NoFreeSlotsError:
-            return None
-        finally:
-            for row, (length, *_) in zip(rows, before, strict=True):
-                del row.codes[length:]  # The codes are shared with the sequence.
+        free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
+        placer = TokenPlacer(self.policy, free)
+        rows = list[_PlannedRow]()
+        for index, (sequence, ids) in enumerate(zip(self.sequences, modalities, strict=True)):
+            table, planned = sequence.before(), PlannedSlots()
+            table.spare = sequence.spare.copy()
+            before = _SequenceSnapshot.of(table)
+            for slots in free.values():
+                slots.row = planned
+            try:
+                placer.place(index, table, ids)
+                code = table.codes[-1]
+            except NoFreeSlotsError:
+                return None
+            finally:
+                del table.codes[before.length :]  # The codes are shared with the sequence.
+            freed = placer.freed.get(index, [])
+            rows.append(_PlannedRow(before, code, table, planned, freed))
+        step = placer.finish(modalities)
         step.past = self.sequences
         if step.copies or not (step.writes is not None or step.pack_jobs):
             return None
-        given = {bits: slots.given for bits, slots in free.items() if slots.given}
-        owners = {
-            (bits, slot): self.allocators[bits].owners(slot)
-            for bits, slots in free.items()
-            for slot in slots.counted
-        }
-        self._planned_step = _PlannedStep(
-            *(step, self.version, self.store.epoch, before, modalities.copy()),
-            *(codes, rows, given, advance.freed, owners),
-        )
+        self._planned_step = _PlannedStep(step, self.version, modalities.copy(), rows)
         return step
 
     def crop(self, count: int) -> None:
@@ -360,6 +357,28 @@ class _SequenceSnapshot(NamedTuple):
         )
 
 
+class _PlannedRow(NamedTuple):
+    """Part of a planned step that concerns one row.
+
+    Attributes:
+        before: the sequence before the step.
+        code: stream code of the row's token.
+        table: the sequence after the step, without its codes.
+        slots: slots that the step allocates, writes to or empties.
+        freed: 16-bit slots that the step releases.
+    """
+
+    before: _SequenceSnapshot
+    code: int
+    table: SequenceTable
+    slots: PlannedSlots
+    freed: list[int]
+
+    def holds(self, sequence: SequenceTable, allocators: Mapping[Bits, SlotPool]) -> bool:
+        """Return whether the sequence and its slots are as they were when the step was planned."""
+        return self.before.is_of(sequence) and self.slots.hold(allocators)
+
+
 class _PlannedStep(NamedTuple):
     """Step planned by ``KVCacheManager.planned``; ``advance`` applies it if the expected tokens
     arrive.
@@ -367,49 +386,31 @@ class _PlannedStep(NamedTuple):
     Attributes:
         step: the planned step.
         version: ``KVCacheManager.version`` when the step was planned.
-        epoch: ``PageStore.epoch`` after planning.
-        before: snapshot of each sequence before the step.
-        modalities: (batch, 1) modality ids of the tokens.
-        codes: stream code of each row's token.
-        rows: sequences after the step, without the codes of the new tokens.
-        given: slots that the step allocates, by kind.
-        freed: 16-bit slots that each row releases.
-        owners: number of owners of each slot that the step writes to or empties.
+        modalities: (batch, 1) ids of the tokens.
+        rows: what the step does to each row.
     """
 
     step: StepPlan
     version: tuple[int, ...]
-    epoch: int
-    before: list[_SequenceSnapshot]
     modalities: np.ndarray
-    codes: list[int]
-    rows: list[SequenceTable]
-    given: dict[Bits, list[int]]
-    freed: dict[int, list[int]]
-    owners: dict[tuple[Bits, int], int]
+    rows: list[_PlannedRow]
 
     def holds(
         self,
         modalities: np.ndarray,
         sequences: list[SequenceTable],
         version: tuple[int, ...],
-        store: PageStore,
+        allocators: Mapping[Bits, SlotPool],
     ) -> bool:
         """Return whether the plan is valid for these tokens; rows that have ended may have padding
-        instead of the expected token."""
-        if modalities.shape != self.modalities.shape:
+        instead."""
+        if modalities.shape != self.modalities.shape or version != self.version:
             return False
-        changed = modalities != self.modalities
-        if changed.any() and (self.given or (modalities[changed] != PADDING).any()):
-            return False
-        if version != self.version or (self.given and store.epoch != self.epoch):
-            return False
-        for row, before, goes_on in zip(sequences, self.before, modalities != PADDING, strict=True):
-            if goes_on and not before.is_of(row):
-                return False
-        return all(
-            store.allocators[bits].owners(slot) == owners
-            for (bits, slot), owners in self.owners.items()
+        continues = modalities[:, 0] != PADDING
+        return bool((modalities == self.modalities)[:, 0][continues].all()) and all(
+            row.holds(sequence, allocators)
+            for row, sequence, there in zip(self.rows, sequences, continues.tolist(), strict=True)
+            if there
         )
 
     def take_place(
@@ -421,20 +422,20 @@ class _PlannedStep(NamedTuple):
         """Apply the plan to the sequences and allocators, and return the step for the layers."""
         step = StepPlan(planned=self.step, real=real_tokens(modalities))
         step.past = [SequenceTable(row.codes, row.streams, row.stored) for row in sequences]
-        goes_on = (modalities[:, 0] != PADDING).tolist()
-        for bits, slots in self.given.items():
-            allocators[bits].claim(slots)
-        for place, sequence in enumerate(sequences):
-            if not goes_on[place]:
+        continues = (modalities[:, 0] != PADDING).tolist()
+        for row in itertools.compress(self.rows, continues):
+            for bits, slot in row.slots.given:
+                allocators[bits].claim([slot])
+        for row, sequence, there in zip(self.rows, sequences, continues, strict=True):
+            if not there:
                 sequence.codes.append(NOWHERE)
                 continue
-            row = self.rows[place]
-            sequence.codes.append(self.codes[place])
-            sequence.streams, sequence.stored = row.streams, row.stored
-            sequence.spare = row.spare
-            allocators[PLAIN].release(self.freed.get(place, ()))
-        step.pack_jobs = [one for one in self.step.pack_jobs if goes_on[one.row]]
+            sequence.codes.append(row.code)
+            sequence.streams, sequence.stored = row.table.streams, row.table.stored
+            sequence.spare = row.table.spare
+            allocators[PLAIN].release(row.freed)
+        step.pack_jobs = [one for one in self.step.pack_jobs if continues[one.row]]
         if (writes := self.step.writes) is not None:
-            step.writes = writes[:, [goes_on[row] for row in writes[0].tolist()]]
+            step.writes = writes[:, [continues[row] for row in writes[0].tolist()]]
             step.writes = step.writes if step.writes.size else None
         return step

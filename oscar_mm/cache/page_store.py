@@ -401,11 +401,6 @@ class PageStore:
         grow."""
         return sum([pool.moves for pool in self._pools])
 
-    @property
-    def epoch(self) -> int:
-        """Number of allocations and planned allocations; see ``SlotPool``."""
-        return sum(slots.epoch for slots in self.allocators.values())
-
     def bytes_by_modality(self) -> dict[str, int]:
         """Return modality -> bytes of the slots in use; a shared slot is counted once."""
         self.collect()

@@ -106,16 +106,24 @@ class TokenPlacer:
         self, sequences: list[SequenceTable], modalities: np.ndarray | Sequence[np.ndarray]
     ) -> StepPlan:
         """Add tokens to the sequences and return the plan; see ``KVCacheManager.advance``."""
+        for row, (sequence, ids) in enumerate(zip(sequences, modalities, strict=True)):
+            self.place(row, sequence, ids)
+        return self.finish(modalities)
+
+    def place(self, row: int, sequence: SequenceTable, ids: np.ndarray) -> None:
+        """Add the (tokens,) new tokens of a row to its sequence."""
+        if len(ids) > 1:
+            self._take_many(row, sequence, ids)
+        else:
+            self._take_one(row, sequence, int(ids[0]))
+
+    def finish(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
+        """Return the plan once all rows have been placed."""
         step = self._step
         if isinstance(modalities, np.ndarray):
             step.real = real_tokens(modalities)
         else:
             step.lengths = [len(row) for row in modalities]
-        for row, (sequence, ids) in enumerate(zip(sequences, modalities, strict=True)):
-            if len(ids) > 1:
-                self._take_many(row, sequence, ids)
-            else:
-                self._take_one(row, sequence, int(ids[0]))
         for slots in self.freed.values():
             self._recent.release(slots)
         if self._writes[0]:
@@ -205,8 +213,9 @@ class TokenPlacer:
                 self._recent.release(emptied)
             if len(new):
                 left.append((stream, new))
-        # A single allocation, so that the pool grows no more than needed.
-        slots = self._recent.allocate(sum(len(new) for _, new in left)) if left else []
+        # One allocation, so that the pool grows only to what is needed.
+        count = sum(len(new) for _, new in left)
+        slots = self._recent.allocate(count, for_prompt=True)
         for stream, new in left:
             self._write(row, stream, new, slots[: len(new)])
             slots = slots[len(new) :]
@@ -253,7 +262,8 @@ class TokenPlacer:
         slots = self._allocators[stream.bits]
         in_last = min(room, count)
         pages = [self._own_last_page(stream, slots)] if in_last else []
-        begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS))
+        for_prompt = len(new) > 1
+        begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS), for_prompt=for_prompt)
         emptied, old = stream.slots[:count], np.array(stream.slots, np.int64)
         source = np.concatenate([~old, new]) if len(new) else ~old
         first = PAGE_TOKENS - room if in_last else 0
