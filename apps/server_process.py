@@ -22,7 +22,8 @@ _POLL_S = 0.2
 _TELL_S = 30.0
 """Interval between messages that a server is still loading, in seconds."""
 _END_S = 15.0
-"""Maximum time for a server to exit before it is killed, in seconds."""
+"""Maximum seconds to let a server exit before it is killed."""
+_SWITCH_S = 0.0005
 _LOG_BYTES = 1 << 16
 _LOG_LINES = 10
 _ERROR = re.compile(r"\w(Error|Exception): ")
@@ -114,6 +115,22 @@ def freeze_loaded() -> None:
     gc.freeze()
     # Otherwise, libraries complain at exit that their objects were not destroyed.
     atexit.register(gc.unfreeze)
+
+
+@contextmanager
+def short_thread_turns() -> Iterator[None]:
+    """Let a thread that waits for the interpreter have it after 0.5 ms within the block.
+
+    The engine thread gives the interpreter up at each operation on the GPU. With Python's 5 ms,
+    threads that prepare requests held it for so long that the GPU waited: 64 answers after prompts
+    of 2,000 tokens came at 3,000 tokens/s instead of 3,310 (8B, H200).
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from benchmarks.openai_server import Exchange, Load, Prompt, Server, server_figu
 from benchmarks.random_model import endless_pipeline, words
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
+from oscar_mm.apps.server_process import short_thread_turns
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.warm_up import warm_up
@@ -224,7 +225,7 @@ def engine_alone(
         return pipe.new_request(read, sampling, perf_counter())
 
     written = 0
-    with ThreadPoolExecutor(1) as reader:
+    with short_thread_turns(), ThreadPoolExecutor(1) as reader:  # As in the server.
         running = [request(rng.randint(1, new_tokens)) for _ in range(clients)]
         following = [reader.submit(request) for _ in range(clients)]
         start = perf_counter()

@@ -20,7 +20,7 @@ from oscar_mm.apps.audio_qa.results import (
     error_result,
 )
 from oscar_mm.apps.audio_qa.rows import Row, is_correct
-from oscar_mm.apps.server_process import freeze_loaded
+from oscar_mm.apps.server_process import freeze_loaded, short_thread_turns
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.sampling import Sampling
@@ -349,7 +349,8 @@ class Worker:
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
         """Answer groups of rows, each about the same media; yield results as they are ready."""
-        return self._engine.run(groups)
+        with short_thread_turns():
+            yield from self._engine.run(groups)
 
     @property
     def kv_bytes(self) -> int:

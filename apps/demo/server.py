@@ -19,7 +19,14 @@ from oscar_mm.apps.connections import ConnectionBounds
 from oscar_mm.apps.demo.examples import FOLDER
 from oscar_mm.apps.demo.sessions import MAX_VISITS, Sessions
 from oscar_mm.apps.demo.visitor_input import LIMITS, SessionSettings
-from oscar_mm.apps.server_process import bind, freeze_loaded, listen, sigterm_as_ctrl_c, url
+from oscar_mm.apps.server_process import (
+    bind,
+    freeze_loaded,
+    listen,
+    short_thread_turns,
+    sigterm_as_ctrl_c,
+    url,
+)
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
 from oscar_mm.policy import KVPolicy
@@ -72,7 +79,8 @@ def serve(
         try:
             _warm_up(pipe)
             freeze_loaded()
-            with serve_page(pipe, settings, sockets, host, keep) as running:
+            page = serve_page(pipe, settings, sockets, host, keep)
+            with short_thread_turns(), page as running:
                 print(f"oscar-mm: {running.address} (Ctrl-C stops it)", file=sys.stderr)
                 wait_for_ctrl_c()
         finally:

@@ -14,7 +14,14 @@ import typer
 from oscar_mm.apps import options, terminal
 from oscar_mm.apps.options import KEY_VARIABLE, api_key
 from oscar_mm.apps.serve.origins import read_origins
-from oscar_mm.apps.server_process import bind, freeze_loaded, listen, sigterm_as_ctrl_c, url
+from oscar_mm.apps.server_process import (
+    bind,
+    freeze_loaded,
+    listen,
+    short_thread_turns,
+    sigterm_as_ctrl_c,
+    url,
+)
 from oscar_mm.errors import InputError
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
@@ -210,7 +217,7 @@ def serve(
         listen(sockets)
         print(f"{name} at {url(host, port)}/v1", file=sys.stderr)
         # uvicorn raises the signal again after stopping.
-        with sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
+        with short_thread_turns(), sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
             server.run(sockets)
     finally:
         if pipe.budget is not None:
