@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ from oscar_mm.engine.sampling import BROKEN, NAN, SampledTokens, Sampler, Sampli
 from oscar_mm.engine.think_tokens import ThinkTokens
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.modality import PADDING
+from oscar_mm.ops.decode_tables import upload
 from oscar_mm.tensor_parallel import TPGroup
 
 _CAPTURED = (1, 2, 4, *range(8, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
@@ -120,7 +122,8 @@ class DecodeRunner:
         self.rows: list[RequestState | None] = []
         self._by_size: dict[int, GraphRunner] = {}
         self._sampler = Sampler([], device, self._ranks)
-        self._chosen: SampledTokens | None = None
+        self._tokens: torch.Tensor | None = None
+        """(batch,) ids of each row's last token on the device; None if only the host has them."""
 
     @property
     def captures(self) -> bool:
@@ -144,50 +147,82 @@ class DecodeRunner:
 
     def set_rows(self, rows: Sequence[RequestState | None]) -> None:
         """Set the rows to decode, in the order of the cache's rows."""
-        self.rows = list(rows)
+        self.rows, self._tokens = list(rows), None
+        self._sampler = self._sampler_of(rows)
+
+    def _sampler_of(self, rows: Sequence[RequestState | None]) -> Sampler:
         samplers = [None if row is None else row.sampler for row in rows]
-        self._sampler, self._chosen = Sampler(samplers, self._device, self._ranks), None
+        return Sampler(samplers, self._device, self._ranks)
 
     def choose(self, logits: torch.Tensor) -> None:
         """Sample the first token of each row from the (batch, vocabulary) logits of its prompt."""
-        self._give(self._sampler(logits))
+        _give(self.rows, self._sampler(logits))
 
     @property
     def is_ahead(self) -> bool:
         """Whether the next step is already in flight."""
         steps = self._by_size.get(len(self.rows))
-        return self._chosen is not None and steps is not None and steps.is_ahead
+        return self._tokens is not None and steps is not None and steps.is_ahead
 
-    def step(self, *, ahead: bool = True) -> None:
+    def step(
+        self,
+        *,
+        ahead: bool = True,
+        following: Callable[[], Sequence[RequestState | None]] | None = None,
+    ) -> None:
         """Decode one token per row.
 
         Args:
             ahead: whether to also launch the following step, if it can be predicted.
+            following: function that sets the cache's rows for the following step, as many as now,
+                and returns them: those of now that have not ended, and rows that join.
         """
-        steps, chosen = self._steps(len(self.rows)), self._chosen
-        ended = torch.tensor([row is None or row.ended for row in self.rows])
-        if chosen is None:
-            live = [None if row is None or row.ended else row for row in self.rows]
+        rows, steps, tokens = self.rows, self._steps(len(self.rows)), self._tokens
+        ended = torch.tensor([row is None or row.ended for row in rows])
+        if tokens is None:
+            live = [None if row is None or row.ended else row for row in rows]
             last = [0 if row is None else row.tokens[-1] for row in live]
             tokens = torch.tensor(last, device=self._device)
             steps.place([0 if row is None else row.position for row in live])
-        else:
-            tokens = chosen.tokens
         chosen = self._sampler(steps(tokens, ended))
+        self._tokens = chosen.tokens
+        if following is not None:
+            self.rows = list(following())
+            self._tokens = self._join(rows, chosen.tokens, steps)
         # Keeps the device busy while the host waits for the tokens.
         if ahead:
-            last_comes = torch.tensor([row is None or row.last_comes for row in self.rows])
-            steps.ahead(chosen.tokens, ended | last_comes)
-        self._give(chosen)
-        self._chosen = chosen
+            known = {id(row) for row in rows}
+            last_comes = [
+                row is None or row.ended or (id(row) in known and row.last_comes)
+                for row in self.rows
+            ]
+            steps.ahead(self._tokens, torch.tensor(last_comes))
+        _give(rows, chosen)
+        if following is not None:
+            self._sampler = self._sampler_of(self.rows)
 
-    def _give(self, chosen: SampledTokens) -> None:
-        tokens = chosen.listed()
-        logprobs = chosen.logprobs(tokens)
-        for place, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
-            if row is not None and not row.ended:
-                row.next_logprob = logprobs.get(place)
-                row.take(token)
+    def _join(
+        self, before: Sequence[RequestState | None], tokens: torch.Tensor, steps: GraphRunner
+    ) -> torch.Tensor:
+        """Return the tokens of the new rows, and set their positions; never waits for a GPU.
+
+        Args:
+            before: the rows before.
+            tokens: (batch,) ids of their last tokens, which the host does not know yet.
+            steps: runner of the following step.
+        """
+        places = {id(row): place for place, row in enumerate(before) if row is not None}
+        # One table: the place of each row before, or -1; the token of a row that joins.
+        table = np.zeros((2, len(self.rows)), dtype=np.int64)
+        positions = [0] * len(self.rows)
+        for index, row in enumerate(self.rows):
+            table[0, index] = place = -1 if row is None else places.get(id(row), -1)
+            if row is not None:
+                table[1, index] = row.tokens[-1] if place < 0 else 0
+                positions[index] = row.position + (place >= 0)
+        steps.place(positions)
+        source, joining = upload(table, self._device)
+        return torch.where(source < 0, joining, tokens[source.clamp(min=0)])
 
     def _steps(self, rows: int) -> GraphRunner:
         if rows not in self._by_size:
@@ -195,6 +230,16 @@ class DecodeRunner:
                 self._model, self._cache, rows, self._axes, self._device
             )
         return self._by_size[rows]
+
+
+def _give(rows: Sequence[RequestState | None], chosen: SampledTokens) -> None:
+    """Wait for the sampled tokens and give each row its own."""
+    tokens = chosen.listed()
+    logprobs = chosen.logprobs(tokens)
+    for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        if row is not None and not row.ended:
+            row.next_logprob = logprobs.get(place)
+            row.take(token)
 
 
 @torch.inference_mode()

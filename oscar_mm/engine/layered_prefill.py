@@ -24,7 +24,16 @@ _IN_FLIGHT_S = 0.01
 """Seconds of prompt-layer work kept in flight on the GPU while the host launches a decode step. A
 launch takes 3 ms for 64 rows, and twice that next to a server; more would delay the decode step."""
 _MAX_IN_FLIGHT = 4
-"""Maximum number of prompt layers in flight."""
+"""Maximum number of prompt layers in flight once decode steps run between layers."""
+_PATIENCE_S = 0.2
+"""Seconds that running requests wait for a prompt before decode steps run between its layers.
+
+A short prompt is thus prefilled at once: its first token comes sooner, and its request joins the
+decode steps, which take nearly as long without it. With 64 clients, prompts of 2,000 tokens and
+answers of 400 (8B, H200), 64 requests decode on average; with steps between the layers of all
+prompts, 45 did, as prompts took twice as long and others waited for them. With 0.1 seconds, where
+steps interrupt every pass with two prompts, tokens/s are 6% fewer.
+"""
 
 
 @contextmanager
@@ -33,6 +42,8 @@ def layered_prefill(
     cache: OscarCache,
     prompts: Sequence[Prompt],
     cancelled: Callable[[], bool] | None = None,
+    *,
+    continues: bool = False,
 ) -> Iterator[None]:
     """Interleave decode steps with prompt layers within the block; see ``LayeredPrefill``.
 
@@ -42,6 +53,7 @@ def layered_prefill(
         prompts: prompts of the pass.
         cancelled: function that returns whether all requests of the prompts were cancelled; if so,
             prefill stops, provided that ``RunningBatches.steps_while_reading``.
+        continues: whether the pass continues a prompt, for which running requests have waited.
 
     Raises:
         Cancelled: if ``cancelled`` returned True; the cache can only be reset or closed.
@@ -50,7 +62,8 @@ def layered_prefill(
     if not (batches.live or cancelled) or not batches.steps_while_reading:
         yield
         return
-    turns = LayeredPrefill(batches, cache, prompts, cancelled)
+    patience = 0.0 if continues else _PATIENCE_S
+    turns = LayeredPrefill(batches, cache, prompts, cancelled, patience)
     layers = model.get_decoder().layers
     hooks = [layer.register_forward_hook(turns.layer_ends) for layer in layers]
     if cancelled and any(bool((x.modalities > Modality.TEXT).any()) for x in prompts):
@@ -70,25 +83,29 @@ class _Interleave(NamedTuple):
         since: end of the previous group; prompt layers ran in between.
         begin, end: begin and end of this group; the host prepares its first step after ``begin``.
         usual: seconds that the same number of steps takes outside of prefill.
+        patience: seconds of the prompt layers that are not made up for.
     """
 
     since: DeviceTimer
     begin: DeviceTimer
     end: DeviceTimer
     usual: float
+    patience: float
 
     def owed(self, share: float) -> float:
         """Return the seconds still due to decode, given the prefill-to-decode ratio ``share``."""
         lost = max(self.end.since(self.begin) - self.usual, 0.0)
-        return self.begin.since(self.since) + lost - share * self.usual
+        return self.begin.since(self.since) - self.patience + lost - share * self.usual
 
 
 class LayeredPrefill:
     """Interleaving of prompt layers and decode steps during prefill.
 
-    Once prompt layers have run for as long as a decode step takes, decode gets the same amount of
-    time, plus the cost of switching. If more than one request waits for every four that decode,
-    prefill gets a larger share, because a step of few rows takes nearly as long as a step of many.
+    Running requests first wait for ``patience`` seconds, in which short prompts are complete. From
+    then on, once prompt layers have run for as long as a decode step takes, decode gets the same
+    amount of time, plus the cost of switching. If more than one request waits for every four that
+    decode, prefill gets a larger share, because a step of few rows takes nearly as long as a step
+    of many.
 
     Args:
         batches: requests that decode.
@@ -96,6 +113,7 @@ class LayeredPrefill:
         prompts: prompts of the pass. If they are short and no requests decode, the host does not
             wait for layers.
         cancelled: function that returns whether all requests of the prompts were cancelled.
+        patience: see above.
     """
 
     def __init__(
@@ -104,6 +122,7 @@ class LayeredPrefill:
         cache: OscarCache,
         prompts: Sequence[Prompt],
         cancelled: Callable[[], bool] | None,
+        patience: float,
     ) -> None:
         self._batches, self._cache, self._others = batches, cache, len(prompts) - 1
         self._decodes = bool(batches.live)  # No requests join during the pass.
@@ -117,7 +136,7 @@ class LayeredPrefill:
         there is none."""
         self._layer_seconds = math.inf
         begin = batches.wait_since if self._decodes else batches.now()
-        self._turn = _Interleave(begin, begin, begin, 0.0)
+        self._turn, self._patience = _Interleave(begin, begin, begin, 0.0, 0.0), patience
         self._owed = 0.0
         """Seconds that were still due to decode before the last group of decode steps."""
 
@@ -139,14 +158,14 @@ class LayeredPrefill:
         share = self._batches.reading_share(self._others)
         # Limited: if steps have become slower, prompts must not starve.
         owed = min(self._owed + self._turn.owed(share), _MAX_OWED * share * step_seconds)
-        waited = owed + self._layer_end.since(self._turn.end)
+        waited = owed + self._layer_end.since(self._turn.end) - self._patience
         if waited < share * step_seconds:
             return
         if self._launched and self._max_in_flight > 1:
             waited += len(self._launched) * self._layer_seconds
         elif self._launched:
             self._launched[-1].wait()
-            waited = owed + self._launched[-1].since(self._turn.end)
+            waited = owed + self._launched[-1].since(self._turn.end) - self._patience
         self._launched.clear()
         self._layer_end, self._owed = None, owed
         # The count is rounded up; the surplus is subtracted from the next group of steps.
@@ -171,15 +190,22 @@ class LayeredPrefill:
                 copy_context().run(self._batches.step)
                 self._batches.after_step()
                 made += 1
-        self._turn = _Interleave(
-            self._turn.end, begin, self._batches.wait_since, made * step_seconds
-        )
+        end, usual = self._batches.wait_since, made * step_seconds
+        self._turn = _Interleave(self._turn.end, begin, end, usual, self._patience)
+        self._patience = 0.0
 
     @property
     def _max_in_flight(self) -> int:
-        """Number of layers left in flight while the host launches more layers or a step."""
-        count = math.ceil(_IN_FLIGHT_S / max(self._layer_seconds, 1e-6))
-        return min(max(count, 1), _MAX_IN_FLIGHT)
+        """Number of layers left in flight while the host launches more layers or a step.
+
+        While no step is due, the host may launch all layers, and then a decode step, before the
+        device has finished the first ones.
+        """
+        if self._layer_end is None:
+            return 1
+        left = self._patience - self._layer_end.since(self._turn.end)
+        count = math.ceil(max(_IN_FLIGHT_S, left) / max(self._layer_seconds, 1e-6))
+        return max(count, 1) if left > _IN_FLIGHT_S else min(max(count, 1), _MAX_IN_FLIGHT)
 
     def _wait_for_layers(self) -> None:
         """Wait for the launched layers, except the last few, which stay in flight on a GPU."""

@@ -125,7 +125,9 @@ class PrefillRunner:
             FloatingPointError: if keys or values overflow the storage format.
         """
         chunks = self.read_in_chunks(prompt, cache, cancelled)
-        return next(logits for logits in chunks if logits is not None)
+        *_, logits = chunks
+        assert logits is not None
+        return logits
 
     def read_in_chunks(
         self,
@@ -136,6 +138,9 @@ class PrefillRunner:
     ) -> Iterator[torch.Tensor | None]:
         """Prefill a prompt lazily, one chunk per iteration; other work may run in between.
 
+        What a chunk has stored is checked when the iterator continues, since the check waits for
+        the device: the caller can launch more work before. So exhaust the iterator.
+
         Args:
             prompt, cache, cancelled: see ``read``.
             logprobs: collector of the log-probabilities of the prompt's tokens.
@@ -145,13 +150,14 @@ class PrefillRunner:
         """
         cache.sigmas = self.sigmas
         chunks = read_in_chunks(self.family.model, prompt, cache, self._chunk, logprobs)
-        logits = None
+        logits, continues = None, False
         while logits is None:
-            turns = layered_prefill(self._batches, cache, [prompt], cancelled)
+            turns = layered_prefill(self._batches, cache, [prompt], cancelled, continues=continues)
             with turns, self._reading(cache):
                 logits = next(chunks)
-            cache.check_complete()
             yield logits
+            cache.check_complete()
+            continues = True
 
     @eager
     @torch.inference_mode()
@@ -161,7 +167,6 @@ class PrefillRunner:
         caches: Sequence[OscarCache],
         *,
         every_token: bool = False,
-        cancelled: Callable[[], bool] | None = None,
     ) -> list[torch.Tensor]:
         """Prefill prompts, several short prompts per pass; see ``read`` for the errors.
 
@@ -169,16 +174,42 @@ class PrefillRunner:
             prompts: prompts of a single row each.
             caches: a distinct cache for each prompt.
             every_token: whether to return the logits of every token; short prompts only.
-            cancelled: function that returns whether all of the prompts' requests were cancelled.
 
         Returns:
             Logits of each prompt: (1, vocabulary), or (tokens, vocabulary) with ``every_token``.
         """
         logits: list[torch.Tensor] = []
+        for some, found in self.prefill_passes(prompts, caches, every_token=every_token):
+            lengths = [prompt.tokens for prompt in prompts[some]]
+            logits += found.split(lengths if every_token else 1)
+        return logits
+
+    def prefill_passes(
+        self,
+        prompts: Sequence[Prompt],
+        caches: Sequence[OscarCache],
+        *,
+        every_token: bool = False,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Prefill prompts lazily, one pass with several short prompts per iteration.
+
+        As with ``read_in_chunks``, a pass is checked when the iterator continues.
+
+        Args:
+            prompts, caches, every_token: see ``prefill_batch``.
+            cancelled: function that returns whether all of the prompts' requests were cancelled.
+
+        Yields:
+            The prompts of the pass, and their logits: (prompts, vocabulary), or (tokens,
+            vocabulary) with ``every_token``.
+        """
         for some in self._packs(prompts, caches):
             own = prompts[some]
             if len(own) == 1 and not every_token:
-                logits.append(self.read(own[0], caches[some][0], cancelled))
+                for logits in self.read_in_chunks(own[0], caches[some][0], cancelled):
+                    if logits is not None:
+                        yield some, logits
                 continue
             view = BatchView(self._store)
             view.sigmas = caches[some][0].sigmas
@@ -186,14 +217,13 @@ class PrefillRunner:
             lengths = [prompt.tokens for prompt in own]
             turns = layered_prefill(self._batches, view, own, cancelled)
             with turns, self._reading(view):
-                found = prefill_varlen(
+                logits = prefill_varlen(
                     *(self.family.model, self.family.concatenate(own), lengths, view),
                     every_token=every_token,
                 )
+            yield some, logits
             if view.pop_overflow():  # Row unknown: the caller prefills each prompt separately.
                 raise FloatingPointError(NOT_STORABLE)
-            logits += found.split(lengths if every_token else 1)
-        return logits
 
     def _packs(self, prompts: Sequence[Prompt], caches: Sequence[OscarCache]) -> Iterator[slice]:
         """Yield slices of prompts that fit into one pass."""

@@ -56,12 +56,16 @@ class RunningBatch:
     def finish_early(self) -> None:
         """Commit an already launched step before the batch changes, so that its work is not lost.
 
-        If the step fails, requests that are about to join are not affected.
+        Requests join at once, and the following step is launched with them, unless the size of the
+        batch changes. If the step fails, requests that are about to join are not affected.
         """
         seated = [request for request in self._rows if request is not None and not request.ended]
-        changes = bool(self._pending) or self._size(self.live) != len(self._rows)
-        if seated and changes and self.batch.is_ahead:
+        if not seated or not self.batch.is_ahead:
+            return
+        if self._size(self.live) != len(self._rows):
             self._run(lambda: self.batch.step(ahead=False), seated)
+        elif self._pending:
+            self._run(lambda: self.batch.step(following=self._reseat), seated)
 
     def step(self) -> None:
         """Decode one token per request, unless a step has failed. Call ``drop_ended`` first."""
@@ -111,12 +115,16 @@ class RunningBatch:
     def _set_rows(self, live: list[Request]) -> None:
         """Give each request a row. Rows stay the same unless requests join or the batch shrinks."""
         size = self._size(live)
-        if not self._pending and size == len(self._rows):
-            return
+        if self._pending or size != len(self._rows):
+            self.batch.set_rows(self._reseat(size))
+
+    def _reseat(self, size: int | None = None) -> list[Request | None]:
+        """Give each live request a row of a batch of ``size``, by default the current size."""
+        live, size = self.live, len(self._rows) if size is None else size
         self._rows, self._pending = [*live, *[None] * (size - len(live))], []
         if self.view is not None:
             self.view.set_rows([None if x is None else x.cache for x in self._rows])
-        self.batch.set_rows(self._rows)
+        return self._rows
 
 
 class RunningBatches:

@@ -341,6 +341,10 @@ class SamplingState:
         if self.grammar is not None:
             self.grammar.note(token)
 
+    def restart(self) -> None:
+        """Forget a first token that was sampled but not recorded."""
+        self._generator = None
+
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Return the random generator of a seeded row, which keeps its state between steps.
 

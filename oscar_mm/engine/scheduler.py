@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from oscar_mm.engine.prefix_cache import PrefixCache, processor_settings
 from oscar_mm.engine.prompt import Prompt, remaining
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.running_batches import RunningBatches
-from oscar_mm.engine.sampling import Sampler
+from oscar_mm.engine.sampling import SampledTokens, Sampler
 from oscar_mm.errors import Cancelled, MemoryBusy
 from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.torch_modes import eager
@@ -29,6 +29,8 @@ MAX_ROWS = 256
 """Maximum number of requests that decode together."""
 _OVERTAKES = 8
 """Maximum number of requests admitted out of order while the head of the queue lacks memory."""
+_Beginning = tuple[list[Request], SampledTokens]
+"""Requests whose prompts are complete, and their first tokens."""
 
 
 class Reservations(Protocol):
@@ -224,10 +226,6 @@ class Scheduler:
                     self._begin(requests)
             if requests and wakes:  # First tokens do not wait for the next step.
                 self._thread.after_step()
-            if self.runnable_count() and self._batches.fills_pauses:
-                self._batches.step()
-                if wakes:
-                    self._thread.after_step()
             self._thread.run_calls()
             if self._thread.has_passes:
                 return
@@ -361,31 +359,40 @@ class Scheduler:
         """Prefill prompts, or a chunk of a prompt, and sample the first token for each completed
         prompt."""
         live = [request for request in requests if not request.ended]
-        read = self._read_beginnings(live) if live else []
-        if not read:
-            return
-        logits = torch.cat([row for _, row in read])
-        samplers, ranks = [request.sampler for request, _ in read], TPGroup.of(self.family.model)
-        chosen = Sampler(samplers, logits.device, ranks)(logits)
-        tokens = chosen.listed()
-        logprobs = chosen.logprobs(tokens)
-        for place, ((request, _), token) in enumerate(zip(read, tokens, strict=True)):
-            if not request.ended:  # The request may have been cancelled during prefill.
-                request.next_logprob = logprobs.get(place)
-                request.take(token)
-            if self.prefixes is not None and not request.has_past and request.error is None:
-                state = self._reader_state()
-                if state == request.reader_state:  # Weights and settings are unchanged.
-                    self.prefixes.keep(request.prompt, state, request.cache)
-            if not request.ended:
-                self._batches.join(request)
+        for read, chosen in self._read_beginnings(live) if live else []:
+            tokens = chosen.listed()
+            logprobs = chosen.logprobs(tokens)
+            for place, (request, token) in enumerate(zip(read, tokens, strict=True)):
+                if not request.ended:  # The request may have been cancelled during prefill.
+                    request.next_logprob = logprobs.get(place)
+                    request.take(token)
+                if self.prefixes is not None and not request.has_past and request.error is None:
+                    state = self._reader_state()
+                    if state == request.reader_state:  # Weights and settings are unchanged.
+                        self.prefixes.keep(request.prompt, state, request.cache)
+                if not request.ended:
+                    self._batches.join(request)
 
-    def _read_beginnings(self, requests: list[Request]) -> list[tuple[Request, torch.Tensor]]:
+    def _sample_first(self, requests: list[Request], logits: torch.Tensor) -> SampledTokens:
+        """Sample the first token of each prompt, and launch a decode step of the running requests.
+
+        The step keeps the device busy while the host waits for the tokens, lets the requests join,
+        and launches the next prompt.
+        """
+        samplers, ranks = [request.sampler for request in requests], TPGroup.of(self.family.model)
+        chosen = Sampler(samplers, logits.device, ranks)(logits)
+        if self._batches.live and self._batches.fills_pauses:
+            self._batches.step()
+            if ranks.count == 1:
+                self._thread.after_step()
+        return chosen
+
+    def _read_beginnings(self, requests: list[Request]) -> list[_Beginning]:
         """Prefill prompts together, or one by one if that fails; or a chunk of a single prompt.
 
         Returns:
-            The requests whose prompts are complete, with (1, vocabulary) logits; empty if all
-            requests have ended.
+            The requests whose prompts are complete, with their first tokens; empty if all requests
+            have ended.
         """
         several = len(requests) > 1
         pasts = [x.cache.fork() if several and x.cache.get_seq_length() else None for x in requests]
@@ -394,7 +401,7 @@ class Scheduler:
             for past in pasts:
                 if past is not None:
                     past.close()
-            return [(x, row) for x, row in zip(requests, found, strict=True) if row is not None]
+            return found
         except Cancelled as error:
             for request, past in zip(requests, pasts, strict=True):
                 if not request.ended:  # Raised by a foreign hook, not by our own check.
@@ -409,6 +416,7 @@ class Scheduler:
                 return []
         # Outside the handler, because the error's frames keep activations alive.
         for request, past in zip(requests, pasts, strict=True):
+            request.sampler.restart()
             if past is None:
                 request.cache.reset()
             else:
@@ -423,23 +431,28 @@ class Scheduler:
         live = [request for request in requests if not request.ended]
         return [one for request in live for one in self._read_beginnings([request])]
 
-    def _read_next(self, requests: list[Request]) -> Sequence[torch.Tensor | None]:
+    def _read_next(self, requests: list[Request]) -> list[_Beginning]:
         """Prefill the prompts of several requests, or the next chunk of a single one.
 
         Returns:
-            Logits of each prompt; None for a prompt with chunks left.
+            The requests of each pass with their first tokens; empty if a prompt has chunks left.
         """
         if len(requests) > 1:
             prompts, caches = [x.unread for x in requests], [x.cache for x in requests]
-            return self.reader.prefill_batch(
+            passes = self.reader.prefill_passes(
                 prompts, caches, cancelled=lambda: all(request.ended for request in requests)
             )
+            # Each pass is checked when the loop continues, after its tokens are on their way.
+            return [(requests[x], self._sample_first(requests[x], rows)) for x, rows in passes]
         [request] = requests
         if request.chunks is None:
             request.chunks = self.reader.read_in_chunks(
                 request.unread, request.cache, lambda: request.ended, request.prompt_logprobs
             )
         logits = next(request.chunks)
-        if logits is not None:
-            request.chunks = None
-        return [logits]
+        if logits is None:
+            return []
+        found = [(requests, self._sample_first(requests, logits))]
+        next(request.chunks, None)  # Check what the last chunk has stored.
+        request.chunks = None
+        return found

@@ -27,6 +27,7 @@ from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attentio
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.modules import devices
+from oscar_mm.ops.decode_tables import upload
 from oscar_mm.tensor_parallel import TPGroup
 
 
@@ -201,8 +202,8 @@ class GraphRunner:
 
     def place(self, positions: Sequence[int]) -> None:
         """Set the (batch,) RoPE positions of the next step's tokens; each later step adds one."""
-        placed = torch.tensor(positions, dtype=torch.long).view(self._positions.shape)
-        self._positions.copy_(placed)
+        placed = upload(np.array(positions, dtype=np.int64), self._positions.device)
+        self._positions.copy_(placed.view(self._positions.shape))
         self._early = None
 
     def __call__(self, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:

@@ -172,7 +172,10 @@ def test_a_caller_leaves_with_a_bad_prompt_in_the_batch(qwen3_vl_folder: Path) -
     assert empty(pipe)
 
 
-def test_running_answers_continue_when_others_leave(qwen3_vl_folder: Path) -> None:
+def test_running_answers_continue_when_others_leave(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layered_prefill, "_PATIENCE_S", 0.0)
     pipe = loaded(qwen3_vl_folder, "channel")
     expected = alone(pipe, SHORT[:2], max_new_tokens=60)
     [read] = alone(pipe, [LONG])
@@ -373,6 +376,7 @@ def test_the_host_waits_for_layers_of_long_prompts(
             return 0.006
 
     answer = made(pipe, LONG, max_new_tokens=1)
+    monkeypatch.setattr(layered_prefill, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(running_batches, "DeviceTimer", Later)
     if is_long:
         monkeypatch.setattr(layered_prefill, "MAX_TOKENS", answer.prompt.tokens - 1)

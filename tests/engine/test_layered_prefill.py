@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.engine import decode_runner, device_timer, running_batches
+from oscar_mm.engine import decode_runner, device_timer, layered_prefill, running_batches
+from oscar_mm.engine.decode_runner import DecodeRunner
 from oscar_mm.fast_decode import graph_runner
 from oscar_mm.fast_decode.graph_runner import GraphRunner, InflightStep
 from tests.engine.engine import (
@@ -33,6 +35,13 @@ from tests.fast_decode.test_graph_runner import Repeat
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps run between the layers of short prompts too."""
+    monkeypatch.setattr(layered_prefill, "_PATIENCE_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
     qwen3_vl_folder, monkeypatch
 ) -> None:
@@ -63,6 +72,7 @@ def test_answers_join_after_a_step_that_failed_while_their_prompt_was_read(
     assert [second.complete().token_ids] == expected
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_prompt_that_is_read_while_others_decode(qwen3_vl_folder, monkeypatch) -> None:
     pipe = loaded(qwen3_vl_folder, "channel")
     expected = alone(pipe, SHORT[:2], max_new_tokens=60)
@@ -165,6 +175,87 @@ def test_a_step_that_was_launched_early_is_not_lost_when_others_join(
     assert len(launched) > 20 and len(launched) - len(taken) <= 1
 
 
+def test_a_step_with_new_requests_is_launched_before_the_tokens_of_others_have_come(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the device does not wait while requests join."""
+    pipe, log = loaded(qwen3_vl_folder, "standard"), list[str]()
+
+    class Logged(Repeat):
+        def __call__(self, function: Any, device: torch.device) -> Any:
+            replay = super().__call__(function, device)
+            return lambda: (log.append("launch"), replay())[1]
+
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=Logged()))
+    monkeypatch.setattr(DecodeRunner, "size_for", lambda *_: 4)
+    right, give = DecodeRunner._join, decode_runner._give
+    monkeypatch.setattr(DecodeRunner, "_join", lambda *x: (log.append("join"), right(*x))[1])
+    monkeypatch.setattr(decode_runner, "_give", lambda *x: (log.append("wait"), give(*x))[1])
+
+    def grow() -> None:
+        for slots in pipe.store.allocators.values():  # Leave free slots in the pools.
+            slots.release(slots.allocate(900))
+
+    expected = alone(pipe, max_new_tokens=40)
+    answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
+    log.clear()
+    for answer in answers:
+        pipe.engine.submit(answer)
+        goal = len(answers[0].tokens) + 8
+        pipe.engine.run_until(lambda goal=goal: len(answers[0].tokens) >= goal)
+        if answer is answers[0]:
+            pipe.engine.call(grow)
+    run(pipe, answers)
+    assert [answer.complete().token_ids for answer in answers] == expected
+    # The first one after the pools have grown is captured anew.
+    assert log.count("join") == 3 and " ".join(log).count("join launch wait") == 2
+    assert empty(pipe)
+
+
+def test_requests_that_join_a_step_that_fails_go_on(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = loaded(qwen3_vl_folder, "standard")
+    expected = alone(pipe, max_new_tokens=40)
+    monkeypatch.setattr(decode_runner, "GraphRunner", partial(GraphRunner, capture=Repeat()))
+    monkeypatch.setattr(DecodeRunner, "size_for", lambda *_: 4)
+    right = DecodeRunner._join
+
+    def breaks(*arguments: Any) -> torch.Tensor:
+        right(*arguments)
+        raise RuntimeError("broken")
+
+    answers = [made(pipe, prompt, max_new_tokens=40) for prompt in SHORT]
+    for answer in answers[:2]:
+        pipe.engine.submit(answer)
+    groups = pipe.engine.scheduler._batches
+    pipe.engine.run_until(lambda: bool(groups._shared and groups._shared.batch.is_ahead))
+    with monkeypatch.context() as broken:
+        broken.setattr(DecodeRunner, "_join", breaks)
+        pipe.engine.submit(answers[2])
+        pipe.engine.run_until(lambda: answers[0].ended)
+    pipe.engine.submit(answers[3])
+    run(pipe, answers)
+    for answer in answers[:2]:
+        with pytest.raises(RuntimeError, match="broken"):
+            answer.complete()
+    assert [answer.complete().token_ids for answer in answers[2:]] == expected[2:]
+    assert empty(pipe)
+
+
+def test_prompts_that_are_read_again_one_by_one_keep_their_seeds(
+    qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a pass has stored is checked after its first tokens have been sampled."""
+    pipe, found = loaded(qwen3_vl_folder), [True, False]
+    sampled = {"temperature": 1.0, "seed": 5}
+    expected = alone(pipe, **sampled)
+    monkeypatch.setattr(BatchView, "pop_overflow", lambda _: found.pop(0) if found else False)
+    answers = [made(pipe, prompt, **sampled) for prompt in SHORT]
+    assert together(pipe, answers) == expected
+    assert not found
+
+
 def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_a_new_request(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +354,46 @@ def test_answers_keep_half_of_the_device_while_a_prompt_is_read(
     assert 0.97 <= (spent["steps"] - step_seconds) / reading <= 1.35
 
 
+@pytest.mark.parametrize("layer_seconds", [0.06, 0.2])
+def test_a_short_prompt_is_read_at_once(
+    layer_seconds: float, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps begin between its layers once running answers have waited for 0.2 s, and do not make up
+    for that time."""
+    pipe, right, step_seconds = loaded(qwen3_vl_folder), GraphRunner.__call__, 0.02
+    layers, tokens = pipe.model.get_decoder().layers, list[int]()
+
+    def step(*arguments: Any) -> torch.Tensor:
+        SimulatedTimer.clock += step_seconds
+        return right(*arguments)
+
+    def layer_ends(*_: Any) -> None:
+        if not pipe.engine.scheduler._batches.stepping:
+            SimulatedTimer.clock += layer_seconds
+
+    def count(*_: Any) -> None:
+        if not pipe.engine.scheduler._batches.stepping:
+            tokens.append(len(running.tokens))
+
+    monkeypatch.setattr(running_batches, "DeviceTimer", SimulatedTimer)
+    monkeypatch.setattr(GraphRunner, "__call__", step)
+    running, read = made(pipe, SHORT[0], max_new_tokens=100), made(pipe, SHORT[1])
+    pipe.engine.submit(running)
+    pipe.engine.run_until(lambda: len(running.tokens) > 12)
+    hooks = [layer.register_forward_hook(layer_ends) for layer in layers]
+    hooks.append(layers[0].register_forward_pre_hook(count))
+    hooks.append(pipe.model.get_output_embeddings().register_forward_pre_hook(count))
+    pipe.engine.submit(read)
+    pipe.engine.run_until(lambda: bool(read.tokens))
+    for hook in hooks:
+        hook.remove()
+    before, after = tokens
+    for answer in (running, read):
+        answer.cancel()
+    late = max(len(layers) * layer_seconds - 0.2, 0.0)
+    assert 0.5 * late <= (after - before) * step_seconds <= late + step_seconds * (late > 0)
+
+
 def test_an_answer_after_a_pause_has_not_waited_since_the_last_one(
     qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +416,7 @@ def test_an_answer_after_a_pause_has_not_waited_since_the_last_one(
         answer.cancel()
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("at_once", [True, False])
 def test_many_that_wait_are_read_before_a_few_go_on(
     at_once: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -334,8 +466,8 @@ def test_many_that_wait_are_read_before_a_few_go_on(
 def test_between_two_prompts_answers_make_a_step(
     works_alone: bool, qwen3_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU runs the step while the host prepares the second prompt. With many waiting requests and
-    few running ones, each prompt is read at once, see the previous test."""
+    """A GPU runs the step while the host takes the first token and prepares the second prompt. With
+    many waiting requests and few running ones, prompts are read at once, see the previous test."""
     pipe, read = loaded(qwen3_vl_folder), list[list[int]]()
     pipe.engine.reader.max_varlen_tokens = 1  # Each prompt is read by itself.
     monkeypatch.setattr(
@@ -359,7 +491,7 @@ def test_between_two_prompts_answers_make_a_step(
     pipe.engine.run_until(lambda: bool(others[1].tokens))
     handle.remove()
     first, second = read
-    assert second == [*(tokens + works_alone for tokens in first[:8]), 1 + works_alone, 0]
+    assert second == [*(tokens + works_alone for tokens in first[:8]), 1, 0]
     for answer in (*running, *others):
         answer.cancel()
 

@@ -53,18 +53,18 @@ def tokens_read(pipe: Any) -> Iterator[list[int]]:
     """Record the number of tokens of each prompt that is read within the block. (A hook on the
     model might change its input, so that prefixes would not be shared.)"""
     seen, reader = list[int](), pipe.engine.reader
-    prefill_batch, read_in_chunks = reader.prefill_batch, reader.read_in_chunks
+    prefill_passes, read_in_chunks = reader.prefill_passes, reader.read_in_chunks
 
     def several(prompts: Any, *args: Any, **kwargs: Any) -> Any:
         seen.extend(prompt.tokens for prompt in prompts)
-        return prefill_batch(prompts, *args, **kwargs)
+        return prefill_passes(prompts, *args, **kwargs)
 
     def one(prompt: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(prompt.tokens)
         return read_in_chunks(prompt, *args, **kwargs)
 
     with (
-        patch.object(reader, "prefill_batch", several),
+        patch.object(reader, "prefill_passes", several),
         patch.object(reader, "read_in_chunks", one),
     ):
         yield seen

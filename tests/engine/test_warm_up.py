@@ -58,7 +58,7 @@ def test_a_small_budget_warms_up_what_it_has_memory_for(qwen3_vl_folder, repeat)
 def test_an_error_is_logged(qwen3_vl_folder, repeat, monkeypatch, caplog) -> None:
     pipe = loaded(qwen3_vl_folder)
     with monkeypatch.context() as broken:
-        for name in ("prefill_batch", "read_in_chunks"):
+        for name in ("prefill_passes", "read_in_chunks"):
             broken.setattr(pipe.engine.reader, name, lambda *_, **__: 1 / 0)
         warm_up(pipe.engine, ROWS)
     assert "division by zero" in caplog.text
