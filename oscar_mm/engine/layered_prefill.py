@@ -26,9 +26,9 @@ launch takes 3 ms for 64 rows, and twice that next to a server; more would delay
 _MAX_IN_FLIGHT = 4
 """Maximum number of prompt layers in flight once decode steps run between layers."""
 _PATIENCE_S = 0.2
-"""Seconds that running requests wait for a prompt before decode steps run between its layers.
+"""Seconds that running requests wait for short prompts before decode steps run between the layers.
 
-A short prompt is thus prefilled at once: its first token comes sooner, and its request joins the
+Short prompts are thus prefilled at once: their first tokens come sooner, and the requests join the
 decode steps, which take nearly as long without it. With 64 clients, prompts of 2,000 tokens and
 answers of 400 (8B, H200), 64 requests decode on average; with steps between the layers of all
 prompts, 45 did, as prompts took twice as long and others waited for them. With 0.1 seconds, where
@@ -42,8 +42,6 @@ def layered_prefill(
     cache: OscarCache,
     prompts: Sequence[Prompt],
     cancelled: Callable[[], bool] | None = None,
-    *,
-    continues: bool = False,
 ) -> Iterator[None]:
     """Interleave decode steps with prompt layers within the block; see ``LayeredPrefill``.
 
@@ -53,7 +51,6 @@ def layered_prefill(
         prompts: prompts of the pass.
         cancelled: function that returns whether all requests of the prompts were cancelled; if so,
             prefill stops, provided that ``RunningBatches.steps_while_reading``.
-        continues: whether the pass continues a prompt, for which running requests have waited.
 
     Raises:
         Cancelled: if ``cancelled`` returned True; the cache can only be reset or closed.
@@ -62,8 +59,7 @@ def layered_prefill(
     if not (batches.live or cancelled) or not batches.steps_while_reading:
         yield
         return
-    patience = 0.0 if continues else _PATIENCE_S
-    turns = LayeredPrefill(batches, cache, prompts, cancelled, patience)
+    turns = LayeredPrefill(batches, cache, prompts, cancelled)
     layers = model.get_decoder().layers
     hooks = [layer.register_forward_hook(turns.layer_ends) for layer in layers]
     if cancelled and any(bool((x.modalities > Modality.TEXT).any()) for x in prompts):
@@ -101,7 +97,7 @@ class _Interleave(NamedTuple):
 class LayeredPrefill:
     """Interleaving of prompt layers and decode steps during prefill.
 
-    Running requests first wait for ``patience`` seconds, in which short prompts are complete. From
+    Running requests wait for the first 0.2 s of short prompts, in which most are complete. From
     then on, once prompt layers have run for as long as a decode step takes, decode gets the same
     amount of time, plus the cost of switching. If more than one request waits for every four that
     decode, prefill gets a larger share, because a step of few rows takes nearly as long as a step
@@ -113,7 +109,6 @@ class LayeredPrefill:
         prompts: prompts of the pass. If they are short and no requests decode, the host does not
             wait for layers.
         cancelled: function that returns whether all requests of the prompts were cancelled.
-        patience: see above.
     """
 
     def __init__(
@@ -122,11 +117,11 @@ class LayeredPrefill:
         cache: OscarCache,
         prompts: Sequence[Prompt],
         cancelled: Callable[[], bool] | None,
-        patience: float,
     ) -> None:
         self._batches, self._cache, self._others = batches, cache, len(prompts) - 1
         self._decodes = bool(batches.live)  # No requests join during the pass.
-        self._waits = self._decodes or sum(prompt.tokens for prompt in prompts) > MAX_TOKENS
+        is_long = sum(prompt.tokens for prompt in prompts) > MAX_TOKENS
+        self._waits = self._decodes or is_long
         # Another thread may use the model at the same time, and its passes call the hooks too.
         self._cancelled, self._ident = cancelled, threading.get_ident()
         self._launched: list[DeviceTimer] = []
@@ -136,7 +131,8 @@ class LayeredPrefill:
         there is none."""
         self._layer_seconds = math.inf
         begin = batches.wait_since if self._decodes else batches.now()
-        self._turn, self._patience = _Interleave(begin, begin, begin, 0.0, 0.0), patience
+        self._turn = _Interleave(begin, begin, begin, 0.0, 0.0)
+        self._patience = 0.0 if is_long else _PATIENCE_S
         self._owed = 0.0
         """Seconds that were still due to decode before the last group of decode steps."""
 

@@ -150,14 +150,13 @@ class PrefillRunner:
         """
         cache.sigmas = self.sigmas
         chunks = read_in_chunks(self.family.model, prompt, cache, self._chunk, logprobs)
-        logits, continues = None, False
+        logits = None
         while logits is None:
-            turns = layered_prefill(self._batches, cache, [prompt], cancelled, continues=continues)
+            turns = layered_prefill(self._batches, cache, [prompt], cancelled)
             with turns, self._reading(cache):
                 logits = next(chunks)
             yield logits
             cache.check_complete()
-            continues = True
 
     @eager
     @torch.inference_mode()

@@ -60,10 +60,10 @@ class Scheduler:
     """Schedules the requests of one page store: prefill, and decode steps of one batch.
 
     A decode step runs the last token of every running request through the model in one forward
-    pass; requests join and leave between two steps. During prefill, decode steps run between the
-    layers of the prompt: prefill and decode each get half of the time, or prefill gets more if many
-    requests are waiting. Prefill stops between two layers once its requests are cancelled. Long
-    prompts are prefilled in chunks, round robin, and shorter prompts start between two chunks.
+    pass; requests join and leave between two steps. Short prompts are prefilled at once; during long
+    ones, decode steps run between the layers (``LayeredPrefill``). Prefill stops between two layers
+    once its requests are cancelled. Long prompts are prefilled in chunks, round robin, and shorter
+    prompts start between two chunks.
 
     Scheduling is first come, first served: a request that does not fit into the budget waits while
     others run, and only a few smaller requests may overtake it. Calls that need memory wait in the

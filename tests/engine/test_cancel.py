@@ -376,7 +376,6 @@ def test_the_host_waits_for_layers_of_long_prompts(
             return 0.006
 
     answer = made(pipe, LONG, max_new_tokens=1)
-    monkeypatch.setattr(layered_prefill, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(running_batches, "DeviceTimer", Later)
     if is_long:
         monkeypatch.setattr(layered_prefill, "MAX_TOKENS", answer.prompt.tokens - 1)

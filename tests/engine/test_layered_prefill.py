@@ -289,6 +289,7 @@ def test_an_error_of_a_step_that_was_launched_early_is_not_that_of_a_new_request
     assert empty(pipe)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("layer_seconds", "later_seconds", "lost_seconds"),
     [
