@@ -60,7 +60,7 @@ class Scheduler:
     """Schedules the requests of one page store: prefill, and decode steps of one batch.
 
     A decode step runs the last token of every running request through the model in one forward
-    pass; requests join and leave between two steps. Short prompts are prefilled at once; during long
+    pass; requests join and leave between two steps. Short prompts are prefilled at once; in long
     ones, decode steps run between the layers (``LayeredPrefill``). Prefill stops between two layers
     once its requests are cancelled. Long prompts are prefilled in chunks, round robin, and shorter
     prompts start between two chunks.
