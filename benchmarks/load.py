@@ -15,25 +15,19 @@ import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count as counted
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import openai
 import torch
 
+from benchmarks.client_loop import Loop, ours
 from benchmarks.openai_server import Exchange, Load, Prompt, Server, server_figures, traffic, watch
 from benchmarks.random_model import endless_pipeline, words
 from benchmarks.record import Record, command, device_name, finish, merge_rows, parser, show
 from benchmarks.serving import CARDS, CLIPS, image, serving, sound, text
-from oscar_mm.apps.server_process import short_thread_turns
-from oscar_mm.engine.message import first_turn
-from oscar_mm.engine.request import Request
-from oscar_mm.engine.warm_up import warm_up
 from oscar_mm.pipelines.pipeline import Pipeline
 
 CLIENTS = "1,4,16,64"
@@ -202,51 +196,10 @@ def measure(
     return row | {"client CPU": round(done.cpu, 2)}
 
 
-def engine_alone(
-    pipe: Pipeline, texts: Sequence[str], *, clients: int, new_tokens: int, seconds: float
-) -> dict[str, Any]:
-    """Measure the engine without a server: as soon as a request ends, start the next request.
-
-    Args:
-        pipe: pipeline whose model never ends an answer before its limit.
-        texts: texts that the requests use in turn.
-        clients: number of concurrent requests.
-        new_tokens: number of tokens of each answer.
-        seconds: time during which requests start, in seconds.
-    """
-    warm_up(pipe.engine, clients)
-    numbers, rng = counted(), random.Random(0)
-
-    def request(most: int = new_tokens) -> Request:
-        number = next(numbers)
-        sampling = pipe.sampling({"max_new_tokens": most, "temperature": 0}, ())
-        asked = first_turn(f"{number} {texts[number % len(texts)]}")
-        read = pipe.read_request(asked, most)
-        return pipe.new_request(read, sampling, perf_counter())
-
-    written = 0
-    with short_thread_turns(), ThreadPoolExecutor(1) as reader:  # As in the server.
-        running = [request(rng.randint(1, new_tokens)) for _ in range(clients)]
-        following = [reader.submit(request) for _ in range(clients)]
-        start = perf_counter()
-        window, before = start + WARM_UP * seconds, 0
-        for answer in running:
-            pipe.engine.submit(answer)
-        while (now := perf_counter()) < start + seconds:
-            if now < window:
-                before = written + sum(len(answer.tokens) for answer in running)
-            for ended in pipe.engine.next_ended(running):
-                written += len(ended.complete().token_ids)
-                running.remove(ended)
-                running.append(following.pop(0).result())
-                following.append(reader.submit(request))
-                pipe.engine.submit(running[-1])
-        found = (written + sum(len(answer.tokens) for answer in running) - before) / (
-            perf_counter() - window
-        )
-        for answer in (*running, *(future.result() for future in following)):
-            answer.cancel()
-    return {"run": f"{clients} answers, engine alone", "tokens/s": round(found, 1)}
+def engine_alone(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> dict[str, Any]:
+    """Measure the row of a closed loop in this process, see ``benchmarks.client_loop.ours``."""
+    speed = ours(pipe, texts, loop)["tokens/s"]
+    return {"run": f"{loop.clients} answers, engine alone", "tokens/s": speed}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> None:
@@ -378,9 +331,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.engine:
         pipe = endless_pipeline(options.model, tiny=options.tiny, device=device)
         texts = [str(message.content[-1]["text"]) for message in messages]
-        lengths = {"new_tokens": options.new_tokens, "seconds": options.seconds}
+        lengths = options.prompt_tokens or 0, options.new_tokens, options.seconds
         for run, row in zip(runs, list(rows), strict=True):
-            rows.append(facts | engine_alone(pipe, texts, **run, **lengths))
+            loop = Loop(options.model, *lengths, **run)
+            rows.append(facts | engine_alone(pipe, texts, loop))
             row["of the engine's"] = round(row["tokens/s"] / rows[-1]["tokens/s"], 3)
     table(rows)
     record = Record("load", command("benchmarks.load", arguments), device_name(device), rows, NOTES)

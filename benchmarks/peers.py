@@ -3,7 +3,8 @@
 python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--contexts 2048,32768,131072]
 
 Other benchmarks run one after another in their own processes: ``decode_step`` and ``throughput``
-for our caches and those of transformers, and ``vllm_attention`` if vLLM is installed.
+for our caches and those of transformers, ``client_loop`` for many clients with short prompts, and
+``vllm_attention`` if vLLM is installed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import client_loop
 from benchmarks.cache_variants import VARIANTS
 from benchmarks.decode_step import COMPILED, COMPILED_CELL
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, command, device_name, finish, parser, show
 
 MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
+CLIENTS = ("--prompts", "2000", "--clients", "64")
+"""Arguments of ``client_loop``; more loads are measured by calling it directly."""
+SMALL_CLIENTS = ("--prompts", "40", "--clients", "2", "--new-tokens", "4", "--seconds", "1")
 WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
 """Caches to measure with a single sequence; ``FULL_WAYS`` are the caches for full memory."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
@@ -92,6 +97,9 @@ def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[R
         yield from of_loops(measured("decode_step", cell), full=False)
     batches = ["--models", models, "--contexts", full, "--ways", ",".join(FULL_WAYS), *small]
     yield from of_loops(measured("throughput", batches), full=True)
+    clients = SMALL_CLIENTS if tiny else CLIENTS
+    for row in measured("client_loop", ["--models", models, *clients, *small]):
+        yield row | {"method": row.get("engine", row.get("way", ""))}
     if tiny or find_spec("vllm") is None:
         return
     for model, attention in product(models.split(","), ATTENTIONS):
@@ -107,7 +115,7 @@ def best(rows: Iterable[Row]) -> Iterator[tuple[str, str, float]]:
     """
     speeds: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
-        if "error" in row:
+        if "error" in row or "clients" in row:
             continue
         speed = row["tokens_per_s"] if "full" in row else 1e3 / row["ms"]
         tokens = row["full"] if "full" in row else row["context"]
@@ -129,7 +137,10 @@ def report(rows: Sequence[Row]) -> None:
     contexts = sorted({row["context"] for row in rows if "context" in row})
     full = sorted({row["full"] for row in rows if "full" in row})
     cells: dict[tuple[str, str], dict[str, str]] = {}
+    loops = [row for row in rows if "clients" in row]
     for row in rows:
+        if "clients" in row:
+            continue
         line = cells.setdefault((row["model"], row["method"]), {})
         if "error" in row:
             line["error"] = row["error"][:40]
@@ -143,6 +154,8 @@ def report(rows: Sequence[Row]) -> None:
     show("Steps, and sequences and tokens/s at full memory", ("model", "method", *titles), lines)
     for place, peer, times in best(rows):
         print(f"{place} is {times:.2f} times as fast as {peer}")
+    if loops:
+        client_loop.report(loops)
 
 
 def main(arguments: Sequence[str]) -> int:

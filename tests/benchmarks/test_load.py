@@ -13,11 +13,11 @@ pytest.importorskip("openai", reason="needs the openai package")
 pytest.importorskip("fastapi", reason="needs fastapi")
 
 from benchmarks import load
+from benchmarks.client_loop import Loop
 from benchmarks.load import KINDS, answered_kinds, figures, measure, prompts
 from benchmarks.openai_server import Exchange, Load, Server, traffic
 from benchmarks.random_model import make_endless, random_pipeline
 from benchmarks.record import Record
-from oscar_mm.engine.request import Request
 from oscar_mm.pipelines.pipeline import Pipeline
 from tests.apps.serve.conftest import served
 
@@ -202,17 +202,8 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in capsys.readouterr().err
 
 
-def test_the_engine_alone_has_as_many_answers_as_clients(
-    endless: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_once, next_ended = list[int](), endless.engine.next_ended
-
-    def noted(answers: list[Request]) -> list[Request]:
-        at_once.append(len(answers))
-        return next_ended(answers)
-
-    monkeypatch.setattr(endless.engine, "next_ended", noted)
-    row = load.engine_alone(endless, ["What?", "Why?"], clients=3, new_tokens=8, seconds=0.5)
+def test_the_engine_alone(endless: Pipeline) -> None:
+    loop = Loop("tiny", prompt=10, new_tokens=8, seconds=0.5, clients=3)
+    row = load.engine_alone(endless, ["What?", "Why?"], loop)
+    assert row.keys() == {"run", "tokens/s"}
     assert row["run"] == "3 answers, engine alone" and row["tokens/s"] > 0
-    assert set(at_once) == {3} and len(at_once) > 3
-    assert not (endless.engine.running or endless.engine.waiting)

@@ -1,4 +1,4 @@
-"""The table of peers: rows of three benchmarks, as they write them."""
+"""The table of peers: rows of four benchmarks, as they write them."""
 
 import pytest
 
@@ -24,6 +24,13 @@ def rows_of(name: str, arguments: list[str]) -> list[Row]:
         ]
         # What ran out of memory was tried again with fewer.
         return [row | {"way": "DynamicCache", "error": "full", "out_of_memory": True}, *found]
+    if name == "client_loop":
+        load = {"prompt": 2000, "clients": 64, "rate": 0.0, "new_tokens": 400}
+        speeds = {"oscar_mm": 3600.0, "vLLM": 3000.0}
+        return [
+            {"model": MODEL, "engine": engine, **load, "tokens/s": speed}
+            for engine, speed in speeds.items()
+        ]
     assert arguments[arguments.index("--model") + 1] == MODEL
     found = [
         {"model": MODEL, "attention": "auto", "what": "capacity", "tokens": 8},
@@ -53,6 +60,7 @@ def test_one_table(has_vllm: bool, tmp_path, capsys, monkeypatch: pytest.MonkeyP
     assert f"{place} is {times} times as fast as {peer}" in printed
     assert "full memory: standard, graph is 23.40 times as fast as DynamicCache" in printed
     assert ("vLLM, our standard pages is 19.15 times" in printed) == has_vllm
+    assert "64 clients, 2000 tokens: 1.20 of vLLM's tokens/s, at least 1.3: NOT met" in printed
     assert "46: 1100" in printed and "6: 47" in printed and "capacity" not in printed
     [path] = tmp_path.glob("peers-*.json")
     errors = [row["method"] for row in Record.load(path).rows if "error" in row]
