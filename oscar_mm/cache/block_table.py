@@ -63,7 +63,7 @@ class SlotPool:
             self._uses += [0] * len(grown)
             self._free += reversed(grown)
         if for_prompt:
-            slots, self._free = self._free[:count], self._free[count:]
+            slots, self._free = self._free[:count][::-1], self._free[count:]
         else:
             slots = [self._free.pop() for _ in range(count)]
         self._own(slots)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.engine.device_timer import DeviceTimer
-from oscar_mm.engine.prefill import MAX_TOKENS, layers_of_towers
+from oscar_mm.engine.prefill import layers_of_towers
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.running_batches import RunningBatches
 from oscar_mm.errors import Cancelled
@@ -41,6 +41,7 @@ def layered_prefill(
     batches: RunningBatches,
     cache: OscarCache,
     prompts: Sequence[Prompt],
+    max_short: int,
     cancelled: Callable[[], bool] | None = None,
 ) -> Iterator[None]:
     """Interleave decode steps with prompt layers within the block; see ``LayeredPrefill``.
@@ -49,6 +50,7 @@ def layered_prefill(
         batches: requests that decode.
         cache: cache that the prompts are written to.
         prompts: prompts of the pass.
+        max_short: maximum number of tokens of short prompts, together.
         cancelled: function that returns whether all requests of the prompts were cancelled; if so,
             prefill stops, provided that ``RunningBatches.steps_while_reading``.
 
@@ -59,7 +61,8 @@ def layered_prefill(
     if not (batches.live or cancelled) or not batches.steps_while_reading:
         yield
         return
-    turns = LayeredPrefill(batches, cache, prompts, cancelled)
+    is_long = sum(prompt.tokens for prompt in prompts) > max_short
+    turns = LayeredPrefill(batches, cache, len(prompts), is_long, cancelled)
     layers = model.get_decoder().layers
     hooks = [layer.register_forward_hook(turns.layer_ends) for layer in layers]
     if cancelled and any(bool((x.modalities > Modality.TEXT).any()) for x in prompts):
@@ -106,8 +109,9 @@ class LayeredPrefill:
     Args:
         batches: requests that decode.
         cache: cache that the prompts are written to.
-        prompts: prompts of the pass. If they are short and no requests decode, the host does not
-            wait for layers.
+        count: number of prompts in the pass.
+        is_long: whether the prompts are long. If they are short and no requests decode, the host
+            does not wait for layers.
         cancelled: function that returns whether all requests of the prompts were cancelled.
     """
 
@@ -115,12 +119,12 @@ class LayeredPrefill:
         self,
         batches: RunningBatches,
         cache: OscarCache,
-        prompts: Sequence[Prompt],
+        count: int,
+        is_long: bool,
         cancelled: Callable[[], bool] | None,
     ) -> None:
-        self._batches, self._cache, self._others = batches, cache, len(prompts) - 1
+        self._batches, self._cache, self._others = batches, cache, count - 1
         self._decodes = bool(batches.live)  # No requests join during the pass.
-        is_long = sum(prompt.tokens for prompt in prompts) > MAX_TOKENS
         self._waits = self._decodes or is_long
         # Another thread may use the model at the same time, and its passes call the hooks too.
         self._cancelled, self._ident = cancelled, threading.get_ident()

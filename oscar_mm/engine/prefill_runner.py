@@ -152,7 +152,7 @@ class PrefillRunner:
         chunks = read_in_chunks(self.family.model, prompt, cache, self._chunk, logprobs)
         logits = None
         while logits is None:
-            turns = layered_prefill(self._batches, cache, [prompt], cancelled)
+            turns = self._layered(cache, [prompt], cancelled)
             with turns, self._reading(cache):
                 logits = next(chunks)
             yield logits
@@ -214,7 +214,7 @@ class PrefillRunner:
             view.sigmas = caches[some][0].sigmas
             view.set_rows(caches[some])
             lengths = [prompt.tokens for prompt in own]
-            turns = layered_prefill(self._batches, view, own, cancelled)
+            turns = self._layered(view, own, cancelled)
             with turns, self._reading(view):
                 logits = prefill_varlen(
                     *(self.family.model, self.family.concatenate(own), lengths, view),
@@ -223,6 +223,14 @@ class PrefillRunner:
             yield some, logits
             if view.pop_overflow():  # Row unknown: the caller prefills each prompt separately.
                 raise FloatingPointError(NOT_STORABLE)
+
+    def _layered(
+        self,
+        cache: OscarCache,
+        prompts: Sequence[Prompt],
+        cancelled: Callable[[], bool] | None,
+    ) -> AbstractContextManager[None]:
+        return layered_prefill(self._batches, cache, prompts, self.max_varlen_tokens, cancelled)
 
     def _packs(self, prompts: Sequence[Prompt], caches: Sequence[OscarCache]) -> Iterator[slice]:
         """Yield slices of prompts that fit into one pass."""

@@ -87,7 +87,7 @@ def test_media_of_all_kinds_without_files(
             ["PICTURE", "-m", "MODEL", "--out", "PICTURE/in"],
             "picture0.png is a file; pass a folder",
         ),
-        (["PICTURE", "-m", "nowhere/at/all"], "nowhere/at/all: no such folder; give"),
+        (["PICTURE", "-m", "nowhere/at/all"], "nowhere/at/all: no such folder; pass"),
         (["PICTURE", "-m", "MODEL", "--device", "abacus"], "device 'abacus' cannot be used"),
     ],
 )

@@ -32,8 +32,8 @@ def test_a_dry_run(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["host_ms"] <= row["ms"] and 0 < row["loop_host_ms"] <= row["loop_ms"]
         reading = row["reading"]
         assert reading["prompt_tokens"] == row["context"]
-        # At least the step after the prompt.
-        assert reading["tokens"] >= row["batch"] and reading["tokens"] % row["batch"] == 0
+        # A prompt that is short is read at once.
+        assert reading["tokens"] >= 0 and reading["tokens"] % row["batch"] == 0
         assert reading["share"] == pytest.approx(reading["tokens_per_s"] / row["tokens_per_s"])
         assert reading["alone_s"] > 0
     assert "of loop" in capsys.readouterr().out

@@ -378,7 +378,7 @@ def test_the_host_waits_for_layers_of_long_prompts(
     answer = made(pipe, LONG, max_new_tokens=1)
     monkeypatch.setattr(running_batches, "DeviceTimer", Later)
     if is_long:
-        monkeypatch.setattr(layered_prefill, "MAX_TOKENS", answer.prompt.tokens - 1)
+        pipe.engine.reader.max_varlen_tokens = answer.prompt.tokens - 1
     with counted(layers) as counts:
         hooks = [
             layer.register_forward_pre_hook(lambda *_: in_flight.append(sum(counts) - waited[0]))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
 from oscar_mm import OscarOmniPipeline
+from oscar_mm.engine import layered_prefill
 from oscar_mm.engine.device_timer import StepTimer
 from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.engine.prompt import Prompt, remaining
@@ -273,7 +274,10 @@ def test_logits_of_the_last_token_only(omni) -> None:
     assert torch.allclose(whole[:, -1:], last, atol=1e-5) and torch.equal(whole, again)
 
 
-def test_logits_of_the_last_token_only_while_others_decode(omni) -> None:
+def test_logits_of_the_last_token_only_while_others_decode(
+    omni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layered_prefill, "_PATIENCE_S", 0.0)
     first, second = made(omni, "What is it?", max_new_tokens=60), made(omni, "Why?" * 20)
     sizes, during = [], []
 
