@@ -79,6 +79,15 @@ class Pool:
             self.storage, self.capacity = grown, capacity
         self.moves += moves
 
+    def keep_address(self) -> None:
+        """Give a slot to a pool whose slots have all been removed.
+
+        A tensor without elements has no address, so a CUDA graph that is captured with it would
+        read from nowhere once the pool has grown again at its fixed address.
+        """
+        if self._range is not None and not self.capacity:
+            self._resize(self._range, 1)
+
     def keep(self, slots: list[int]) -> None:
         """Shrink the pool to these slots, which must be in ascending order."""
         if self._range is None:
@@ -239,6 +248,8 @@ class PageStore:
         self._pools: list[Pool] = []
         self._reserved: tuple[int, ...] = ()
         """Number of pools and of slots at the last ``reserve``."""
+        self._keeps_addresses = False
+        """Whether all pools have had an address since then."""
         self._owners: weakref.WeakKeyDictionary[object, list[SequenceTable]] = (
             weakref.WeakKeyDictionary()
         )
@@ -291,19 +302,25 @@ class PageStore:
             )
         return pools
 
-    def reserve(self) -> None:
+    def reserve(self, *, for_graph: bool = False) -> None:
         """Grow all pools to the capacity of the slot allocators.
 
         This is called once before a forward pass, since a GPU allocation waits for queued work. In
         most steps, no pool needs to grow.
+
+        Args:
+            for_graph: whether the pass is captured or replayed, see ``Pool.keep_address``.
         """
         slots = [allocator.capacity for allocator in self.allocators.values()]
         wanted = len(self._pools), self.trims, *slots
-        if wanted == self._reserved:
-            return
-        for pools in self.layers.values():
-            pools.reserve(self.allocators)
-        self._reserved = wanted
+        if wanted != self._reserved:
+            for pools in self.layers.values():
+                pools.reserve(self.allocators)
+            self._reserved, self._keeps_addresses = wanted, False
+        if for_graph and not self._keeps_addresses:
+            for pool in self._pools:
+                pool.keep_address()
+            self._keeps_addresses = True
 
     def share(self, sequences: Iterable[SequenceTable]) -> None:
         """Add an owner to every slot of the sequences."""
@@ -340,6 +357,8 @@ class PageStore:
         owners = self._registered()  # Strong references, so that no owner is collected meanwhile.
         self.collect()
         for bits, slots in self.allocators.items():
+            if not slots.capacity:
+                self._release_addresses(bits)
             if not slots.free:
                 continue
             self.trims += 1
@@ -353,6 +372,13 @@ class PageStore:
             for _, sequences in owners:
                 for sequence in sequences:
                     sequence.renumber(bits, new_ids)
+
+    def _release_addresses(self, bits: Bits) -> None:
+        """Return the memory of pools that have a slot only for the sake of their address."""
+        for pools in self.layers.values():
+            if pools.by_bits[bits].capacity:
+                pools.by_bits[bits].keep([])
+        self._keeps_addresses = False
 
     def trim_surplus(self, soon: int = 0) -> None:
         """Run ``trim`` if enough slots are free and trimming takes only a small share of the time.

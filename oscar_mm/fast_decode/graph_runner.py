@@ -66,7 +66,7 @@ class GraphInputs:
         """
         if not self._tables.takes(step):
             return False
-        self._cache.store.reserve()
+        self._cache.store.reserve(for_graph=True)
         # Graphs do not include these copies.
         for layer in self._cache.packed_layers if step.copies else ():
             layer.copy_pages(step)

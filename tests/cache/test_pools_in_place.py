@@ -133,6 +133,32 @@ def test_a_capture_holds_while_pools_grow_and_shrink(device, policy) -> None:
     assert cache.version == version and places(cache.store)[: len(before)] == before
 
 
+@pytest.mark.parametrize("policy", ["stream", "mixed"])
+def test_a_capture_after_pools_were_empty(device, policy) -> None:
+    """It contains the addresses of pools that have no slots at the time, but will have some."""
+    store = PageStore(POLICIES[policy])
+    before = OscarCache(POLICIES[policy], store=store)
+    add(before, device, 300)
+    where = [pool.storage.data_ptr() for pool in pools(store)]
+    before.close()
+    store.trim()
+    assert store.memory().pool_bytes == 0
+    cache = OscarCache(POLICIES[policy], store=store)
+    add(cache, device, 2)
+    assert any(not len(pool.storage) for pool in pools(store)), "no page has begun"
+    replay = GraphInputs(cache, 1)
+    assert replay.fix(cache.begin(TEXT))
+    version = cache.version
+    assert [pool.storage.data_ptr() for pool in pools(store)] == where
+    add(cache, device, 1)
+    add(cache, device, 300)
+    assert [pool.storage.data_ptr() for pool in pools(store)] == where
+    assert cache.version == version
+    cache.close()
+    store.trim()
+    assert store.memory().pool_bytes == 0
+
+
 def test_a_report_counts_the_last_piece(device) -> None:
     cache = OscarCache("channel")
     add(cache, device, 300)
