@@ -26,10 +26,11 @@ from oscar_mm.fast_decode.experts import (
 from oscar_mm.fast_decode.experts_torch import Choice, Experts
 from oscar_mm.fast_decode.gate import GateKernel
 from oscar_mm.fast_decode.linear import LinearKernel, LinearRowsKernel, linear
+from oscar_mm.fast_decode.linear_cluster import ClusterSpecialization, LinearClusterKernel
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import RopeKernel, rope_
 from oscar_mm.kernels.compile import KernelError
-from oscar_mm.kernels.launch import multiprocessors, uses_tma
+from oscar_mm.kernels.launch import multiprocessors, uses_tma, uses_wgmma
 from oscar_mm.kernels.self_check import Verdict
 from oscar_mm.ops import append as append_module
 from oscar_mm.ops import pack as pack_module
@@ -60,6 +61,8 @@ _PAGES = 1024
 """Number of pages in the prompt: 131,072 tokens, 537 MB in 16-bit precision and 94 MB packed, more
 than fits into a GPU's L2 cache."""
 _ROWS = 8
+_BATCH = 64
+"""Number of rows of a full batch."""
 _WIDTH, _HIDDEN = 4096, 12288
 """Input and output widths of the feed-forward layer to check."""
 _CHOICE = Choice(32, 8, True, _DTYPE)
@@ -69,6 +72,7 @@ _LINEAR_KERNELS = (
     (LinearRowsKernel, linear_module.RowsSpecialization.of(_ROWS, True, _DTYPE)),
     (GateKernel, _DTYPE),
 )
+_HOPPER_LINEAR_KERNEL = LinearClusterKernel, ClusterSpecialization.of(_BATCH, True, _DTYPE)
 _MIXTURE_KERNELS = (
     (ExpertKernels, _MIXTURE),
     (GroupedKernels, mixture_module.GroupedSpecialization(_CHOICE, 8)),
@@ -106,7 +110,8 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
             raise KernelError(specialization)
         return DecodeKernel.checked.check(specialization, device)
     if operation == "linear":
-        return _first_that_disagrees(device, *_LINEAR_KERNELS)
+        more = (_HOPPER_LINEAR_KERNEL,) if uses_wgmma(device) else ()
+        return _first_that_disagrees(device, *_LINEAR_KERNELS, *more)
     if operation == "mixture":
         return _first_that_disagrees(device, *_MIXTURE_KERNELS)
     if operation == "pack":

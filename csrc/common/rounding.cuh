@@ -16,7 +16,17 @@ __device__ __forceinline__ float2 unpacked(uint32_t two, __half) {
   return __half22float2(*reinterpret_cast<const __half2*>(&two));
 }
 
-__device__ __forceinline__ float rounded(float x) { return static_cast<float>(ELEMENT(x)); }
+// Conversions of pairs are several times as fast as those of single numbers.
+__device__ __forceinline__ float rounded(float x, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, 0.0f);
+  return unpacked(*reinterpret_cast<const uint32_t*>(&pair), __nv_bfloat16()).x;
+}
+
+__device__ __forceinline__ float rounded(float x, __half) {
+  return __low2float(__floats2half2_rn(x, 0.0f));
+}
+
+__device__ __forceinline__ float rounded(float x) { return rounded(x, ELEMENT()); }
 
 // silu(gate) * up of products that are not yet rounded.
 __device__ __forceinline__ float gated(float gate, float up) {

@@ -40,13 +40,19 @@ struct WeightRow {
   }
 };
 
-// Finish the output at index `at` of (rows, total): silu(gate) * up of two products, or one product
-// plus its bias; then add the residual, which is 0 if there is none.
-__device__ __forceinline__ void finish(const Matrices& matrices, int64_t at,
-                                       const float (&products)[SIDES], float bias,
-                                       float residual) {
+// Return a finished output: silu(gate) * up of two products, or one product plus its bias; plus the
+// residual, which is 0 if there is none.
+__device__ __forceinline__ ELEMENT finished(const Matrices& matrices,
+                                            const float (&products)[SIDES], float bias,
+                                            float residual) {
   float y = rounded(products[0] + bias);
   if (GATED) y = gated(products[0], products[SIDES - 1]);
   if (matrices.residual != nullptr) y += residual;
-  matrices.output[at] = ELEMENT(y);
+  return ELEMENT(y);
+}
+
+// Finish the output at index `at` of (rows, total).
+__device__ __forceinline__ void finish(const Matrices& matrices, int64_t at,
+                                       const float (&products)[SIDES], float bias, float residual) {
+  matrices.output[at] = finished(matrices, products, bias, residual);
 }

@@ -1,5 +1,6 @@
-// rms_norm: x / sqrt(mean(x^2) + epsilon) * weight for a few rows, between launches of linear_rows:
-// meanwhile, the weights of the next launch are loading (overlap.cuh). One thread block per row.
+// rms_norm: x / sqrt(mean(x^2) + epsilon) * weight, between launches of linear_rows and
+// linear_cluster: meanwhile, the weights of the next launch are loading (overlap.cuh). One thread
+// block per row.
 //
 // Compiled with: ELEMENT (__half, __nv_bfloat16).
 

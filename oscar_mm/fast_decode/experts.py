@@ -34,7 +34,6 @@ from oscar_mm.fast_decode.linear import (
     PIECE,
     WARPS,
     Launch,
-    Matrices,
     RowsParams,
     RowsSpecialization,
     Tiling,
@@ -42,6 +41,7 @@ from oscar_mm.fast_decode.linear import (
     linear,
     tiling_for,
 )
+from oscar_mm.fast_decode.linear_params import Matrices
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (

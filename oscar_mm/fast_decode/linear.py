@@ -3,19 +3,32 @@ decoder layer.
 
 y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
 
-There is a kernel for a few rows, csrc/linear/linear.cu, and one for more, linear_rows.cu, preceded
-by rms_norm.cu for the norm. Both read the weights once at full memory bandwidth, and begin before
-the preceding kernel has ended.
+There is a kernel for a few rows, csrc/linear/linear.cu, and one for more, linear_rows.cu; on Hopper
+GPUs, linear_cluster.cu takes its place, up to 128 rows. rms_norm.cu precedes the latter two for the
+norm. All read the weights once, and begin before the preceding kernel has ended.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from oscar_mm.fast_decode.linear_cluster import (
+    MAX_CLUSTER_ROWS,
+    ClusterSpecialization,
+    LinearClusterKernel,
+)
+from oscar_mm.fast_decode.linear_params import (
+    NORM_SOURCE,
+    WIDEST_NORM,
+    WORST_ERROR,
+    Matrices,
+    normalized,
+    worst_error,
+)
 from oscar_mm.fast_decode.linear_torch import (
     LinearArguments,
     Norm,
@@ -33,32 +46,27 @@ from oscar_mm.kernels.launch import (
     pointers,
     shared_limit,
     uses_tma,
+    uses_wgmma,
 )
 from oscar_mm.kernels.macros import Macros, macros_of
-from oscar_mm.kernels.self_check import OperationKernel, random_normal, relative_error, worst
+from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
 
 FEW_ROWS = 2
 """Number of rows up to which the kernel for a few rows is fastest; with four rows, the kernel on
 matrix units takes 17% less time (H200)."""
-WORST_ERROR = 0.02
-"""Maximum relative error of a correct kernel: above the rounding error in 16-bit precision, below
-the error of a wrong row."""
 MAX_ROWS = 4
 """Maximum number of rows for the kernel for a few rows."""
 AT_ONCE = 256
 WARPS, PIECE = 16, 1024
 """Warps per thread block, and elements per piece."""
-_MAX_PARTS = 3
-_ADDRESSES, _SIZES = ctypes.c_void_p * _MAX_PARTS, ctypes.c_int * _MAX_PARTS
 MAX_COLUMNS = 24
 """Maximum rows of x for the kernel for more rows. On an H200, cuBLAS is as fast with 32 rows, a
-fifth slower with 16 and a third slower with 8."""
+fifth slower with 16 and a third slower with 8; ``linear_cluster`` is 6% faster with 4 rows and a
+quarter with 24."""
 _FRAGMENT = 8
 """Number of columns in a matrix unit's product, and half its number of rows."""
 MAX_DEPTH = 16
-WIDEST_NORM = 16384
-NORM_THREADS = 512
 _FLOAT = 4
 _checker = ArgumentChecker("linear")
 
@@ -83,7 +91,9 @@ def linear(
     return _linear(LinearArguments.of(x, weights, biases, norm, residual, gated))
 
 
-def kernel_for(arguments: LinearArguments) -> LinearKernel | LinearRowsKernel | None:
+def kernel_for(
+    arguments: LinearArguments,
+) -> LinearKernel | LinearRowsKernel | LinearClusterKernel | None:
     """Return the kernel to use; None if PyTorch operations must be used."""
     x, has_norm = arguments.x, arguments.norm is not None
     rows, width = x.shape
@@ -100,35 +110,14 @@ def kernel_for(arguments: LinearArguments) -> LinearKernel | LinearRowsKernel | 
 
 def _kernels(
     rows: int, gated: bool, dtype: torch.dtype, device: torch.device
-) -> Iterator[LinearKernel | LinearRowsKernel | None]:
+) -> Iterator[LinearKernel | LinearRowsKernel | LinearClusterKernel | None]:
     """Yield candidate kernels, fastest first."""
+    if FEW_ROWS < rows <= MAX_CLUSTER_ROWS and uses_wgmma(device):
+        yield LinearClusterKernel.of(ClusterSpecialization.of(rows, gated, dtype), device)
     if FEW_ROWS < rows <= MAX_COLUMNS and uses_tma(device):
         yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype), device)
     if rows <= MAX_ROWS:
         yield LinearKernel.of(Specialization(rows, gated, dtype), device)
-
-
-class Matrices(ctypes.Structure):
-    """Mirror of ``Matrices`` in csrc/linear/matrices.cuh, field for field."""
-
-    _fields_ = (
-        *((name, _ADDRESSES) for name in ("weights", "biases")),
-        *pointers("residual", "output"),
-        ("outputs", _SIZES),
-        *ints("total", "width"),
-    )
-
-    @classmethod
-    def of(cls, arguments: LinearArguments, output: torch.Tensor) -> Matrices:
-        """Return the matrices of a launch; the tensors must outlive the launch."""
-        weights = arguments.weights
-        return cls(
-            _ADDRESSES(*addresses(*weights)),
-            _ADDRESSES(*addresses(*arguments.biases)),
-            *addresses(arguments.residual, output),
-            _SIZES(*[weight.shape[0] for weight in weights]),
-            *(output.shape[1], weights[0].shape[1]),
-        )
 
 
 class Params(ctypes.Structure):
@@ -212,16 +201,6 @@ class RowsParams(ctypes.Structure):
         ("matrices", Matrices),
         *pointers("groups", "count", "rows_of"),
         *ints("rows", "step", "depth"),
-    )
-
-
-class NormParams(ctypes.Structure):
-    """Mirror of ``Params`` in csrc/linear/rms_norm.cu, field for field."""
-
-    _fields_ = (
-        *pointers("x", "weight", "output"),
-        *ints("width"),
-        ("epsilon", ctypes.c_float),
     )
 
 
@@ -314,7 +293,7 @@ class LinearRowsKernel(
         self.tiling = tiling_for(shared_limit(device))
         macros = self.tiling.macros(specialization)
         self._kernel = self._load("linear/linear_rows.cu", macros)
-        self._norm = self._load("linear/rms_norm.cu", {"ELEMENT": macros["ELEMENT"]})
+        self._norm = self._load(NORM_SOURCE, {"ELEMENT": macros["ELEMENT"]})
         self._blocks = multiprocessors(device)
 
     def takes(self, width: int, norm: bool) -> bool:
@@ -326,7 +305,7 @@ class LinearRowsKernel(
         """Launch the kernels; no bias is added if the product is gated."""
         x, stream, output = arguments.x, current_stream(arguments.x.device), arguments.result()
         if arguments.norm is not None:
-            x = self._normalized(x, arguments.norm, arguments.epsilon, stream)
+            x = normalized(self._norm, x, arguments.norm, arguments.epsilon, stream)
         step, depth, shared_bytes = self._cut(output.shape[1])
         matrices = Matrices.of(arguments, output)
         params = RowsParams(*addresses(x), matrices, None, None, None, len(x), step, depth)
@@ -337,14 +316,6 @@ class LinearRowsKernel(
     def _cut(self, total: int) -> Launch:
         outputs = -(-total // self._blocks)
         return self.tiling.launch(self.specialization, outputs, self._kernel.shared_limit)
-
-    def _normalized(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, stream: int
-    ) -> torch.Tensor:
-        output = torch.empty_like(x)
-        params = NormParams(*addresses(x, weight, output), x.shape[1], epsilon)
-        self._norm.launch((len(x), 1, 1), (NORM_THREADS, 1, 1), 0, params, stream, dependent=True)
-        return output
 
     @staticmethod
     def disagreement(
@@ -360,32 +331,6 @@ class LinearRowsKernel(
             (columns - 1, 256, (many, many)),
         )
         return worst_error(kernel, gated, specialization.dtype, device, problems)
-
-
-def worst_error(
-    kernel: Callable[[LinearArguments], torch.Tensor],
-    gated: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    problems: Iterable[tuple[int, int, tuple[int, ...]]],
-) -> float:
-    """Return a kernel's largest relative error over all rows, with and without norm, bias and
-    residual.
-
-    Args:
-        kernel: kernel for x and weights of ``dtype``.
-        problems: number of rows, width, and number of outputs of each weight matrix.
-    """
-    random, errors = random_normal(dtype, device), []
-    for rows, width, outputs in problems:
-        x = random(rows, width)
-        weights = [random(count, width).div_(width**0.5) for count in outputs]
-        biases = () if gated else [random(count) for count in outputs]
-        residual = None if gated else random(rows, sum(outputs))
-        for around in (((), None, None), (biases, Norm(random(width), 1e-5), residual)):
-            arguments = LinearArguments.of(x, weights, *around, gated)
-            errors.append(relative_error(kernel(arguments), linear_by_torch(arguments)))
-    return worst(errors)
 
 
 def _linear(arguments: LinearArguments) -> torch.Tensor:

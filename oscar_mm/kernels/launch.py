@@ -72,6 +72,12 @@ def uses_tma(device: torch.device) -> bool:
     return int(arch[3:].rstrip("a")) >= 90 and os.environ.get(SWITCH) != "no-bulk"
 
 
+def uses_wgmma(device: torch.device) -> bool:
+    """Return whether kernels multiply with warpgroups (csrc/common/wgmma.cuh), which only Hopper
+    GPUs do, and copy with TMA."""
+    return architecture(device) == "sm_90a" and uses_tma(device)
+
+
 def current_stream(device: torch.device) -> int:
     """Return the handle of torch's current stream on a GPU with an index."""
     # Same as ``torch.cuda.current_stream(device).cuda_stream``, which takes longer than a launch.

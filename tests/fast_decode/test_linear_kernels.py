@@ -1,4 +1,4 @@
-"""Products of 3 to 24 rows by kernel: how they are cut up, that they compile, what they give."""
+"""Products of 3 to 128 rows by kernel: how they are cut up, that they compile, what they give."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ import pytest
 import torch
 
 from oscar_mm.fast_decode import linear as module
+from oscar_mm.fast_decode import linear_params
 from oscar_mm.fast_decode.linear import (
     LinearKernel,
     LinearRowsKernel,
-    Matrices,
-    NormParams,
     RowsParams,
     RowsSpecialization,
     kernel_for,
 )
+from oscar_mm.fast_decode.linear_cluster import (
+    MAX_CLUSTER_ROWS,
+    MAX_GROUPS,
+    TILE,
+    ClusterParams,
+    ClusterSpecialization,
+    ClusterTiling,
+    LinearClusterKernel,
+)
+from oscar_mm.fast_decode.linear_params import Matrices, NormParams
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import csrc_folder
-from oscar_mm.kernels.launch import multiprocessors, uses_tma
+from oscar_mm.kernels.launch import multiprocessors, uses_tma, uses_wgmma
 from tests.compiled import compile_once, same_struct
 
 LIMITS = {"sm_90a": 227, "sm_100a": 227, "sm_120": 99}
@@ -103,12 +112,54 @@ def test_norm_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "linear/rms_norm.cu").read_text() + (
         f"{same_struct(NormParams)}"
-        f"static_assert(THREADS == {module.NORM_THREADS});\n"
-        f"static_assert(THREADS * EACH * 8 == {module.WIDEST_NORM});\n"
+        f"static_assert(THREADS == {linear_params.NORM_THREADS});\n"
+        f"static_assert(THREADS * EACH * 8 == {linear_params.WIDEST_NORM});\n"
     )
     macros = {"ELEMENT": "__nv_bfloat16"}
     report = compile_once("linear/rms_norm.cu", text, arch, macros)["rms_norm"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+def cluster_tilings(made: ClusterSpecialization, limit: int) -> list[ClusterTiling]:
+    """Those that the kernel has."""
+    sizes = [MAX_GROUPS] if made.gated else range(1, MAX_GROUPS + 1)
+    return [ClusterTiling.of(made, groups, limit) for groups in sizes]
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize("gated", [False, True])
+def test_clusters_share_every_problem(columns: int, gated: bool) -> None:
+    limit = LIMITS["sm_90a"] << 10
+    made = ClusterSpecialization.of(columns - 7, gated, torch.bfloat16)
+    assert made.columns == columns
+    for tiling in cluster_tilings(made, limit):
+        depth = tiling.depth(made, limit)
+        assert depth >= 3 and tiling.grants(made) < depth
+        assert tiling.shared_bytes(made, depth) <= limit < tiling.shared_bytes(made, depth + 1)
+        for grains in (1, 2, 65, 66, 67, 192, 5000):
+            clusters, share, extra, step = tiling.launch(made, grains, 66)
+            assert clusters <= min(66, grains) and share * clusters + extra == grains
+            assert 0 <= extra < clusters and step >= 1
+            assert step * tiling.grain * made.sides <= tiling.groups * TILE
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize("gated", [False, True])
+def test_cluster_compiles(columns: int, gated: bool) -> None:
+    """And the host's picture of the kernel is right."""
+    pytest.importorskip("cuda.core", reason="needs cuda-core")
+    limit = LIMITS["sm_90a"] << 10
+    made = ClusterSpecialization(columns, gated, torch.float16 if columns == 32 else torch.bfloat16)
+    for tiling in cluster_tilings(made, limit):
+        text = (csrc_folder() / "linear/linear_cluster.cu").read_text() + (
+            f"{same_struct(ClusterParams)}"
+            f"static_assert(THREADS == {tiling.threads});\n"
+            f"static_assert(STAGE == {tiling.stage_bytes(made)});\n"
+            f"static_assert(GRANTS == {tiling.grants(made)});\n"
+        )
+        macros = tiling.macros(made)
+        report = compile_once("linear/linear_cluster.cu", text, "sm_90a", macros)["linear_cluster"]
+        assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
 
 @pytest.fixture
@@ -156,30 +207,76 @@ def test_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [256, 320, 4096, 5120, 12288])
+@pytest.mark.parametrize("rows", [3, 16, 17, 33, 56, 64, 65, 128])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("added_in_float32")
+def test_cluster_kernel(dtype: torch.dtype, gated: bool, rows: int, width: int) -> None:
+    """Also fewer outputs than clusters, every tiling, several sweeps, and NaN around all that is
+    read."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not uses_wgmma(device):
+        pytest.skip("needs a Hopper GPU")
+    kernel = LinearClusterKernel.of(ClusterSpecialization.of(rows, gated, dtype), device)
+    assert isinstance(kernel, LinearClusterKernel) and kernel.takes(width, True)
+    many = 200 * multiprocessors(device) + 77 if width == 256 else 2500
+    for outputs in ((5, 5), (many, many)) if gated else ((7,), (many, 9, 300), (4096, 4000)):
+        x = random(rows, width, dtype=dtype, beyond=4096)
+        norm = Norm(random(width, dtype=dtype, beyond=64), 1e-5)
+        weights = [random(one, width, dtype=dtype, beyond=4096) for one in outputs]
+        for weight in weights:
+            weight /= width**0.5
+        biases = [None if gated else random(one, dtype=dtype, beyond=64) for one in outputs]
+        total = outputs[0] if gated else sum(outputs)
+        residual = random(rows, total, dtype=dtype, beyond=64)
+        arguments = LinearArguments.of(x, weights, biases, norm, residual, gated)
+        found, expected = kernel(arguments).double(), linear_by_torch(arguments).double()
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        most = 1e-3 if dtype == torch.float16 else 8e-3
+        assert error.max() < (most if total > 100 else 4 * most), (outputs, error.max())
+        assert torch.equal(found, kernel(arguments).double())
+
+
+@pytest.mark.gpu
 def test_which_kernel_takes_how_many_rows() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     if not uses_tma(device):
         pytest.skip("without bulk copies cuBLAS is faster")
     dtype = torch.bfloat16
     weights = [random(64, 256, dtype=dtype)]
-    for rows, kind in ((2, LinearKernel), (3, LinearRowsKernel), (24, LinearRowsKernel)):
+    on_hopper = LinearClusterKernel if uses_wgmma(device) else None
+    for rows, kind in (
+        (2, LinearKernel),
+        (3, on_hopper or LinearRowsKernel),
+        (24, on_hopper or LinearRowsKernel),
+        (25, on_hopper),
+        (MAX_CLUSTER_ROWS, on_hopper),
+        (MAX_CLUSTER_ROWS + 1, None),
+    ):
         x = random(rows, 256, dtype=dtype)
-        assert isinstance(kernel_for(LinearArguments.of(x, weights)), kind)
+        found = kernel_for(LinearArguments.of(x, weights))
+        assert found is None if kind is None else isinstance(found, kind)
         # Rows that do not begin at multiples of 16 bytes are nobody's.
         others = [random(65, 256, dtype=dtype, beyond=1)[1:]]
         assert kernel_for(LinearArguments.of(x, others)) is None
-    assert kernel_for(LinearArguments.of(random(25, 256, dtype=dtype), weights)) is None
 
 
 @pytest.mark.gpu
-def test_a_chain_of_dependent_launches() -> None:
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_chain_of_dependent_launches(rows: int) -> None:
     """Each begins before the one in front of it has ended, on what that makes."""
-    dtype = torch.bfloat16
+    dtype, device = torch.bfloat16, torch.device("cuda", torch.cuda.current_device())
+    if rows == 16:
+        kernel = LinearRowsKernel.of(RowsSpecialization.of(rows, False, dtype), device)
+    elif uses_wgmma(device):
+        kernel = LinearClusterKernel.of(ClusterSpecialization.of(rows, False, dtype), device)
+    else:
+        pytest.skip("needs a Hopper GPU")
+    assert kernel is not None
     square = random(2048, 2048, dtype=dtype) / 2048**0.5
     norm = Norm(torch.ones(2048, dtype=dtype, device="cuda"), 1e-6)
-    x = again = start = random(16, 2048, dtype=dtype)
-    kernel = LinearRowsKernel.of(RowsSpecialization.of(16, False, dtype), x.device)
-    assert isinstance(kernel, LinearRowsKernel)
+    x = again = start = random(rows, 2048, dtype=dtype)
     for _ in range(200):
         x = kernel(LinearArguments.of(x, [square], (), norm, x))
     torch.cuda.synchronize()

@@ -1,0 +1,58 @@
+"""Tensor maps: descriptors of matrices from which TMA copies boxes (sm_90 and newer)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+
+from oscar_mm.kernels.compile import KernelError, not_installed
+
+PANEL = 64
+"""Width of a box, in elements of 16 bits: rows of 128 bytes, swizzled in shared memory."""
+
+
+class TensorMap(ctypes.Structure):
+    """Mirror of ``TensorMap`` in csrc/common/cluster.cuh: what the driver encodes."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+def tensor_map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
+    """Return the map of a contiguous matrix of 16-bit elements for boxes of (box_rows, PANEL).
+
+    Elements of a box beyond the matrix are zeros.
+
+    Raises:
+        KernelError: if the driver does not encode it; rows must be multiples of 16 bytes.
+    """
+    rows, width = matrix.shape
+    return _encoded(matrix.data_ptr(), rows, width, matrix.dtype, box_rows)
+
+
+# Maps depend on nothing but these arguments. Encoding one takes as long as a launch.
+@lru_cache(maxsize=4096)
+def _encoded(address: int, rows: int, width: int, dtype: torch.dtype, box_rows: int) -> TensorMap:
+    try:
+        # This is a compiled module without stubs.
+        from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError as error:
+        raise not_installed(error) from error
+    kinds, long, short = driver.CUtensorMapDataType, driver.cuuint64_t, driver.cuuint32_t
+    kind = {
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[dtype]
+    status, found = driver.cuTensorMapEncodeTiled(
+        *(kind, 2, address),
+        *([long(width), long(rows)], [long(2 * width)]),
+        *([short(PANEL), short(box_rows)], [short(1), short(1)]),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise KernelError(f"tensor map of ({rows}, {width}) elements: {status.name}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(found.getPtr(), ctypes.sizeof(TensorMap)))
