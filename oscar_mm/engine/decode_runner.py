@@ -30,7 +30,7 @@ class RequestState:
         sampling: sampling options.
         seen: (tokens,) ids before the first sampled token, without padding.
         position: RoPE position of the first sampled token.
-        end_tokens: ids that end the row, unless ``sampling`` says otherwise.
+        end_tokens: ids that end the row, unless ``sampling`` overrides them.
         bad_words, thinks: see ``SamplingState``.
 
     Attributes:
@@ -66,7 +66,7 @@ class RequestState:
 
     @property
     def last_comes(self) -> bool:
-        """Whether the next token will be the last, because of ``max_new_tokens``."""
+        """Whether the next token is the last that ``max_new_tokens`` allows."""
         return len(self.tokens) + 1 >= self._max_tokens
 
     def take(self, token: int) -> None:
@@ -174,8 +174,8 @@ class DecodeRunner:
 
         Args:
             ahead: whether to also launch the following step, if it can be predicted.
-            following: function that sets the cache's rows for the following step, as many as now,
-                and returns them: those of now that have not ended, and rows that join.
+            following: function that sets the cache's rows for the following step, without changing
+                their number, and returns them: current rows that have not ended, and new rows.
         """
         rows, steps, tokens = self.rows, self._steps(len(self.rows)), self._tokens
         ended = torch.tensor([row is None or row.ended for row in rows])
@@ -207,7 +207,7 @@ class DecodeRunner:
         """Return the tokens of the new rows, and set their positions; never waits for a GPU.
 
         Args:
-            before: the rows before.
+            before: the rows of the previous step.
             tokens: (batch,) ids of their last tokens, which the host does not know yet.
             steps: runner of the following step.
         """
@@ -233,7 +233,7 @@ class DecodeRunner:
 
 
 def _give(rows: Sequence[RequestState | None], chosen: SampledTokens) -> None:
-    """Wait for the sampled tokens and give each row its own."""
+    """Wait for the sampled tokens and pass each row its token."""
     tokens = chosen.listed()
     logprobs = chosen.logprobs(tokens)
     for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):

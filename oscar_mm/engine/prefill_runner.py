@@ -79,7 +79,7 @@ class PrefillRunner:
 
     @property
     def sigmas(self) -> dict[int, torch.Tensor]:
-        """Balancing factors by layer, see ``oscar_mm.cache.cache.balancing_of``."""
+        """Query-key balancing vectors (sigma) by layer index, see ``oscar_mm.cache.cache.balancing_of``."""
         if self._weights is None:
             self.refresh()
         return self._sigmas
@@ -139,7 +139,7 @@ class PrefillRunner:
         """Prefill a prompt lazily, one chunk per iteration; other work may run in between.
 
         What a chunk has stored is checked when the iterator continues, since the check waits for
-        the device: the caller can launch more work before. So exhaust the iterator.
+        the device: the caller can launch more work first. The iterator must be exhausted.
 
         Args:
             prompt, cache, cancelled: see ``read``.

@@ -73,7 +73,7 @@ _Key = tuple[object, str]
 
 @dataclass(eq=False)
 class _Entry:
-    """Frozen cache, with the tokens and media of the prefix that it contains."""
+    """Frozen cache together with the tokens and media of the prefix that it contains."""
 
     key: _Key
     ids: np.ndarray
@@ -226,6 +226,6 @@ def _ids(prompt: Prompt) -> np.ndarray:
 
 
 def _same_content(one: MediumSpan, other: MediumSpan) -> bool:
-    """Return whether two media items have the same content and place; names are ignored."""
+    """Return whether two media items have the same content and position; names are ignored."""
     fields = ("modality", "start", "stop", "digest")
     return all(getattr(one, name) == getattr(other, name) for name in fields)

@@ -212,7 +212,7 @@ class RunningBatches:
                 self.pace.note(begin, self.wait_since)
 
     def now(self) -> DeviceTimer:
-        """Return the point in time at which the device finishes all work launched so far."""
+        """Return the time at which the device finishes all work launched so far."""
         return DeviceTimer(self.family.device)
 
     def after_step(self) -> None:

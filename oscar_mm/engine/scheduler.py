@@ -175,8 +175,8 @@ class Scheduler:
         self._batches.settle_ended()
 
     def _dequeue(self, entry: Request | Call) -> None:
-        """Remove an entry from the queue, and have the queue retried, in case the entry blocked
-        it."""
+        """Remove an entry from the queue and retry the other entries, which it may have
+        blocked."""
         self._batches.freed = True
         with suppress(ValueError):
             self._queue.remove(entry)
@@ -347,8 +347,8 @@ class Scheduler:
         request.unread, request.cache = prompt, cache
 
     def _reader_state(self) -> tuple[object, ...]:
-        """Return what keys and values depend on besides the prompt: processor settings, weights and
-        adapters."""
+        """Return the state that keys and values depend on, apart from the prompt: processor
+        settings, weights and adapters."""
         return processor_settings(self.family.processor), self.reader.state
 
     def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
