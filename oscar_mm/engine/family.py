@@ -56,7 +56,7 @@ class Family(ChatFormat, ABC):
         processor: processor of the model.
 
     Attributes:
-        outer_model: the checkpoint's whole model; ``model`` is the part that generates text.
+        outer_model: the checkpoint's full model; ``model`` is the part that generates text.
 
     Raises:
         InputError: if the processor has no chat template.
@@ -185,14 +185,14 @@ class Family(ChatFormat, ABC):
         return replace(prompt, continues=True)
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Refuse token ids that are out of range or stand for media.
+        """Reject token ids that are out of range or stand for media.
 
         Args:
             name: name of the argument, for the error message.
             ids: at least one token id.
 
         Raises:
-            InputError: if an id is refused; names the argument.
+            InputError: if an id is invalid; the error names the argument.
         """
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         if unknown := [token for token in ids if not 0 <= token < vocabulary]:
@@ -208,7 +208,7 @@ class Family(ChatFormat, ABC):
             )
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
-        """Return the numbers of positions by which a run of tokens may advance later tokens.
+        """Return the possible numbers of positions by which a run of tokens shifts later tokens.
 
         Args:
             modality: modality of the run.
@@ -337,7 +337,7 @@ class Family(ChatFormat, ABC):
         past_tokens: int,
         next_position: torch.Tensor,
     ) -> Prompt:
-        """Encode text and media, and place the tokens; see ``_placed``."""
+        """Encode text and media, and set the positions; see ``_placed``."""
         ordered = self._in_order(text, media)
         # Long media are hashed later, one at a time with all threads, after the processor.
         short = [medium for medium in ordered if not medium.in_blocks]

@@ -113,7 +113,7 @@ class Grammar:
         """Create a grammar that matches one of the given texts.
 
         Raises:
-            InputError: if there are no or too many choices, or a choice is not text or is empty.
+            InputError: if there are no choices or too many, or if a choice is empty or not text.
         """
         are_texts = isinstance(choices, list | tuple) and all(
             isinstance(choice, str) and choice for choice in choices

@@ -79,8 +79,8 @@ class _Interleave(NamedTuple):
     """Group of decode steps between two prompt layers.
 
     Attributes:
-        since: end of the previous group; prompt layers ran in between.
-        begin, end: begin and end of this group; the host prepares its first step after ``begin``.
+        since: end of the previous group; prompt layers ran between it and this group.
+        begin, end: start and end of this group; the host prepares its first step after ``begin``.
         usual: seconds that the same number of steps takes outside of prefill.
         patience: seconds of the prompt layers that are not made up for.
     """

@@ -325,7 +325,7 @@ def prefill(
     """Prefill a prompt, running the towers on part of the media at a time.
 
     In a single pass, attention over the prompt is exact. With chunks, activations take memory for
-    one chunk instead of for the whole prompt. The cost: later chunks attend to the packed keys and
+    one chunk instead of the full prompt. In return, later chunks attend to the packed keys and
     values of earlier chunks, so attention over the prompt is slower and no longer exact (except
     with policy "bf16"). Towers run on whole media, except that a video without audio may be split
     between frames; for a batch of several rows, they run on all media at once.
@@ -445,7 +445,7 @@ def read_in_chunks(
     """Prefill a prompt lazily, one chunk per iteration.
 
     Between two chunks, model and store are free for other work. If the iterator is abandoned, the
-    cache contains whole chunks.
+    cache contains complete chunks only.
 
     Args:
         model, prompt, cache, prefill_chunk: see ``read_prompt``.

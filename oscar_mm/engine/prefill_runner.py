@@ -79,7 +79,7 @@ class PrefillRunner:
 
     @property
     def sigmas(self) -> dict[int, torch.Tensor]:
-        """Query-key balancing vectors (sigma) by layer index, see ``oscar_mm.cache.cache.balancing_of``."""
+        """Query-key balancing vectors by layer index, see ``oscar_mm.cache.cache.balancing_of``."""
         if self._weights is None:
             self.refresh()
         return self._sigmas

@@ -155,7 +155,7 @@ class Request(RequestState):
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
     def __iter__(self) -> Iterator[Piece]:
-        """Submit the request, if it is not yet, and yield its pieces; the model runs as they are
+        """Submit the request, unless already done, and yield its pieces; the model runs as they are
         consumed."""
         if not self.submitted:
             self.engine.submit(self)

@@ -233,10 +233,10 @@ class Sampling:
         }
 
     def check_ids(self, vocabulary: int) -> None:
-        """Refuse token ids beyond a model's vocabulary.
+        """Reject token ids beyond a model's vocabulary.
 
         Raises:
-            InputError: if an id is refused.
+            InputError: if an id is outside the vocabulary.
         """
         for name in ("logit_bias", "stop_token_ids"):
             unknown = [token for token in getattr(self, name) if token >= vocabulary]

@@ -91,10 +91,10 @@ class Inspection:
 
 @torch.inference_mode()
 def inspect_prompt(model: Any, prompt: Prompt) -> Inspection:
-    """Prefill a prompt once, and measure the keys, values and attention of each layer meanwhile.
+    """Prefill a prompt once, and measure the keys, values and attention of each layer.
 
     At most one layer's keys and values are in memory at a time. For a long prompt, a sample of
-    whole pages is quantized (``oscar_mm.inspect.quantization_errors.sampled``).
+    full pages is quantized (``oscar_mm.inspect.quantization_errors.sampled``).
 
     Args:
         model: model with attention "oscar" in its decoder, as pipelines load it.
@@ -249,7 +249,7 @@ class Probe(ForcedCache):
     time.
 
     Args:
-        look: function to call with each layer's states; for a single row without padding.
+        look: function called with the states of each layer, for a single row without padding.
     """
 
     def __init__(self, look: Callable[[LayerStates], None]) -> None:
