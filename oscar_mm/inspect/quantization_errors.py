@@ -244,8 +244,8 @@ def sampled(ids: torch.Tensor, limit: int = SAMPLE_TOKENS) -> torch.Tensor:
     """Return the indices of the tokens to quantize, ascending: all tokens, or, for a long prompt, a
     sample of full pages.
 
-    A page contains tokens of one modality in the order of the prompt. The number of pages sampled from
-    each modality is proportional to its share of the prompt, but at least one.
+    A page contains tokens of one modality in the order of the prompt. The number of pages sampled
+    from each modality is proportional to its share of the prompt, but at least one.
 
     Args:
         ids: (tokens,) modality ids on the CPU.
