@@ -1,2 +1,1 @@
-"""Run decode steps of supported decoders in few launches, as CUDA graphs; optional for the
-cache."""
+"""Fast decode: optional decode steps with few kernel launches, replayed as CUDA graphs."""

@@ -1,7 +1,7 @@
 """Fast decoder: run a decoder's forward pass for one token per row, in few launches.
 
-A step of transformers' modules launches about forty small kernels per layer, leaving memory
-bandwidth idle in between. Here the same arithmetic takes seven launches: two norms, the gate and
+A step of transformers' modules launches about forty small kernels per layer, which leaves
+memory bandwidth idle in between. Here the same arithmetic takes seven launches: two norms, the gate and
 both residual sums are fused into the matrix products next to them
 (``oscar_mm.fast_decode.linear``). The weights, embeddings, RoPE frequencies and mixtures of experts
 still belong to the modules.
@@ -83,7 +83,7 @@ def is_sharded(module: nn.Module, dimension: int | None = None) -> bool:
 
 
 def _has_known_parts(layer: Any) -> bool:
-    """Return whether norms are RMS norms and the gate is silu; either may have been replaced."""
+    """Return whether the layer has RMS norms and a silu gate, which users may have replaced."""
     mlp, names = layer.mlp, ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
     norms = [one for name, one in layer.named_modules() if name.rpartition(".")[2] in names]
     gate = getattr(mlp if hasattr(mlp, "gate_proj") else mlp.experts, "act_fn", None)
@@ -91,7 +91,7 @@ def _has_known_parts(layer: Any) -> bool:
 
 
 def _is_sharded_as_known(layer: Any) -> bool:
-    """Return whether the layer is undivided, or divided by heads and by the MLP's inner width."""
+    """Return whether the layer is either undivided or divided by heads and MLP inner width."""
     divided = {module for module in modules_of(layer) if is_sharded(module)}
     for block in (layer.self_attn, layer.mlp):
         products = {one: name for name, one in block.named_children() if name in _SHARDED_BY}
@@ -110,7 +110,7 @@ class _Product(NamedTuple):
 
     Attributes:
         weights, biases: see ``linear``; the local shards if there are several ranks.
-        ranks: group of ranks among which the inputs are divided, over which outputs are summed.
+        ranks: group of ranks that divide the inputs and sum their outputs; None for one rank.
     """
 
     weights: States
@@ -134,7 +134,7 @@ class _Product(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """Multiply as ``linear`` does; weights divided by input support neither norm nor gate."""
+        """Compute ``linear``; if the weights are divided by input, without norm and gate."""
         if self.ranks.count == 1:
             return linear(x, *self[:2], norm=norm, residual=residual, gated=gated)
         if self.ranks.rank == 0:
@@ -204,7 +204,7 @@ class FastLayer:
         """Return the output of the attention block as a new (tokens, hidden size) tensor.
 
         Args:
-            rows: (tokens, hidden size), one sequence after the other.
+            rows: (tokens, hidden size) hidden states, one sequence after the other.
             batch: number of sequences.
             cosine, sine: (tokens, head_dim).
             cache: cache that stores the tokens' keys and values.
@@ -258,7 +258,7 @@ class _Part:
     """Consecutive layers on one device.
 
     Attributes:
-        kept: tensors at fixed addresses for states that come from another device.
+        kept: tensors at fixed addresses for hidden states from another device.
     """
 
     device: torch.device
@@ -266,7 +266,7 @@ class _Part:
     kept: list[torch.Tensor] = field(default_factory=list)
 
     def brought(self, states: States) -> States:
-        """Return the states on the part's device."""
+        """Return the hidden states on the part's device."""
         if all(x.device == self.device for x in states):
             return states
         if not self.kept:
@@ -277,7 +277,7 @@ class _Part:
 
 
 class FastDecoder:
-    """A model for decode steps: one token per row at a time.
+    """A model that runs decode steps with one token per row.
 
     Args:
         model: transformers model with attention "oscar" that ``supports`` accepts.
@@ -369,8 +369,8 @@ class FastDecoder:
 
 
 def _beside(embed: Any, rotary: nn.Module) -> nn.Module:
-    """Return the RoPE module on the embeddings' device; accelerate puts it on that of the last
-    layer."""
+    """Return the RoPE module on the embeddings' device; accelerate moves it to the last layer's
+    device."""
     device = embed.weight.device
     if devices(rotary) == {device}:
         return rotary

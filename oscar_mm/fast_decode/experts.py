@@ -2,7 +2,7 @@
 
     residual + sum over the chosen k of share_k * (silu(n Wg_k^T) * (n Wu_k^T)) Wd_k^T,  n = norm(x)
 
-The kernels read the chosen experts' weights in place, once per weight. For a few rows,
+The kernels read each weight of the chosen experts once, in place. For a few rows,
 csrc/experts/experts.cu runs row by row in two launches. For more, csrc/experts/route.cu groups the
 rows by expert, csrc/linear/linear_rows.cu multiplies them by the experts' matrices, and
 csrc/experts/combine.cu adds up the outputs of each row's experts. For a prompt
@@ -102,8 +102,8 @@ class Specialization(NamedTuple):
         return macros_of(self.choice, ROWS=self.rows, DOWN=down, USE_TMA=tma, **pieces)
 
     def shared_bytes(self, macros: Macros) -> int:
-        """Return the shared memory per thread block in bytes, for the pieces, the rows of x and the
-        norm's weight."""
+        """Return the shared memory per thread block in bytes, which stores the pieces, the rows of
+        x and the norm's weight."""
         pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"])
         if macros["DOWN"]:
             return 2 * (pieces + self.rows * self.choice.chosen * self.between)
@@ -188,8 +188,8 @@ class GroupedSpecialization(NamedTuple):
     def of(cls, choice: Choice, rows: int) -> GroupedSpecialization:
         """Return the specialization for this number of rows of x.
 
-        Groups of 16 leave more shared memory for weights in flight, and are seldom too small while
-        an expert has six rows on average.
+        Groups of 16 rows leave more shared memory for weights in flight, and are seldom too small
+        if an expert has six rows on average.
         """
         many = rows * choice.chosen > 6 * choice.experts
         return cls(choice, 8 if rows <= 8 else 32 if many else 16)
@@ -306,8 +306,8 @@ class PromptParams(ctypes.Structure):
 class PromptKernels(OperationKernel[Choice], operation="prompt_mixture", bound=0.02):
     """The kernels of a mixture for the rows of a prompt, used around torch's grouped products.
 
-    The module of transformers copies the experts' inputs and outputs three more times, in twice the
-    time of the products (8,192 tokens, H200).
+    The module of transformers copies the experts' inputs and outputs three more times, which takes
+    twice as long as the products (8,192 tokens, H200).
     """
 
     def __init__(self, specialization: Choice, device: torch.device) -> None:
@@ -380,7 +380,7 @@ def expert_kernels(
 
 
 def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
-    """Apply a layer's norm, mixture of experts and residual sum: the operation without its checks.
+    """Apply a layer's norm, mixture of experts and residual sum, without checking arguments.
 
     Args:
         x: (rows, width).

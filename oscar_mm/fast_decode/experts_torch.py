@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 
 
 def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
-    """Run ``mixture`` with PyTorch operations; only for a few rows, since weights are copied."""
+    """Run ``mixture`` with PyTorch operations; only for a few rows, since it copies weights."""
     x, weight, epsilon, router, gate_and_up, down, count, normalized = arguments
     normed = Norm(weight, epsilon)(x)
     shares, chosen = _choices(linear(normed, router), count, normalized)
@@ -89,14 +89,14 @@ def clear_choices(
     between: int,
     device: torch.device,
 ) -> MixtureArguments:
-    """Return a mixture of random experts with unambiguous routing, in which rounding does not
-    change which logits are largest.
+    """Return a mixture of random experts with unambiguous routing: rounding does not change which
+    logits are largest.
 
     Args:
         kinds: kind of each row; rows of the same kind are equal.
         choice: routing parameters and dtype.
         width: width of a row.
-        between: inner width of an expert, between its matrices.
+        between: inner width of an expert.
     """
     count, dtype = choice.experts, choice.dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -124,6 +124,6 @@ def clear_choices(
 
 
 def error_of(kernel: Callable[[Any], torch.Tensor], arguments: MixtureArguments) -> float:
-    """Return the largest relative error of any row, without the residual stream."""
+    """Return the largest relative error of any row, not counting the residual stream."""
     x = arguments.x
     return relative_error(kernel(arguments) - x, experts_by_torch(arguments) - x)

@@ -45,7 +45,7 @@ class GateKernel(OperationKernel[torch.dtype], operation="gate", bound=0.01):
         kernel: Callable[[torch.Tensor, torch.Tensor], None],
         device: torch.device,
     ) -> float:
-        """Return the largest relative error of any row, for halves of wider rows."""
+        """Return the largest relative error of any row; the inputs are halves of wider rows."""
         both = random_normal(specialization, device)(37, 2 * 264)
         expected = both.clone()
         kernel(*both.chunk(2, -1))

@@ -1,8 +1,7 @@
 """Graph runner: run decode steps (one token per row) eagerly, or replay them as a CUDA graph.
 
 An eager step takes ten times as long on the host as on the GPU. A captured step is a single launch;
-whatever changes from step to step (tokens, positions, the places of the past and of the new tokens)
-is in tensors that are updated before each replay. A step may be launched early, before the host has
+whatever changes from step to step (tokens, positions, slots of past and new tokens) is in tensors that are updated before each replay. A step may be launched early, before the host has
 read its input tokens: the host learns only later which tokens were chosen and which rows have
 ended, and the device continues as if no row had ended.
 """
@@ -85,8 +84,7 @@ class GraphInputs:
             modalities: (batch, 1) int8 modality ids, -1 for padding.
 
         Returns:
-            The step; None if a page would be copied or packed as a whole, a pool would grow, or no
-            token would be stored.
+            The step; None if it would copy a page, pack a full page, grow a pool, or store no token.
         """
         step = self._cache.kv_manager.planned(modalities)
         if step is None or (step.pack_jobs and self._tables.packs_whole_pages):
@@ -134,11 +132,11 @@ _EAGER_STEPS = 16
 class InflightStep(NamedTuple):
     """A step that was launched early.
 
-    It has written keys and values only to unused places, so it can be discarded without cleanup.
+    It has written keys and values only to unused slots, so it can be discarded without cleanup.
 
     Attributes:
         tokens: (batch,) input ids.
-        step: the planned step: the places of the tokens in rows that had not ended, and the tokens
+        step: the planned step: the slots of the tokens in rows that had not ended, and the tokens
             that were packed.
         logits: (batch, vocabulary) output.
     """
@@ -148,7 +146,7 @@ class InflightStep(NamedTuple):
     logits: torch.Tensor
 
     def is_step(self, tokens: torch.Tensor, step: StepPlan) -> bool:
-        """Return whether the early step has done exactly what a step with these tokens does."""
+        """Return whether the early step did exactly what a step with these tokens would do."""
         return tokens is self.tokens and step.planned is self.step
 
 
@@ -161,8 +159,8 @@ class GraphRunner:
         rows: number of rows of the batch.
         axes: leading axes of the position ids: 1, 3 or 4 for M-RoPE, () for plain RoPE.
         device: device of the model's inputs.
-        capture: capture function; None makes all steps eager. By default, that of CUDA graphs if
-            they are supported and ``SWITCH`` is not "off".
+        capture: capture function; None makes all steps eager. By default, steps are captured as
+            CUDA graphs if these are supported and ``SWITCH`` is not "off".
     """
 
     def __init__(
@@ -192,7 +190,7 @@ class GraphRunner:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured, in which case the number of rows should seldom change."""
+        """Whether steps are captured; if so, the number of rows should seldom change."""
         return self._capture is not None
 
     @property
@@ -342,8 +340,8 @@ def capture_cuda_graph(
 ) -> Callable[[], Result]:
     """Capture a function's work on a GPU and return its replay, which returns the same tensors.
 
-    Other threads may use the GPU meanwhile, but must not synchronize the device, which breaks the
-    capture.
+    Other threads may use the GPU meanwhile, but must not synchronize the device, since that
+    breaks the capture.
 
     Args:
         function: work to capture.

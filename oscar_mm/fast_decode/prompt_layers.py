@@ -1,4 +1,4 @@
-"""Prompt layers: run a decoder's layers on prompt tokens in fewer launches than the modules take.
+"""Prompt layers: run a decoder's layers on prompt tokens in fewer launches than the modules.
 
 For a prompt of 2,000 tokens, a third of the time goes to norms, RoPE, gates and residual sums,
 which transformers' modules compute in about thirty small operations per layer. Here they are fused
@@ -60,8 +60,8 @@ class _States(NamedTuple):
 
     @classmethod
     def empty(cls, layer: FastLayer, hidden: torch.Tensor, cosine: torch.Tensor) -> _States:
-        """Allocate tensors for the longest pass, for layers of the same shape and states of the
-        same dtype."""
+        """Allocate tensors for the longest pass through layers that all have the same shape and
+        dtype."""
         head_dim, width = layer.attention.head_dim, sum(layer.heads)
         shapes = (hidden.shape[-1:], (width, head_dim), (layer.heads[0] * head_dim,))
         with torch.inference_mode(False):
@@ -182,7 +182,7 @@ class PromptLayers:
         model: transformers model that ``takes`` accepts.
         max_total_tokens: maximum number of tokens that an MLP or a mixture of experts processes at
             a time.
-        capture: capture function; by default that of CUDA graphs, if they are supported.
+        capture: capture function; by default, CUDA graphs are captured if they are supported.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class PromptLayers:
 
     @staticmethod
     def takes(model: Any) -> bool:
-        """Return whether the layers are undivided, are all on one device, and run unmodified."""
+        """Return whether the layers are undivided, on a single device, and run unmodified."""
         layers = model.get_decoder().layers
         return (
             supports(model)

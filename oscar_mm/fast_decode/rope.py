@@ -111,7 +111,7 @@ def rope_(
     sine: torch.Tensor,
     norms: tuple[Norm, Norm] | None = None,
 ) -> None:
-    """Rotate heads in place: the operation ``rope`` without its checks.
+    """Rotate heads in place, like ``rope`` but without checking arguments.
 
     Args:
         heads, query_heads, cosine, sine: see ``RopeArguments``.
