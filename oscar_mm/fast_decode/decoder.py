@@ -1,8 +1,8 @@
 """Fast decoder: run a decoder's forward pass for one token per row, in few launches.
 
 A step of transformers' modules launches about forty small kernels per layer, which leaves
-memory bandwidth idle in between. Here the same arithmetic takes seven launches: two norms, the gate and
-both residual sums are fused into the matrix products next to them
+memory bandwidth idle in between. Here the same arithmetic takes seven launches: two norms, the gate
+and both residual sums are fused into the matrix products next to them
 (``oscar_mm.fast_decode.linear``). The weights, embeddings, RoPE frequencies and mixtures of experts
 still belong to the modules.
 
@@ -83,7 +83,7 @@ def is_sharded(module: nn.Module, dimension: int | None = None) -> bool:
 
 
 def _has_known_parts(layer: Any) -> bool:
-    """Return whether the layer has RMS norms and a silu gate, which users may have replaced."""
+    """Return whether all norms are RMS norms and the gate is silu; either may be replaced."""
     mlp, names = layer.mlp, ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
     norms = [one for name, one in layer.named_modules() if name.rpartition(".")[2] in names]
     gate = getattr(mlp if hasattr(mlp, "gate_proj") else mlp.experts, "act_fn", None)
@@ -110,7 +110,7 @@ class _Product(NamedTuple):
 
     Attributes:
         weights, biases: see ``linear``; the local shards if there are several ranks.
-        ranks: group of ranks that divide the inputs and sum their outputs; None for one rank.
+        ranks: group of ranks that divide the inputs and sum the outputs.
     """
 
     weights: States

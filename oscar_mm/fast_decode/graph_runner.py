@@ -1,8 +1,9 @@
 """Graph runner: run decode steps (one token per row) eagerly, or replay them as a CUDA graph.
 
 An eager step takes ten times as long on the host as on the GPU. A captured step is a single launch;
-whatever changes from step to step (tokens, positions, slots of past and new tokens) is in tensors that are updated before each replay. A step may be launched early, before the host has
-read its input tokens: the host learns only later which tokens were chosen and which rows have
+whatever changes from step to step (tokens, positions, slots of past and new tokens) is in tensors
+that are updated before each replay. A step may be launched early, before the host has read
+ its input tokens: the host learns only later which tokens were chosen and which rows have
 ended, and the device continues as if no row had ended.
 """
 
@@ -84,7 +85,7 @@ class GraphInputs:
             modalities: (batch, 1) int8 modality ids, -1 for padding.
 
         Returns:
-            The step; None if it would copy a page, pack a full page, grow a pool, or store no token.
+            The step; None if it would copy a page, pack a full page, grow a pool or store nothing.
         """
         step = self._cache.kv_manager.planned(modalities)
         if step is None or (step.pack_jobs and self._tables.packs_whole_pages):

@@ -1,1 +1,1 @@
-"""Kernels: compile them on first use, launch them, and enable them if they agree with PyTorch."""
+"""Compile kernels on first use, launch them, and enable them if they agree with PyTorch."""

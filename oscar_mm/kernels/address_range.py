@@ -1,7 +1,7 @@
 """Address range: GPU memory that grows and shrinks in place, at addresses that are reserved once.
 
-The driver allocates addresses and memory separately. A range reserves addresses for all memory of
-its GPU, but only the first of them have memory: kernels and CUDA graphs that use its address keep
+The driver allocates addresses and memory separately. A range reserves enough addresses for all
+memory of its GPU, but maps memory only to the first of them: kernels and CUDA graphs that use its address keep
 working while it grows, and nothing is copied. ``torch.cuda.mem_get_info`` counts this memory, but
 ``torch.cuda.memory_allocated`` does not.
 """
@@ -25,17 +25,17 @@ from oscar_mm.sizes import format_bytes
 
 
 class AddressRange:
-    """Consecutive GPU addresses, of which the first have memory.
+    """Consecutive GPU addresses, with memory mapped to the first of them.
 
-    Tensors on the range keep it alive; it is freed with the last of them. All work that uses it
-    must run on streams that were current when it grew, or on the one that is current when it
-    shrinks, since shrinking waits only for these.
+    Tensors on the range keep it alive; it is freed with the last of them. All work that uses the range
+    must run on streams that were current when it grew, or on the stream that is current when it
+    shrinks, since shrinking waits only for these streams.
 
     Attributes:
         device: the GPU.
         size: size last requested, in bytes.
-        nbytes: size of the memory in bytes: ``size`` rounded up to whole mappings of the driver
-            (2 MiB).
+        nbytes: size of the memory in bytes: ``size`` rounded up to a multiple of the driver's
+            mapping size (2 MiB).
     """
 
     def __init__(self, gpu: _Gpu) -> None:
@@ -97,7 +97,7 @@ class AddressRange:
         return memory.view(dtype).view(shape)
 
     def _whole(self, size: int) -> int:
-        """Return ``size`` rounded up to whole pieces."""
+        """Return ``size`` rounded up to a multiple of the mapping size."""
         return -(-size // self._gpu.piece) * self._gpu.piece
 
     def __del__(self) -> None:
@@ -124,7 +124,7 @@ class _Gpu:
     """Driver calls for the addresses and memory of one GPU.
 
     Attributes:
-        piece: size of a mapping in bytes; mappings can only be unmapped as a whole.
+        piece: size of a mapping in bytes; a mapping cannot be unmapped in part.
         total: number of addresses in a range.
 
     Raises:
@@ -141,7 +141,7 @@ class _Gpu:
         manages = attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         handle = self._checked(driver.cuDeviceGet(index))
         if not self._checked(driver.cuDeviceGetAttribute(manages, handle)):
-            raise RuntimeError("the GPU has no virtual memory management")
+            raise RuntimeError("the GPU does not support virtual memory management")
         # This is the context of the CUDA runtime, and so of torch; it lives as long as the process.
         self._context = self._checked(driver.cuDevicePrimaryCtxRetain(handle))
         self._memory, self._access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()

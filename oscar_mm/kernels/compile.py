@@ -1,10 +1,10 @@
 """Compile the sources in csrc with NVRTC on first use, and cache the cubins on disk.
 
-Users need neither a compiler nor, to compile, a GPU: NVRTC and the CUDA headers come with torch's
+Users need no compiler, and compiling needs no GPU: NVRTC and the CUDA headers come with torch's
 dependencies, and ``cuda-core`` calls NVRTC. Compiling takes seconds, so the result is cached in a
 folder: ``$OSCAR_MM_CACHE``, or ``oscar_mm`` in the system's cache folder.
 
-The key of a cached file is the hash of everything that it depends on, so no file can be out of
+The key of a cached file is a hash of everything that the file depends on, so no file can be out of
 date. The folder can be deleted at any time and be used by several processes at once. Its content
 runs on the GPU, so the folder and its files are used only if they belong to the user and are not
 writable by others.
@@ -106,7 +106,7 @@ def _checksum(key: str, content: bytes) -> bytes:
 
 @functools.cache
 def _warn_not_kept(folder: Path, reason: str | None) -> None:
-    """Warn that compiled code cannot be cached; once, not for every kernel."""
+    """Warn, only once, that compiled code cannot be cached."""
     warnings.warn(
         f"compiled kernels cannot be stored in {folder} ({reason}) and will be compiled and "
         "checked again by every process; set OSCAR_MM_CACHE to a folder of your own",
@@ -171,7 +171,7 @@ def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> C
 
     Raises:
         KernelError: if a dependency of the compiler is missing, or the source does not compile (the
-            message then contains that of the compiler).
+            message then contains the compiler's output).
     """
     texts = _read_sources(source)
     key = _key(texts, arch, macros)
@@ -297,7 +297,7 @@ def not_installed(error: ImportError) -> KernelError:
 
 
 def _reports(log: str) -> dict[str, Report]:
-    """Parse the output of ptxas -v."""
+    """Parse the resource usage in the output of ptxas -v."""
     reports = {}
     for found in _FUNCTION.finditer(log):
         shared = _SHARED.search(found["rest"])

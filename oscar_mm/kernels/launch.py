@@ -59,7 +59,7 @@ def architecture(device: torch.device) -> str | None:
 
 
 def uses_tma(device: torch.device) -> bool:
-    """Return whether kernels copy with TMA (csrc/common/copy.cuh), the default since sm_90.
+    """Return whether kernels copy with TMA (csrc/common/copy.cuh), the default from sm_90 on.
 
     Raises:
         KernelError: if the device does not support the kernels.
@@ -101,7 +101,7 @@ def exclusive_shared_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 1 for other devices."""
+    """Return the number of multiprocessors of a GPU, or 1 for another device."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -273,7 +273,7 @@ class Kernel:
             params: the kernel's structure; copied, so that it may be changed afterwards.
             stream: handle of a stream of the kernel's device, ``torch.cuda.Stream.cuda_stream``.
             dependent: whether to begin before the preceding kernel has ended; the kernel itself
-                must then wait for it (csrc/common/overlap.cuh). No effect before sm_90.
+                must then wait for it (csrc/common/overlap.cuh). Has no effect before sm_90.
 
         Raises:
             KernelError: if the structure or the shared memory does not fit, or the driver fails.
@@ -445,7 +445,7 @@ def strides(states: torch.Tensor) -> Any:
 
 
 def sigma_strides(sigma: torch.Tensor | None) -> tuple[int, int]:
-    """Return the strides of the balancing between rows and between heads, in elements; 0 if all
+    """Return the strides of the balancing factors between rows and between heads, in elements; 0 if all
     share one vector."""
     if sigma is None:
         return 0, 0

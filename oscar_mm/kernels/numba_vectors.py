@@ -1,8 +1,8 @@
 """CPU kernels that numba compiles: compilation, threads, and vectors of 16 numbers.
 
 A kernel uses vectors as values: ``store(sums, 0, load(sums, 0) + a * b)``. LLVM maps each vector to
-one register or to several shorter ones; so it decides neither whether loops are vectorized nor the
-order of additions.
+one register or to several shorter ones, but neither decides which loops are vectorized nor changes
+the order of additions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _typed: Any = infer_global
 
 
 class compiled:  # a decorator
-    """Compiles a function that Python calls, and that raises nothing, on its first call.
+    """A function that is compiled on its first call; it must not raise exceptions.
 
     If files can be written and read, the code is cached in a file for the next process.
     """
@@ -126,7 +126,7 @@ def read_floats(halves, places, numbers):
 
     Args:
         halves: (n,) uint16.
-        places: (m,) indices of the numbers.
+        places: (m,) indices of the numbers to convert.
         numbers: (m,) float32, written to.
     """
     bits = numbers.view(np.uint32)
@@ -383,7 +383,7 @@ def aligned(count):
 
 
 def _swapping(width: int) -> Callable[..., Any]:
-    """Return a shuffle that swaps each number with the one whose place differs in one bit."""
+    """Return a shuffle that swaps each number with the number whose index differs in one bit."""
     return shuffle(*(lane ^ width for lane in range(LANES)))
 
 

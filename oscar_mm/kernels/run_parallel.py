@@ -73,7 +73,7 @@ class _Call:
         return self._owner.setdefault(None, me) == me
 
     def make(self) -> None:
-        """Make the call on behalf of a waiting thread."""
+        """Call the function on behalf of a waiting thread."""
         try:
             self.function(*self.arguments)
         except BaseException as error:

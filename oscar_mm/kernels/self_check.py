@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Compiled(Protocol):
-    """Anything to be checked that has a key for its code, as in ``Kernel.key``."""
+    """Any object to check, with a key that identifies its code, as in ``Kernel.key``."""
 
     @property
     def key(self) -> str:
@@ -76,7 +76,7 @@ class CheckedKernels(Generic[S, K]):
             make: function that compiles the kernel for a specialization; raises KernelError if
                 there is none.
             disagreement: function that runs the kernel and PyTorch operations on a small problem,
-                and returns the difference, 0 if there is none. Must not depend on the user's data,
+                and returns the difference, or 0 if there is none. It must not depend on the user's data,
                 since the verdict is stored.
             bound: maximum disagreement of a correct kernel.
         """
@@ -101,7 +101,7 @@ class CheckedKernels(Generic[S, K]):
             return None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"oscar_mm.{self.operation} is used for the first time inside a CUDA graph "
+                f"oscar_mm.{self.operation} is used for the first time during a CUDA graph "
                 "capture, where its kernel cannot be checked: run the same step once beforehand"
             )
         with self._choosing:
@@ -223,7 +223,7 @@ def random_normal(dtype: torch.dtype, device: torch.device) -> Callable[..., tor
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest |found - expected| / |expected| of any row (the last dimension); NaN if
-    there is any."""
+    any element is NaN."""
     found, expected = found.double(), expected.double()
     return worst((found - expected).norm(dim=-1) / expected.norm(dim=-1))
 
@@ -236,7 +236,7 @@ def worst(errors: torch.Tensor | Sequence[float]) -> float:
 
 @functools.cache
 def _identity(device: torch.device) -> list[str]:
-    """Return what a verdict depends on other than the code: the device's name and the driver."""
+    """Return the device's name and driver, on which a verdict depends in addition to the code."""
     if device.type != "cuda":
         return [str(device)]
     from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
