@@ -3,7 +3,7 @@
 An eager step takes ten times as long on the host as on the GPU. A captured step is a single launch;
 whatever changes from step to step (tokens, positions, slots of past and new tokens) is in tensors
 that are updated before each replay. A step may be launched early, before the host has read
- its input tokens: the host learns only later which tokens were chosen and which rows have
+its input tokens: the host learns only later which tokens were chosen and which rows have
 ended, and the device continues as if no row had ended.
 """
 

@@ -1,8 +1,8 @@
 """Address range: GPU memory that grows and shrinks in place, at addresses that are reserved once.
 
 The driver allocates addresses and memory separately. A range reserves enough addresses for all
-memory of its GPU, but maps memory only to the first of them: kernels and CUDA graphs that use its address keep
-working while it grows, and nothing is copied. ``torch.cuda.mem_get_info`` counts this memory, but
+memory of its GPU, but maps memory only to the first of them: kernels and CUDA graphs that use its
+address keep working while it grows, and nothing is copied. ``torch.cuda.mem_get_info`` counts this memory, but
 ``torch.cuda.memory_allocated`` does not.
 """
 
@@ -27,8 +27,8 @@ from oscar_mm.sizes import format_bytes
 class AddressRange:
     """Consecutive GPU addresses, with memory mapped to the first of them.
 
-    Tensors on the range keep it alive; it is freed with the last of them. All work that uses the range
-    must run on streams that were current when it grew, or on the stream that is current when it
+    Tensors on the range keep it alive; it is freed with the last of them. All work that uses the
+    range must run on streams that were current when it grew, or on the stream that is current when it
     shrinks, since shrinking waits only for these streams.
 
     Attributes:

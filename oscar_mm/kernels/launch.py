@@ -445,8 +445,8 @@ def strides(states: torch.Tensor) -> Any:
 
 
 def sigma_strides(sigma: torch.Tensor | None) -> tuple[int, int]:
-    """Return the strides of the balancing factors between rows and between heads, in elements; 0 if all
-    share one vector."""
+    """Return the strides of the balancing factors between rows and between heads, in elements;
+    0 if all share one vector."""
     if sigma is None:
         return 0, 0
     *rows, heads, head_dim = sigma.shape

@@ -1,7 +1,7 @@
 """CPU kernels that numba compiles: compilation, threads, and vectors of 16 numbers.
 
 A kernel uses vectors as values: ``store(sums, 0, load(sums, 0) + a * b)``. LLVM maps each vector to
-one register or to several shorter ones, but neither decides which loops are vectorized nor changes
+one register or to several shorter ones. LLVM thus decides neither whether loops are vectorized nor
 the order of additions.
 """
 

@@ -76,8 +76,8 @@ class CheckedKernels(Generic[S, K]):
             make: function that compiles the kernel for a specialization; raises KernelError if
                 there is none.
             disagreement: function that runs the kernel and PyTorch operations on a small problem,
-                and returns the difference, or 0 if there is none. It must not depend on the user's data,
-                since the verdict is stored.
+                and returns the difference, or 0 if there is none. It must not depend on the user's
+                data, since the verdict is stored.
             bound: maximum disagreement of a correct kernel.
         """
         self.operation, self.bound = operation, bound

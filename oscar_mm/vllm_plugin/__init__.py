@@ -1,9 +1,9 @@
-"""vLLM with packed pages: the plugin that vLLM loads by its entry point.
+"""vLLM plugin: attention over packed pages, which vLLM loads through its entry point.
 
 `vllm serve MODEL --attention-backend CUSTOM` selects this attention. Each token is packed as soon
 as it is computed, into stream pages, which are vLLM's blocks. They have 128 tokens each and are
-self-contained, so that vLLM can share, swap and recompute blocks freely. Tokens in a policy's
-window and its sinks are also stored in 16-bit precision, in a ring for each running request, and
+self-contained, so that vLLM can share, swap and recompute blocks freely. A policy's sinks and the
+tokens in its window are also stored in 16-bit precision, in a ring for each running request, and
 attention reads them from there.
 
 ``Settings`` specifies how tokens are packed and is read from vLLM's `--additional-config`. Torch is
@@ -41,8 +41,8 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
     """Return a policy after checking that vLLM can serve a model with it.
 
     Raises:
-        InputError: if there is no such policy, if it does not pack all tokens one by one in the
-            same format, or if its window or sinks are too large.
+        InputError: if there is no such policy, if the policy does not pack each token separately and in
+            the same format, or if its window or sinks are too large.
     """
     found = KVPolicy.of(policy)
     for name, maximum in (("window", MAX_WINDOW), ("sinks", MAX_SINKS)):
@@ -85,10 +85,12 @@ class Settings:
         if isinstance(additional_config, Mapping):
             options = additional_config.get(KEY, {})
         if not isinstance(options, Mapping):
-            raise InputError(f"additional_config {KEY}={options!r}: must be a mapping of options")
+            raise InputError(
+                f"additional_config {KEY}={options!r}: must be a mapping, such as {{'policy': 'standard'}}"
+            )
         if unknown := sorted(set(map(str, options)) - {"policy"}):
             raise InputError(
-                f"additional_config {KEY} has no option {', '.join(unknown)}: use only 'policy'"
+                f"additional_config {KEY} has no option {', '.join(unknown)}: the only option is 'policy'"
             )
         return cls(servable(options.get("policy", DEFAULT)))
 
@@ -113,7 +115,7 @@ class Settings:
         if rest:
             raise InputError(
                 f"pages of {self.policy.bits.text} bits for {kv_heads} KV heads of {head_dim} take "
-                f"{page_bytes} bytes, which is not a whole number per token and head"
+                f"{page_bytes} bytes, which is not an integer number of bytes per token and head"
             )
         return size
 

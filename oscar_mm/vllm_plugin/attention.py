@@ -36,7 +36,7 @@ or, if requests have a past, all of them, (pages, 128, KV heads, head_dim)."""
 
 
 class StoredLayer(NamedTuple):
-    """A layer's rings, and the pages to store their tokens in; see ``store_layers``."""
+    """A layer's rings, and the pages in which to store their tokens; see ``store_layers``."""
 
     recent: torch.Tensor
     pages: torch.Tensor
@@ -45,10 +45,10 @@ class StoredLayer(NamedTuple):
 
 
 class PagedAttention:
-    """Stores a layer's new tokens in pages, and attends to them and to the pages.
+    """Stores a layer's new tokens in pages, and attends to both new and stored tokens.
 
-    Requests attend to the exact new tokens and tokens in their rings, and to all others as stored
-    in pages. Decode reads packed pages; for prompts, pages are unpacked first.
+    Requests attend to exact keys and values of new tokens and of tokens in their rings, and to all
+    other tokens as stored in pages. Decode reads packed pages; for prompts, pages are unpacked first.
 
     Args:
         recipe: recipe of the pages.
@@ -58,8 +58,8 @@ class PagedAttention:
 
     Attributes:
         group: number of query heads per KV head.
-        sigma: (KV heads or 1, head_dim) float32 balancing; None for no balancing.
-        rings: (places, 2, KV heads, head_dim): tokens in the model's dtype; empty until
+        sigma: (KV heads or 1, head_dim) float32 balancing factors; None for no balancing.
+        rings: (slots, 2, KV heads, head_dim): tokens in the model's dtype; empty until
             ``make_rings`` is called.
     """
 
@@ -80,7 +80,7 @@ class PagedAttention:
             self.rings = own.new_empty(places, *own.shape[1:], device=device, dtype=dtype)
 
     def balance(self, sigma: torch.Tensor | None, device: torch.device | None = None) -> None:
-        """Set the balancing of queries and keys; call this again if weights are reloaded.
+        """Set the balancing factors of queries and keys; call this again if weights are reloaded.
 
         Args:
             sigma: (KV heads or 1, head_dim) float32; None for no balancing.
@@ -239,7 +239,7 @@ def _with_exact(
 ) -> torch.Tensor:
     """Replace some unpacked keys or values with their exact originals.
 
-    If places repeat, the last entry of ``exact`` wins.
+    If indices repeat, the last entry of ``exact`` wins.
 
     ``side`` is (pages, KV heads, 128, d), and the result is (pages, 128, KV heads, d).
     """

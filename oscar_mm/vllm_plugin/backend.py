@@ -2,7 +2,7 @@
 
 The most recent and the first tokens of each request are also stored in 16-bit precision, in a ring
 per request (``oscar_mm.ops.rings``). The device finds the rings by the blocks of a step's requests,
-so they do not depend on vLLM's model runners, which number requests in different ways and move
+so this does not depend on vLLM's model runners, which number requests in different ways and move
 rows.
 
 Supports vLLM 0.25 to 0.33. Versions differ in how they get the block size: newer ones ask the
@@ -92,7 +92,7 @@ class OscarBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
-        """Return the number of tokens per page, as the only size."""
+        """Return the supported block sizes: only the number of tokens per page."""
         return [PAGE_TOKENS]
 
     @classmethod
@@ -107,7 +107,7 @@ class OscarBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: the token count per request must be exact on the host (newer vLLM)."""
+        """Return False: the host must know each request's exact token count (newer vLLM)."""
         return False
 
     @staticmethod
@@ -277,8 +277,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self._owners.append(weakref.ref(module))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Compute the balancing from the weights; set the layer's spec unless vLLM gets it from the
-        backend."""
+        """Compute the balancing factors from the weights; set the layer's spec unless vLLM gets it
+        from the backend."""
         self._hook.remove()
         is_first, self.is_loaded = not self.is_loaded, True
         layer, attention, decoder_layer, *_ = *(owner() for owner in self._owners), None, None, None
@@ -376,8 +376,8 @@ def _takes_layer_by_layer(config: VllmConfig) -> bool:
 def _ring_shape(config: VllmConfig, policy: KVPolicy) -> RingShape:
     """Return the shape of the rings of a model's requests.
 
-    Layers of a draft model share the tables of the model's steps, but not its tokens, so if there
-    are any, tokens of earlier steps are never read from a ring.
+    Layers of a draft model share the tables of the model's steps, but not its tokens. So with a
+    draft model, tokens of earlier steps are never read from a ring.
     """
     speculation = config.speculative_config
     if speculation is None:

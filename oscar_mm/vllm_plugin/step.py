@@ -31,13 +31,13 @@ class Past:
 
     Attributes:
         slots: (pages,) int32: all pages of the requests, one request after the other.
-        places: (tokens,) int64: places of the new tokens among all tokens of these pages.
+        places: (tokens,) int64: indices of the new tokens among all tokens of these pages.
         table: (requests, max pages) int32: indices into ``slots`` for each request, possibly more
             than its tokens need.
         lengths: (requests,) int32: number of tokens of each request, including new ones.
         longest: upper bound of the lengths.
-        exact: (2, tokens) int64: for tokens in rings, their places among all tokens of these pages,
-            and their places in the rings. If a ring lacks a token, the place of a new token is used
+        exact: (2, tokens) int64: for tokens in rings, their indices among all tokens of these pages,
+            and their indices in the rings. If a ring lacks a token, the index of a new token is used
             instead.
     """
 
@@ -87,7 +87,9 @@ class Rings:
         self, count: int, shape: RingShape, blocks: int, device: torch.device, *, keeps: bool = True
     ) -> None:
         if count > MAX_ROWS:
-            raise ValueError(f"{count} requests at a time: must be at most {MAX_ROWS}")
+            raise ValueError(
+                f"{count} rings: must be at most {MAX_ROWS}, the maximum number of rows"
+            )
         self.shape, self.blocks, self._keeps, self._clock = shape, blocks, keeps, 0
         self._owners = torch.full((blocks, 2), -1, dtype=torch.int32, device=device)
         self._rings = torch.zeros(count, RING_FIELDS, dtype=torch.int32, device=device)
@@ -129,7 +131,7 @@ class ForwardPass(Generic[Layer]):
         self.is_complete = self.is_captured = False
 
     def through(self, layer: Layer) -> list[Layer]:
-        """Record a layer; return all layers if it is the last one, else none."""
+        """Record a layer; return all layers after the last one, otherwise an empty list."""
         self.layers.append(layer)
         self.is_captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if len(self.layers) < self._count:
@@ -146,7 +148,7 @@ class Step:
         tables: tables of decode, store and append.
         decodes: number of decoding requests, which come first.
         query_tokens: number of new tokens per decoding request.
-        readings: all other requests.
+        readings: all other requests, whose new tokens belong to their prompts.
         passed: layers that have attended, ``oscar_mm.vllm_plugin.attention.StoredLayer``.
     """
 
@@ -182,8 +184,8 @@ class StepTables:
         rings: rings of the layers.
         layers: number of layers. If all requests of a step decode, the last layer stores the tokens
             from the rings for all layers at once, in a fraction of the time. This begins only after
-            a forward pass has reached all layers, because a draft model's pass reaches only the
-            draft model's. If 0, each layer stores its own tokens.
+            a forward pass has reached all layers, because a draft model's pass reaches only its own
+            layers. If 0, each layer stores its own tokens.
 
     Raises:
         ValueError: if there are more requests than the tables allow.
@@ -247,7 +249,7 @@ class StepTables:
         of_row = row_tiles(query_tokens) if decodes == rows else 0
         tokens = rows * query_tokens if of_row else int(host_starts[rows])
         if rows > len(self._recents) or job_count(rows, tokens, of_row) > len(self._jobs):
-            raise ValueError(f"{rows} requests of {tokens} tokens: the tables are too small")
+            raise ValueError(f"{rows} requests with {tokens} new tokens do not fit in the tables")
         is_staged = bool(of_row and self._goes_through_all)
         tails = self._tails[:rows]
         self._rings.find(blocks, lengths, starts, slots, tails)

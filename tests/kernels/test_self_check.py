@@ -182,7 +182,7 @@ def test_first_use_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(self_check, "_identity", lambda device: [str(device)])
     process = Process()
-    with pytest.raises(RuntimeError, match=r"oscar_mm\.copy .* first time inside a CUDA graph"):
+    with pytest.raises(RuntimeError, match=r"oscar_mm\.copy .* first time during a CUDA graph"):
         process.kernel(GPU)
     assert process.made == 0
     capturing[0] = False
@@ -205,7 +205,7 @@ def test_first_use_in_a_real_capture(name: str, monkeypatch: pytest.MonkeyPatch)
     arguments = ARGUMENTS[name]("cuda:0", torch.bfloat16)
     torch.cuda.synchronize()
     with (
-        pytest.raises(RuntimeError, match="first time inside a CUDA graph"),
+        pytest.raises(RuntimeError, match="first time during a CUDA graph"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         OPERATIONS[name](*arguments)
