@@ -2,8 +2,8 @@
 
 The driver allocates addresses and memory separately. A range reserves enough addresses for all
 memory of its GPU, but maps memory only to the first of them: kernels and CUDA graphs that use its
-address keep working while it grows, and nothing is copied. ``torch.cuda.mem_get_info`` counts this memory, but
-``torch.cuda.memory_allocated`` does not.
+address keep working while it grows, and nothing is copied. ``torch.cuda.mem_get_info`` counts this
+memory, but ``torch.cuda.memory_allocated`` does not.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class AddressRange:
     """Consecutive GPU addresses, with memory mapped to the first of them.
 
     Tensors on the range keep it alive; it is freed with the last of them. All work that uses the
-    range must run on streams that were current when it grew, or on the stream that is current when it
-    shrinks, since shrinking waits only for these streams.
+    range must run on streams that were current when it grew, or on the stream that is current when
+    it shrinks, since shrinking waits only for these streams.
 
     Attributes:
         device: the GPU.

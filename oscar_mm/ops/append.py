@@ -1,6 +1,6 @@
 """Append: write keys and values of new tokens to 16-bit slots, without waiting for the host.
 
-It takes one launch for all tokens, which CUDA graphs can capture.
+A single launch, which CUDA graphs can capture, writes all tokens.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class AppendKernel(OperationKernel[Specialization], operation="append", bound=0.
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the fraction of elements and flags that differ, for rows of one unit and more."""
+        """Return the fraction of elements and flags that differ, for rows of one or more units."""
         dtype, unit = specialization
         random = random_normal(dtype, device)
         heads, head_dim = 3, 5 * unit

@@ -1,6 +1,6 @@
 """Block tables: convert a scheduler's view of a batch to the tables of decode and store.
 
-For engines such as vLLM, whose scheduler gives each request a row of a block table. A block is a
+This is for engines such as vLLM, whose scheduler assigns each request a row of a block table. A block is a
 stream page, and all tokens are packed immediately; rings also store some tokens unpacked
 (``oscar_mm.ops.rings``). The tables are built on the device, since the host does not know the
 lengths of the requests.
@@ -34,7 +34,7 @@ class BlockTables(NamedTuple):
         lengths: (rows,): number of tokens of each request, including new ones.
         starts: (rows + 1,): start of each request's new tokens in the batch; a request without new
             tokens has no tokens at all.
-        slots: (tokens,) int64: page * 128 + place of each new token; a token with a negative slot
+        slots: (tokens,) int64: page * 128 + index within the page for each new token; a token with a negative slot
             is not stored.
         decodes: number of requests that use decode; they come first, and each has the same small
             number of new tokens.
@@ -42,7 +42,7 @@ class BlockTables(NamedTuple):
         kv_heads: number of KV heads per layer.
         columns: new tokens per decoding request times query heads per KV head.
         staged: whether ``store`` reads the new tokens from their rings instead of the new keys and
-            values. If so, no request has more new tokens than its ring has places.
+            values. If so, no request has more new tokens than its ring has slots.
         shape: shape of the rings.
         tails: (rows, 2), see ``oscar_mm.ops.rings``.
         items: (decodes or more, max pages, 2), see ``oscar_mm.ops.decode``: a request's pages,
@@ -57,7 +57,7 @@ class BlockTables(NamedTuple):
         recents: (decodes or more, ``shape.max_read`` or more), see ``oscar_mm.ops.decode``: the
             first tokens of a request, if its ring has received all of them, and its most recent
             ones.
-        writes: (tokens, 3), see ``oscar_mm.ops.append``: places of the new tokens in the rings.
+        writes: (tokens, 3), see ``oscar_mm.ops.append``: slots of the new tokens in the rings.
     """
 
     blocks: torch.Tensor
@@ -86,7 +86,7 @@ class BlockTables(NamedTuple):
 
 
 def row_tiles(tokens: int) -> int:
-    """Return the maximum number of jobs for consecutive tokens, wherever the first one is."""
+    """Return the maximum number of jobs for consecutive tokens at any position."""
     return (tokens + 2 * (TILE - 1)) // TILE
 
 

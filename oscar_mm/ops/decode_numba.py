@@ -1,6 +1,6 @@
 """Decode on CPUs: attention to packed pages, with CPU kernels that numba compiles.
 
-Codes are never put into their natural order (see ``oscar_mm.ops.pages_numba``). Words of keys are
+Codes are never rearranged in natural order (see ``oscar_mm.ops.pages_numba``). Words of keys are
 transposed, so that the sum of a token's products stays in its lane. Weights of values are spread
 over lanes, and the sums of the lanes are put into channel order once, at the end.
 """
@@ -64,7 +64,7 @@ def _over_lanes(number: int, words: int) -> Any:
     """Return a shuffle that moves the weights of a tile's tokens to the lanes of their codes.
 
     Args:
-        number: number formed by bits k2 and k1 of the codes' place.
+        number: number formed by bits k2 and k1 of the codes' index.
         words: number of consecutive words per quad.
     """
     first = number % 2 * 8 + number // 2
@@ -263,7 +263,7 @@ def _transpose(words, base, keys, planes):
     plane of high bits, which has half as many words.
 
     A block consists of the words of 8 groups of two tiles, (16, words). Each of four rounds moves
-    the first bit of a word's place in the block to the end.
+    the first bit of a word's index in the block to the end.
     """
     room = len(planes) - LANES * LANES
     for step in range(keys.steps + (keys.high > 0)):
@@ -342,7 +342,7 @@ def _score_page(planes, layout, query, query_sums, numbers, table, sums, scores,
 
 @inlined
 def _dot(one, first, other, second, count):
-    """Return the dot product of ``count`` elements of two arrays, starting at the given places."""
+    """Return the dot product of ``count`` elements of two arrays, starting at the given indices."""
     products = splat(np.float32(0))
     for index in range(0, count, LANES):
         products = products + load(one, first + index) * load(other, second + index)
@@ -351,7 +351,7 @@ def _dot(one, first, other, second, count):
 
 @inlined
 def _code(words, place):
-    """Return the codes at a place in words of eight codes."""
+    """Return the codes at one index in words of eight codes each."""
     return as_floats((words >> 4 * place) & splat(15))
 
 

@@ -1,4 +1,4 @@
-"""Tables for a decode step: the place of each stored token, and the work of each thread block.
+"""Tables for a decode step: the slot of each stored token, and the work of each thread block.
 
 They are built on the host once per step, shared by all layers on a device, and read by
 ``csrc/decode/decode.cu``. The arguments of ``decode`` are these tables and the layer's tensors.
@@ -168,12 +168,12 @@ def assign(
 ) -> np.ndarray:
     """Distribute the work list over thread blocks.
 
-    Returns (workers, 16) int32, see csrc/decode/decode.cu. ``counts`` holds the number of 16-bit
+    Returns (workers, 16) int32, see csrc/decode/decode.cu. ``counts`` contains the number of 16-bit
     tiles and of pages for each sequence.
 
     If there are no more segments than thread blocks, each thread block works on one segment, and
     segments get thread blocks in proportion to their length. Otherwise all thread blocks get equal
-    parts of the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty places:
+    parts of the work list, in which each segment is followed by ``SEGMENT_ITEMS`` empty items:
     without them, thread blocks with many short segments, such as padding rows of a graph, would
     take longest.
     """
@@ -246,7 +246,7 @@ class DecodeArguments(NamedTuple):
         pages: one pool, (slots, page_bytes) uint8, for each of ``formats``, at most two.
         recent: (slots, 2, KV heads, head_dim): tokens in 16-bit precision, in the dtype of the
             queries, or in bfloat16 if these are float32.
-        sigma: (KV heads or 1, head_dim) float32 balancing of the pages, or (batch, KV heads or 1,
+        sigma: (KV heads or 1, head_dim) float32 balancing factors of the pages, or (batch, KV heads or 1,
             head_dim) for per-row balancing; None for no balancing.
         items, recents, counts, assignments: see ``Tables``.
         scaling: factor by which scores are multiplied.

@@ -1,4 +1,4 @@
-"""``decode`` with PyTorch operations: attention to parts, merged exactly.
+"""``decode`` with PyTorch operations: attention to parts of the past, merged exactly.
 
 The results for parts of the keys and values are merged using their log-sum-exps. Each part is
 processed by torch's flash attention and then discarded, so the extra memory does not grow with the
@@ -56,7 +56,7 @@ class MergedAttention:
         self.merge(*_attention(self._queries, keys, values, self._scaling, causal))
 
     def merge(self, output: torch.Tensor, total: torch.Tensor) -> None:
-        """Merge the result that the same queries have for another part.
+        """Merge the result of the same queries for another part.
 
         Args:
             output: (batch, query heads, tokens, head_dim), any float dtype.

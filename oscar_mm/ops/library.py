@@ -90,13 +90,13 @@ def _schema_of(arguments: Callable[..., Any]) -> str:
 
 
 def sigma_of(sigma: torch.Tensor | None, rows: torch.Tensor | int) -> torch.Tensor | None:
-    """Return the balancing of the given rows of the batch, or the one that all rows share."""
+    """Return the balancing factors of the given rows, or those that all rows share."""
     return sigma if sigma is None or sigma.ndim == 2 else sigma[rows]
 
 
 class ArgumentChecker:
     """Checks the arguments of an operation; errors name the operation, the argument and the
-    fault."""
+    problem."""
 
     def __init__(self, operation: str) -> None:
         self._operation = operation
@@ -116,10 +116,10 @@ class ArgumentChecker:
         Args:
             name: name of the argument.
             tensor: the argument.
-            shape: required sizes; a name allows any size.
+            shape: required sizes; a name instead of a number allows any size.
             dtypes: allowed dtypes.
             device: required device.
-            rows: whether only the last dimension must be contiguous instead of the whole tensor.
+            rows: whether only the last dimension must be contiguous, not the entire tensor.
 
         Raises:
             TypeError: if the dtype is wrong.
@@ -171,10 +171,10 @@ class ArgumentChecker:
         device: torch.device,
         batch: int | str | None = None,
     ) -> None:
-        """Apply ``check`` to balancing, which may be None, per KV head, or shared by all heads.
+        """Check balancing factors, which may be None, per KV head, or shared by all heads.
 
         Args:
-            batch: number of rows if each may have its own balancing (a name allows any number);
+            batch: number of rows if each may have its own factors (a name allows any number);
                 None if all rows share it.
         """
         if sigma is not None:
@@ -257,7 +257,7 @@ def _format(numbers: tuple[int, ...]) -> PageFormat:
     if not is_right:
         raise ValueError(
             f"page format {list(numbers)}: must be {FORMAT_NUMBERS} numbers as "
-            "oscar_mm.ops.library.numbers_of gives them"
+            "returned by oscar_mm.ops.library.numbers_of"
         )
     return page_format
 
@@ -307,6 +307,6 @@ def _recipe(numbers: tuple[int, ...]) -> Recipe:
     if not is_right:
         raise ValueError(
             f"recipe {list(numbers)}: must be {FORMAT_NUMBERS + _FITTING_NUMBERS} numbers as "
-            "oscar_mm.ops.library.recipe_numbers gives them"
+            "returned by oscar_mm.ops.library.recipe_numbers"
         )
     return recipe

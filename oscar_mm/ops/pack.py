@@ -1,4 +1,4 @@
-"""Pack: quantize 16-bit keys and values into pages that are each written as a whole."""
+"""Pack: quantize 16-bit keys and values, writing all 128 tokens of a page at once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PackArguments(NamedTuple):
             (65504), otherwise unchanged. This happens if the input is NaN, infinite or beyond
             float16, and may happen if it is beyond a quarter of that range, since a least-squares
             fit can extend beyond the values.
-        sigma: (KV heads or 1, head_dim) float32 balancing, or (batch, KV heads or 1, head_dim) for
+        sigma: (KV heads or 1, head_dim) float32 factors of balancing, or (batch, KV heads or 1, head_dim) for
             per-row balancing; None for no balancing. Its reciprocals should be bfloat16 numbers,
             since the kernel rounds them.
         recipe_numbers: recipe of the pages (``oscar_mm.ops.library.recipe_numbers``).
@@ -184,8 +184,8 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the fraction of bytes that differ; a few may differ, where a value lies between
-        two codes."""
+        """Return the fraction of bytes that differ; a few may, where a value lies between two
+        codes."""
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         jobs = random_jobs(page_format, dtype, device)
@@ -252,7 +252,7 @@ def pack(
     policy: KVPolicy,
     basis: Basis,
 ) -> torch.Tensor:
-    """Quantize whole pages with this operation, or with ``store`` for pages to which tokens are
+    """Quantize full pages with this operation, or with ``store`` for pages to which tokens are
     appended.
 
     Args:
@@ -287,7 +287,7 @@ def pack(
 def _whole_pages(
     keys: torch.Tensor, values: torch.Tensor, recipe: Recipe, sigma: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pages, written as a whole, and ``not_finite``."""
+    """Return the pages, each written at once, and ``not_finite``."""
     count, (_, heads, _, head_dim), page_format = len(keys), keys.shape, recipe.page_format
     order = torch.arange(max(count, PAGE_TOKENS), dtype=torch.int32, device=keys.device)
     rows = order[:count]

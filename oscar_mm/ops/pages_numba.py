@@ -1,4 +1,4 @@
-"""Page layout for CPU kernels (the places of codes and numbers), and a CPU kernel for unpack.
+"""Page layout for CPU kernels (positions of codes and numbers), and a CPU kernel for unpack.
 
 A vector holds 16 words of a code plane, and a place in a word means the same in all of them (see
 ``oscar_mm.pages.fragments``). Planes are converted to words of eight 4-bit codes; the index of a
@@ -64,9 +64,9 @@ class PageLayout(NamedTuple):
     Attributes:
         head_words: size of a KV head in 32-bit words.
         keys, values: layouts of the codes of keys and of values.
-        key_numbers: (KV heads, n) uint32: places in a page of the float16 numbers for a head's
+        key_numbers: (KV heads, n) uint32: offsets in a page of the float16 numbers for a head's
             keys, in natural order: scales, zeros, and center and norms if the format has them.
-        value_numbers: (KV heads, 2 * n) uint32: places of the values' scales, then of their zeros,
+        value_numbers: (KV heads, 2 * n) uint32: offsets of the values' scales, then of their zeros,
             both group by group.
         has_center, has_norms: whether the format has a center, or norms.
         key_group: number of tokens that share channel scales; 0 if each token has its own scales.
@@ -157,9 +157,9 @@ class _Side(NamedTuple):
         counts: (planes, 2) int64: number of bytes per token, and of codes per byte.
         codes: (planes, 256, 8) float32: contribution of each byte value to a token's codes.
         elements: (planes, d) int64: index of each channel among a token's codes in a plane.
-        numbers: (KV heads, 2, 128, groups) int64: places of scales and zeros, in units of two
+        numbers: (KV heads, 2, 128, groups) int64: offsets of scales and zeros, in units of two
             bytes.
-        center: (KV heads, d) int64: places of the center, in the same units; empty if there is no
+        center: (KV heads, d) int64: offsets of the center, in the same units; empty if there is no
             center.
     """
 

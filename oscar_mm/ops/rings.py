@@ -2,8 +2,8 @@
 
 Each layer stores all tokens of a request in pages. It also stores the request's most recent and
 first tokens unpacked, in a ring; there is one ring for each request that may run.
-Schedulers such as vLLM's supply the rows of a batch and their blocks, but not the identity of a
-row's request: rows move, come and go, and a block may be shared with other requests or reassigned.
+Schedulers such as vLLM's supply the rows of a batch and their blocks, but do not identify the
+request of a row: rows move, come and go, and a block may be shared with other requests or reassigned.
 So the device remembers, for each block, the ring of the row that wrote to it last, and, for each
 ring, the number of its current tenant (its lease). A row continues the ring of its last block if
 
@@ -50,9 +50,9 @@ class RingShape(NamedTuple):
     """Sizes of a ring.
 
     Attributes:
-        sinks: number of a request's first tokens, which have separate places.
+        sinks: number of a request's first tokens, which have separate slots.
         window: number of most recent tokens that are read.
-        spare: number of places for new tokens of a decode step, so that they do not overwrite
+        spare: number of slots for new tokens of a decode step, so that they do not overwrite
             tokens that the step reads.
     """
 
@@ -62,12 +62,12 @@ class RingShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of places for tokens that are not sinks."""
+        """Number of slots for tokens that are not sinks."""
         return self.window + self.spare
 
     @property
     def entries(self) -> int:
-        """Number of places per ring."""
+        """Number of slots per ring."""
         return self.sinks + self.size
 
     @property
@@ -76,7 +76,7 @@ class RingShape(NamedTuple):
         return self.sinks + self.window
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the places of tokens in their request's ring, given their positions."""
+        """Return the slots of tokens in their request's ring, given their positions."""
         later = self.sinks + positions % self.size
         return torch.where(positions < self.sinks, positions, later)
 

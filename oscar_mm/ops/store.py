@@ -161,8 +161,8 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
     def disagreement(
         specialization: Specialization, kernel: StoreKernel, device: torch.device
     ) -> float:
-        """Return the fraction of written bytes that differ; a few may differ, where a value lies
-        between two codes."""
+        """Return the fraction of written bytes that differ; a few may, where a value lies between two
+        codes."""
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         before = random_pages(_CHECKED_SLOTS, page_format, device)
@@ -316,7 +316,7 @@ def whole_pages(
 
 
 def whole_page_tables(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return jobs and begins for ``count`` whole pages: page i gets the tokens of row i."""
+    """Return jobs and begins for ``count`` full pages: page i gets the tokens of row i."""
     order = torch.arange(count, dtype=torch.int32, device=device)
     places = torch.arange(PAGE_TOKENS, dtype=torch.int32, device=device)
     tiles = PAGE_TOKENS // TILE

@@ -44,9 +44,9 @@ class _Side(NamedTuple):
         planes: (planes, 3) int64: first byte in a head, number of bits, and index of the first bit
             within a code.
         elements, channels: (planes, 128, d) int64: see ``PageFormat.token_elements``.
-        numbers: (KV heads, 2, 128, groups) int64: places of scales and zeros, in units of two
+        numbers: (KV heads, 2, 128, groups) int64: offsets of scales and zeros, in units of two
             bytes.
-        center: (KV heads, d) int64: places of the center, in the same units; empty if there is no
+        center: (KV heads, d) int64: offsets of the center, in the same units; empty if there is no
             center.
     """
 

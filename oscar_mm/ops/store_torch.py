@@ -40,8 +40,8 @@ class StoreArguments(NamedTuple):
         recent: (slots, 2, KV heads, head_dim): earlier tokens, in the same dtype.
         jobs: (n, 20) int32: page (nothing is done if it is negative, so that a captured graph can
             have a fixed n), tile (0 to 7), row of the batch, 0, and the source of each of the
-            tile's 16 places: the index of a new token, ~slot of ``recent``, or ``NOTHING`` for a
-            place that stays unchanged. No two jobs write to the same place.
+            tile's 16 tokens: the index of a new token, ~slot of ``recent``, or ``NOTHING`` for a
+            token that stays unchanged. No two jobs write to the same token.
         begins: (m, 36) int32, for formats with a center: page (nothing is done if it is negative),
             row, count, another page, and the sources of ``count`` (0 to 32) tokens. The mean of
             their keys becomes the page's center, before any job needs it. If the count is 0, the
@@ -51,7 +51,7 @@ class StoreArguments(NamedTuple):
         pages: (pool slots, page_bytes) uint8.
         not_finite: (1,) int32; set to 1 if a center, scale or zero is NaN, infinite or beyond
             float16 (65504), otherwise unchanged.
-        sigma: (KV heads or 1, head_dim) float32 balancing, or (batch, KV heads or 1, head_dim) for
+        sigma: (KV heads or 1, head_dim) float32 factors of balancing, or (batch, KV heads or 1, head_dim) for
             per-row balancing; None for no balancing.
         recipe_numbers: recipe of the pages (``oscar_mm.ops.library.recipe_numbers``).
     """
@@ -159,7 +159,7 @@ def _begin(arguments: StoreArguments, begins: torch.Tensor) -> None:
 
 
 def _fill(arguments: StoreArguments, jobs: torch.Tensor) -> None:
-    """Write tokens to their places."""
+    """Write the tokens of the jobs to their pages."""
     recipe, pages, recent = arguments.recipe, arguments.pages, arguments.recent
     page_format = recipe.page_format
     slots, tiles, rows, _ = jobs[:, :HEAD].long().unbind(1)

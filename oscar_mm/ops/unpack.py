@@ -40,7 +40,7 @@ class UnpackArguments(NamedTuple):
     Attributes:
         pages: (pool slots, page_bytes) uint8.
         slots: (n,) int32: slots of the pages to unpack, each within the pool.
-        sigma: (KV heads or 1, head_dim) float32: balancing to undo; None for no balancing.
+        sigma: (KV heads or 1, head_dim) float32: balancing factors to undo; None for no balancing.
         format: format of the pages (``oscar_mm.ops.library.numbers_of``).
         rotate: whether pages are stored rotated.
         dtype: dtype of the results: bfloat16, float16 or float32.

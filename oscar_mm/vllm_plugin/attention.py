@@ -47,7 +47,7 @@ class StoredLayer(NamedTuple):
 class PagedAttention:
     """Stores a layer's new tokens in pages, and attends to both new and stored tokens.
 
-    Requests attend to exact keys and values of new tokens and of tokens in their rings, and to all
+    Requests attend to the exact new tokens and tokens in their rings, and to all
     other tokens as stored in pages. Decode reads packed pages; for prompts, pages are unpacked first.
 
     Args:

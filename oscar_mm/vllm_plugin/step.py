@@ -36,9 +36,8 @@ class Past:
             than its tokens need.
         lengths: (requests,) int32: number of tokens of each request, including new ones.
         longest: upper bound of the lengths.
-        exact: (2, tokens) int64: for tokens in rings, their indices among all tokens of these pages,
-            and their indices in the rings. If a ring lacks a token, the index of a new token is used
-            instead.
+        exact: (2, tokens) int64: for tokens in rings, their indices among all tokens of these pages
+            and in the rings. If a ring lacks a token, the index of a new token is used instead.
     """
 
     slots: torch.Tensor
@@ -87,9 +86,7 @@ class Rings:
         self, count: int, shape: RingShape, blocks: int, device: torch.device, *, keeps: bool = True
     ) -> None:
         if count > MAX_ROWS:
-            raise ValueError(
-                f"{count} rings: must be at most {MAX_ROWS}, the maximum number of rows"
-            )
+            raise ValueError(f"{count} running requests: must be at most {MAX_ROWS}")
         self.shape, self.blocks, self._keeps, self._clock = shape, blocks, keeps, 0
         self._owners = torch.full((blocks, 2), -1, dtype=torch.int32, device=device)
         self._rings = torch.zeros(count, RING_FIELDS, dtype=torch.int32, device=device)
