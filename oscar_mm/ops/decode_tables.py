@@ -246,8 +246,8 @@ class DecodeArguments(NamedTuple):
         pages: one pool, (slots, page_bytes) uint8, for each of ``formats``, at most two.
         recent: (slots, 2, KV heads, head_dim): tokens in 16-bit precision, in the dtype of the
             queries, or in bfloat16 if these are float32.
-        sigma: (KV heads or 1, head_dim) float32 balancing factors of the pages, or (batch, KV heads or 1,
-            head_dim) for per-row balancing; None for no balancing.
+        sigma: (KV heads or 1, head_dim) float32 balancing factors of the pages, or (batch, KV
+            heads or 1, head_dim) for per-row balancing; None for no balancing.
         items, recents, counts, assignments: see ``Tables``.
         scaling: factor by which scores are multiplied.
         formats: formats of the pages (``oscar_mm.ops.library.numbers_of``), in order of ascending

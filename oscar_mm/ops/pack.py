@@ -72,9 +72,9 @@ class PackArguments(NamedTuple):
             (65504), otherwise unchanged. This happens if the input is NaN, infinite or beyond
             float16, and may happen if it is beyond a quarter of that range, since a least-squares
             fit can extend beyond the values.
-        sigma: (KV heads or 1, head_dim) float32 factors of balancing, or (batch, KV heads or 1, head_dim) for
-            per-row balancing; None for no balancing. Its reciprocals should be bfloat16 numbers,
-            since the kernel rounds them.
+        sigma: (KV heads or 1, head_dim) float32 balancing factors, or (batch, KV heads or 1,
+            head_dim) for per-row balancing; None for no balancing. Their reciprocals should be
+            bfloat16 numbers, since the kernel rounds them.
         recipe_numbers: recipe of the pages (``oscar_mm.ops.library.recipe_numbers``).
     """
 
@@ -184,8 +184,8 @@ class PackKernel(OperationKernel[Specialization], operation="pack", bound=0.01):
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the fraction of bytes that differ; a few may, where a value lies between two
-        codes."""
+        """Return the fraction of bytes that differ; a few may, where a value lies between
+        two codes."""
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         jobs = random_jobs(page_format, dtype, device)

@@ -161,8 +161,8 @@ class StoreKernel(OperationKernel[Specialization], operation="store", bound=0.01
     def disagreement(
         specialization: Specialization, kernel: StoreKernel, device: torch.device
     ) -> float:
-        """Return the fraction of written bytes that differ; a few may, where a value lies between two
-        codes."""
+        """Return the fraction of written bytes that differ; a few may, where a value lies between
+        two codes."""
         recipe, dtype = specialization
         page_format = replace(recipe.page_format, kv_heads=CHECKED_HEADS)
         before = random_pages(_CHECKED_SLOTS, page_format, device)

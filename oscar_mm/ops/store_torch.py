@@ -51,8 +51,8 @@ class StoreArguments(NamedTuple):
         pages: (pool slots, page_bytes) uint8.
         not_finite: (1,) int32; set to 1 if a center, scale or zero is NaN, infinite or beyond
             float16 (65504), otherwise unchanged.
-        sigma: (KV heads or 1, head_dim) float32 factors of balancing, or (batch, KV heads or 1, head_dim) for
-            per-row balancing; None for no balancing.
+        sigma: (KV heads or 1, head_dim) float32 balancing factors, or (batch, KV heads or 1,
+            head_dim) for per-row balancing; None for no balancing.
         recipe_numbers: recipe of the pages (``oscar_mm.ops.library.recipe_numbers``).
     """
 

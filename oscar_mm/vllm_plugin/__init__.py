@@ -86,7 +86,8 @@ class Settings:
             options = additional_config.get(KEY, {})
         if not isinstance(options, Mapping):
             raise InputError(
-                f"additional_config {KEY}={options!r}: must be a mapping, such as {{'policy': 'standard'}}"
+                f"additional_config {KEY}={options!r}: must be a mapping of options, such as "
+                "{'policy': 'standard'}"
             )
         if unknown := sorted(set(map(str, options)) - {"policy"}):
             raise InputError(

@@ -47,8 +47,8 @@ class StoredLayer(NamedTuple):
 class PagedAttention:
     """Stores a layer's new tokens in pages, and attends to both new and stored tokens.
 
-    Requests attend to the exact new tokens and tokens in their rings, and to all
-    other tokens as stored in pages. Decode reads packed pages; for prompts, pages are unpacked first.
+    Requests attend to the exact new tokens and tokens in their rings, and to all other tokens as
+    stored in pages. Decode reads packed pages; for prompts, pages are unpacked first.
 
     Args:
         recipe: recipe of the pages.
