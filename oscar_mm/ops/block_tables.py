@@ -2,8 +2,8 @@
 
 This is for engines such as vLLM, whose scheduler assigns each request a row of a block table.
 A block is a stream page, and all tokens are packed immediately; rings also store some tokens
-unpacked (``oscar_mm.ops.rings``). The tables are built on the device, since the host does not know the
-lengths of the requests.
+unpacked (``oscar_mm.ops.rings``). The tables are built on the device, since the host does not know
+the lengths of the requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BlockTables(NamedTuple):
         lengths: (rows,): number of tokens of each request, including new ones.
         starts: (rows + 1,): start of each request's new tokens in the batch; a request without new
             tokens has no tokens at all.
-        slots: (tokens,) int64: page * 128 + index within the page for each new token; a token with a
+        slots: (tokens,) int64: page * 128 + index in the page for each new token; a token with a
             negative slot is not stored.
         decodes: number of requests that use decode; they come first, and each has the same small
             number of new tokens.

@@ -5,7 +5,8 @@ first tokens unpacked, in a ring; there is one ring for each request that may ru
 Schedulers such as vLLM's supply the rows of a batch and their blocks, but do not identify the
 request of a row: rows move, come and go, and a block may be shared with other requests or
 reassigned. So the device remembers, for each block, the ring of the row that wrote to it last, and,
-for each ring, the number of its current tenant (its lease). A row continues the ring of its last block if
+for each ring, the number of its current tenant (its lease). A row continues the ring of its last
+block if
 
 - the ring still has that tenant, and the tenant has at least as many tokens as the row (it may have
   more because of rejected drafts); and
