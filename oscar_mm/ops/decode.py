@@ -91,7 +91,7 @@ class Specialization(NamedTuple):
         there is none.
 
         Args:
-            columns: queries per KV head: new tokens times query heads per KV head.
+            columns: queries per KV head, i.e. new tokens times query heads per KV head.
         """
         if dtype not in ELEMENTS:
             return f"keys and values are {dtype}; the kernel supports bfloat16 and float16"
@@ -256,7 +256,7 @@ class DecodeKernel(OperationKernel[Specialization], operation="decode", bound=0.
         kernel: Callable[[Any], torch.Tensor],
         device: torch.device,
     ) -> float:
-        """Return the largest relative error of a query's output."""
+        """Return the largest relative error of the output for any query."""
         rotate, dtype = specialization.rotate, specialization.dtype
         formats = [replace(one, kv_heads=CHECKED_HEADS) for one in specialization.formats]
         workers, narrow = multiprocessors(device), specialization.narrow
@@ -283,7 +283,7 @@ def decode_kernel(
 
     Args:
         formats: formats of the layer's pages, at most two.
-        columns: queries per KV head: new tokens times query heads per KV head.
+        columns: queries per KV head, i.e. new tokens times query heads per KV head.
     """
     if device.type != "cuda" or kernels_disabled():
         return None

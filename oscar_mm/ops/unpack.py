@@ -131,7 +131,7 @@ class UnpackKernel(OperationKernel[Specialization], operation="unpack", bound=0.
 
 
 def slots_by_torch(arguments: UnpackArguments, dtype: torch.dtype | None = None) -> Sides:
-    """Run ``unpack`` with PyTorch operations; ``dtype`` overrides that of the arguments."""
+    """Run ``unpack`` with PyTorch operations; ``dtype`` overrides ``arguments.dtype``."""
     page_format = arguments.page_format
     basis = Basis(page_format.head_dim, arguments.rotate, arguments.sigma)
     pages = arguments.pages[arguments.slots]

@@ -284,8 +284,8 @@ class StepTables:
         starts: np.ndarray,
         bounds: np.ndarray,
     ) -> Iterator[Reading]:
-        """Yield the requests from ``first`` on, in runs of bounded size that either all have a past
-        or all have none."""
+        """Yield the requests from ``first`` on, in runs of bounded size; in each run, either all
+        requests have past tokens or none has."""
         new, rows = np.diff(starts), len(starts) - 1
         while rows > first and not new[rows - 1]:
             rows -= 1  # padding
