@@ -128,7 +128,7 @@ class ForwardPass(Generic[Layer]):
         self.is_complete = self.is_captured = False
 
     def through(self, layer: Layer) -> list[Layer]:
-        """Record a layer; return all layers after the last one, otherwise an empty list."""
+        """Record a layer; return all layers if it is the last one, otherwise an empty list."""
         self.layers.append(layer)
         self.is_captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if len(self.layers) < self._count:
