@@ -1,12 +1,12 @@
 """Answer questions about images, videos and audio with a 2-bit KV cache.
 
-Names are loaded on first use (PEP 562), so that `import oscar_mm` and the command line's help need
-not import torch.
+Names are loaded on first use (PEP 562), so that `import oscar_mm` and the command line's help text
+need not import torch.
 
 Even so, transformers supports ``attn_implementation="oscar"`` once both packages are imported, in
 either order. To achieve this, a finder stays in ``sys.meta_path`` (PEP 302) until transformers
-imports the base class of its models: it lets the other finders find that module, then imports
-``oscar_mm.attention`` and removes itself. Nothing in transformers is changed.
+imports the base class of its models. The finder then lets the other finders find that module,
+imports ``oscar_mm.attention``, and removes itself. Nothing in transformers is changed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def __dir__() -> list[str]:
 
 
 class _Registration:
-    """Finder for the module ``_MODELS`` that makes its import register attention "oscar"."""
+    """Import finder that registers attention "oscar" once the module ``_MODELS`` is imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return a spec for ``_MODELS`` that also registers attention; None for other modules."""
@@ -120,8 +120,8 @@ class _Loader:
 
 
 def _register() -> None:
-    """Register attention "oscar": now if transformers' models are imported, otherwise when they
-    are."""
+    """Register attention "oscar" now if transformers' base class of models has been imported;
+    otherwise, as soon as it is."""
     if _MODELS in sys.modules:
         importlib.import_module(_ATTENTION)
     # Compare by name, because the class of an existing finder differs if this module was reloaded.

@@ -25,7 +25,8 @@ from oscar_mm.torch_modes import eager
 IMPLEMENTATION = "oscar"
 _SDPA = "sdpa"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Attention arguments of some models that change the result and are not supported by pages."""
+"""Arguments of some models' attention that change the result; attention to pages does not support
+them."""
 
 
 def attend(
@@ -38,13 +39,14 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers' AttentionInterface.
+    """Compute attention for transformers' AttentionInterface, to packed pages if there are any.
 
     Args:
         module: the attention layer.
         query: (batch, query heads, tokens, head_dim).
         key: (batch, KV heads, tokens, head_dim) from ``Cache.update``. An ``OscarCache`` returns
-            only the new tokens; the tensor's attribute ``oscar_chunk`` attends to the past.
+            only the new tokens, and sets the tensor's attribute ``oscar_chunk`` to an object that
+            attends to past and new tokens.
         value: same shape as ``key``, from ``Cache.update``.
         attention_mask: result of the mask function.
         scaling: factor by which scores are multiplied; head_dim ** -0.5 by default.
@@ -89,7 +91,7 @@ def mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Mask function for transformers' AttentionMaskInterface; also passes padding to the cache.
+    """Build a mask for transformers' AttentionMaskInterface, and pass padding to the cache.
 
     ``kv_length`` comes from ``Cache.get_mask_sizes``. ``OscarCache`` returns an int that carries a
     reference to the cache, since transformers provides no other access to it here.
@@ -105,7 +107,7 @@ def mask(
         (batch, 1, new tokens, all tokens) bool; None for plain causal attention.
 
     Raises:
-        InputError: if ``attention_mask`` has another length.
+        InputError: if ``attention_mask`` covers neither just the new tokens nor all tokens.
     """
     cache = getattr(kv_length, "cache", None)
     if cache is not None:
@@ -133,8 +135,11 @@ def mask(
 def _announced(
     cache: Any, mask: torch.Tensor | None, new: int, tokens: int
 ) -> tuple[int, torch.Tensor | None, bool]:
-    """Announce a forward pass to a cache: its tokens, their mask, and whether the mask hides past
-    tokens."""
+    """Pass the mask of a forward pass to a cache.
+
+    Returns:
+        Number of past and new tokens, the mask for all of them, and whether it hides past tokens.
+    """
     mask = None if mask is None else _for_all_tokens(mask, new, tokens)
     return int(tokens), mask, cache.attend_packed(mask)
 

@@ -16,7 +16,7 @@ class InputError(ValueError):
 
 
 class RequestTooLarge(InputError):
-    """A request is larger than the context or the memory, even if everything else is freed.
+    """A request that does not fit into the context or the memory, even with all else freed.
 
     Attributes:
         asked: number of tokens that the request needs: earlier turns, the prompt with its media,
@@ -30,7 +30,7 @@ class RequestTooLarge(InputError):
 
 
 class MemoryBusy(InputError):
-    """Other requests occupy the memory that a request needs; it will fit once they end."""
+    """A request must wait for memory: it will fit once other requests end."""
 
 
 class Cancelled(Exception):

@@ -23,7 +23,7 @@ def read_text(path: Path, argument: str = "--text") -> str:
         InputError: if the file does not exist, is not UTF-8, or is empty.
     """
     if not path.is_file():
-        what = "is a folder; give a text file" if path.is_dir() else "no such file"
+        what = "is a folder; pass a text file" if path.is_dir() else "no such file"
         raise InputError(f"{argument} {path}: {what}")
     try:
         text = path.read_text("utf-8")
@@ -38,7 +38,7 @@ def read_text(path: Path, argument: str = "--text") -> str:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Convert any OSError within a block that writes a file to an error that names the file.
+    """Convert an OSError raised in a block that writes a file to an error that names the file.
 
     Raises:
         InputError: if the block raises an ``OSError``, for example because the disk is full.
@@ -51,10 +51,11 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Yield an empty file in the same folder, which replaces ``path`` at the end of the block.
+    """Yield the path of an empty new file that replaces ``path`` at the end of the block.
 
-    The new file is flushed to disk before it replaces the old one, so ``path`` is always a complete
-    file. If the block raises an error, the old file is kept and the new one is removed.
+    The new file is in the same folder and is flushed to disk before it replaces the old one, so
+    ``path`` is always a complete file. If the block raises an error, the old file is kept and the
+    new one is removed.
 
     Args:
         path: file to write or replace, in an existing folder. Links are followed.

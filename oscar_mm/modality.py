@@ -61,12 +61,12 @@ def spans_of(modalities: Iterable[int]) -> list[Span]:
 
 @dataclass(frozen=True)
 class MediumSpan:
-    """An image, video or recording in a row of tokens.
+    """The tokens of an image, video or recording in a sequence.
 
     Attributes:
         modality: modality of the media item. A video may contain tokens of other modalities:
             timestamps between frames are text, and the audio track is audio.
-        label: name to display: the file's name, or the place in the request, such as images[2].
+        label: name to display: the file's name, or the item's argument and index, as in images[2].
         start: index of the first token.
         stop: index after the last token.
         digest: hexadecimal SHA-256 of the decoded content; see ``oscar_mm.media.media``.
@@ -80,7 +80,7 @@ class MediumSpan:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens from the first to the last."""
+        """Number of tokens in the span."""
         return self.stop - self.start
 
     def shifted(self, tokens: int) -> MediumSpan:
@@ -108,15 +108,16 @@ def token_modalities(
         (batch, tokens) int8 on the CPU: 0 to 3, and -1 for padding.
 
     Raises:
-        ValueError: if ``mm_token_type_ids`` has another shape, or ids other than 0 to 3.
+        ValueError: if the shape of ``mm_token_type_ids`` differs from that of ``input_ids``, or if
+            it contains ids other than 0 to 3.
     """
     import torch
 
     if mm_token_type_ids is not None:
         if mm_token_type_ids.shape != input_ids.shape:
             raise ValueError(
-                f"mm_token_type_ids has shape {tuple(mm_token_type_ids.shape)}, "
-                f"input_ids {tuple(input_ids.shape)}: the shapes must be equal"
+                f"mm_token_type_ids has shape {tuple(mm_token_type_ids.shape)}; it must have the "
+                f"shape of input_ids, {tuple(input_ids.shape)}"
             )
         given = mm_token_type_ids.to("cpu")
         if given.numel() and not 0 <= int(given.min()) <= int(given.max()) <= 3:

@@ -2,8 +2,8 @@
 
 Other libraries may change both: with a hook, with a kernel or another ``forward`` on a module or
 its class, with an adapter, or by offloading with ``accelerate``, which loads weights for each
-forward pass. Code that does a module's work without calling the module checks here whether that is
-valid.
+forward pass. Code that computes a module's results without calling the module uses these functions
+to check whether the results are the same.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def devices(module: nn.Module) -> set[torch.device]:
 
 
 def computing_device(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes: that of its weights, or, if they are offloaded,
-    the one that they are loaded to.
+    """Return the device on which a module computes, even if its weights are offloaded.
 
     Raises:
         ValueError: if the module has only meta weights and nothing loads them.
@@ -73,7 +72,9 @@ def computing_device(module: nn.Module) -> torch.device:
         for weight in part._parameters.values():
             if weight is not None and not weight.is_meta:
                 return weight.device
-    raise ValueError(f"{type(module).__name__}: no device has its weights")
+    raise ValueError(
+        f"{type(module).__name__}: all weights are on the meta device; load them to a real device"
+    )
 
 
 def run_as_written(modules: Sequence[nn.Module]) -> bool:
@@ -90,8 +91,8 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
     """Return a key that changes whenever the model's results may change.
 
     The key covers the addresses and versions of weights, adapters, and how the modules run. Writes
-    through ``weight.data`` are not detected. Must be fast, since requests that arrive at an idle
-    engine wait for it.
+    through ``weight.data`` are not detected. Computing the key must be fast, since requests that
+    arrive at an idle engine wait for it.
     """
     modules = modules_of(model)
     key = list[object](id(hook) for name in _GLOBAL_HOOKS for hook in getattr(nn_module, name))
@@ -107,7 +108,7 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             key += [id(hook) for hook in hooks.values() if not _is_of(hook, _IGNORED_HOOKS)]
         if (hook := _offloading(module)) is not None:
-            key.append(id(hook.weights_map))  # Offloaded weights themselves come and go.
+            key.append(id(hook.weights_map))  # Offloaded weights are loaded and freed repeatedly.
             continue
         for weight in own["_parameters"].values():
             if weight is not None:
@@ -117,7 +118,8 @@ def weights_key(model: nn.Module) -> tuple[object, ...]:
 
 
 def _number(weight: torch.Tensor) -> int:
-    """Return a unique number for a tensor, unlike its address, which is reused once it is freed."""
+    """Return a number that, unlike a tensor's address, is never reused after the tensor is
+    freed."""
     number = _numbers.get(weight)
     if number is None:
         number = _numbers[weight] = next(_NUMBERS)
@@ -190,8 +192,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether the forward method is that of the class, possibly wrapped by accelerate or
-    transformers, or ours."""
+    """Whether a module's forward method is its class's, wrapped at most by accelerate or
+    transformers, or is our own."""
     forward = _own_forward(module)
     if forward is None or _is_of(forward, _OWN_HOOKS):
         return all(type(weight) is nn.Parameter for weight in weights)
@@ -202,7 +204,7 @@ def _has_plain_forward(module: nn.Module, weights: Sequence[torch.Tensor]) -> bo
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """Return the instance's forward method if it overrides that of the class, else None.
+    """Return a module's forward method if it overrides the class's method, else None.
 
     When accelerate removes its hooks, it stores the class's forward method in the instance; this
     does not count as an override.
@@ -233,8 +235,8 @@ def acting_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights that a model currently computes with, in their stored form.
 
     Yields:
-        A label and a parameter. The label is empty except for adapters that are separate from the
-        weights of their layer, for which it is the kind of the parameter and its scaling factors.
+        A label and a parameter. The label of an adapter that is not merged into its layer's weights
+        is the parameter's kind and scaling factors; all other labels are empty.
     """
     brought = _brought_weights(model)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -246,7 +248,7 @@ def acting_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     }
     for name, weight in model.named_parameters():
         is_brought, label = name in brought, adapters.get(name, "")
-        # Offloaded tied weights are loaded as one tensor per name: count only one of them.
+        # Offloaded tied weights are loaded as one tensor per name: yield only one of the tensors.
         is_other = name in tied and (is_brought or tied[name] in brought)
         if label is not None and not is_other:
             yield label, brought[name]() if is_brought else weight

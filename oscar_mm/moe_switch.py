@@ -1,4 +1,4 @@
-"""Experts "oscar" for transformers: a mixture of experts that is fast for few and many tokens.
+"""Experts "oscar" for transformers: a mixture of experts that is fast for both few and many tokens.
 
 Transformers' "batched_mm" gathers the weights of each token's experts, which is fast for a few
 tokens but runs out of memory for a prompt; its "grouped_mm" sorts the tokens by expert, which suits
@@ -26,7 +26,7 @@ def forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Experts function for transformers' ExpertsInterface.
+    """Compute the output of a layer's experts, for transformers' ExpertsInterface.
 
     Args:
         experts: the module with the stacked weights.

@@ -89,8 +89,8 @@ _MAX_RECENT = 4096
 
 
 class _Bits:
-    """Descriptor of the field ``bits``: accepts a width, a pair or a mapping, and returns
-    ``ModalityBits``."""
+    """Descriptor of the field ``bits``, which can be set to a width, a pair or a mapping, and is
+    always read as ``ModalityBits``."""
 
     def __get__(self, policy: KVPolicy | None, owner: type) -> ModalityBits:
         return ModalityBits(*[_NARROWEST] * 4) if policy is None else policy.__dict__["bits"]
@@ -103,8 +103,8 @@ class _Bits:
 class KVPolicy:
     """How the cache stores keys and values. Immutable, hashable, and validated at construction.
 
-    The default fields are those of the preset "compact"; use ``KVPolicy.preset("standard", ...)``
-    to change fields of the default policy.
+    ``KVPolicy()`` equals the preset "compact"; the default policy is "standard". Use
+    ``KVPolicy.preset("standard", ...)`` to change some of its fields.
 
     Attributes:
         bits: bits per value: 2, 3, 4 or 16. Either one number for keys and values or a pair such
@@ -112,10 +112,10 @@ class KVPolicy:
             ``{"image": (3, 2), "text": 4}`` (other modalities get 2). 16, which must apply to both
             keys and values, means ``PLAIN``. At most two different widths below 16.
         key_axis: "token" quantizes each token over a group of channels (QuaRot): a token that
-            leaves the window takes a slot in a page, and a new page is begun only when there are
-            enough tokens to take the page's size in 16-bit precision. "channel" quantizes each key
-            channel over a group of tokens (KIVI, OScaR), in whole pages of 128 tokens. Other
-            formats may be registered (``oscar_mm.pages.codecs.registry``).
+            leaves the window takes a slot in a page, and a new page is begun only when its first
+            tokens would take as much memory as the page in 16-bit precision. "channel" quantizes
+            each key channel over a group of tokens (KIVI, OScaR), in full pages of 128 tokens.
+            Other formats may be registered (``oscar_mm.pages.codecs.registry``).
         key_group: tokens per key group (channels with ``key_axis="token"``): 32, 64 or 128.
         value_group: channels per value group: 32, 64 or 128. If head_dim is not divisible by the
             group, the largest divisor of head_dim below it is used.
@@ -130,9 +130,10 @@ class KVPolicy:
             each group towards its mean; "unbiased", only with ``fit="lsq"``, makes
             <V^ - mean, V - mean> = |V - mean|^2 in each group.
         rotate: Hadamard rotation of keys and values along head_dim.
-        balance: "weights" balances queries and keys per channel by sigma = sqrt(rms_k / rms_q),
-            computed from the model's weights (see ``oscar_mm.quant.balance``); None does not.
-            Attention is unchanged in exact arithmetic.
+        balance: "weights" scales queries and keys per channel, in opposite directions, by
+            sigma = sqrt(rms_k / rms_q), which is computed from the model's weights (see
+            ``oscar_mm.quant.balance``); None does not scale them. Attention is unchanged in exact
+            arithmetic.
         token_scaling: whether keys are divided by a norm per token: "shared" by all KV heads,
             "per_head", or None for no division. Only with ``key_axis="channel"``; otherwise each
             token already has its own scale.
@@ -206,7 +207,8 @@ class KVPolicy:
 
     @property
     def balances(self) -> bool:
-        """Whether keys are stored balanced against queries; only packed keys can be."""
+        """Whether keys are scaled per channel before they are stored (field ``balance``); unpacked
+        keys never are."""
         return self.packs and self.balance is not None
 
     @classmethod
@@ -325,8 +327,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "standard": {"bits": (3, 2)},
     # The smallest preset: 2.3 bits per element.
     "compact": {},
-    # OScaR's whole pages with improvements: least-squares fit, unbiased per-head norms and values,
-    # balancing, groups of 128; 2.31 bits per element.
+    # OScaR's full pages with improvements: least-squares fit, unbiased per-head norms and values,
+    # scale factors per channel, groups of 128; 2.31 bits per element.
     "channel": {**_WHOLE_PAGES, "token_scaling": "per_head"},
     # The published OScaR recipe (rotation, one norm per token over all heads, min-max fit).
     "oscar": {
@@ -352,7 +354,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "balance": None,
         "sinks": 0,
     },
-    # QuaRot (arXiv:2404.00456): rotated, keys and values per token over a whole head of 128.
+    # QuaRot (arXiv:2404.00456): rotated, keys and values per token over all 128 channels of a head.
     "quarot": {
         "fit": "minmax",
         "norm": "plain",

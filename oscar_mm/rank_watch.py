@@ -1,7 +1,7 @@
 """Rank watch: end this process if another rank of a tensor-parallel group is killed or crashes.
 
-Otherwise the next collective would wait for the lost rank: NCCL does so for ten minutes, in a call
-that Python's signal handlers cannot interrupt.
+Without the watch, the next collective would wait for the lost rank; NCCL waits for ten minutes, in
+a call that Python's signal handlers cannot interrupt.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _PATIENCE_S = 1.0
 def watch(ranks: TPGroup) -> None:
     """Watch the other ranks on this machine until this process ends; all ranks must call this.
 
-    Each rank locks its own file. The system releases the lock when the process ends, for whatever
-    reason, and a thread of each other rank waits for that.
+    Each rank locks its own file. When its process ends for any reason, the system releases the
+    lock; on every other rank, a thread waits for this.
     """
     if ranks.count == 1 or fcntl is None:
         return
     number, path = tempfile.mkstemp(prefix="oscar-mm-rank-")
     file = os.fdopen(number, "r+b", buffering=0)
-    # lockf is not used, since it does not let two processes wait for each other. A forked child
-    # would keep the lock of flock, hence the handler.
+    # lockf is not used, since it does not let two processes wait for each other. With flock, a
+    # forked child would keep the lock; the handler prevents this.
     fcntl.flock(file, fcntl.LOCK_EX)
     os.register_at_fork(after_in_child=file.close)
     watchers: list[Thread] = []

@@ -27,10 +27,10 @@ def parse_bytes(name: str, size: Any) -> int:
 
     Args:
         name: name of the argument in error messages.
-        size: the whole number or the text.
+        size: whole number of bytes, or text to parse.
 
     Raises:
-        InputError: if ``size`` is neither, or is less than one byte.
+        InputError: if ``size`` is neither of these, or is less than one byte.
     """
     count: float = 0
     if isinstance(size, int) and not isinstance(size, bool):

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, of which each rank holds a part or a copy."""
-    # The class is not used, since importing it takes a while and only several ranks need it.
+    """Whether a tensor is a DTensor, which is split or replicated across ranks."""
+    # The class is not imported to check this: the import is slow, and a single rank needs no
+    # DTensor.
     return type(tensor) is not nn.Parameter and hasattr(tensor, "to_local")
 
 
@@ -50,8 +51,7 @@ class TPGroup:
 
     @classmethod
     def of(cls, model: nn.Module) -> TPGroup:
-        """Return the group of ranks among which transformers has divided a model or a part of
-        it."""
+        """Return the group of ranks that transformers has split a model across."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         for weight in model.parameters():
@@ -68,13 +68,13 @@ class TPGroup:
         """
         if self.count > 1 and policy.token_scaling == "shared":
             raise InputError(
-                f"policy: token_scaling='shared' uses one norm over all heads, but they are on "
-                f"{self.count} ranks: use policy 'channel', or the same policy with "
+                "policy: token_scaling='shared' uses one norm over all heads, but the heads are "
+                f"split over {self.count} ranks; use policy 'channel', or the same policy with "
                 "token_scaling='per_head'"
             )
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite the tensor on each rank with that of rank 0."""
+        """Copy rank 0's tensor to the tensor of each rank."""
         if self.count > 1:
             distributed.broadcast(tensor, group=self.group, group_src=0)
 
@@ -93,7 +93,7 @@ class TPGroup:
             distributed.all_reduce(tensor, group=self.group)
 
     def all(self, holds: bool, device: torch.device) -> bool:
-        """Return whether ``holds`` is True on every rank; the ranks exchange a tensor on
+        """Return whether ``holds`` is True on every rank, by an exchange of a tensor on
         ``device``."""
         return bool(self.all_min(int(holds), device))
 

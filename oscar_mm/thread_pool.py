@@ -61,7 +61,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def parallel_map(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield the results of ``call`` for all items in order, computed ahead by the thread pool.
+    """Yield the results of ``call`` for all items in order; the thread pool computes them ahead.
 
     At most 2 * ``thread_count`` results are kept ready. The first error, in the order of the items,
     is raised once the running calls have ended; no further calls are started.

@@ -1,4 +1,4 @@
-"""Torch modes that callers may use, but that are turned off for a cache's arithmetic.
+"""Turn off the caller's torch modes, autocast and compilation, for a cache's arithmetic.
 
 Under ``torch.autocast``, attention to a cache computes in autocast's dtype, like all attention in
 transformers, but packing and unpacking choose their own dtypes. Under ``torch.compile``, the graph
@@ -18,8 +18,8 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _KINDS = ("cpu", "cuda")
 _REASON = (
-    "OscarCache keeps its tables in Python objects, so one graph cannot hold a whole forward pass: "
-    "compile with fullgraph=False"
+    "OscarCache keeps its tables in Python objects, so one graph cannot contain a full forward "
+    "pass; compile with fullgraph=False"
 )
 
 
@@ -36,7 +36,7 @@ def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
                 modes.enter_context(torch.autocast(kind, enabled=False))
             return function(*args, **kwargs)
 
-    # The declared type also allows decorators with arguments.
+    # By its declared type, ``disable`` might also return a decorator.
     return cast(Callable[_Arguments, _Result], torch.compiler.disable(run, reason=_REASON))
 
 

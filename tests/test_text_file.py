@@ -32,5 +32,5 @@ def test_no_text(content: bytes | None, message: str, tmp_path: Path) -> None:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--words .*: is a folder; give a text file"):
+    with pytest.raises(InputError, match=r"--words .*: is a folder; pass a text file"):
         read_text(tmp_path, "--words")
