@@ -49,7 +49,8 @@ CONTAINERS = (
 )
 
 _LIBSNDFILE = (b"RIFF", b"fLaC", b"OggS")
-"""Magic bytes of files to read with libsndfile, which is faster than FFmpeg and counts exactly."""
+"""Magic bytes of files to read with libsndfile, which is faster than FFmpeg and returns the exact
+number of samples."""
 
 _GUESSED = ("aac", "ac3", "amr", *MPEG)
 """Formats without a length in the header; FFmpeg estimates the length from the first bit rate or
@@ -105,7 +106,7 @@ def load_audio(
             soundfile returns it or (rate, samples) as Gradio does, samples (N,), (N, channels) or
             (channels, N) of int16, int32, uint8 or floats in -1..1.
         allow_remote: whether http(s) URLs may be fetched.
-        limits: ``max_audio_seconds`` is checked on the header and while decoding.
+        limits: media limits; ``max_audio_seconds`` is checked on the header and while decoding.
         label: name of the recording in messages; by default the path or URL.
         count: totals of the request that the recording belongs to.
 
@@ -115,16 +116,16 @@ def load_audio(
         is where the audio of a recording begins, or the start of a video.
 
     Raises:
-        InputError: if there is nothing to read, or the source is not a recording or has no audio;
-            if the recording is damaged, cut off, contains NaN, or is too long or short; or if the
-            packages for audio are missing.
+        InputError: if there is nothing to read; if the source is not a recording or has no audio;
+            if the recording is damaged or cut off, contains NaN, or is too long or too short; or if
+            the packages for audio are missing.
     """
     name = label or describe(source, "audio")
     _require_packages(name)
     if isinstance(source, tuple):
         return _from_array(*_pair(source, name), limits, name, count)
     if isinstance(source, np.ndarray):
-        raise InputError(f"{name}: an array of samples needs its rate; pass (samples, rate)")
+        raise InputError(f"{name}: an array of samples needs a rate; pass (samples, rate)")
     if is_address(source):
         source = read_bytes(source, allow_remote=allow_remote, limits=limits, label=name)
     if isinstance(source, (str, Path)):
@@ -166,15 +167,19 @@ def _seconds(source: Any) -> float:
 
 
 def silence(seconds: float) -> Audio:
-    """Return ``seconds`` of silence; all samples share the memory of one."""
+    """Return ``seconds`` of silence, whose samples all share the memory of a single sample."""
     return Audio(np.broadcast_to(np.float32(0), round(seconds * RATE)), RATE, 1)
 
 
 def clip_sound(
     file: Path | bytes, start: float, limits: MediaLimits, label: str, count: MediaCount | None
 ) -> Audio:
-    """Read the audio of a video that starts at second ``start`` on the clock of
-    ``timeline.packets``.
+    """Read the audio of a video.
+
+    Args:
+        file: path or encoded bytes of the video.
+        start: start of the video in seconds, on the clock of ``timeline.packets``.
+        limits, label, count: see ``load_audio``.
 
     Raises:
         InputError: see ``load_audio``.
@@ -271,8 +276,8 @@ def _in_threads(
     """Decode a long recording in several threads.
 
     Returns:
-        The samples; None if the recording is short, or if a piece contradicts the header: decoding
-        it again from the beginning then reports the fault.
+        The samples; None if the recording is short, or if a piece contradicts the header. In the
+        latter case, decoding the recording again from the beginning reports the error.
     """
     import soundfile
 
@@ -381,7 +386,7 @@ def _with_av(
             raise InputError(f"{label}: has no audio track; pass a recording")
         promised = _promised_seconds(container, track, source, label)
         limits.check_audio(promised, label)
-        # Samples are packed, not planar: with eight or more planes PyAV reads past the last one.
+        # Samples are packed, not planar: with eight or more planes PyAV reads past the last plane.
         packed = av.AudioResampler(format="flt")
         mono: Mono | None = None
         for frame in decoded(container, track, _decoding(container, track)):
@@ -402,7 +407,7 @@ def _with_av(
             for part in packed.resample(frame):
                 mono.push(part.to_ndarray().reshape(part.samples, -1))
         if mono is None:
-            raise InputError(f"{label}: its audio cannot be decoded; convert it to WAV or FLAC")
+            raise InputError(f"{label}: the audio cannot be decoded; convert it to WAV or FLAC")
         # The length in a header may count from 0 although the audio begins later.
         promised = max(0.0, promised - max(0.0, start or 0.0))
         return mono.finish(promised, estimated=not _is_exact(container, track))

@@ -1,7 +1,7 @@
 """Decode a picture in a separate process.
 
-This is for decoders that hold the GIL and so block all other Python threads. The process has hard
-limits on memory and CPU time, whatever the picture's header says.
+Decoders that hold the GIL would block all other Python threads of this process. The separate
+process has hard limits on memory and CPU time, whatever the picture's header says.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PIXEL_BYTES = 40
 """Maximum memory per pixel of a picture, in bytes: OpenJPEG stores 4 bytes per channel, twice."""
 _POLL_S = 0.05
 _ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Environment variables for a single thread: on a large machine, one thread per core would use up
-the address space."""
+"""Environment variables that limit libraries to one thread: on a large machine, one thread per core
+would use up the address space."""
 
 
 def decoded_elsewhere(
@@ -34,12 +34,13 @@ def decoded_elsewhere(
     *,
     check_wanted: Callable[[], None] | None = None,
 ) -> Image.Image:
-    """Decode a picture to mode RGB, with transparent parts on white, without applying its
-    orientation.
+    """Decode a picture in a separate process to mode RGB, with transparent parts on white.
+
+    The orientation in the picture's metadata is not applied.
 
     Args:
         data: the encoded picture.
-        image: the opened picture, with only its header read.
+        image: the opened picture, of which only the header has been read.
         size: width and height of the result, no larger than those of the picture.
         check_wanted: function that raises if the request was cancelled.
 

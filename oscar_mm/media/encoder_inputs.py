@@ -6,10 +6,10 @@ takes. Here the processor only resizes a picture and cuts it into patches of byt
 and copied with 3 bytes per pixel instead of 24. A hook on the model then computes what the
 processor would have returned.
 
-A feature extractor keeps all cores busy for seconds on a long recording, but a GPU takes negligible
-time. So if the tower is on a GPU, samples are stored and copied, and a hook on the model runs the
-extractor on that GPU, one recording after the other. Otherwise features are computed before the
-prompt enters the queue.
+For a long recording, a feature extractor keeps all CPU cores busy for seconds, whereas a GPU takes
+negligible time. So if the tower is on a GPU, samples are stored and copied, and a hook on the model
+runs the extractor on that GPU, one recording after the other. Otherwise features are computed
+before the prompt enters the queue.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SAMPLES = "audio_samples"
 recording's samples, (n,) float32, on the CPU."""
 _MAX_SAMPLES = 3600 * RATE
 """Maximum length in samples of a recording whose features a GPU computes. For an hour this takes at
-most 2.5 GB, less than the first convolution of Qwen3-Omni's tower, which takes 3 GB for 500 seconds
-or more."""
+most 2.5 GB of memory, less than the first convolution of Qwen3-Omni's tower, which takes 3 GB for
+500 seconds or more."""
 _EXTRACT = "_torch_extract_fbank_features"
 """Method of an extractor that takes (recordings, samples) float32 of equal length and a device. It
-is called directly, since ``__call__`` first copies the samples twice, which takes longer than all
-the rest on a GPU. With a version of transformers that lacks the method, features are computed
+is called directly, since ``__call__`` first copies the samples twice, which takes longer than the
+computation on a GPU. With a version of transformers that lacks the method, features are computed
 before the prompt enters the queue."""
 
 
@@ -56,7 +56,7 @@ class PixelScale(NamedTuple):
 
     @classmethod
     def of(cls, processor: Any) -> PixelScale | None:
-        """Return the scaling of an image or video processor; None if it cannot be deferred."""
+        """Return how an image or video processor scales; None if a model cannot do this later."""
         by_torch = getattr(processor, "backend", None) == "torchvision"
         if not (by_torch and processor.do_rescale and processor.do_normalize):
             return None
@@ -65,7 +65,7 @@ class PixelScale(NamedTuple):
         return cls(processor.rescale_factor, tuple(mean), tuple(std)) if by_channel else None
 
     def scaled(self, processor: Any, patches: torch.Tensor) -> torch.Tensor:
-        """Scale patches as the processor would have done, on their own device.
+        """Scale patches on their own device, with the same result as the processor's scaling.
 
         Args:
             processor: image or video processor of the kind that cut the patches.
@@ -112,8 +112,8 @@ def scaled_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_bytes(processor: Any, model: Any) -> Any:
-    """Return a copy of a processor that leaves pixels as bytes where the model does the
-    processor's scaling."""
+    """Return a copy of a processor that returns pixels as bytes, if the model scales them in the
+    same way as the processor."""
     twin = copy.copy(processor)
     for name, part in _ARGUMENTS.items():
         own = getattr(processor, part, None)
@@ -151,7 +151,7 @@ def resized(image_processor: Any, width: int, height: int) -> tuple[int, int]:
 
 
 class _Asking:
-    """Base class of processors that wrap another one and expose its attributes."""
+    """Base class of processors that wrap another processor and expose its attributes."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -173,7 +173,7 @@ class SizesKept(_Asking):
         self._sized = sized
 
     def __call__(self, *given: Any, **options: Any) -> BatchFeature:
-        """Return the processor's output for all media, in their order."""
+        """Return the wrapped processor's output for all media, in the order of the arguments."""
         [media] = given or [options.pop(name) for name in ("images", "videos") if name in options]
         made = []
         for keeps, run in groupby(range(len(media)), lambda place: self._sized[place]):
@@ -303,8 +303,8 @@ def _features(
 
 
 def can_defer(model: Any, extractor: Any, recordings: Iterable[Audio]) -> bool:
-    """Whether a prompt may store these recordings as samples, because the model computes the same
-    features as this extractor."""
+    """Whether the model can compute these recordings' features itself, with the same result as the
+    extractor, so that a prompt may store samples."""
     alike = extractor is model._oscar_extractor and isinstance(extractor, WhisperFeatureExtractor)
     short = all(len(one.samples) <= _MAX_SAMPLES for one in recordings)
     return alike and hasattr(extractor, _EXTRACT) and short and tower_device(model) is not None

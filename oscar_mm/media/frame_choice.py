@@ -26,7 +26,7 @@ class FrameChoice(NamedTuple):
         due: time in seconds at which each frame is certainly shown, even with rounded timestamps.
         fps: number of frames to keep per second of the part that is read.
         span: start and end of the part that is read, in seconds after the start of the video; None
-            for the whole video.
+            for the full video.
     """
 
     times: tuple[float, ...]
@@ -49,8 +49,8 @@ def chosen_frames(
         seconds: length of the file, above 0.
         rate: frames per second of the file.
         usual_fps: frames per second to keep unless options set another number.
-        options: options, at least one of which chooses frames.
-        limits: ``max_video_frames`` bounds the choice.
+        options: media options, at least one of which chooses frames.
+        limits: media limits; at most ``max_video_frames`` frames are chosen.
         label: name of the video in error messages.
 
     Raises:

@@ -12,19 +12,19 @@ from typing import Any, BinaryIO
 from PIL import BmpImagePlugin, IcoImagePlugin, Image, JpegImagePlugin
 
 # Formats that may be decoded from untrusted bytes. Pillow's other decoders start programs (EPS) or
-# open other files, and cameras, browsers and scanners do not write their formats.
+# open other files, for formats that cameras, browsers and scanners do not write.
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 
 _JPEG, _PNG, _ICON = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"\0\0\1\0"
 _TIFF = {b"II": "<", b"MM": ">"}
-"""First bytes of a TIFF, and the byte order that they stand for."""
+"""Byte order of a TIFF (of ``struct``), by the file's first two bytes."""
 _TURNING_TEXTS = b"Raw profile type exif", b"XML:com.adobe.xmp"
 """Keywords of PNG text chunks that may contain the picture's orientation."""
 _ARRAYS = {258, 273, 320, 324, 338, 339}
 """TIFF tags that Pillow reads in full: BitsPerSample, StripOffsets, ColorMap, TileOffsets,
 ExtraSamples and SampleFormat."""
 _MAX_VALUES = 1 << 18
-"""Maximum number of values per such tag: 50 megapixels have 195,000 tiles of 16 x 16."""
+"""Maximum number of values of each of these tags: 50 megapixels have 195,000 tiles of 16 x 16."""
 _STRIP_BYTES = 400
 """Memory in bytes that Pillow takes per strip or tile, whatever its number of pixels."""
 _ICON_SIDE = 256
@@ -41,7 +41,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def opened_image(source: Path | BinaryIO) -> Image.Image:
-    """Open a picture, reading only its header; errors from parsers are not caught.
+    """Open a picture and read only its header; parsers may raise any error.
 
     Headers are parsed one at a time, because parsing some of them takes a hundred megabytes.
     """
@@ -69,7 +69,7 @@ def header_bytes(image: Image.Image) -> int:
 
 
 def _texts(file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each compressed text chunk in a PNG that does not affect its pixels.
+    """Yield start and end of each compressed text chunk of a PNG that does not affect how it looks.
 
     Pillow would decompress each chunk (a kilobyte may become a mebibyte) and keep up to 64 MiB in
     total.
@@ -106,7 +106,7 @@ def _opened_icon(file: BinaryIO) -> Image.Image:
         return opened_image(io.BytesIO(_at(file, start, -1)))
     file.seek(start)
     if max(BmpImagePlugin.DibImageFile(file).size) > 2 * _ICON_SIDE:
-        raise ValueError("its bitmap is too large for an icon")
+        raise ValueError("the bitmap is too large for an icon; save the picture as PNG")
     return icon.frame(0)
 
 
@@ -123,7 +123,7 @@ def _check_arrays(file: BinaryIO, order: str, *, large: bool) -> None:
     data = _at(file, at + struct.calcsize(order + entries), size * min(count, 1 << 16))
     for tag, _, values, _ in struct.iter_unpack(order + entry, data[: len(data) // size * size]):
         if tag in _ARRAYS and values > _MAX_VALUES:
-            raise ValueError(f"its tag {tag} has {values:,} values")
+            raise ValueError(f"TIFF tag {tag} has {values:,} values")
 
 
 def _unpacked(file: BinaryIO, start: int, form: str) -> tuple[Any, ...]:

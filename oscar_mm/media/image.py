@@ -48,14 +48,14 @@ _TURNS = {
 _LYING = 5
 """EXIF orientations from this number on swap width and height."""
 _STOPPING = {"AVIF": 1 << 20, "JPEG2000": 0}
-"""Formats whose decoders hold the GIL, and the number of pixels up to which they do so only
+"""Formats whose decoders hold the GIL, and the maximum number of pixels for which they hold it only
 briefly. For JPEG 2000 no number is small enough, because a small picture may have many tiles."""
 _PIXEL_BYTES = {"WEBP": 17, "AVIF": 30, "JPEG2000": 40}
-"""Maximum memory per pixel while decoding a format, including a decoder process, in bytes; measured
+"""Maximum memory in bytes per pixel while decoding a format, including a decoder process; measured
 with pictures of 49 megapixels in all modes."""
 _OTHER_PIXEL_BYTES = 13
 _STRIP_PIXELS = 1 << 18
-"""Number of deep greyscale pixels that are scaled at a time; each takes 25 bytes meanwhile."""
+"""Number of deep greyscale pixels to scale at a time; each takes 25 bytes in the meantime."""
 
 _DEFAULTS = MediaLimits()
 
@@ -84,7 +84,7 @@ def load_image(
             (H, W, 4) of uint8, uint16, bool or floats in 0..1. Only the first frame of an animation
             is used. Greyscale deeper than 8 bits is scaled to 8 bits, never clipped.
         allow_remote: whether http(s) URLs may be fetched.
-        limits: bounds, checked on the header before any pixel is decoded.
+        limits: media limits, checked on the header before any pixel is decoded.
         label: name of the picture in error messages; by default the path or URL.
         fit: function that computes the size that the model uses. A larger picture is scaled down
             to that size right away, a JPEG even while it is decoded, so that 200 megapixels take
@@ -97,9 +97,9 @@ def load_image(
         A new image; ``source`` stays unchanged.
 
     Raises:
-        InputError: if there is nothing to read, or the source is not an image; or if the image is
+        InputError: if there is nothing to read, if the source is not an image, or if the image is
             damaged, over a limit, or of a wrong type or shape. The message names the picture and
-            the remedy.
+            says what to do.
     """
     name = label or describe(source, "image")
     if isinstance(source, np.ndarray):
@@ -124,7 +124,7 @@ def load_image(
     try:
         opened = opened_image(io.BytesIO(data))
     except Image.DecompressionBombError as error:
-        raise InputError(f"{name}: more pixels than Pillow opens; scale it down") from error
+        raise InputError(f"{name}: has more pixels than Pillow can open; scale it down") from error
     except Exception as error:  # any error of any parser: the bytes are not trusted
         raise InputError(
             f"{name}: is not an image that can be read; save it as PNG, JPEG or WebP"
@@ -179,7 +179,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> tuple[int, int]:
-    """Return the size to scale an upright picture to, or its own size."""
+    """Return the width and height to scale an upright picture to; its own if it is not scaled."""
     if isinstance(fit, Exactly):
         return fit(width, height)
     if fit is None or width * height <= limits.small_image_pixels:
@@ -189,7 +189,7 @@ def _fitting(width: int, height: int, fit: Fit | None, limits: MediaLimits) -> t
 
 
 def eighth(width: int, height: int) -> tuple[int, int]:
-    """Return one eighth of a size. A ``Fit`` for previews and for checking that pictures decode."""
+    """Return one eighth of a size: a ``Fit`` for previews and for checking that pictures decode."""
     return max(1, width // 8), max(1, height // 8)
 
 
@@ -282,7 +282,7 @@ def _decode(
         across, down = (used or _fitting(width, height, fit, limits))[::turned]
         # Scale before turning and adding the white background, so that copies are small.
         picture = scale(image, (across, down))
-        picture.info = {}  # The next reader would apply an orientation in it again.
+        picture.info = {}  # Otherwise the next reader would apply its orientation again.
         turn = _TURNS.get(orientation)
         return picture if turn is None else picture.transpose(turn)
     except Cancelled:
@@ -319,9 +319,9 @@ def _continuous(image: Image.Image) -> Image.Image:
 def _from_deep_gray(image: Image.Image) -> Image.Image:
     """Convert greyscale in PIL's modes I;16, I or F to mode L, scaling its range to uint8.
 
-    I;16 has a fixed range. For I and F it is the smallest usual range that contains all values
-    (floats: 0..1 or 0..255; integers: 0..255 or 0..65535), or, if there is none, the picture's own
-    minimum to maximum.
+    I;16 has a fixed range. For I and F, the range is the smallest usual range that contains all
+    values (floats: 0..1 or 0..255; integers: 0..255 or 0..65535), or, if there is none, the
+    picture's own minimum to maximum.
     """
     low, high = 0.0, 65535.0
     if not image.mode.startswith("I;16"):
@@ -371,7 +371,7 @@ def _from_array(array: np.ndarray, limits: MediaLimits, label: str) -> Image.Ima
     elif array.dtype == np.uint16:
         array = _scale(array, 0, 65535)
     elif np.issubdtype(array.dtype, np.floating):
-        # Written so that NaN fails too.
+        # The condition is written so that NaN fails too.
         if not (array.min() >= 0 and array.max() <= 1):
             raise InputError(
                 f"{label}: floats must lie in 0..1; divide by 255 or pass uint8, and remove NaN"

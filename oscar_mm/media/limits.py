@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 
 from oscar_mm.errors import Cancelled, InputError
 
-# Minimum side of a video frame in pixels. Below five, transformers may mistake a side for an
-# array's colour channels.
+# Minimum side of a video frame in pixels. Transformers may mistake a side of less than five pixels
+# for an array's colour channels.
 MIN_VIDEO_SIDE = 8
 
 LARGE_PIXELS = 1 << 24
@@ -33,14 +33,14 @@ class MediaLimits:
             videos.
         max_request_media: number of images, videos and recordings per request.
         max_image_side_ratio: long side / short side. Qwen's processors reject more than 200.
-        max_file_bytes: encoded bytes of one source that are read into memory: image files,
-            ``bytes``, data URIs, downloads. Video and audio files on disk are streamed and do not
-            count.
+        max_file_bytes: encoded bytes of one source that is read into memory: an image file,
+            ``bytes``, a data URI or a download. Video and audio files on disk are streamed and are
+            not limited.
         max_video_seconds: length of a video.
         max_video_frames: number of frames to keep from a video, at least 2. A file with more is
             sampled at a lower rate; a list with more is rejected.
-        max_video_pixels: number of pixels to keep from a whole video file (3 bytes each). If there
-            are more, frames are scaled down as they are decoded.
+        max_video_pixels: number of pixels to keep from a video file, summed over its frames (3
+            bytes each). If there are more, frames are scaled down as they are decoded.
         max_audio_seconds: length of a recording; each second takes 64 KB once decoded.
         max_decoding_bytes: memory for decoding in this process, for all requests together; further
             requests wait for memory, and a request that needs more than this by itself runs alone.
@@ -77,7 +77,7 @@ class MediaLimits:
         if self.max_image_side_ratio < 1:
             raise InputError("MediaLimits.max_image_side_ratio: must be at least 1")
         if self.max_video_frames < 2:
-            raise InputError("MediaLimits.max_video_frames: a video needs at least 2 frames")
+            raise InputError("MediaLimits.max_video_frames: must be at least 2")
 
     def check_frame(self, width: int, height: int, label: str) -> None:
         """Reject a picture of ``width`` x ``height`` pixels that is empty, too large or too narrow.
@@ -104,7 +104,7 @@ class MediaLimits:
         """Reject a request with too many media items.
 
         Raises:
-            InputError: if it is rejected; the message names count and limit.
+            InputError: if there are too many; the message names count and limit.
         """
         if count > self.max_request_media:
             raise InputError(
@@ -173,13 +173,13 @@ class MediaLimits:
 
 
 class MediaCount:
-    """Thread-safe totals of a request's media: pixels before decoding, seconds of audio while
-    decoding.
+    """Thread-safe totals of the pixels and of the seconds of audio in a request's media.
 
-    Also holds the lock with which the request's large media are decoded one at a time.
+    Pixels are added before decoding, audio while it is decoded. This class also contains the lock
+    that makes a request decode its large media one at a time.
 
     Args:
-        limits: media limits; ``max_request_pixels`` applies to the total.
+        limits: media limits; ``max_request_pixels`` applies to the total number of pixels.
         max_seconds: maximum seconds of audio.
         cancelled: function that returns whether the request was cancelled.
     """
@@ -195,9 +195,9 @@ class MediaCount:
         self._guard, self._large = threading.Lock(), threading.RLock()
 
     def turn(self, *, large: bool) -> AbstractContextManager[object]:
-        """Keep other threads from decoding a large media item of this request within the block.
+        """Lock out other threads that decode large media of this request, until the block ends.
 
-        Small media do not wait. The lock is reentrant.
+        Only large media wait for the lock, which is reentrant.
 
         Raises:
             Cancelled: if the request was cancelled.

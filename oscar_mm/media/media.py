@@ -1,4 +1,4 @@
-"""Media: decoded images, videos and recordings of a turn; MediaReader decodes them."""
+"""Decode the images, videos and recordings of a turn (MediaReader) and store them (Media)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from oscar_mm.thread_pool import parallel_map, thread_count
 
 _KINDS = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 _BLOCK_BYTES = 1 << 24
-"""Bytes of a recording or of frames that one thread hashes; equals four minutes of audio."""
+"""Number of bytes of samples or frames that one thread hashes at a time; four minutes of audio."""
 
 _IMAGE_BYTES = 8
-"""Memory per pixel of a picture, including its processor's, until its prompt is complete."""
+"""Memory in bytes per pixel of a picture, including the processor's, until the prompt is
+complete."""
 _FRAME_BYTES = 9
 """Memory per pixel of a video's kept frames, including the processor's, in bytes."""
 _DECODER_BYTES = 48
@@ -54,7 +55,7 @@ def media_digest(medium: Image.Image | Video | Audio, *, sized: bool = False) ->
 
     Args:
         medium: decoded media item.
-        sized: whether the model reads the item at its present size, without resizing.
+        sized: whether the model reads the item at its current size, without resizing.
 
     Returns:
         64 hexadecimal digits.
@@ -94,8 +95,8 @@ class Medium:
     Attributes:
         modality: IMAGE, VIDEO or AUDIO.
         content: a PIL image in mode RGB, a ``Video`` or an ``Audio``.
-        label: name to display: the file's name, or the place in the arguments, such as images[2].
-        sized: whether options set the size of the pictures, which the processor then keeps.
+        label: name to display: the file's name, or the item's argument and index, as in images[2].
+        sized: whether options set the size of the image or frames, which the processor then keeps.
     """
 
     modality: Modality
@@ -129,10 +130,10 @@ class Media:
         images: PIL images in mode RGB.
         videos: videos.
         audio: recordings.
-        labels: names of the images, then of the videos, then of the recordings; by default their
-            places in the arguments, such as images[2].
-        sized: whether options set the size of the pictures, for each item in the same order; by
-            default False.
+        labels: names of the images, then of the videos, then of the recordings; by default each
+            item's argument and index, as in images[2].
+        sized: for each item in the same order, whether options set the size of the image or frames;
+            by default False.
     """
 
     images: Sequence[Image.Image] = ()
@@ -174,7 +175,7 @@ class Media:
         return [MediaPart(one.modality, one.content, one.label) for one in self]
 
     def __add__(self, later: Media) -> Media:
-        """Return the media of this turn followed by those of a later turn, for each kind."""
+        """Return the media of two turns: for each kind, this turn's media, then the later turn's."""
         both = {
             name: [*getattr(self, name), *getattr(later, name)]
             for name in ("images", "videos", "audio")
@@ -186,12 +187,12 @@ class Media:
 
 @dataclass(frozen=True, eq=False)
 class Outline(Media):
-    """Media before decoding, when only their sizes are known.
+    """Media of known size before decoding.
 
     Attributes:
         decoding_bytes: memory that all media of the request, including those of unknown size, take
             from decoding until the prompt is complete.
-        limits: limits to decode the media with.
+        limits: media limits to apply while decoding.
     """
 
     decoding_bytes: int = 0
@@ -208,7 +209,7 @@ class MediaReader:
         video_fps: frames per second to sample from videos.
         fit: function that computes the image size that the model uses, see ``load_image``.
         sizes: the model's rule for media options; None if it supports no options.
-        max_seconds: maximum seconds of audio in a request.
+        max_seconds: maximum total length of the audio in a request, in seconds.
 
     Raises:
         InputError: if ``limits`` or ``video_fps`` is invalid.
@@ -237,7 +238,7 @@ class MediaReader:
         fits: Callable[[Media], None] | None = None,
         cancelled: Callable[[], bool] = bool,
     ) -> Media:
-        """Decode media as ``reading`` does, without counting their memory after decoding.
+        """Decode media as ``reading`` does, but reserve memory for them only while decoding.
 
         Args:
             parts, fits, cancelled: see ``reading``.
@@ -257,18 +258,18 @@ class MediaReader:
         fits: Callable[[Media], None] | None = None,
         cancelled: Callable[[], bool] = bool,
     ) -> Iterator[Media]:
-        """Decode the media of a request, and count their decoding memory until the block ends.
+        """Decode the media of a request, and reserve memory for them until the block ends.
 
-        All requests of this process together take at most ``limits.max_decoding_bytes`` within
-        their blocks; a request waits for memory before it decodes. Images and recordings are
-        decoded in several threads. In addition to the results, at most one picture of up to 16
-        megapixels per thread and one larger picture are in memory.
+        All requests of this process together reserve at most ``limits.max_decoding_bytes``; a
+        request waits for memory before it decodes. Images and recordings are decoded in several
+        threads. In addition to the results, at most one picture of up to 16 megapixels per thread
+        and one larger picture are in memory.
 
         Args:
             parts: media of the request.
-            fits: function that raises if media of these sizes do not fit. It is called before
-                decoding, with the media whose headers give their sizes, and, if some headers did
-                not, again after decoding, with all media.
+            fits: function that raises if media of the given sizes do not fit. It is called before
+                decoding with the media whose headers give their sizes. If some headers do not, it
+                is called again after decoding, with all media.
             cancelled: function that returns whether the request was cancelled.
 
         Yields:
@@ -297,7 +298,7 @@ class MediaReader:
         """Reject options that the model does not support, and values beyond the limits.
 
         Raises:
-            InputError: if an option is rejected; the message names the media item and the option.
+            InputError: if an option is rejected. The message names the media item and the option.
         """
         known = self._options
         for part in parts:
@@ -415,8 +416,8 @@ class MediaReader:
         return [image_outline(part.source, fit=self._fit(part), **how) for part in parts]
 
     def _clip_bytes(self, part: MediaPart, outline: Video | None) -> int:
-        """Return the memory that a video takes, in bytes; the maximum under the limits if there is
-        no outline."""
+        """Return the memory that a video takes, in bytes; without an outline, the maximum that the
+        limits allow."""
         limit = self.limits.max_video_pixels
         kept = limit if outline is None else math.prod(outline.frames.shape[:3])
         taken = _FRAME_BYTES * kept + _DECODER_BYTES * (frame_pixels(part.source) or 0)
@@ -452,8 +453,8 @@ def _of_kind(parts: Sequence[MediaPart], kind: Modality) -> list[MediaPart]:
 
 
 def _picture_bytes(outlines: Sequence[ImageOutline | None]) -> int:
-    """Return the memory that pictures take, in bytes: decoding those that are decoded at the same
-    time, and all results."""
+    """Return the memory that pictures take, in bytes: all results, and the decoding of the pictures
+    that are decoded at the same time."""
     images = [image for image in outlines if image is not None]
     results = sum(image.size.width * image.size.height for image in images)
     small = sorted(image.decoding_bytes for image in images if not image.large)

@@ -301,7 +301,7 @@ def test_no_error_prints_samples() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (tone(1)[0], "array of samples needs its rate"),
+        (tone(1)[0], "array of samples needs a rate"),
         ((tone(1)[0],), "pair must be an array of samples and their rate"),
         ((tone(1)[0], "16k"), "pair must be"),
         ((tone(1)[0], 16_000.0), "pair must be"),

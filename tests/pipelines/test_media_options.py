@@ -324,7 +324,7 @@ def test_a_bare_array_of_samples(omni) -> None:
     assert (
         omni(prompt="What?", audio=[samples], sampling_rate=rate, **options).token_ids == expected
     )
-    with pytest.raises(InputError, match="an array of samples needs its rate"):
+    with pytest.raises(InputError, match="an array of samples needs a rate"):
         omni(prompt="What?", audio=[samples])
 
 

@@ -187,7 +187,7 @@ def test_bad_recordings(omni, tmp_path: Path) -> None:
     refused(omni, r"audio\[1\]", "NaN", audio=[(samples, rate), (broken, rate)])
     refused(omni, "no samples", audio=(samples[:0], rate))
     refused(omni, "silent.mp4", "no audio track", audio=silent)
-    refused(omni, "needs its rate", audio=samples)
+    refused(omni, "needs a rate", audio=samples)
     refused(omni, r"audio\[0\]", "int is not a recording", audio=5)
     refused(omni, "remote media are disabled", audio="https://example.org/a.wav")
 
