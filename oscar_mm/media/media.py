@@ -175,7 +175,7 @@ class Media:
         return [MediaPart(one.modality, one.content, one.label) for one in self]
 
     def __add__(self, later: Media) -> Media:
-        """Return the media of two turns: for each kind, this turn's media, then the later turn's."""
+        """Return the media of this turn and a later turn; of each kind, this turn's come first."""
         both = {
             name: [*getattr(self, name), *getattr(later, name)]
             for name in ("images", "videos", "audio")

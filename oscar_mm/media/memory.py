@@ -1,4 +1,4 @@
-"""DecodingMemory: limit on the memory for decoding in this process, for which requests wait."""
+"""DecodingMemory: make requests wait so that decoding in this process stays in a memory limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 _POLL_S = 0.1
 """Seconds between checks of whether a waiting request was cancelled."""
 _TRIM_BYTES = 1 << 26
-"""Number of bytes used by requests in total after which freed memory is returned to the system."""
+"""Total number of bytes that requests must have used before freed memory is returned to the
+system."""
 _TRIM_S = 1.0
 """Seconds between the end of the last request and the return of memory."""
 
@@ -20,10 +21,11 @@ _TRIM_S = 1.0
 class DecodingMemory:
     """Limits the memory that all requests together take for decoding, first come, first served.
 
-    A request takes all of its memory at once, so that no request that holds memory waits for more.
+    A request reserves all of its memory at once, so that no request waits for more memory while it
+    keeps some from others.
 
     Attributes:
-        used: number of bytes that requests currently hold.
+        used: number of bytes that requests currently have reserved.
     """
 
     def __init__(self) -> None:
@@ -36,10 +38,10 @@ class DecodingMemory:
     def taken(self, count: int, limit: int, check_wanted: Callable[[], None]) -> Iterator[None]:
         """Reserve ``count`` bytes within the block, after waiting until they are available.
 
-        A request that needs more than ``limit`` by itself waits until no other request holds any.
+        A request that needs more than ``limit`` by itself waits until no memory is reserved.
 
         Args:
-            count: number of bytes for the request; if 0, it does not wait.
+            count: number of bytes for the request, which does not wait if this is 0.
             limit: maximum number of bytes for all requests together.
             check_wanted: function that raises if the request was cancelled, which ends the wait.
         """

@@ -28,13 +28,13 @@ OF_MODALITY = {
 """Names of the options for each modality."""
 _NUMBERS = "fps", "video_start", "video_end"
 _MAX_NUMBER = 1 << 63
-"""Numbers must be below this; a larger whole number might not convert to a float."""
+"""Upper limit of numbers; a larger whole number might not convert to a float."""
 ALIASES = {"nframes": "num_frames"}
 """Alternative names for options in message parts."""
 
 
 class MediaOptionFields(TypedDict, total=False):
-    """Keyword arguments of a request: fields of ``MediaOptions``, applied to all of its media."""
+    """Keyword arguments of a request: fields of ``MediaOptions`` that apply to all of its media."""
 
     min_pixels: int | None
     max_pixels: int | None
@@ -93,9 +93,9 @@ class MediaOptions:
             if name in _NUMBERS:
                 object.__setattr__(self, name, float(value))
         if self.fps is not None and self.num_frames is not None:
-            raise InputError("fps and num_frames: give only one of them")
+            raise InputError("fps and num_frames: set only one of them")
         if (self.resized_width is None) != (self.resized_height is None):
-            raise InputError("resized_width and resized_height: give both or neither")
+            raise InputError("resized_width and resized_height: set both or neither")
         for low, high in (
             ("min_pixels", "max_pixels"),
             ("min_frames", "max_frames"),
@@ -103,7 +103,7 @@ class MediaOptions:
         ):
             minimum, maximum = getattr(self, low), getattr(self, high)
             if minimum is not None and maximum is not None and minimum > maximum:
-                raise InputError(f"{low}={minimum:g} is more than {high}={maximum:g}")
+                raise InputError(f"{low}={minimum:g} must not be more than {high}={maximum:g}")
 
     @property
     def given(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class MediaOptions:
         return replace(usual, **{**dict.fromkeys(usual.given), **kept, **self.given})
 
     def of_modality(self, modality: Modality) -> MediaOptions:
-        """Return these options without any that do not apply to a modality."""
+        """Return only those of these options that apply to a modality."""
         names = OF_MODALITY[modality]
         return MediaOptions(**{name: x for name, x in self.given.items() if name in names})
 
@@ -163,7 +163,7 @@ class MediaOptions:
         if (sides := self.resized) and max(sides) > limits.max_image_side_ratio * min(sides):
             raise InputError(
                 f"resized_width and resized_height: the sides of {sides[0]}x{sides[1]} have a "
-                f"ratio of more than {limits.max_image_side_ratio:g}:1; give a lower ratio"
+                f"ratio of more than {limits.max_image_side_ratio:g}:1; choose a lower ratio"
             )
         area = math.prod(self.resized or (0, 0))
         for name, value, limit in (
@@ -178,7 +178,7 @@ class MediaOptions:
             maximum = getattr(limits, limit)
             if value is not None and value > maximum:
                 raise InputError(
-                    f"{name}={value:,} is more than the limit of {maximum:,}; give less or raise "
+                    f"{name}={value:,} is more than the limit of {maximum:,}; lower it or raise "
                     f"MediaLimits.{limit}"
                 )
 

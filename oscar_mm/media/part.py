@@ -16,12 +16,13 @@ from oscar_mm.modality import Modality
 
 @dataclass(frozen=True, eq=False)
 class MediaPart:
-    """An undecoded image, video or recording, and its place in the request.
+    """An undecoded image, video or recording of a request.
 
     Attributes:
         modality: IMAGE, VIDEO or AUDIO.
         source: source for ``load_image``, ``load_video`` or ``load_audio``.
-        place: argument that the media item was passed in, such as images[2], for error messages.
+        place: argument and index of the media item in the request, such as images[2], for error
+            messages.
         sound: whether to use the audio track of a video too.
         options: sizes, frames and rates for reading the media item.
     """
@@ -34,7 +35,7 @@ class MediaPart:
 
     @property
     def described(self) -> str:
-        """Name in error messages: the path or URL if there is one, otherwise the place."""
+        """Name in error messages: the path or URL if there is one, otherwise ``place``."""
         return describe(self.source, self.place)
 
     @property
@@ -56,7 +57,7 @@ class MediaPart:
 def media_parts(
     images: Any = None, videos: Any = None, audio: Any = None, *, sound: bool = False
 ) -> list[MediaPart]:
-    """List media given by kind: images, then videos, then recordings.
+    """Return the media of a request as a list of parts: images, then videos, then recordings.
 
     Args:
         images: an image, a list of images, or None.

@@ -16,7 +16,7 @@ RATE = 16_000
 """Samples per second that audio towers take."""
 
 MIN_SECONDS = 0.1
-"""Minimum length of a recording; with less, an audio tower gets next to no input."""
+"""Minimum length of a recording; a shorter recording is next to no input for an audio tower."""
 
 # A file with less than this fraction of the length estimated from its header counts as cut off.
 MIN_SHARE = 0.9
@@ -46,7 +46,7 @@ class Audio:
     Attributes:
         samples: (N,) float32, mono, 16 kHz, nominally -1..1.
         source_rate: samples per second of the source.
-        channels: number of channels in the source, which were averaged.
+        channels: number of channels in the source, before they were averaged.
     """
 
     samples: np.ndarray
@@ -117,12 +117,12 @@ class Mono:
         channels: number of channels of the pieces.
         limits: media limits; ``max_audio_seconds`` is checked for each piece.
         label: name of the recording in messages.
-        whole: (n,) float32 array that the pieces are consecutive parts of, if they are at 16 kHz;
-            None if pieces are to be resampled and joined.
+        whole: (n,) float32 array of all samples, if the pieces are consecutive parts of it at
+            16 kHz; None if the pieces are to be resampled and joined.
         count: totals of the request, to which each piece is added.
 
     Raises:
-        InputError: if the rate is not usable.
+        InputError: if the rate is out of range.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Mono:
             self.add(MonoPiece(silence, 0.0, 0, 0.0))
 
     def begin_anew(self) -> None:
-        """Subtract this recording from the request's totals, before another ``Mono`` builds it
+        """Subtract this recording from the request's totals, so that another ``Mono`` can build it
         again from the beginning."""
         if self._of_request is not None:
             self._of_request.add_sound(-self._count / self._rate, self._label)
@@ -217,13 +217,13 @@ class Mono:
             min_seconds = max(min_seconds, (1 - _SLACK_SHARE) * promised - _SLACK_S)
         if seconds < min_seconds:
             raise InputError(
-                f"{self._label}: ends after {seconds:.1f} of {promised:.1f} s; the file is cut "
-                "off: copy or download it again"
+                f"{self._label}: ends after {seconds:.1f} of {promised:.1f} s, so the file is cut "
+                "off; copy or download it again"
             )
         if seconds < MIN_SECONDS:
             raise InputError(
-                f"{self._label}: lasts {seconds:.3f} s, which is too short; at least "
-                f"{MIN_SECONDS:g} s are needed"
+                f"{self._label}: lasts {seconds:.3f} s, which is too short; it must last at least "
+                f"{MIN_SECONDS:g} s"
             )
         if not self._peak:
             warnings.warn(f"{self._label}: is silent from beginning to end", stacklevel=4)

@@ -33,7 +33,7 @@ class NamedBytes(bytes):
     """Encoded bytes with a name for messages.
 
     Attributes:
-        name: name that the sender gave.
+        name: name chosen by the sender.
     """
 
     name: str
@@ -105,8 +105,8 @@ def existing_file(source: str | Path, label: str) -> Path:
 
 
 def local_source(source: Any) -> Any:
-    """Return a path or a byte stream for a parser; None for an http(s) URL or a data URI, which
-    makes parsers fail."""
+    """Return a path or a byte stream for a parser. For an http(s) URL or a data URI, return None,
+    which makes parsers raise an error."""
     if isinstance(source, bytes | bytearray | memoryview):
         return io.BytesIO(source)
     return None if is_address(source) else existing_file(source, "")
@@ -170,7 +170,7 @@ def _host(name: str) -> str:
             return found.hostname
     except ValueError:
         pass
-    raise InputError(f"{name!r} is not a host name: give one such as example.org or *.example.org")
+    raise InputError(f"{name!r} is not a host name; use one such as example.org or *.example.org")
 
 
 def read_bytes(
@@ -210,7 +210,9 @@ def read_bytes(
 def _data_uri(uri: str, limits: MediaLimits, label: str) -> bytes:
     header, comma, body = uri.partition(",")
     if not comma:
-        raise InputError(f"{label}: has no comma; the format is data:image/png;base64,...")
+        raise InputError(
+            f"{label}: has no comma after the media type; use data:image/png;base64,..."
+        )
     limits.check_bytes(len(body) * 3 // 4, label)
     if not header.lower().endswith(";base64"):
         return urllib.parse.unquote_to_bytes(body)
@@ -221,10 +223,10 @@ def _data_uri(uri: str, limits: MediaLimits, label: str) -> bytes:
 
 
 class _Deadline(urllib.request.AbstractHTTPHandler):
-    """HTTP handler with a deadline for a whole request, redirects included.
+    """HTTP handler with a deadline for a full request, including redirects.
 
-    The timeout of urllib limits only each pause; this handler closes the connections when time is
-    up, even while headers are being read.
+    The timeout of urllib limits only each pause; this handler closes the connections at the
+    deadline, even while headers are being read.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -25,23 +25,24 @@ ROUNDING_S = 0.001
 """Rounding error of timestamps in seconds: Matroska and FLV round to a millisecond."""
 
 MPEG = ("mpegts", "mpeg")
-"""Containers without a length in the header, which send their clock ten times a second."""
+"""Containers without a length in the header, which contain a clock value ten times a second."""
 
 _JUMP_S = 10.0
-"""Seconds that such a clock may jump; a longer jump starts another recording, as in FFmpeg."""
+"""Maximum jump of an MPEG clock within a recording, in seconds; after a longer jump another
+recording starts, as in FFmpeg."""
 
 _MAX_TICKS = 1 << 62
 
 
 def picture_track(container: Any) -> Any | None:
-    """Return the video track that players show by default, ignoring covers; None if there is
-    none."""
+    """Return the video track that players show by default, which is never cover art; None if the
+    file has no such track."""
     streams = container.streams.video
     return _default([one for one in streams if not one.disposition & Disposition.attached_pic])
 
 
 def sound_track(container: Any) -> Any | None:
-    """Return the audio track that players play by default; None if there is none."""
+    """Return the audio track that players play by default; None if the file has no audio."""
     return _default(container.streams.audio)
 
 
@@ -52,7 +53,8 @@ def _default(streams: Sequence[Any]) -> Any | None:
 
 
 def picture_rate(track: Any) -> float:
-    """Return the frame rate according to the header, for pictures without timestamps."""
+    """Return the frame rate in the header (else 24), from which times are computed for pictures
+    without timestamps."""
     return float(track.average_rate or track.guessed_rate or 24)
 
 
@@ -73,8 +75,8 @@ def time_of(timed: Any, track: Any) -> float | None:
 def packets(container: Any) -> Iterator[Any]:
     """Yield packets of the default tracks in file order, on a clock without jumps.
 
-    Where timestamps step back, as in files joined by ``cat``, or the clock of an MPEG stream jumps
-    ahead, the packets that follow are moved to the end of all earlier ones. Only keyframes are
+    If timestamps step back, as in files joined by ``cat``, or the clock of an MPEG stream jumps
+    ahead, the following packets are moved to the end of all earlier packets. Only keyframes are
     checked for this, because other packets may be out of order.
     """
     tracks = [track for track in (picture_track(container), sound_track(container)) if track]
@@ -117,8 +119,8 @@ def decoded(container: Any, track: Any, decode: Callable[[Any], list[Any]]) -> I
     Args:
         container: PyAV container that was just opened.
         track: default track of the container.
-        decode: function that decodes a packet to frames; with None, it returns the last frames.
-            Empty packets are skipped: they repeat a picture, which is still shown anyway.
+        decode: function that decodes a packet to frames; for None, it returns the last frames. It
+            is not called with empty packets, which only repeat a picture that is still shown.
     """
     for packet in packets(container):
         if packet.stream == track and packet.size:
@@ -178,8 +180,8 @@ class Timeline:
         short = count < MIN_SHARE * pictures.frames and end - first < MIN_SHARE * promised
         if short and container.format.name != "avi":
             raise InputError(
-                f"{label}: ends after {end - first:.1f} of {promised:.1f} s; the file is cut off: "
-                "copy or download it again"
+                f"{label}: ends after {end - first:.1f} of {promised:.1f} s, so the file is cut "
+                "off; copy or download it again"
             )
         if pictures.duration or not sound:
             end = max(end, first + promised)
@@ -192,9 +194,9 @@ def on_show(timed: Iterable[tuple[float, T]], times: Sequence[float]) -> Iterato
     """Yield the item that is shown at each of ``times``; yield nothing if there are no items.
 
     Args:
-        timed: pairs (time, item); an item is shown from its time until the next item's time. The
-            first item is shown before its time too.
-        times: times in ascending order.
+        timed: pairs (time in seconds, item). An item is shown from its time until the next item's
+            time; the first item is shown before its time too.
+        times: times in seconds, in ascending order.
     """
     place = 0
     ended: Iterable[tuple[float, Any]] = chain(timed, [(math.inf, None)])

@@ -23,7 +23,7 @@ _OGG_STREAMS = 64
 """Maximum number of streams per Ogg file whose pages are counted."""
 _PIECE_BYTES = 1 << 20
 _SLACK_BYTES = 4096
-"""Number of bytes that may be missing, because some headers count slightly too many."""
+"""Number of bytes that may be missing, because some headers overstate the size slightly."""
 _SLACK_SHARE = 0.001
 """Fraction of the bytes that may be missing in addition."""
 _PIPED_BYTES = 0x7FFFF000
@@ -54,8 +54,8 @@ def check_whole(source: Path | bytes, label: str) -> None:
     """Reject a WAV, AVI, CAF, Matroska, WebM or Ogg file whose end is missing.
 
     An Ogg file has a flag on its last page; the headers of the other formats give the size. An
-    interrupted live recording lacks the flag too. It cannot be distinguished from a truncated file,
-    so it is rejected as well.
+    interrupted live recording in Ogg lacks the flag too. Since it cannot be distinguished from a
+    truncated file, it is rejected as well.
 
     Raises:
         InputError: if the file is cut off, or cannot be opened.
@@ -68,21 +68,22 @@ def check_whole(source: Path | bytes, label: str) -> None:
             file.seek(max(0, size - 2 * _OGG_PAGE))
             if not _ends_ogg(file.read()):
                 raise InputError(
-                    f"{label}: does not end with the last page of an Ogg stream; the file is cut "
-                    "off: copy or download it again (for a live recording, ffmpeg -i FILE -c copy "
-                    "NEW adds the last page)"
+                    f"{label}: does not end with the last page of an Ogg stream, so the file is "
+                    "cut off; copy or download it again (for a live recording, ffmpeg -i FILE -c "
+                    "copy NEW adds the last page)"
                 )
             return
         promised = _riff_bytes(file, head) or _matroska_bytes(head) or _caf_bytes(file, head, size)
     if size < max(MIN_SHARE * promised, (1 - _SLACK_SHARE) * promised - _SLACK_BYTES):
         raise InputError(
-            f"{label}: has {size:,} of {promised:,} bytes; the file is cut off: copy or download "
-            "it again"
+            f"{label}: has {size:,} of {promised:,} bytes, so the file is cut off; copy or "
+            "download it again"
         )
 
 
 def mp3_seconds(source: Path | bytes, label: str) -> float:
-    """Return the length of an MP3 from the frame count in its first frame, less encoder padding.
+    """Return the length of an MP3, without encoder padding, from the frame count in its first
+    frame.
 
     Returns:
         Length in seconds; 0 if there is no frame count, as with a constant bit rate.
@@ -130,7 +131,7 @@ def is_joined_ogg(source: Path | bytes, label: str) -> bool:
 
 
 def lacks_ogg_pages(source: Path | bytes, label: str) -> bool:
-    """Whether pages are missing within an Ogg file, as in some recordings from a network stream.
+    """Whether pages are missing within an Ogg file, as in some recordings of network streams.
 
     Raises:
         InputError: if the file cannot be opened.
@@ -153,8 +154,8 @@ def lacks_ogg_pages(source: Path | bytes, label: str) -> bool:
 
 
 def _riff_bytes(file: BinaryIO, head: bytes) -> int:
-    """Return the size in bytes of a WAV up to the end of its samples, or of an AVI; 0 for other
-    formats or if unknown."""
+    """Return the size in bytes that a header promises for a WAV up to the end of its samples, or
+    for an AVI; 0 for other formats or if unknown."""
     if len(head) < 12 or head[:4] != b"RIFF" or head[8:12] not in (b"WAVE", b"AVI "):
         return 0
     end = 12
@@ -175,8 +176,8 @@ def _riff_bytes(file: BinaryIO, head: bytes) -> int:
 
 
 def _matroska_bytes(head: bytes) -> int:
-    """Return the size of a Matroska or WebM file in bytes; 0 for other formats and live
-    recordings."""
+    """Return the size in bytes that a Matroska or WebM header promises; 0 for other formats and
+    live recordings."""
     if head[:4] != b"\x1a\x45\xdf\xa3":
         return 0
     about, start = _vint(head, 4)
@@ -199,8 +200,8 @@ def _vint(head: bytes, place: int) -> tuple[int, int]:
 
 
 def _caf_bytes(file: BinaryIO, head: bytes, size: int) -> int:
-    """Return the size in bytes of a CAF file up to the end of the last chunk that begins in it; 0
-    for other formats."""
+    """Return the size in bytes that a CAF file should have: the end of the last chunk that begins
+    in it; 0 for other formats."""
     end = 8
     if head[:4] != b"caff":
         return 0

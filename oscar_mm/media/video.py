@@ -50,9 +50,9 @@ class Video:
     Attributes:
         frames: (T, H, W, 3) uint8, RGB, upright, T >= 2 (a single frame is repeated, because
             Qwen's processors join frames in pairs).
-        seconds: length of the whole clip.
-        fps: frames per second: frame i is what the clip shows i / fps seconds after its start,
-            unless ``chosen`` is set.
+        seconds: length of the full clip in seconds.
+        fps: frames per second. Unless ``chosen`` is set, frame i is what the clip shows i / fps
+            seconds after its start.
         sound: audio of the part of the clip that is read, if it was requested and the file has an
             audio track.
         chosen: time of each frame, in seconds after the start of the clip, if options chose the
@@ -77,7 +77,7 @@ class Video:
         """Arguments for ``transformers.video_utils.VideoMetadata``, a new dict at each access.
 
         Processors divide the frame indices by the frame rate, and write the times into the prompt.
-        They extend the list in place, so it must not be shared.
+        Since they extend the list of indices in place, it must not be shared.
         """
         count, height, width = self.frames.shape[:3]
         uneven = self.chosen is not None
@@ -106,28 +106,28 @@ def load_video(
     options: MediaOptions = NO_OPTIONS,
     sizes: SizeRule | None = None,
 ) -> Video:
-    """Read a video.
+    """Read frames, and optionally the audio, from a video.
 
     Args:
         source: path or bytes of a video file, an array (T, H, W, C) or a list of PIL images or
             arrays as in :func:`load_image`, all of one size.
-        limits: bounds on length, frames and pixels; see :class:`MediaLimits`.
-        fps: frames per second to keep from a file, each the frame shown at its time; fewer if
-            these would exceed ``limits.max_video_frames``, more if only one would remain. For a
-            list or an array, the rate at which its frames were taken; all of them are kept.
-        sound: whether to read the file's audio too; lists of frames and silent files have none.
+        limits: media limits on length, frames and pixels; see :class:`MediaLimits`.
+        fps: frames per second to keep from a file: fewer if there would be more than
+            ``limits.max_video_frames``, more if only one frame would remain. For a list or an
+            array, the rate at which its frames were taken; all frames are kept.
+        sound: whether to read the file's audio too; lists of frames have none.
         label: name of the clip in error messages; by default the path.
         count: totals of the request that the clip belongs to.
         options: which frames to keep from a file, overriding ``fps``, and the size of the frames.
-        sizes: the model's rule for sizes; None ignores the size options.
+        sizes: the model's rule for sizes; with None, options for the size of frames are ignored.
 
     Returns:
         The sampled frames with their times, and the audio.
 
     Raises:
-        InputError: if there is nothing to read, or the source is not a video or has no video
+        InputError: if there is nothing to read; if the source is not a video or has no video
             stream; if the video is damaged, cut off or over a limit; if frames differ in size; or
-            if ``fps`` is unusable.
+            if ``fps`` is not a positive number.
     """
     if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
         raise InputError(f"fps={fps!r}: must be a number of frames per second above 0, such as 2.0")
@@ -205,8 +205,8 @@ def video_outline(
 
 @none_if_unreadable
 def frame_pixels(source: Any) -> int | None:
-    """Return the number of pixels per frame of a file, from its header; None as in
-    ``video_outline``."""
+    """Return the number of pixels per frame of a video file, from its header; None if the header
+    cannot be read."""
     with _opened_video(_file(source, ""), "") as (_, stream):
         return stream.width * stream.height
 
@@ -220,7 +220,7 @@ def sampled(
         seconds: length of the file, above 0.
         size: width and height of the file's frames, in pixels.
         fps: frames per second to keep, if the limits allow it.
-        limits: bounds on frames and pixels.
+        limits: media limits on frames and pixels.
         sound: audio of the video, if it is used too.
     """
     count, rate = _kept_frames(seconds, fps, limits)
@@ -261,7 +261,7 @@ class _FramePlan:
         return FrameChoice(times, times, rate)
 
     def size(self, width: int, height: int, frames: int, *, turned: bool) -> tuple[int, int]:
-        """Return the width and height at which to keep a file's frames, before rotation."""
+        """Return the width and height to scale a file's frames to, before they are rotated."""
         if self.sizes is None or not self.options.scales_frames:
             return _kept_size(width, height, frames, self.limits)
         limit = self.limits.max_video_pixels // frames
@@ -276,14 +276,14 @@ class _FramePlan:
         if options.resized is not None and size[0] * size[1] > limit:
             raise InputError(
                 f"{self.label}: {frames} frames of {size[0]}x{size[1]} have more pixels than the "
-                f"limit of {self.limits.max_video_pixels:,}; give a lower resized_width and "
+                f"limit of {self.limits.max_video_pixels:,}; lower resized_width and "
                 "resized_height, or keep fewer frames"
             )
         width, height = size
         return (height, width) if turned else (width, height)
 
     def listed_size(self, width: int, height: int, frames: int) -> tuple[int, int]:
-        """Return the width and height at which to keep a list's frames; by default their own."""
+        """Return the width and height to scale the frames of a list to; by default, their own."""
         if self.sizes is None or not self.options.scales_frames:
             return width, height
         return self.size(width, height, frames, turned=False)
@@ -295,11 +295,13 @@ def _from_frames(
     fps, limits, label = plan.fps, plan.limits, plan.label
     if unused := plan.options.of_files:
         raise InputError(
-            f"{label}: {', '.join(unused)} applies to video files only, and all frames of a list "
+            f"{label}: {', '.join(unused)} applies only to video files, since all frames of a list "
             "are kept; leave it out"
         )
     if isinstance(source, np.ndarray) and source.ndim != 4:
-        raise InputError(f"{label}: an array of shape {source.shape} is not (T, H, W, C)")
+        raise InputError(
+            f"{label}: the array has shape {source.shape}; a video must have shape (T, H, W, C)"
+        )
     count = len(source)
     if count == 0:
         raise InputError(f"{label}: has no frames")
@@ -421,8 +423,8 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _displayed(pixels: np.ndarray, matrix: tuple[int, int, int, int]) -> np.ndarray:
-    """Mirror (H, W, 3) pixels and rotate them by a multiple of 90 degrees, as close as possible to
-    a display matrix."""
+    """Mirror (H, W, 3) pixels and rotate them by the multiple of 90 degrees that is closest to a
+    display matrix."""
     a, b, c, d = matrix
     if _is_turned(matrix):
         pixels, a, d = pixels.swapaxes(0, 1), c, b
@@ -450,7 +452,7 @@ def _kept_frames(seconds: float, fps: float, limits: MediaLimits) -> tuple[int, 
 
 
 def _kept_size(width: int, height: int, frames: int, limits: MediaLimits) -> tuple[int, int]:
-    """Return the width and height at which ``frames`` frames are within the pixel limit."""
+    """Return the width and height to scale ``frames`` frames to, within the pixel limit."""
     scale = min(1.0, math.sqrt(limits.max_video_pixels / (width * height * frames)))
     width, height = (max(MIN_VIDEO_SIDE, int(side * scale)) for side in (width, height))
     return width, height
