@@ -309,7 +309,7 @@ def test_frames_in_a_list(qwen) -> None:
     assert video.times == [0, 1, 2, 3] and video.frames.shape == (4, 96, 64, 3)
     [outline] = list(qwen.media_reader.outline(media_of(messages)))
     assert outline.content.frames.shape == video.frames.shape
-    with pytest.raises(InputError, match=r"content\[1\]: num_frames applies to video files only"):
+    with pytest.raises(InputError, match=r"content\[1\]: num_frames applies only to video files"):
         qwen.chat_completion(conversation({"type": "video", "video": frames, "nframes": 2}))
 
 
