@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 JUDGED = 64
 """Number of judged tokens after a passage."""
 TAIL = 37
-"""Number of tokens by which each passage is longer than the previous one, so that the fill of the
-last pages varies."""
+"""Number of tokens (modulo the page size) by which each passage is longer than the previous one, so
+that their last pages are filled to different degrees."""
 ONE_BY_ONE = "{}, one by one"
 """Row name for a policy that stores tokens one at a time."""
 _CHARACTERS = 8
@@ -51,9 +51,9 @@ class Comparison:
     """Compares methods on a model's own 16-bit answers, prompt by prompt.
 
     The model reads a prompt once, with exact attention, and answers with the 16-bit cache. Then,
-    for each method, it reads that answer (teacher forcing) over the prompt's keys and values as
-    restored by the method, and its next-token distributions are compared with those of the 16-bit
-    cache.
+    for each method, the model reads that answer (teacher forcing) over the prompt's keys and values
+    as restored by the method, and the next-token distributions are compared with those of the
+    16-bit cache.
 
     Args:
         pipe: pipeline of the model; its own policy is ignored.
@@ -66,7 +66,7 @@ class Comparison:
         self._sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0)
         self._scores = {method.name: Scores() for method in methods}
         self._missing: dict[str, str] = {}
-        # Bytes and values of each prompt, in pages and in a whole cache.
+        # Number of bytes and of values for each prompt, in pages and in a full cache.
         self._bytes: dict[str, tuple[list, list]] = {method.name: ([], []) for method in methods}
         self._right: dict[str, list[bool]] = {method.name: [] for method in methods}
 
@@ -80,7 +80,7 @@ class Comparison:
                 method that is a policy also generates an answer over the packed cache.
 
         Returns:
-            Whether the prompt counts; it does not if the 16-bit answer is empty.
+            Whether the prompt was compared, which is impossible if the 16-bit answer is empty.
         """
         pipe = self.pipe
         recorder = Recorder(pipe.model)
@@ -125,7 +125,7 @@ class Comparison:
         return pipe.engine.call(generate, runs_model=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each method: "method", bits per value and ``Scores.summary``.
+        """Return a table with a row for each method: name, bits per value and ``Scores.summary``.
 
         For a method that does not apply to the prompts, the row has only "method" and "missing"
         (the reason).
@@ -154,7 +154,8 @@ class Comparison:
 
 
 def _forced_answer(prompt: Prompt, answer: list[int]) -> Forced:
-    """Return the answer's tokens after the prompt, all judged; ``add`` fills in the targets."""
+    """Return the answer's tokens as text after the prompt; all are judged, and ``add`` fills in the
+    targets."""
     ids = torch.tensor([answer], device=prompt.inputs["input_ids"].device)
     place = torch.arange(len(answer), device=prompt.next_position.device)
     positions = prompt.next_position[:, None] + place
@@ -180,7 +181,7 @@ def passages(
 
     Args:
         tokenizer: tokenizer of the model.
-        texts: texts by name; errors quote the name.
+        texts: texts by name, for error messages.
         tokens: minimum number of stored tokens; a passage has up to ``PAGE_TOKENS - 1`` more.
         count: number of passages.
         judged: number of judged tokens; ``judged + 1`` tokens follow the stored tokens.
@@ -200,8 +201,8 @@ def passages(
 
 
 def _passage(tokenizer: Any, name: str, text: str, length: int, number: int, count: int) -> Tensor:
-    """Return (1, length) ids, starting at the first line break after the share ``number / count``
-    of a text."""
+    """Return (1, length) ids from a text, starting at the first line break after the fraction
+    ``number / count`` of it."""
 
     def ids(start: int, stop: int) -> Tensor:
         return tokenizer(text[start:stop], return_tensors="pt").input_ids
@@ -222,7 +223,7 @@ def _passage(tokenizer: Any, name: str, text: str, length: int, number: int, cou
         else:
             raise InputError(
                 f"{name}: the text of {passage.shape[1]:,} tokens is too short for a passage of "
-                f"{length:,}; give a longer text or fewer tokens"
+                f"{length:,}; use a longer text or fewer tokens"
             )
     return passage[:, :length]
 
@@ -235,9 +236,9 @@ class _Row:
         losses: negative log-likelihood (nats) of the judged tokens of the text, with the method and
             with the 16-bit cache.
         pages: number of bytes and of values in low-bit pages.
-        cached: number of bytes and of values in a whole cache.
+        cached: number of bytes and of values in a full cache.
         same: number of generated tokens before the first that differs from the 16-bit cache's.
-        equal: number of generated tokens equal to the 16-bit cache's token at the same place.
+        equal: number of generated tokens equal to the 16-bit cache's token at the same index.
         quarters: (4,) mean divergence of each quarter of the judged tokens.
     """
 
@@ -298,18 +299,19 @@ def _bits(counts: Sequence[tuple[int, int]]) -> float | None:
 class PassageComparison:
     """Compares methods on real text, passage by passage.
 
-    The model reads a passage once in 16-bit precision. Each method stores the keys and values; then
-    the model reads the next tokens of the text over the restored keys and values (teacher forcing),
-    and its next-token distributions are compared with those over the 16-bit past.
+    The model reads a passage once in 16-bit precision, and each method stores the keys and values.
+    Then the model reads the next tokens of the text over the restored keys and values (teacher
+    forcing), and the next-token distributions are compared with those over the 16-bit past.
 
     Args:
         model: causal language model with attention "oscar".
         methods: methods to compare.
         judged: number of judged tokens after a passage.
-        decoded: number of tokens after a passage that the model also reads as in decoding: the
-            method stores each token, and later tokens attend to it in the form stored at that
+        decoded: number of tokens after a passage that the model also reads as in decoding, where
+            the method stores each token and later tokens attend to it as it is stored at that
             point; 0 for none.
-        stepwise: names of policies that can also read and generate tokens over the packed cache.
+        stepwise: names of the methods that ``add`` may also run token by token over the packed
+            cache; each must be a policy.
         generated: number of tokens that these policies generate.
     """
 
@@ -337,7 +339,7 @@ class PassageComparison:
         Args:
             ids: (1, tokens) ids: the stored tokens, then ``max(judged, decoded) + 1`` more.
             stepwise: whether the ``stepwise`` policies also read token by token over the packed
-                cache, storing each token before reading the next, and generate tokens.
+                cache, storing each token before the next is read, and generate tokens.
         """
         ids = ids.to(computing_device(self.model.get_input_embeddings()))
         length = ids.shape[1] - max(self.judged, self.decoded) - 1
@@ -432,13 +434,14 @@ class PassageComparison:
 
         For a method that does not apply to the passages, the row has only "method" and "missing"
         (the reason). The other rows have "method", bits per value ("page_bits" in pages,
-        "held_bits" in a whole cache, None if not measured), ``Scores.summary``, and, with a
-        standard error over passages ("..._error"): "perplexity" of the text; "perplexity_ratio" to
-        the 16-bit cache's, passage by passage; and "kl_ratio" to the published recipe's KL, if that
-        was measured. If a policy generated tokens, "same" is their number before the first that
-        differs from the 16-bit cache's, and "greedy" is the share of tokens equal to the 16-bit
-        cache's token at the same place. If tokens were also decoded, "decoded_..." are the results
-        for these, with the KL of each quarter.
+        "held_bits" in a full cache, None if not measured) and ``Scores.summary``. They also have,
+        each with a standard error over passages ("..._error"), the "perplexity" of the text, its
+        ratio to that of the 16-bit cache, passage by passage ("perplexity_ratio"), and, if the
+        published recipe was measured, the ratio to its KL ("kl_ratio"). If a policy generated
+        tokens, "same" is the number of tokens before the first that differs from the 16-bit
+        cache's, and "greedy" is the share of tokens equal to the 16-bit cache's token at the same
+        index. If tokens were also decoded, "decoded_..." are the results for these tokens, with the
+        KL of each quarter.
         """
         rows = []
         for method in self.methods:
@@ -477,8 +480,8 @@ class PassageComparison:
 
 
 def _forced_after(ids: Tensor, length: int, count: int) -> Forced:
-    """Return the ``count`` tokens that follow the first ``length`` tokens of a passage; the target
-    of each is the next token of the text."""
+    """Return the ``count`` tokens after the first ``length`` tokens of a passage, with the text's
+    next token as the target of each."""
     given = ids[:, length : length + count]
     return Forced(
         ids=given,

@@ -1,10 +1,10 @@
-"""Simulation, in one forward pass, of token-by-token decoding over what a method stores.
+"""Simulate token-by-token decoding with a method's stored keys and values in one forward pass.
 
 With teacher forcing over a stored past (``oscar_mm.compare.teacher_forcing``), new tokens attend to
 each other exactly. In real decoding, they attend to each other as the cache stores them: exactly
-while the cache keeps a token in 16-bit precision, and as restored afterwards; deeper layers store
-what results from this. All of this is known layer by layer, so one pass with two versions of every
-key and value gives the same result as decoding step by step.
+while the cache keeps a token in 16-bit precision, and in restored form afterwards; deeper layers
+store the resulting keys and values. Since all of this can be computed layer by layer, one pass with
+two versions of every key and value gives the same result as decoding step by step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DecodedCache(ForcedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Return the new keys and values, after attaching to the keys the object that attention
-        "oscar" calls."""
+        """Return the new keys and values; the keys' attribute ``oscar_chunk`` is the object that
+        attention "oscar" calls."""
         keys = key_states.view_as(key_states)
         keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states

@@ -28,7 +28,7 @@ class QuantizedCacheMethod:
     """A layer of ``transformers.QuantizedCache`` with its default groups of 64 channels per token.
 
     It quantizes the tokens that ``like`` packs, so that the comparison does not depend on different
-    windows. The real cache quantizes a whole prompt, and requantizes everything each time its
+    windows. The real cache quantizes the full prompt, and requantizes everything each time its
     residual is full.
 
     Attributes:
@@ -47,7 +47,7 @@ class QuantizedCacheMethod:
         return f"{self.backend}, {self.bits} bit"
 
     def missing(self, layers: Sequence[LayerStates], ids: Tensor) -> str | None:
-        """Return that the backend's package is not installed; None if the method applies."""
+        """Return why the method cannot run (its backend is not installed); None if it can."""
         return not_installed(self.backend)
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
@@ -85,7 +85,7 @@ def quantized_cache_methods(like: Paged) -> list[QuantizedCacheMethod]:
 
 
 def not_installed(backend: str) -> str | None:
-    """Return a sentence that names the missing package of a backend; None if it is installed."""
+    """Return a message that a backend's package is not installed; None if it is installed."""
     package = BACKENDS[backend][0]
     try:
         installed = find_spec(package) is not None
@@ -196,9 +196,11 @@ _NAIVE = {**_MINMAX, "norm": "plain", "balance": None}
 
 
 def selected(things: Sequence[N], texts: Sequence[str]) -> list[N]:
-    """Select the things whose name equals a text, or contains a text that is not a full name.
+    """Select the objects whose name equals a text, or contains a text that is not a full name.
 
-    If there are no texts, all things are selected. The order of ``things`` is kept.
+    Args:
+        things: objects to select from, whose order is kept.
+        texts: names and parts of names; if there are none, all objects are selected.
     """
     names = {thing.name for thing in things}
     exact, parts = names.intersection(texts), [text for text in texts if text not in names]
@@ -261,7 +263,7 @@ def rival_methods() -> list[Rival]:
         found += [Rival(name, kvarn, same), Rival(f"{name}, own tokens", kvarn, own)]
     for bits, preset in ((3, "3bit_nc"), (4, "k3v4_nc")):
         turbo, name = TurboQuant(3, bits), f"TurboQuant {preset}"
-        # In vLLM, a token's query attends to the token itself in packed form.
+        # In vLLM, a token's query attends even to the token itself in packed form.
         own = Exact(recent=0, layers=2)
         found += [
             Rival(name, turbo, replace(same, layers=own.layers)),
@@ -275,8 +277,8 @@ def rival_methods() -> list[Rival]:
 
 
 def block_methods() -> list[Blocks]:
-    """Return variants of ``standard`` as used in vLLM, with prompts read in different step sizes;
-    only the methods with a window keep tokens in 16-bit precision."""
+    """Return variants of ``standard`` as used in vLLM, which read prompts in different step sizes;
+    only the variants with a window keep tokens in 16-bit precision."""
     ways = {"": (None, 1), " in chunks of 200": (200, 200), " decoded": (40, 1)}
     widths: dict[str, Any] = {"": (3, 2), ", keys 4 bit": (4, 2), ", 2 bit": 2}
     packed = replace(_STANDARD, window=0, sinks=0)

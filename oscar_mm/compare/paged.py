@@ -54,7 +54,7 @@ class Paged:
         name: name in tables.
         policy: policy for keys and values; its window counts from the end of the prompt.
         mixed: whether pages mix modalities, with tokens in the order of the prompt; the cache
-            itself never does that.
+            itself never mixes them.
     """
 
     name: str
@@ -70,7 +70,8 @@ class Paged:
         return None
 
     def restored(self, states: LayerStates, ids: Tensor) -> Restored:
-        """Pack those tokens of a prompt that the policy packs, and restore them.
+        """Return a prompt's keys and values after packing and restoring the tokens that the policy
+        packs.
 
         Args:
             states: states of the layer.
@@ -94,7 +95,7 @@ class Paged:
             back = unpack(packed, page_format, basis, states.keys.dtype)
             for side, pages in zip(sides, back, strict=True):
                 side[:, :, where] = _as_rows(pages, rows)[:, :, : len(where)]
-            # A partly filled page is prorated, unlike in a cache's report.
+            # Only the filled part of a page is counted, unlike in a cache's report.
             tokens = len(where) * rows
             stored_bytes += packed.nbytes * tokens // (len(packed) * PAGE_TOKENS)
             stored_values += 2 * tokens * heads * head_dim
@@ -115,8 +116,8 @@ class Paged:
             prompt: number of tokens that are stored together; the others follow one by one.
 
         Returns:
-            (tokens,) int64 token indices; the total number of tokens for a token that is still in
-            16-bit precision at the end.
+            (tokens,) int64 token indices. For a token that is still in 16-bit precision at the end,
+            the entry is the total number of tokens.
         """
         found = np.full(len(ids), len(ids))
         kv_manager, streams = KVCacheManager(PageStore(self.policy)), self._streams(ids)[None]
@@ -129,12 +130,12 @@ class Paged:
         return torch.from_numpy(found)
 
     def packed(self, ids: Tensor) -> dict[Modality, Tensor]:
-        """Return modality -> ascending indices of its tokens that are in pages."""
+        """Return the ascending indices of the tokens that are packed, by modality."""
         return {Modality(int(ids[places[0]])): places for places, _ in self._packed(ids)}
 
     def _packed(self, ids: Tensor) -> list[tuple[Tensor, PackJob]]:
-        """Return, for each stream, the tokens of a prompt that a cache packs, and the pack job with
-        their places in pages."""
+        """Return, for each stream, the indices of the prompt's tokens that a cache packs, and the
+        pack job that assigns them to pages."""
         step = KVCacheManager(PageStore(self.policy)).advance(self._streams(ids)[None])
         return [(torch.from_numpy(pack_job.source), pack_job) for pack_job in step.pack_jobs]
 
@@ -183,7 +184,8 @@ class Paged:
             raise FloatingPointError(NOT_STORABLE)
 
     def sigma(self, states: LayerStates) -> Tensor | None:
-        """Return the balancing of the layer, see ``oscar_mm.cache.cache.balancing_of``."""
+        """Return the layer's scale factors per channel (see ``oscar_mm.cache.cache.balancing_of``);
+        None if the policy has none."""
         if not self.policy.balances:
             return None
         return states.sigmas[codec_of(self.policy).centers_keys(self.policy)]
@@ -238,7 +240,7 @@ class Blocks(Paged):
     prompt: int | None = None
 
     def one_by_one(self, prompt: int) -> Blocks:
-        """See ``Paged.one_by_one``; here the result is a different method."""
+        """See ``Paged.one_by_one``; unlike there, the result is a different method."""
         return replace(self, prompt=prompt)
 
     def restored_from(self, ids: Tensor, prompt: int) -> Tensor:

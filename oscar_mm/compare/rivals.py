@@ -1,7 +1,7 @@
 """KV-cache formats of other projects, each described by what it restores and its size in bytes.
 
-Implemented from the papers and from the projects' storage layouts. No method uses statistics of a
-model or a text; each token or tile is quantized separately.
+The formats are implemented from the papers and from the projects' storage layouts. None of them
+uses statistics of a model or a text; each token or tile is quantized separately.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Format(Protocol):
 
     @property
     def channels(self) -> int:
-        """Number that head_dim must be a multiple of."""
+        """Number of channels that must divide head_dim."""
         ...
 
     def keys(self, x: Tensor) -> Tensor:
@@ -84,10 +84,10 @@ class KVarN:
         return self._tiled(x, lambda tiles: _evened_and_rounded(tiles, self.value_bits))
 
     def _tiled(self, x: Tensor, restored: Callable[[Tensor], Tensor]) -> Tensor:
-        """Quantize and restore tile by tile.
+        """Quantize and restore keys or values tile by tile.
 
-        Remaining tokens form the last tile together with the tokens before them, so that they are
-        quantized with the statistics of a whole tile.
+        If the last tile is incomplete, it is filled up with the tokens before it, so that its
+        tokens are quantized with the statistics of a full tile.
         """
         rotation = hadamard(x.shape[-1], x.device)
         rotated = x @ rotation
@@ -107,8 +107,8 @@ class KVarN:
 
 
 def _evened_and_rounded(tiles: Tensor, bits: int) -> Tensor:
-    """Quantize (..., rows, columns) row by row after dividing both axes by their deviations, and
-    restore."""
+    """Divide the rows and columns of (..., rows, columns) tiles by their deviations, quantize them
+    row by row, and restore them."""
     of_rows, of_columns = _even_scales(tiles)
     even, steps = tiles / of_rows / of_columns, 2**bits - 1
     low, high = even.amin(-1, keepdim=True), even.amax(-1, keepdim=True)
@@ -118,7 +118,8 @@ def _evened_and_rounded(tiles: Tensor, bits: int) -> Tensor:
 
 
 def _even_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the best round's scales of rows, (..., rows, 1), and columns, (..., 1, columns)."""
+    """Return KVarN's scales of rows, (..., rows, 1), and columns, (..., 1, columns), from its best
+    round."""
     rows, columns = torch.ones_like(tiles[..., :1]), torch.ones_like(tiles[..., :1, :])
     kept, least = (rows, columns), _unevenness(tiles)
     for _ in range(_ROUNDS):
@@ -134,7 +135,8 @@ def _even_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unevenness(tiles: Tensor) -> Tensor:
-    """Return the ratio of largest to smallest deviation, rows plus columns, (..., 1, 1)."""
+    """Return the ratio of the largest to the smallest deviation, summed over rows and columns,
+    (..., 1, 1)."""
     total = torch.zeros_like(tiles[..., :1, :1])
     for dim in (-2, -1):
         deviations = _deviation(tiles, dim, limited=False)
@@ -253,8 +255,8 @@ class Exact:
         sinks: number of tokens at the beginning.
         recent: number of most recent tokens, including the query's own token.
         tile: number of tokens after the sinks that are packed together once all have arrived.
-        layers: number of layers, at the beginning and again at the end of the model, in which
-            nothing is packed; at most half of the model's layers each.
+        layers: number of layers at each end of the model in which nothing is packed; at most half
+            of the model's layers.
     """
 
     sinks: int = 0
@@ -274,7 +276,7 @@ class Exact:
         return found
 
     def spares(self, states: LayerStates) -> bool:
-        """Return whether nothing is packed in a layer."""
+        """Whether all tokens of a layer are kept in 16-bit precision."""
         config: Any = states.module.config
         count = min(self.layers, config.num_hidden_layers // 2)
         return not count <= states.index < config.num_hidden_layers - count
@@ -316,8 +318,8 @@ class Rival:
         """Return keys and values as the format restores them; arguments as in ``Paged``.
 
         An incomplete tile is packed like a complete one, unless ``exact`` keeps its tokens in
-        16-bit precision until it is complete. In a layer in which nothing is packed, the tokens
-        that other layers pack count with their 16-bit size.
+        16-bit precision until it is complete. In a layer where nothing is packed, the tokens that
+        other layers pack are counted with their 16-bit size.
         """
         packed = self._packed(len(ids))
         rows, heads, _, head_dim = states.keys.shape
@@ -364,5 +366,6 @@ class Rival:
         return tokens * self.format.tile_bytes(head_dim) // self.format.tile
 
     def _packed(self, tokens: int) -> Tensor:
-        """Return which tokens the next token attends to in packed form, (tokens,) bool."""
+        """Return a mask of the tokens to which the next token attends in packed form, (tokens,)
+        bool."""
         return self.exact.packed_from(tokens) <= tokens

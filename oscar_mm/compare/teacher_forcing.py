@@ -1,8 +1,8 @@
 """Teacher forcing: run methods over a recorded past, and score them against the 16-bit cache.
 
-A prompt runs through the model once, with exact attention, and its keys and values are recorded.
-Each method then stores and restores them, and the model reads the text after the prompt over the
-restored keys and values. So all methods are judged after the same tokens.
+The model reads a prompt once, with exact attention, and its keys and values are recorded. Each
+method then stores and restores them, and the model reads the text after the prompt over the
+restored keys and values. So all methods are judged on the same tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LayerStates:
         keys: (rows, KV heads, tokens, head_dim) after RoPE, in a 16-bit dtype.
         values: (rows, KV heads, tokens, head_dim), in a 16-bit dtype.
         first_queries: (1, query heads, tokens, head_dim), queries of the first row.
-        sigmas: ``PageCodec.centers_keys`` -> balancing, (KV heads or 1, head_dim); None if the
-            layer is not balanced.
+        sigmas: scale factors per channel, (KV heads or 1, head_dim), by the value of
+            ``PageCodec.centers_keys``; None if the layer has none.
     """
 
     index: int
@@ -95,20 +95,20 @@ class ForcedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """Return the new keys and values, after attaching to the keys the object that attention
-        "oscar" calls."""
+        """Return the new keys and values; the keys' attribute ``oscar_chunk`` is the object that
+        attention "oscar" calls."""
         keys = key_states.view_as(key_states)
         keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
 
     def attend_packed(self, mask: Tensor | None) -> bool:
-        """Return False after checking that no token is hidden.
+        """Check that the mask hides no tokens, and return False, since no past tokens are hidden.
 
         Raises:
             ValueError: if the mask hides tokens.
         """
         if mask is not None and not bool(mask.all()):
-            raise ValueError("prompts to compare or inspect must not have padding")
+            raise ValueError("attention_mask: prompts to compare or inspect must have no padding")
         return False
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -164,7 +164,8 @@ class Recorder:
     """Recorder of every layer's states for a prompt; pass its ``cache`` to the model.
 
     Args:
-        model: model that computes the states; its weights give the balancing.
+        model: model that computes the states, and from whose weights the scale factors per channel
+            are computed.
         dtype: 16-bit dtype to store keys and values in, unless the model itself has a 16-bit dtype.
     """
 
@@ -199,7 +200,7 @@ class Recorder:
 
 
 def as_recorded(layers: Sequence[LayerStates]) -> Callable[[int], Pair]:
-    """Return a ``past`` function for ``ForcedCache`` that gives the recorded keys and values."""
+    """Return a ``past`` function for ``ForcedCache`` that returns the recorded keys and values."""
     return lambda index: (layers[index].keys, layers[index].values)
 
 
@@ -228,13 +229,14 @@ class Scores:
     """Scores of a method, summed over the judged tokens of each prompt.
 
     Attributes:
-        exact: for each answer (not prompt), whether all its tokens are the most likely ones.
+        exact: for each answer (not prompt), 1 if all of its tokens are the most likely ones, else 0.
         agreed: number of judged tokens with the same most likely token as with the 16-bit cache.
-        divergence: sum over judged tokens of the KL divergence of the next-token distribution,
-            16-bit cache against method, in nats.
-        margin: sum over judged tokens of the mean squared error of the logit of the most likely
-            token minus the logits of the next four. The divergence depends on the few tokens that
-            are nearly wrong; the margin does not, and needs fewer prompts to rank methods.
+        divergence: sum over judged tokens of the KL divergence of the method's next-token
+            distribution from that of the 16-bit cache, in nats.
+        margin: sum over judged tokens of the mean squared error of the differences between the
+            logit of the most likely token and the logits of the next four. Unlike the divergence,
+            the margin does not depend on the few tokens that are nearly wrong, and it needs fewer
+            prompts to rank methods.
         tokens: number of judged tokens.
     """
 
@@ -245,8 +247,12 @@ class Scores:
     tokens: list[Tensor] = field(default_factory=list)
 
     def add(self, forced: Forced, exact_logits: Tensor, logits: Tensor) -> Tensor:
-        """Judge a batch by the (judged tokens, vocabulary) logits of the 16-bit cache and the
-        method.
+        """Add a batch to the scores.
+
+        Args:
+            forced: text that the model read.
+            exact_logits: (judged tokens, vocabulary) logits with the 16-bit cache.
+            logits: (judged tokens, vocabulary) logits with the method.
 
         Returns:
             (judged tokens,) divergence after each token.
@@ -295,7 +301,7 @@ class Scores:
 
 
 def ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Return the ratio of two sums and its standard error over their parts, by the delta method.
+    """Return the ratio of two sums and its standard error, by the delta method.
 
     Args:
         sums: (parts,) float64 terms of the first sum, such as divergences by prompt.
