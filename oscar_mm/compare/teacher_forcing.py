@@ -229,7 +229,7 @@ class Scores:
     """Scores of a method, summed over the judged tokens of each prompt.
 
     Attributes:
-        exact: for each answer (not prompt), 1 if all of its tokens are the most likely ones, else 0.
+        exact: for each answer (not prompt), 1 if all its tokens are the most likely ones, else 0.
         agreed: number of judged tokens with the same most likely token as with the 16-bit cache.
         divergence: sum over judged tokens of the KL divergence of the method's next-token
             distribution from that of the 16-bit cache, in nats.

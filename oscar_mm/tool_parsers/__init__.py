@@ -1,1 +1,1 @@
-"""Tool parsers: formats in which models write tool calls. Each format has its own file."""
+"""Tool parsers: read the formats in which models write tool calls. Each format has its own file."""

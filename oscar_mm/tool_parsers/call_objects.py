@@ -15,11 +15,13 @@ _BEFORE = ("type", "id")
 
 
 def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Reading[None]:
-    """Read an object with a name and arguments, in any order.
+    """Read an object with a name and arguments, in any order, and write it as a call.
 
     Args:
-        bare: whether no marker precedes the object. If so, only an object that has the name of an
-            offered tool before the arguments counts as a call.
+        reader: reader of the text.
+        calls: writer of calls.
+        bare: whether the object has no marker before it. If so, it counts as a call only if the
+            name of an offered tool precedes the arguments.
 
     Raises:
         Broken: if the text is not such an object, or ends within it.
@@ -42,7 +44,7 @@ def read_call(reader: Reader, calls: CallWriter, *, bare: bool = False) -> Readi
         elif bare and not written:
             if key not in _BEFORE:
                 raise Broken
-            yield from read_short_string(reader)  # Values must be short: text is held back.
+            yield from read_short_string(reader)  # The text is held back, so values must be short.
         else:
             pieces: list[str] = []
             yield from read_value(reader, pieces.append)
@@ -93,7 +95,7 @@ def _check(name: str, calls: CallWriter, bare: bool) -> None:
 
 
 def _as_object(arguments: str) -> str:
-    """Return arguments as an object, since some models write none, or JSON within a string."""
+    """Return arguments as an object, even if a model writes null, or the object within a string."""
     if arguments == "null":
         return _NO_ARGUMENTS
     inner = normalized(json.loads(arguments)) if arguments.startswith('"') else None

@@ -23,7 +23,7 @@ class ToolDefinition:
     """A function that the model may call.
 
     Attributes:
-        name: name, consisting of letters, digits and ``_.:/-``.
+        name: name of the function: letters, digits and ``_.:/-``.
         description: description for the model.
         parameters: JSON schema of the parameters.
     """
@@ -43,8 +43,8 @@ class ToolDefinition:
 
     @property
     def characters(self) -> int:
-        """Approximate number of characters that the definition takes in a prompt, where the
-        punctuation may differ."""
+        """Approximate number of characters that the definition takes in a prompt; a template may
+        use other punctuation."""
         return len(json.dumps(self.for_template(), ensure_ascii=False))
 
     def texts(self) -> Iterator[str]:
@@ -57,12 +57,12 @@ def read_definitions(tools: Sequence[Any]) -> tuple[ToolDefinition, ...]:
     """Validate tools given in OpenAI's format or as Python functions.
 
     Args:
-        tools: tools, each given as ``{"type": "function", "function": {"name": ...,
-            "description": ..., "parameters": {...}}}``, as only the inner object, or as a function
+        tools: list of tools. Each is ``{"type": "function", "function": {"name": ...,
+            "description": ..., "parameters": {...}}}``, only the inner object, or a Python function
             with type hints and a docstring for transformers' ``get_json_schema``.
 
     Raises:
-        InputError: if a tool is invalid; the message names the tool, the fault and the remedy.
+        InputError: if a tool is invalid; the message names the tool, the error and the remedy.
     """
     if not isinstance(tools, list | tuple):
         raise InputError(f"tools={shown(tools)}: must be a list")
@@ -74,7 +74,9 @@ def read_definitions(tools: Sequence[Any]) -> tuple[ToolDefinition, ...]:
     names: set[str] = set()
     for place, one in enumerate(read):
         if one.name in names:
-            raise InputError(f"tools[{place}]: an earlier tool is also named {one.name!r}")
+            raise InputError(
+                f"tools[{place}]: an earlier tool is also named {one.name!r}; rename one of them"
+            )
         names.add(one.name)
     return read
 
@@ -92,7 +94,7 @@ def _definition(tool: Any, label: str) -> ToolDefinition:
             "any of _.:/-"
         )
     if description is not None and not isinstance(description, str):
-        raise InputError(f"{label}: the description must be text")
+        raise InputError(f"{label}: the description must be a string")
     return ToolDefinition(name, description or "", _parameters(function.get("parameters"), label))
 
 
@@ -100,14 +102,16 @@ def _parameters(parameters: Any, label: str) -> dict[str, Any]:
     if parameters is None or parameters == {}:
         return {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
-        raise InputError(f"{label}: parameters must be a JSON schema, which is an object")
+        raise InputError(f"{label}: parameters must be a JSON schema (an object)")
     if parameters.get("type", "object") != "object":
         raise InputError(f'{label}: the schema of parameters must have "type": "object"')
     for value, depth in _nodes(parameters):
         if depth > MAX_DEPTH:
-            raise InputError(f"{label}: parameters are nested more than {MAX_DEPTH} levels deep")
+            raise InputError(
+                f"{label}: parameters are nested more than {MAX_DEPTH} levels deep; simplify them"
+            )
         if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
-            raise InputError(f"{label}: keys of parameters must be text")
+            raise InputError(f"{label}: keys of parameters must be strings")
         if not isinstance(value, Mapping | list | tuple | str | int | float | None):
             raise InputError(f"{label}: parameters contain {shown(value)}, which is not JSON")
     return {"type": "object", **parameters}
@@ -119,7 +123,7 @@ def _schema_of(function: Any, label: str) -> Any:
     try:
         return get_json_schema(function)
     except Exception as error:  # The docstring or the type hints can cause any error.
-        raise InputError(f"{label}: {error}") from error
+        raise InputError(f"{label}: cannot be converted to a JSON schema: {error}") from error
 
 
 def _nodes(value: Any) -> Iterator[tuple[Any, int]]:

@@ -1,4 +1,4 @@
-"""Grammar rules for calls, in llguidance's Lark syntax, from which formats build grammars."""
+"""Rules in llguidance's Lark syntax, from which tool formats build grammars for calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def literal(text: str) -> str:
 
 
 def mark(text: str, mark_tokens: Mapping[str, int]) -> str:
-    """Return a rule that matches a marker: by id if it is a single token, otherwise as text."""
+    """Return a rule that matches a marker: by token id if it is a single token, otherwise by
+    text."""
     return f"<[{mark_tokens[text]}]>" if text in mark_tokens else literal(text)
 
 
@@ -50,14 +51,14 @@ def rules_of_calls(
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """Return a rule that matches JSON that is valid under a schema."""
+    """Return a rule that matches JSON text valid under a schema."""
     served = without_unknown_formats(schema)
     return f"%json {json.dumps({**served, 'x-guidance': _SPACING})}"
 
 
 def schema_of_arguments(tool: ToolDefinition) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments; that of an empty object if it has no
-    parameters."""
+    """Return the JSON schema of a tool's arguments; for a tool without parameters, it allows only
+    an empty object."""
     schema = dict(tool.parameters)
     if schema == {"type": "object", "properties": {}}:
         schema["additionalProperties"] = False
@@ -87,7 +88,7 @@ def calls_or(text: str, calls: str) -> str:
 def call_rules(
     tools: Iterable[ToolDefinition], before: str, between: str, after: str
 ) -> dict[str, str]:
-    """Return the rules ``call`` for any tool and ``call_N`` for each tool.
+    """Return a rule ``call`` for any of the tools, and the rules that it needs for each tool.
 
     A call is written as ``before``, name, ``between``, arguments, ``after``.
     """
@@ -107,8 +108,7 @@ def repeated(rule: str, between: str, many: bool) -> str:
 
 
 def parameters_of(tool: ToolDefinition) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return each parameter of a tool as (name, schema, whether it is required), required ones
-    first.
+    """Return a tool's parameters as (name, schema, whether it is required), required ones first.
 
     Raises:
         InputError: if the schema does not list the parameters.
@@ -116,7 +116,8 @@ def parameters_of(tool: ToolDefinition) -> list[tuple[str, dict[str, Any], bool]
     properties = tool.parameters.get("properties")
     if not isinstance(properties, Mapping):
         raise InputError(
-            f"tool_choice: {tool.name} cannot be required, because its schema lists no properties"
+            f"tool_choice: {tool.name} cannot be required, because its schema lists no properties; "
+            "add properties to its parameters"
         )
     shared = {
         key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters

@@ -27,7 +27,7 @@ class Hermes(ToolFormat):
 
     @classmethod
     def written_by(cls, template: str) -> bool:
-        """Whether the template shows a tag and a name in JSON."""
+        """Whether the template shows a call as a JSON object in tags."""
         names = ('"name": <', '"name":<', '{"name": "')
         return _BEGIN in template and any(name in template for name in names)
 

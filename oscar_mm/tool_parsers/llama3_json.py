@@ -25,7 +25,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolFormat):
-    """Format with bare JSON objects; only calls to offered tools count."""
+    """Format with bare JSON objects, of which only those that name an offered tool are calls."""
 
     name = "llama3_json"
     begins = (_TAG, "{")
@@ -62,7 +62,7 @@ class Llama3Json(ToolFormat):
 
 
 def _call_schema(tool: ToolDefinition) -> dict[str, Any]:
-    """Return the JSON schema of a call; definitions are moved to its root, where references
+    """Return the JSON schema of a call, with definitions moved to its root so that references
     resolve."""
     arguments = schema_of_arguments(tool)
     shared = {key: arguments[key] for key in ("$defs", "definitions") if key in arguments}

@@ -29,7 +29,7 @@ def special_marks(tokenizer: Any, tool_format: type[ToolFormat]) -> dict[str, in
 
 
 class MarkDecoder:
-    """Decodes like the tokenizer, but keeps markers that are special tokens.
+    """Decodes tokens as the tokenizer does, but keeps markers that are special tokens.
 
     Args:
         tokenizer: tokenizer of the model.

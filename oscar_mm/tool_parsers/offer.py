@@ -22,7 +22,7 @@ class ToolOffer:
         tools: all tools, as listed in the prompt.
         tool_format: format in which the model writes calls.
         required: whether the answer must consist of calls.
-        named: the one tool that must be called, exactly once; None if there is no such tool.
+        named: name of the tool that must be called exactly once; None if there is no such tool.
         parallel: whether an answer may contain several calls.
     """
 
@@ -45,8 +45,8 @@ class ToolOffer:
 
     @property
     def characters(self) -> int:
-        """Approximate number of characters that the tools take in a prompt, where the punctuation
-        may differ."""
+        """Approximate number of characters that the tools take in a prompt; a template may use
+        other punctuation."""
         return sum(tool.characters for tool in self.tools)
 
     def for_template(self) -> list[dict[str, Any]]:
@@ -98,19 +98,19 @@ def read_offer(
         The offer; None if no tools are given, or none may be called.
 
     Raises:
-        InputError: if an argument is invalid; the message names argument, fault and remedy.
+        InputError: if an argument is invalid; the message names argument, error and remedy.
     """
     definitions, named = read_definitions(() if tools is None else tools), _named(choice)
     if choice == "none":
         return None
     if not definitions:
         if named is not None or choice == "required":
-            raise InputError("tool_choice: there are no tools to choose from: give tools")
+            raise InputError("tool_choice: requires tools to choose from; pass tools")
         return None
     if tool_format is None:
         raise InputError(
             "tools: the chat template of this checkpoint does not support tools, or writes calls "
-            "in an unknown format: leave them out"
+            "in an unknown format; leave tools out"
         )
     return ToolOffer(definitions, tool_format, choice == "required", named, parallel)
 

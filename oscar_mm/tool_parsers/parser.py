@@ -50,8 +50,9 @@ class ToolFormat(ABC):
         """Read the calls that start with the next marker.
 
         Raises:
-            Broken: if the text is not a call, or not another call. The text since the last complete
-                call is kept: as arguments if a call is open, otherwise as text.
+            Broken: if the text is not a call, or if something else follows complete calls. The text
+                since the last complete call is kept: as arguments if a call is open, otherwise as
+                text.
         """
 
     @classmethod
@@ -74,10 +75,10 @@ class ToolFormat(ABC):
 
 
 class CallWriter:
-    """Receives the calls that a format reads.
+    """Receives the calls that a format reads, and stores them as pieces of the answer.
 
     Args:
-        tool_format: format, which creates the call ids.
+        tool_format: format of the calls, which creates their ids.
         tools: offered tools.
         limit: maximum number of calls.
         reader: reader of the text.
@@ -98,7 +99,7 @@ class CallWriter:
 
     @property
     def full(self) -> bool:
-        """Whether the maximum number of calls is reached."""
+        """Whether the maximum number of calls has been reached."""
         return self.count >= self._limit
 
     def begin(self, name: str) -> None:
@@ -117,7 +118,7 @@ class CallWriter:
         self.pieces.append(ToolCallDelta(self.count, arguments))
 
     def end(self) -> None:
-        """End a call; text that is read later cannot undo the call."""
+        """End a call, which text that is read later can no longer undo."""
         self.is_open = False
         self.count += 1
         self._reader.keep()
@@ -127,7 +128,7 @@ class ToolCallParser:
     """Parser that separates text and tool calls while an answer is generated.
 
     White space around calls is dropped. Text that may be the start of a marker is held back until
-    this is known. Text that starts like a call but is not a call is kept as text.
+    later text decides. Text that starts like a call but is not a call is kept as text.
 
     Args:
         tool_format: format of the model's chat template.
@@ -149,14 +150,14 @@ class ToolCallParser:
         return self._calls.full
 
     def feed(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that are now certain, none of which is empty."""
+        """Add text, and return all nonempty pieces whose kind (text or call) is now certain."""
         if self.complete:
             return []
         self._reader.feed(text)
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """Return the pieces that were held back."""
+        """End the answer, and return the pieces that were held back."""
         self._reader.ended = True
         return self._advance()
 
@@ -185,7 +186,7 @@ class ToolCallParser:
             calls.pieces += self._space
 
     def _read_broken(self, mark: str) -> Reading[None]:
-        """Keep text that is not a call: as arguments if a call is open, otherwise as text."""
+        """Keep text that is not a valid call: as arguments if a call is open, otherwise as text."""
         reader, calls, end = self._reader, self._calls, self._format.end
         if calls.is_open:
             yield from reader.until([end or self._format.begins[0]], calls.write)

@@ -40,7 +40,7 @@ _LONGEST_NUMBER = 64
 
 
 class Pythonic(ToolFormat):
-    """Format with calls in a Python list; only calls to offered tools count."""
+    """Format with calls in a Python list; a list without tags must name offered tools."""
 
     name = "pythonic"
     begins = (*_TAGS, "[")
@@ -84,8 +84,11 @@ class Pythonic(ToolFormat):
 
 
 def _rules_of(tool: ToolDefinition, call: str) -> dict[str, str]:
-    """Return the grammar rules for a call; ``CALL_pN`` matches parameter N and all later ones, of
-    which optional ones may be missing."""
+    """Return the grammar rules for a call to a tool.
+
+    The rule ``CALL_pN`` matches parameter N and all later parameters; optional parameters may be
+    missing.
+    """
     parameters, rules = parameters_of(tool), dict[str, str]()
     first = f"{call}_p0" if parameters else ""
     needed = bool(parameters) and parameters[0][2]

@@ -145,7 +145,7 @@ def _read_parameter(reader: Reader, calls: CallWriter, types: frozenset[str]) ->
 
 
 def _value(text: str, types: frozenset[str]) -> str:
-    """Convert a value to JSON; it becomes a string if it has none of the other types."""
+    """Convert an unquoted value to JSON of one of the given types; otherwise to a string."""
     bare = text.strip()
     if bare in ("True", "False", "None"):
         bare = {"True": "true", "False": "false", "None": "null"}[bare]

@@ -1,4 +1,4 @@
-"""Reader: streamed text, read from its beginning by generators.
+"""Reader: streamed text that generators read from its beginning.
 
 The generators yield when they need more text, and return what they have read.
 """
@@ -66,7 +66,7 @@ class Reader:
         return self._text[self._at : self._at + size]
 
     def literal(self, word: str) -> Reading[bool]:
-        """Read a word if it comes next; return whether it did."""
+        """Read a given word if it comes next, and return whether it did."""
         while not self._text.startswith(word, self._at):
             left = len(self._text) - self._at
             if self.ended or left >= len(word) or not word.startswith(self._text[self._at :]):
@@ -116,7 +116,7 @@ class Reader:
         return "".join(pieces)
 
     def until(self, marks: Sequence[str], write: Write) -> Reading[str]:
-        """Read up to the next marker, but not the marker.
+        """Read the text before the next marker, but not the marker itself.
 
         Args:
             marks: markers, none of them empty.
@@ -136,7 +136,7 @@ class Reader:
             yield
 
     def _possible(self, marks: Sequence[str]) -> int:
-        """Return how many characters at the end may be the start of a marker."""
+        """Return the number of characters at the end that may be the start of a marker."""
         if self.ended:
             return 0
         end = self._text[max(self._at, len(self._text) - max(map(len, marks))) :]

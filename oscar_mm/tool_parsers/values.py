@@ -25,7 +25,8 @@ class Syntax:
     """Syntax of values.
 
     Attributes:
-        brackets: for each opening bracket, the closing bracket and both brackets in JSON.
+        brackets: for each opening bracket, the closing bracket and the two brackets to write in
+            JSON.
         quotes: characters that start a string.
         read_string: function that reads a string with such a quote and writes it as JSON.
         scalar: function that converts a number or a constant to JSON, or raises ``Broken``.
@@ -75,7 +76,7 @@ JSON = Syntax({"[": ("]", "[]"), "{": ("}", "{}")}, '"', read_string, _json_scal
 
 
 def read_value(reader: Reader, write: Write, syntax: Syntax = JSON) -> Reading[None]:
-    """Read a value and write it as JSON while it arrives.
+    """Read a value and write it as JSON as it arrives.
 
     Raises:
         Broken: if the text is not a value; the part that was read has already been written.
@@ -113,7 +114,7 @@ def _read_scalar(reader: Reader, write: Write, syntax: Syntax) -> Reading[None]:
 def _read_after(
     reader: Reader, write: Write, syntax: Syntax, closing: list[tuple[str, str]]
 ) -> Reading[bool]:
-    """Read any brackets and comma after a value; return whether another value follows."""
+    """Read closing brackets and a comma after a value; return whether another value follows."""
     while closing:
         closer, closed = closing[-1]
         yield from reader.space()
@@ -136,7 +137,7 @@ def _closes(reader: Reader, closer: str) -> Reading[bool]:
 
 
 def _read_key(reader: Reader, write: Write, syntax: Syntax, closed: str) -> Reading[None]:
-    """Read the key of an object's member; read nothing in a list."""
+    """Read the key of the next member if ``closed`` ends an object; read nothing in a list."""
     if closed == "}":
         yield from reader.space()
         char = yield from reader.peek()
@@ -172,7 +173,7 @@ def read_short_string(reader: Reader) -> Reading[str]:
 
 
 def normalized(text: str) -> str | None:
-    """Normalize JSON text to the format that this module writes; None if it is not JSON."""
+    """Return JSON text in the format that this module writes; None if the text is not JSON."""
     reader, pieces = Reader(), list[str]()
     reader.feed(text)
     reader.ended = True
@@ -187,8 +188,7 @@ def normalized(text: str) -> str | None:
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """Yield all strings within a value, and keys also as tags, since some chat templates write
-    tags."""
+    """Yield all strings within a value; keys also as tags, as some chat templates write them."""
     open_values = [value]
     while open_values:
         one = open_values.pop()
