@@ -1,1 +1,1 @@
-"""The quantization method in tensor operations: rotation, balancing, token scaling and fits."""
+"""The quantization method in tensor operations: rotation, scaling by channel and token, fits."""

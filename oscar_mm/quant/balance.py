@@ -1,20 +1,20 @@
-"""Query-key balancing of a model's layers, computed from its weights.
+"""Compute sigma, the factors that scale a layer's queries and keys per channel, from its weights.
 
-Balancing moves per-channel scale between keys and queries: dividing key channel c by sigma_c and
-multiplying query channel c by sigma_c leaves every score unchanged. The rotation spreads a stored
-key's error evenly over its channels, in proportion to the key's norm, so a score's squared error
-grows with (sum_c rms_q^2 sigma_c^2) (sum_c rms_k^2 / sigma_c^2), which by Cauchy-Schwarz is
-smallest at sigma_c = sqrt(rms_k / rms_q). (SmoothQuant, arXiv:2211.10438, balances weights and
-activations in the same way.)
+Dividing key channel c by sigma_c and multiplying query channel c by sigma_c leaves every score
+unchanged. The rotation spreads a stored key's error evenly over its channels, in proportion to the
+key's norm, so a score's squared error grows with
+(sum_c rms_q^2 sigma_c^2) (sum_c rms_k^2 / sigma_c^2), which by Cauchy-Schwarz is smallest at
+sigma_c = sqrt(rms_k / rms_q). (SmoothQuant, arXiv:2211.10438, scales weights and activations in the
+same way.)
 
-Both rms values are determined from weights: the QK norms if a model has them, otherwise the query
-and key projections. Neither a prompt nor a calibration text is used, so every cache of a model, in
-every process, has the same balancing.
+Both rms values are computed from weights: the QK norms if a model has them, otherwise the query and
+key projections. Neither a prompt nor a calibration text is used, so every cache of a model, in
+every process, has the same sigma.
 
 If a page stores what its keys have in common separately, as its center or as the zero points of its
-channels, the error does not depend on that part. The biases of Qwen2's keys on slow rotary pairs
-are hundreds of times as large as the differences between tokens; if sigma included the whole bias,
-it would scale up the queries so much that answers break.
+channels, the error does not depend on this common part. The biases of Qwen2's keys on slow rotary
+pairs are hundreds of times as large as the differences between tokens; if sigma included the full
+bias, it would scale up the queries so much that answers become useless.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from torch import Tensor, nn
 from oscar_mm.policy import PAGE_TOKENS
 
 _LIMIT = 256.0
-"""Maximum sigma, and inverse of the minimum: channels in which queries or keys are zero must not be
-scaled beyond the float range."""
+"""Maximum sigma, and inverse of the minimum, so that channels in which queries or keys are zero are
+not scaled beyond the float range."""
 _PROBES = 256
-"""Number of random inputs for a projection. Energies have a standard error of 9%, or less where
-they are averaged over RoPE pairs and query groups; sigma, the fourth root of their quotient, has at
-most 3%."""
+"""Number of random inputs for a projection. The energies have a standard error of 9%, or less if
+they are averaged over RoPE pairs and query groups; the standard error of sigma, the fourth root of
+their quotient, is at most 3%."""
 _GAIN = 64.0
 """Factor by which probes are scaled up, so that their contribution is not lost to rounding next to
 a large bias."""
 _PROJECTIONS = ("q_proj", "k_proj"), ("qkv_proj", "q_size", "kv_size")
 """Names of the projections in attention modules of transformers and of vLLM."""
 _POSITIONS = 4096
-"""Number of positions over which the mixing of channel pairs by RoPE is averaged."""
+"""Number of token positions over which the mixing of channel pairs by RoPE is averaged."""
 
 
 def sigma_from_rms(rms_keys: Tensor, rms_queries: Tensor) -> Tensor:
     """Return sqrt(rms_k / rms_q), limited to [1/256, 256], and 1 where either is zero.
 
     The result is rounded such that its reciprocal is a bfloat16 number, so that one exact matrix
-    product balances and rotates 16-bit keys. (It is at most 0.2% from the optimum, which increases
-    the error by less than 0.002%.)
+    product scales and rotates 16-bit keys. (This changes sigma by at most 0.2%, which increases the
+    error by less than 0.002%.)
 
     Args:
         rms_keys: (..., head_dim): root mean square of each key channel.
@@ -63,8 +63,8 @@ def sigma_from_rms(rms_keys: Tensor, rms_queries: Tensor) -> Tensor:
 def sigmas_of_model(model: Any, *, centered: bool = True) -> dict[int, Tensor]:
     """Return sigma by layer index, (KV heads or 1, head_dim) float32 each.
 
-    Layers that have neither separate query and key projections nor QK norms are left out and not
-    balanced.
+    Layers with neither separate query and key projections nor QK norms are left out; their keys are
+    not scaled.
 
     Args:
         model: a transformers decoder, or a model that contains one.
@@ -90,7 +90,7 @@ def sigma_of_layer(
     *,
     centered: bool = True,
 ) -> Tensor | None:
-    """Return sigma of a transformers or vLLM layer.
+    """Return sigma of a transformers or vLLM layer, from its QK norms or its projections.
 
     Args:
         layer: module with ``input_layernorm``; if None, or if there is no such norm, inputs are
@@ -103,7 +103,8 @@ def sigma_of_layer(
             remove.
 
     Returns:
-        (KV heads or 1, head_dim) float32; None if the layer cannot be balanced.
+        (KV heads or 1, head_dim) float32; None if the layer has neither such norms nor such
+        projections.
     """
     sigma = sigma_of_norms(attention, head_dim)
     if sigma is None and any(all(hasattr(attention, x) for x in names) for names in _PROJECTIONS):
@@ -112,7 +113,7 @@ def sigma_of_layer(
 
 
 def sigma_of_norms(attention: nn.Module, head_dim: int) -> Tensor | None:
-    """Return ``sigma_from_norms`` for an attention module; None if it has no such norms."""
+    """Return sigma from the QK norms of an attention module; None if it has no per-head norms."""
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return sigma_from_norms(q_norm, k_norm, head_dim)
 
@@ -145,8 +146,9 @@ def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
 def rotary_angles(attention: Any, decoder: Any = None) -> Tensor | None:
     """Return the angles in radians by which RoPE rotates channel pairs from one token to the next.
 
-    Returns (n,) float32: entry c belongs to the pair (c, c + n) of the first 2 n channels. None if
-    there is no RoPE.
+    Returns:
+        (n,) float32, where entry c belongs to the pair (c, c + n) of the first 2 n channels; None
+        if there is no RoPE.
     """
     for owner in (attention, decoder):
         embedding = getattr(owner, "rotary_emb", None)
@@ -177,8 +179,7 @@ def _sigma_from_projections(
 ) -> Tensor | None:
     """Compute sigma from the energies of the projections' outputs for random inputs.
 
-    The projections themselves are called, so the dtype and the location of their weights do not
-    matter.
+    This calls the projections, so the dtype and the device of their weights do not matter.
     """
     inputs = probes(layer, attention)
     responses = [projected(attention, x) for x in (_GAIN * inputs, torch.zeros_like(inputs[:1]))]
@@ -194,15 +195,15 @@ def _sigma_from_projections(
     of_keys = _mixed(torch.cat([keys[0], keys[1] * kept.sqrt()]), pairs)
     of_queries = _mixed(torch.cat(queries), pairs)
     # Energies are summed over the query heads of a group instead of averaged, because a constant
-    # factor of sigma changes nothing that is stored except the norms.
+    # factor of sigma affects only the stored norms.
     grouped = of_queries.view(len(of_keys), -1, head_dim).sum(1)
     return sigma_from_rms(of_keys.sqrt(), grouped.sqrt())
 
 
 def probes(layer: nn.Module | None, attention: Any) -> Tensor:
-    """Return (probes, channels) inputs for the projections.
+    """Return random inputs for the projections, (probes, channels).
 
-    They are random signs, the same on every machine, normalized by the layer's input norm.
+    The inputs are signs, the same on every machine, after the layer's input norm.
     """
     norm = getattr(layer, "input_layernorm", None)
     weight = getattr(norm, "weight", None)
@@ -235,8 +236,8 @@ def _normed(attention: Any, name: str, x: Tensor) -> Tensor:
 
 
 def _share_beyond_center(angles: Tensor, head_dim: int) -> Tensor:
-    """Return for each channel the fraction of a bias's energy that RoPE rotates away from a page's
-    center.
+    """Return the fraction of a bias's energy that RoPE rotates away from a page's center, for each
+    channel.
 
     The center is the mean of the page's first tokens, so the fraction is the mean of (n angle)^2
     over the page's tokens n, but at most 1.
@@ -246,8 +247,7 @@ def _share_beyond_center(angles: Tensor, head_dim: int) -> Tensor:
 
 
 def _mixed(columns: Tensor, angles: Tensor) -> Tensor:
-    """Return the (heads, head_dim) energies of (n, heads, head_dim) columns after applying RoPE to
-    them."""
+    """Return the energies, (heads, head_dim), that (n, heads, head_dim) columns have after RoPE."""
     turned = torch.arange(_POSITIONS, device=angles.device)[:, None] * angles
     cos_square, cos_sin = turned.cos().square().mean(0), (turned.cos() * turned.sin()).mean(0)
     one, other, rest = columns.split(

@@ -1,9 +1,7 @@
-"""Basis: the coordinates in which a layer's keys and values are quantized, balanced and rotated.
+"""Basis: the scaled and rotated coordinates in which a layer's keys and values are quantized.
 
 The rotation is a Hadamard matrix along head_dim (OScaR's "canalized rotation", QuaRot's online
-rotation).
-
-``oscar_mm.quant.balance`` computes the balancing.
+rotation). ``oscar_mm.quant.balance`` computes the scale factors, sigma.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ import torch
 
 
 def rotation_blocks(head_dim: int) -> tuple[int, ...]:
-    """Return the sizes of the diagonal blocks: the powers of two that add up to head_dim, largest
-    first."""
+    """Return the sizes of the rotation's diagonal blocks, largest first: the powers of two that add
+    up to head_dim."""
     if head_dim < 1:
-        raise ValueError(f"head_dim={head_dim}: must be positive")
+        raise ValueError(f"head_dim={head_dim}: must be at least 1")
     return tuple(
         1 << bit for bit in range(head_dim.bit_length() - 1, -1, -1) if head_dim >> bit & 1
     )
@@ -29,11 +27,12 @@ def rotation_blocks(head_dim: int) -> tuple[int, ...]:
 def hadamard(head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the normalized Hadamard matrix; block-diagonal if head_dim is not a power of two.
 
-    It is built by Sylvester's doubling [[H, H], [H, -H]] / sqrt(2), and so is symmetric,
+    The matrix is built by Sylvester's doubling [[H, H], [H, -H]] / sqrt(2), so it is symmetric,
     orthonormal and its own inverse.
 
     Returns:
-        (head_dim, head_dim) float32 on ``device``. Shared between callers: do not write to it.
+        (head_dim, head_dim) float32 on ``device``. Callers share this tensor and must not write to
+        it.
     """
     blocks = []
     for size in rotation_blocks(head_dim):
@@ -46,7 +45,7 @@ def hadamard(head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Basis:
-    """Balancing (sigma) and rotation (H) for one layer.
+    """Scale factors per channel (sigma) and rotation (H) of one layer's keys and values.
 
     Keys are stored as (k / sigma) H and values as v H. If queries are converted to (q sigma) H, the
     scores are unchanged; multiplying by H again restores the attention output, since H is its own
@@ -55,8 +54,9 @@ class Basis:
     Attributes:
         head_dim: number of channels per head.
         rotate: whether H is the Hadamard matrix rather than the identity.
-        sigma: (..., KV heads or 1, head_dim) float32, or None for no balancing. Any leading
-            dimensions, such as rows for per-row balancing, are those of keys and queries.
+        sigma: scale factors per channel, (..., KV heads or 1, head_dim) float32; None for no
+            scaling. Any leading dimensions, such as rows if each row has its own sigma, match those
+            of keys and queries.
     """
 
     head_dim: int
@@ -72,8 +72,8 @@ class Basis:
         return self._rotated(self.balanced(keys))
 
     def balanced(self, keys: torch.Tensor) -> torch.Tensor:
-        """Divide keys by sigma without rotating them; the result is float32 and has the same norms
-        as in stored coordinates."""
+        """Divide keys by sigma without rotating them; the result is float32, with the same norms as
+        in stored coordinates."""
         keys = keys.float()
         return keys if self.sigma is None else keys / self.sigma.unsqueeze(-2)
 
@@ -83,8 +83,8 @@ class Basis:
         return keys if self.sigma is None else keys * self.sigma.unsqueeze(-2)
 
     def queries_in(self, queries: torch.Tensor) -> torch.Tensor:
-        """Convert (..., KV heads, n, head_dim) queries to float32 such that their scores with
-        stored keys are unchanged."""
+        """Convert (..., KV heads, n, head_dim) queries to stored coordinates in float32, such that
+        their scores are unchanged."""
         queries = queries.float()
         return self._rotated(queries if self.sigma is None else queries * self.sigma.unsqueeze(-2))
 
@@ -94,6 +94,6 @@ class Basis:
         return self._rotated(values.float())
 
     def values_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert values or the attention output from stored coordinates; inverse of
-        ``values_in``."""
+        """Convert values or the attention output from stored coordinates (the inverse of
+        ``values_in``)."""
         return self._rotated(values)

@@ -7,21 +7,21 @@ replaced by others with which the group does not shrink (``unbiased_scale``). Th
 alone cannot achieve this: if most of a key is the mean of its neighbours, as in models without QK
 norm, the mean satisfies <K^, K> = |K|^2 while the differences between keys remain shrunk.
 
-Keys are divided by a norm per token (OScaR's "omni-token scaling"): tokens of a key group share one
-scale per channel, so a token with a large norm would cost all others their resolution (in some
-layers, text and vision norms differ several-fold). The stored norm is the root mean square over
-channels, which float16 can represent for any float16 key.
+Keys are divided by a norm per token (OScaR's "omni-token scaling"). The tokens of a key group share
+one scale per channel, so a token with a large norm would reduce the resolution of all other tokens
+(in some layers, text and vision norms differ several-fold). The stored norm is the root mean square
+over channels, which float16 can represent for any float16 key.
 
-For keys that are stored token by token, a few codes are not the nearest ones
+For keys that are stored token by token, a few codes are not the nearest codes
 (``lower_score_error``): they reduce the error of the token's scores, at the cost of a larger error
 of the key. The error of a score is q.(k^ - k), and queries do not have the same energy in all
-directions: after balancing, queries and keys have the same energy in each channel
-(quant/balance.py), and most of it is in slow rotary pairs. So the expected squared error of a score
-is e^T H D H e, where e is the error of the stored, rotated key, H the rotation and D the energy of
-each channel: channel errors are chosen to cancel where queries are large. D is the energy of the
+directions: after scaling by sigma (quant/balance.py), queries and keys have the same energy in each
+channel, and most of the energy is in slow rotary pairs. So the expected squared error of a score is
+e^T H D H e, where e is the error of the stored, rotated key, H the rotation and D the energy of
+each channel; channel errors are chosen to cancel where queries are large. D is the energy of the
 key itself plus that of its center, summed over each RoPE pair (channels c and c + head_dim / 2),
-since positions rotate one into the other. D needs no queries, so a token is stored the same way
-regardless of earlier tokens.
+since RoPE rotates one channel of the pair into the other. D needs no queries, so a token is stored
+the same way regardless of earlier tokens.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ import torch
 from oscar_mm.quant.basis import hadamard
 
 LSQ_ROUNDS = 2
-"""Rounds of the fit. In whole pages, the first round uses only some of the values
-(``first_apart``). Three rounds over all values cost twice as much and have up to 3% less squared
-error (normal, uniform, heavy-tailed and skewed groups)."""
+"""Number of rounds of a least-squares fit. In full pages, the first round uses only some of the
+values (``first_apart``). Three rounds over all values take twice as long and have up to 3% less
+squared error (normal, uniform, heavy-tailed and skewed groups)."""
 MIN_SCALE = 1e-38
-"""Largest scale at which a group is treated as constant: 1 / scale would be infinite in float32."""
+"""Maximum scale at which a group is treated as constant: 1 / scale would be infinite in float32."""
 KEY_RUN, VALUE_RUN = 8, 2
 """Length of the runs (tokens in a key group, channels in a value group) that the first round uses
-or skips: what a thread of csrc/pack/pack.cu holds in registers at a time."""
+or skips, which is the number of values that a thread of csrc/pack/pack.cu keeps in registers."""
 
 
 def first_range(bits: int, count: int) -> float:
-    """Return the first range of a group's least-squares fit, relative to its min-max range.
+    """Return the range from which a group's least-squares fit starts, as a fraction of its min-max
+    range.
 
-    The fewer values a group has, the closer its range is to the range that the steps should span.
-    At 4 bits, if the few rounds started from 0.75, they would end worse than min-max (1.12 times
-    its squared error on normal groups of 128).
+    The fewer values a group has, the closer its min-max range is to the range that the steps should
+    span. At 4 bits, if the few rounds started from 0.75, the result would be worse than min-max
+    (1.12 times the squared error on normal groups of 128).
     """
     if bits > 2:
         return 0.95 if bits == 4 else 0.85 if count <= 64 else 0.8
@@ -54,7 +55,7 @@ def first_range(bits: int, count: int) -> float:
 
 
 def first_apart(count: int) -> int:
-    """Return n, where the first round uses every n-th run."""
+    """Return the number n for which the first round of a fit uses every n-th run of values."""
     return 4 if count >= 64 else 2
 
 
@@ -65,13 +66,13 @@ def fit_group(
     rounded to float16.
 
     Args:
-        values: float32, finite.
-        bits: 2, 3 or 4.
+        values: float32 values to fit, all finite.
+        bits: bits per code: 2, 3 or 4.
         fit: "minmax" or "lsq". "lsq" starts from the middle part of the range, then twice assigns
             codes and solves for scale and zero by linear regression.
         dim: dimension of the group.
-        run: length of the runs of values that the first round uses, skipping as many or three times
-            as many values in between; None to use all values.
+        run: length of the runs of values that the first round uses; one or three runs are skipped
+            between two of these (``first_apart``). None to use all values.
     """
     low, high = values.amin(dim, keepdim=True), values.amax(dim, keepdim=True)
     steps = (1 << bits) - 1
@@ -97,8 +98,8 @@ def fit_group(
 def _regress(
     values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the least-squares scale and zero for given codes; the scale does not change if all
-    codes are equal."""
+    """Return the scale and zero with the least squared error for given codes; if all codes are
+    equal, the scale is unchanged."""
     mean_code = codes.mean(dim, keepdim=True)
     mean_value = values.mean(dim, keepdim=True)
     spread = codes - mean_code
@@ -111,18 +112,18 @@ def _regress(
 def unbiased_scale(
     values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and zero to store with known codes, such that <v^ - mean, v - mean> equals
-    |v - mean|^2.
+    """Return the scale and zero to store with given codes, such that a group does not shrink:
+    <v^ - mean, v - mean> = |v - mean|^2.
 
     A least-squares fit shrinks a group towards its mean. Attention averages out the errors of many
     tokens, but not a loss common to all of them. With the scale var(values) / cov(codes, values)
-    there is no loss on average, and the values that are read have the mean of the original ones.
+    there is no loss on average, and the restored values have the same mean as the original values.
 
     Args:
-        values: float32, finite.
+        values: float32 values of the groups, all finite.
         codes: result of ``assign_codes`` with this scale and zero.
         scale, zero: result of ``fit_group``; kept if the codes do not correlate with the values.
-            The new scale is within a factor of 2 of the old one.
+            The new scale is within a factor of 2 of the old scale.
         dim: dimension of the group.
 
     Returns:
@@ -168,12 +169,12 @@ def divide_by_norm(keys: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
 def fitted_norm(
     keys: torch.Tensor, coded: torch.Tensor, norms: torch.Tensor, norm: str, scaling: str
 ) -> torch.Tensor:
-    """Return the norm to store with known codes, such that ``norm * coded`` represents the key.
+    """Return the norm to store with given codes, such that ``norm * coded`` represents the key.
 
     "plain" keeps the norm; "refit" minimizes |norm * coded - key|^2; "unbiased" makes
     <norm * coded, key> equal to |key|^2. A least-squares fit shrinks keys towards the middle of the
-    group, which flattens attention; "unbiased" undoes this without extra bits. (It is best by KL
-    divergence; "refit" is best by squared error of the key.)
+    group, which flattens attention; "unbiased" undoes this without extra bits. ("unbiased" has the
+    lowest KL divergence, "refit" the lowest squared error of keys.)
 
     Args:
         keys: (pages, KV heads, tokens, head_dim) float32.
@@ -193,7 +194,7 @@ def fitted_norm(
         fitted = keys.square().sum(dims, keepdim=True) / overlap
     else:
         raise ValueError(f"norm={norm!r}: must be 'plain', 'refit' or 'unbiased'")
-    # A token keeps its norm if it barely overlaps with its codes (norm near zero, coarse group).
+    # A key keeps its norm if it barely overlaps with the coded key (norm near zero, coarse group).
     fitted = torch.where((overlap > 0) & fitted.isfinite(), fitted, norms)
     return torch.minimum(torch.maximum(fitted, norms / 2), norms * 2).half().float()
 
@@ -206,10 +207,10 @@ FLOOR = 0.1
 
 
 def score_weights(keys: torch.Tensor, centers: torch.Tensor | None) -> torch.Tensor:
-    """Return D (see above) for each key, up to a constant factor.
+    """Return D (see the module's docstring) for each key: energies of channels up to a factor.
 
     Args:
-        keys: (..., head_dim) float32, balanced but not rotated.
+        keys: (..., head_dim) float32, divided by sigma but not rotated.
         centers: centers in the same shape and coordinates; None if keys have no center.
 
     Returns:
@@ -230,11 +231,13 @@ def lower_score_error(
     weights: torch.Tensor,
     bits: int,
 ) -> torch.Tensor:
-    """Change up to ``CHANGES`` codes by 1, one at a time, greedily choosing the largest gain.
+    """Change up to ``CHANGES`` codes of each key by 1 to reduce the error of scores.
+
+    Codes are changed one at a time, each time the code with the largest gain.
 
     Args:
-        vectors: (..., head_dim) float32, rotated.
-        codes: same shape, float32 integers.
+        vectors: rotated keys, (..., head_dim) float32.
+        codes: codes of the keys, float32 integers in the same shape.
         scales, zeros: scales and zeros of the codes, broadcastable to their shape.
         weights: result of ``score_weights``.
         bits: bits per code.

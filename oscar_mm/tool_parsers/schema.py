@@ -15,8 +15,8 @@ _VALUES = frozenset(("const", "enum", "default", "examples"))
 def without_unknown_formats(schema: Any) -> Any:
     """Return a schema without the string formats that llguidance rejects.
 
-    The schema remains valid for the same values, since implementations must ignore unknown formats
-    (JSON Schema 2020-12, Validation, 7.2.3).
+    The result accepts the same values, since implementations must ignore unknown formats (JSON
+    Schema 2020-12, Validation, 7.2.3).
     """
     if isinstance(schema, list):
         return [without_unknown_formats(item) for item in schema]
