@@ -162,7 +162,7 @@ def test_half_a_file(tmp_path: Path, suffix: str, codec: str) -> None:
     path = write_clip(tmp_path / f"a.{suffix}", noise.tolist(), codec=codec)
     assert load_video(path).seconds == pytest.approx(4, abs=0.1)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(InputError, match=rf"a\.{suffix}: has .* bytes; the file is cut off"):
+    with pytest.raises(InputError, match=rf"a\.{suffix}: has .* bytes, so the file is cut off"):
         load_video(path)
 
 
