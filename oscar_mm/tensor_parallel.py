@@ -93,7 +93,7 @@ class TPGroup:
             distributed.all_reduce(tensor, group=self.group)
 
     def all(self, holds: bool, device: torch.device) -> bool:
-        """Return whether ``holds`` is True on every rank, by an exchange of a tensor on
+        """Return whether ``holds`` is True on every rank; the ranks exchange a tensor on
         ``device``."""
         return bool(self.all_min(int(holds), device))
 

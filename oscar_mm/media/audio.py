@@ -205,7 +205,9 @@ def _pair(source: tuple, label: str) -> tuple[np.ndarray, int]:
         has_rate = isinstance(rate, (int, np.integer)) and not isinstance(rate, bool)
         if isinstance(samples, np.ndarray) and has_rate:
             return samples, int(rate)
-    raise InputError(f"{label}: a pair must be an array of samples and their rate, a whole number")
+    raise InputError(
+        f"{label}: a pair must be an array of samples and a rate, which must be a whole number"
+    )
 
 
 def _from_array(

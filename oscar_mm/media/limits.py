@@ -71,9 +71,9 @@ class MediaLimits:
             kinds = (int,) if field.type is int else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds):
                 noun = "a whole number" if field.type is int else "a number"
-                raise InputError(f"MediaLimits.{field.name}: {value!r} is not {noun}")
+                raise InputError(f"MediaLimits.{field.name}={value!r}: must be {noun}")
             if not (math.isfinite(value) and value > 0):
-                raise InputError(f"MediaLimits.{field.name}: {value!r} must be above 0 and finite")
+                raise InputError(f"MediaLimits.{field.name}={value!r}: must be above 0 and finite")
         if self.max_image_side_ratio < 1:
             raise InputError("MediaLimits.max_image_side_ratio: must be at least 1")
         if self.max_video_frames < 2:

@@ -1,4 +1,4 @@
-"""DecodingMemory: make requests wait so that decoding in this process stays in a memory limit."""
+"""DecodingMemory: make requests wait so that decoding stays within a memory limit."""
 
 from __future__ import annotations
 

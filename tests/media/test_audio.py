@@ -302,7 +302,7 @@ def test_no_error_prints_samples() -> None:
     ("source", "reason"),
     [
         (tone(1)[0], "array of samples needs a rate"),
-        ((tone(1)[0],), "pair must be an array of samples and their rate"),
+        ((tone(1)[0],), "pair must be an array of samples and a rate"),
         ((tone(1)[0], "16k"), "pair must be"),
         ((tone(1)[0], 16_000.0), "pair must be"),
         ((tone(1)[0], True), "pair must be"),
