@@ -333,7 +333,7 @@ REFUSED = [
     (
         "image",
         {"max_pixels": 100_001},
-        "max_pixels=100,001 is more than the limit of 100,000; give",
+        "max_pixels=100,001 is more than the limit of 100,000; lower it",
     ),
     ("image", {"min_pixels": 100_001}, "min_pixels=100,001 is more than the limit"),
     ("image", {"resized_width": 1000, "resized_height": 1000}, "resized_width x resized_height="),
@@ -355,7 +355,7 @@ REFUSED = [
     (
         "image",
         {"resized_width": 1, "resized_height": 999},
-        "1x999 have a ratio of more than 200:1; give",
+        "1x999 have a ratio of more than 200:1; choose",
     ),
     ("image", {"detail": "tiny"}, "detail='tiny': must be one of auto, low, high"),
     ("image", {"fps": 2}, r"unsupported fields \(fps\); leave them out"),
