@@ -90,7 +90,7 @@ def test_a_sliding_window_hides_the_past() -> None:
 
 
 def test_padding_is_refused() -> None:
-    with pytest.raises(ValueError, match="attention_mask: .* must have no padding"):
+    with pytest.raises(ValueError, match=r"attention_mask: .* must have no padding"):
         ForcedCache().attend_packed(torch.tensor([[False, True]]))
 
 

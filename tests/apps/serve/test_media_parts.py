@@ -164,7 +164,8 @@ def test_a_server_reads_fewer_tokens_where_it_is_asked_to(omni, client, movie) -
     assert tokens(image(png()) | small, video(movie)) < usual
     assert tokens(image(png()), video(movie, nframes=2)) < usual
     large = omni.limits.max_image_pixels + 1
-    with pytest.raises(openai.BadRequestError, match="is more than the limit of 50,000,000; lower it"):
+    over = "is more than the limit of 50,000,000; lower it"
+    with pytest.raises(openai.BadRequestError, match=over):
         tokens(image(png()), mm_processor_kwargs={"max_pixels": large})
     # The Responses API has the detail of an image, and the same options beside the input.
     uri = image(png())["image_url"]["url"]
