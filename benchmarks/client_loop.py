@@ -206,6 +206,9 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
         asked = first_turn(f"{number} {texts[number % len(texts)]}")
         return pipe.new_request(pipe.read_request(asked, most), sampling, perf_counter())
 
+    started = request(2)  # Compiles what is still missing.
+    pipe.engine.submit(started)
+    started.complete()
     running, arrived = dict[int, Request](), SimpleQueue[Arrival]()
     seen = dict[int, int]()
 
@@ -246,6 +249,7 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
         row = run(loop, send, step)
         for answer in (*list(running.values()), *(future.result() for future in ahead)):
             answer.cancel()
+    pipe.engine.call(lambda: None)  # Wait for the step under way.
     return row
 
 
@@ -295,9 +299,10 @@ def child(spec: dict[str, Any]) -> None:
 
         folder = model_folder(model, Path(spec["folder"]))
         longest = max(loop.prompt + loop.new_tokens for loop in loops)
+        # Like those of filled caches, but prompts are computed, by vLLM's own budget for a step.
         options = engine_options("auto", folder, longest, filled=True)
         del options["kv_transfer_config"], options["max_num_batched_tokens"]
-        engine: Any = LLM(**options, enable_prefix_caching=False).llm_engine
+        engine: Any = LLM(**options).llm_engine
 
         def measure(loop: Loop) -> Row:
             return vllms(engine, loop)
@@ -409,8 +414,9 @@ def main(arguments: Sequence[str]) -> int:
     record = Record("client_loop", line, device_name(device), rows, NOTES, **facts)
     if options.add and (earlier := record.earlier(options.out)) is not None:
         cell = ("model", "engine", "prompt", "clients", "rate", "new_tokens")
-        kept = [row for row in earlier.rows if "error" not in row]
-        record.rows = merge_rows(kept, rows, cell, lambda *_: True)
+        kept, new = ([row for row in x if "error" not in row] for x in (earlier.rows, rows))
+        failed = [row for row in rows if "error" in row]
+        record.rows = [*merge_rows(kept, new, cell, lambda *_: True), *failed]
         record.command = f"{earlier.command}; {record.command}"
     report(record.rows)
     finish(record, options.out)

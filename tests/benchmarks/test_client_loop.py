@@ -10,6 +10,7 @@ import pytest
 from benchmarks import client_loop
 from benchmarks.client_loop import Arrival, Loop, Meter, ours, ratios, run, vllms
 from benchmarks.random_model import make_endless, random_pipeline
+from benchmarks.record import Record
 
 
 @pytest.fixture
@@ -145,3 +146,23 @@ def test_the_command(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert client_loop.main([*small, "--clients", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "2 clients" in printed and "oscar_mm" in printed
+
+
+def test_rows_of_several_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later run replaces its cells, and drops errors of earlier runs."""
+    speeds = iter([100.0, None, 300.0])
+
+    def measured(spec: dict, seconds: float) -> list[dict]:
+        [loop], speed = spec["loops"], next(speeds)
+        if speed is None:
+            return [{"engine": spec["engine"], "model": loop["model"], "error": "exit code 1"}]
+        return [{"engine": spec["engine"], **loop, "tokens/s": speed}]
+
+    monkeypatch.setattr(client_loop, "measured", measured)
+    for prompt, code in (("500", 0), ("2000", 1), ("2000", 0)):
+        line = ["--prompts", prompt, "--clients", "2", "--engines", "oscar_mm", "--add"]
+        assert client_loop.main([*line, "--out", str(tmp_path)]) == code
+        [path] = tmp_path.iterdir()
+        rows = Record.load(path).rows
+        assert sum("error" in row for row in rows) == code
+    assert [(row["prompt"], row["tokens/s"]) for row in rows] == [(500, 100.0), (2000, 300.0)]
