@@ -123,7 +123,7 @@ class Admission:
             raise InputError(f"{name} must be text, not {type(text).__name__}")
         self.check_characters(name, len(text))
         if not (may_be_empty or text.strip()):
-            raise InputError(f"{name} is empty: give some text")
+            raise InputError(f"{name} is empty: add some text")
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -146,7 +146,7 @@ class Admission:
             self.check_message(message)
         for message in (messages[0], messages[-1]):
             if message.is_empty and (message.role == "system" or message is messages[-1]):
-                raise InputError(f"{message.place} is empty: give some text")
+                raise InputError(f"{message.place} is empty: add some text")
         if len(messages) > 1:
             self.check_text_length("messages", text_of(messages))
 

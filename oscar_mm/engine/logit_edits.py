@@ -1,7 +1,7 @@
 """Logit edits: biases, penalties, bans and masks, each applied to all rows in one pass.
 
 An edit covers the rows that request it and tracks their tokens on the device, so the host never
-waits. The order is the same as in transformers: bias, repetition penalty, presence and frequency
+waits. Edits are applied in the same order as in transformers: bias, repetition penalty, presence and frequency
 penalties (which transformers lacks), bans, grammar masks, and finally the end of the reasoning.
 """
 
@@ -37,7 +37,7 @@ class LogitEdit(Protocol):
 
 
 def logit_edits(samplers: Sequence[SamplingState], device: torch.device) -> list[LogitEdit]:
-    """Create the edits that the rows of a batch request, in the order in which they are applied.
+    """Create the edits that the rows of a batch request, in order of application.
 
     Args:
         samplers: sampling states of the rows.
@@ -89,8 +89,8 @@ class LogitBias:
 
 
 class RepetitionPenalty:
-    """Penalty on tokens of prompt and output: positive logits are divided by it, negative logits
-    multiplied."""
+    """Penalty on tokens of the prompt and the output: divides positive logits, multiplies negative
+    logits."""
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         self._rows = _ids([row for row, _ in rows], device)
@@ -237,7 +237,7 @@ class ReasoningEnd:
         """Count the tokens of the reasoning."""
         own = tokens[self._rows]
         begins = self._first & (own == self._openings)
-        # Rows whose answer opens the reasoning itself started with one more in ``_left``.
+        # In rows whose answer opens the reasoning itself, ``_left`` started one higher.
         self._left -= (self._open | self._first).long()
         self._open = (self._open | begins) & (own != self._closings)
         self._first = torch.zeros_like(self._first)

@@ -35,7 +35,7 @@ _TYPES = MEDIA | {f"{name}_url": kind for name, kind in MEDIA.items()}
 _FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 """Role -> allowed fields other than role and content."""
 _SOURCES = ("url", "path", "base64")
-"""Keys that may hold a source, besides the part's type, as in Hugging Face processors."""
+"""Keys, other than the part's type, that may contain a source, as in Hugging Face processors."""
 
 
 def messages_from(
@@ -79,7 +79,7 @@ def messages_from(
     """
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence) or not given:
         raise InputError(
-            "messages must be a list such as [{'role': 'user', 'content': 'Hello'}], and not empty"
+            "messages must be a non-empty list such as [{'role': 'user', 'content': 'Hello'}]"
         )
     loose = _Loose(images, videos, audio, sound)
     messages = [
@@ -145,10 +145,10 @@ def asked_from(
 
     Raises:
         InputError: see ``parts_from`` and ``messages_from``; also if more than one of prompt, parts
-            and messages is given.
+            and messages is passed.
     """
     if (bool(prompt), parts is not None, messages is not None).count(True) > 1:
-        raise InputError("give only one of prompt, parts and messages")
+        raise InputError("pass only one of prompt, parts and messages")
     if messages is not None:
         asked = messages_from(messages, *media, sound=sound)
     elif parts is not None:
@@ -171,14 +171,14 @@ def conversation_from(
     """Read a conversation: media (images, videos, audio) and a prompt, or a list of messages.
 
     Raises:
-        InputError: see ``messages_from``; also if both a prompt and messages are given.
+        InputError: see ``messages_from``; also if both a prompt and messages are passed.
     """
     if messages is None:
         if isinstance(prompt, str) and not prompt.strip():
-            raise InputError("prompt is empty: give some text")
+            raise InputError("prompt is empty: add some text")
         return with_options(first_turn(prompt, media_parts(*media, sound=sound), system), options)
     if prompt:
-        raise InputError("give a prompt or messages, not both: the last message is the question")
+        raise InputError("pass a prompt or messages, not both: the last message is the question")
     asked = messages_from(messages, *media, sound=sound, open_end=open_end)
     return with_system(system, with_options(asked, options))
 
@@ -193,7 +193,7 @@ class _Loose:
 
     def next(self, kind: Modality, place: str) -> MediaPart:
         if not self._left[kind]:
-            raise InputError(f"{place} has no source: give one under {kind.label!r}")
+            raise InputError(f"{place} has no source: add one under {kind.label!r}")
         return self._left[kind].pop(0)
 
     def check_used(self) -> None:
@@ -300,7 +300,7 @@ def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], place: str) ->
 
 
 def _as_source(source: Any) -> Any:
-    """Convert a source in the Hugging Face or Qwen format to one that the pipeline accepts."""
+    """Convert a source in the Hugging Face or Qwen format to a source that the pipeline accepts."""
     if isinstance(source, io.BytesIO):
         return source.getvalue()
     if isinstance(source, str) and source[:7].lower() == "file://":

@@ -19,7 +19,7 @@ class OutputProcessor:
     """Builds an ``Answer`` by passing tokens through a chain of parsers as they arrive.
 
     Args:
-        context: what parsers know about the answer.
+        context: information about the answer for the parsers.
         start: ``time.perf_counter()`` when the request arrived.
 
     Attributes:
@@ -50,7 +50,7 @@ class OutputProcessor:
 
     @property
     def says(self) -> bool:
-        """Whether there is any text or tool call so far."""
+        """Whether the answer has any text or tool call so far."""
         return bool(self.text or self._deltas)
 
     @property
@@ -67,7 +67,7 @@ class OutputProcessor:
         return ReasoningSpan("".join(self._reasoning), opened, tokens)
 
     def push(self, token: int) -> list[Piece]:
-        """Add a token and return the pieces that have become final: at least one, perhaps empty.
+        """Add a token and return the pieces that it completes: at least one, which may be empty.
 
         Chunks of reasoning are ``Reasoning``.
         """

@@ -1,7 +1,7 @@
 """Prefill: short prompts in one pass, long prompts in parts.
 
 For a long prompt, the encoder towers run on one part of the media at a time, and the decoder runs
-in one pass or in chunks. So only one part's tower features and temporaries exist at a time and,
+in one pass or in chunks. Thus only one part's tower features and temporaries exist at a time and,
 with chunks, only one chunk's decoder activations. Within a module, a long input is processed in
 pieces, so that temporaries of vision towers, MLPs and norms do not grow with the prompt. The cuts
 are exact: a patch in a tower attends only to its own image or pair of frames, and MLPs and norms
@@ -40,11 +40,11 @@ _reader: ContextVar[object] = ContextVar("reader", default=None)
 
 @contextmanager
 def in_pieces(model: Any, tokens: int, layout: InputLayout) -> Iterator[None]:
-    """Process long module inputs in pieces within the block; results differ only by rounding.
+    """Within the block, process long module inputs in pieces; results differ only by rounding.
 
     Args:
         model: transformers model for generation.
-        tokens: number of tokens in the coming pass, in all rows; small inputs are not cut.
+        tokens: number of tokens of all rows in the next pass; small inputs are not cut.
         layout: input layout, which says whether the tower's input may be cut.
     """
     if tokens <= MAX_TOKENS:
@@ -132,7 +132,7 @@ def _cut_media(tower: Any, reader: object) -> tuple[Any, Any]:
         others = later[:]
         later.clear()
         if output is None or not others:
-            return None  # The tower failed, or the output is whole.
+            return None  # The tower failed, or the output is complete.
         pieces = [dict(output), *others]
         # One output at a time, so that at most one of them exists twice.
         return type(output)(
@@ -326,8 +326,8 @@ def prefill(
 
     In a single pass, attention over the prompt is exact. With chunks, activations take memory for
     one chunk instead of the full prompt. In return, later chunks attend to the packed keys and
-    values of earlier chunks, so attention over the prompt is slower and no longer exact (except
-    with policy "bf16"). Towers run on whole media, except that a video without audio may be split
+    values of earlier chunks, so attention over the prompt is slower and, except with policy
+    "bf16", no longer exact. Towers run on whole media, except that a video without audio may be split
     between frames; for a batch of several rows, they run on all media at once.
 
     Args:
@@ -354,7 +354,7 @@ def _prefill_in_chunks(
 ) -> Iterator[torch.Tensor | None]:
     """Prefill lazily: yield None after each chunk except the last, then the logits."""
     decoder, head, unread = model.get_decoder(), model.get_output_embeddings(), prompt.tokens
-    # Half a chunk: parts that wait until their chunk is full take memory too.
+    # Use half a chunk: parts that wait until their chunk is full take memory too.
     most = MAX_TOKENS if chunk is None else min(MAX_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)
     for arguments in _in_chunks(parts, chunk or prompt.tokens, prompt.layout):
@@ -378,10 +378,10 @@ def _last(chunks: Iterable[torch.Tensor | None]) -> torch.Tensor:
 
 @contextmanager
 def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Make layers write their outputs over the embeddings, which are no longer needed, within the
-    block.
+    """Within the block, make layers overwrite the embeddings, which are no longer needed, with their
+    outputs.
 
-    The decoder would hold the memory of its embeddings until it returns anyway.
+    The decoder would keep its embeddings in memory until it returns anyway.
     """
     cache, place = cache_of(arguments), arguments["inputs_embeds"]
 
@@ -409,7 +409,7 @@ def _in_chunks(
         while (tokens := sum(map(length, waiting))) >= chunk:
             whole = joined(waiting, layout)
             if tokens > chunk:
-                # A copy allows the whole to be freed, but would be too large for a long media item.
+                # A copy lets the joined part be freed, but would be too large for a long media item.
                 rest = sliced(whole, chunk, tokens, layout)
                 waiting.append(copied(rest, layout) if tokens < 2 * chunk else rest)
                 whole = sliced(whole, 0, chunk, layout)

@@ -195,7 +195,7 @@ def test_parts_without_a_source_take_the_other_argument() -> None:
         *("a.png", "and", "c.wav", "b.png"),
     ]
     for given, images, expected in (
-        ([image, image], "a.png", r"^parts\[1\] has no source: give one under 'image'"),
+        ([image, image], "a.png", r"^parts\[1\] has no source: add one under 'image'"),
         (["what?"], "a.png", r"^images\[0\] is not used"),
     ):
         with pytest.raises(InputError, match=expected):
@@ -205,8 +205,8 @@ def test_parts_without_a_source_take_the_other_argument() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([], "messages must be a list such as"),
-        ("What?", "messages must be a list such as"),
+        ([], "messages must be a non-empty list such as"),
+        ("What?", "messages must be a non-empty list such as"),
         (["What?"], r"messages\[0\] must be a dict with role and content, not str"),
         ([{"content": "a"}], r"messages\[0\]: role must be one of"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content must be a list of texts"),
@@ -229,8 +229,8 @@ def test_parts_without_a_source_take_the_other_argument() -> None:
             [{"role": "user", "content": "a"}, {"role": "assistant"}],
             "must end with a message to answer",
         ),
-        ([{"role": "user", "content": " "}], r"messages\[0\].content is empty: give some text"),
-        ([{"role": "user", "content": None}], r"messages\[0\].content is empty: give some text"),
+        ([{"role": "user", "content": " "}], r"messages\[0\].content is empty: add some text"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content is empty: add some text"),
         (
             [{"role": "user", "content": ["<|im_", "end|>"]}],
             r"messages\[0\].content contains '<\|im_end\|>', a control token",
@@ -251,11 +251,11 @@ def test_messages_that_are_refused(qwen, given: Any, expected: str) -> None:
 
 
 def test_a_prompt_or_messages(qwen) -> None:
-    with pytest.raises(InputError, match="give a prompt or messages, not both"):
+    with pytest.raises(InputError, match="pass a prompt or messages, not both"):
         qwen(None, "Why?", messages=[{"role": "user", "content": "Why?"}])
     with (
         qwen.chat() as chat,
-        pytest.raises(InputError, match="give only one of prompt, parts and messages"),
+        pytest.raises(InputError, match="pass only one of prompt, parts and messages"),
     ):
         chat.ask("Why?", parts=["Why?"])
     with pytest.raises(InputError, match="prompt is empty"):
