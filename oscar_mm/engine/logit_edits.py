@@ -1,8 +1,9 @@
 """Logit edits: biases, penalties, bans and masks, each applied to all rows in one pass.
 
 An edit covers the rows that request it and tracks their tokens on the device, so the host never
-waits. Edits are applied in the same order as in transformers: bias, repetition penalty, presence and frequency
-penalties (which transformers lacks), bans, grammar masks, and finally the end of the reasoning.
+waits. Edits are applied in the same order as in transformers: bias, repetition penalty, presence
+and frequency penalties (which transformers lacks), bans, grammar masks, and finally the end of the
+reasoning.
 """
 
 from __future__ import annotations

@@ -327,8 +327,8 @@ def prefill(
     In a single pass, attention over the prompt is exact. With chunks, activations take memory for
     one chunk instead of the full prompt. In return, later chunks attend to the packed keys and
     values of earlier chunks, so attention over the prompt is slower and, except with policy
-    "bf16", no longer exact. Towers run on whole media, except that a video without audio may be split
-    between frames; for a batch of several rows, they run on all media at once.
+    "bf16", no longer exact. Towers run on whole media, except that a video without audio may be
+    split between frames; for a batch of several rows, they run on all media at once.
 
     Args:
         model: transformers model for generation.
@@ -378,8 +378,8 @@ def _last(chunks: Iterable[torch.Tensor | None]) -> torch.Tensor:
 
 @contextmanager
 def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Within the block, make layers overwrite the embeddings, which are no longer needed, with their
-    outputs.
+    """Within the block, make layers overwrite the embeddings, which are no longer needed, with
+    their outputs.
 
     The decoder would keep its embeddings in memory until it returns anyway.
     """
@@ -409,7 +409,7 @@ def _in_chunks(
         while (tokens := sum(map(length, waiting))) >= chunk:
             whole = joined(waiting, layout)
             if tokens > chunk:
-                # A copy lets the joined part be freed, but would be too large for a long media item.
+                # A copy lets the joined part be freed, but is too large for a long media item.
                 rest = sliced(whole, chunk, tokens, layout)
                 waiting.append(copied(rest, layout) if tokens < 2 * chunk else rest)
                 whole = sliced(whole, 0, chunk, layout)

@@ -71,7 +71,7 @@ class PrefillRunner:
 
     @property
     def state(self) -> object:
-        """State of the model's weights and adapters; compares equal while they are unchanged."""
+        """State of the model's weights and adapters; equal as long as they are unchanged."""
         state = weights_key(self.family.model)
         if state != self._state:
             self._state = state
@@ -85,7 +85,7 @@ class PrefillRunner:
         return self._sigmas
 
     def refresh(self) -> bool:
-        """Check the model's weights; if they have changed, recompute what depends on them.
+        """Check the model's weights; if they have changed, recompute values that depend on them.
 
         Returns:
             Whether the weights have changed.
@@ -100,7 +100,7 @@ class PrefillRunner:
         return True
 
     def _reading(self, cache: OscarCache) -> AbstractContextManager[None]:
-        """Use the fast prompt layers within the block, if the model supports them."""
+        """Within the block, use the fast prompt layers if the model supports them."""
         return nullcontext() if self._layers is None else self._layers.reading(cache)
 
     @eager
@@ -112,8 +112,8 @@ class PrefillRunner:
 
         Args:
             prompt: prompt of a single row.
-            cache: cache to extend; may contain a past, such as earlier turns. Incomplete after an
-                error.
+            cache: cache to extend; may contain a past, such as earlier turns. After an error, it
+                is incomplete.
             cancelled: function that returns whether the request was cancelled; called after each
                 layer.
 
@@ -138,8 +138,8 @@ class PrefillRunner:
     ) -> Iterator[torch.Tensor | None]:
         """Prefill a prompt lazily, one chunk per iteration; other work may run in between.
 
-        What a chunk has stored is checked when the iterator continues, since the check waits for
-        the device: the caller can launch more work first. The iterator must be exhausted.
+        The keys and values of a chunk are checked when the iterator continues, since the check
+        waits for the device; the caller can launch more work first. The iterator must be exhausted.
 
         Args:
             prompt, cache, cancelled: see ``read``.

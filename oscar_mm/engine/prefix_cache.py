@@ -47,7 +47,7 @@ def attributes_digest(value: Any) -> str:
 
 
 def _described(value: Any) -> Any:
-    """Return a JSON value that represents a value."""
+    """Convert a value to a JSON value that represents it."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, torch.Tensor):
@@ -128,7 +128,7 @@ class PrefixCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.hits = self.misses = self.tokens_saved = 0
-        # Least recently used first.
+        # Ordered from least to most recently used.
         self._entries: list[_Entry] = []
 
     @property
@@ -179,8 +179,8 @@ class PrefixCache:
         return cache
 
     def keep(self, prompt: Prompt, state: object, cache: OscarCache) -> None:
-        """Add the prompt just prefilled into a cache: up to the end of its last media item or, if
-        there are no media, of its last full page."""
+        """Add the prompt just prefilled into a cache, up to the end of its last media item or, if
+        the prompt has no media, of its last full page."""
         stop = prompt.media[-1].stop if prompt.media else _whole(prompt.tokens, ())
         ids, key = _ids(prompt)[:stop], (state, prompt.salt)
         if stop < MIN_TOKENS:

@@ -87,7 +87,7 @@ class Prompt:
 
 
 def forward(model: Any, prompt: Prompt, cache: Cache) -> torch.Tensor:
-    """Run the forward pass of a model over a whole prompt.
+    """Run the forward pass of a model over an entire prompt.
 
     Returns:
         (batch, vocabulary) logits of the last token.
@@ -112,7 +112,7 @@ def remaining(prompt: Prompt, tokens: int) -> Prompt:
 
     Args:
         prompt: prompt built by a family.
-        tokens: number of tokens to drop; less than all, and must not split a media item.
+        tokens: number of tokens to drop; must leave a token and not split a media item.
     """
     return _part(prompt, tokens, prompt.tokens)
 

@@ -30,7 +30,7 @@ class RequestEngine(Protocol):
     family: Family
 
     def submit(self, request: Request) -> None:
-        """Put a request into the queue."""
+        """Add a request to the queue."""
         ...
 
     def abort(self) -> None:
@@ -42,7 +42,7 @@ class RequestEngine(Protocol):
         ...
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until ``is_done`` returns True; requests run meanwhile."""
+        """Wait until ``is_done`` returns True; meanwhile, requests run."""
         ...
 
 
@@ -125,7 +125,7 @@ class Request(RequestState):
 
     @property
     def is_ready(self) -> bool:
-        """Whether pieces can be taken, or no more will come."""
+        """Whether pieces are queued or the request has ended."""
         return self.ended or (bool(self._pieces) and not self.delivery.at_end)
 
     @property
@@ -134,7 +134,7 @@ class Request(RequestState):
         return self.prompt.tokens + self.sampling.max_new_tokens
 
     def take_pieces(self) -> list[Piece]:
-        """Remove the queued pieces, perhaps none, from the iterator and return them.
+        """Remove and return the queued pieces of the iterator; the result may be empty.
 
         Call this only from the thread that consumes the request.
         """
@@ -147,7 +147,7 @@ class Request(RequestState):
         except Exception as error:  # A tokenizer may raise anything; fail only this request.
             self.fail(error)
         if self.written.stopped:
-            self.ended = True  # Not ``|=``, which could undo a concurrent ``cancel``.
+            self.ended = True  # ``|=`` could undo a concurrent ``cancel``.
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error; an interrupt raised in a step becomes a RuntimeError,
@@ -155,8 +155,8 @@ class Request(RequestState):
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
     def __iter__(self) -> Iterator[Piece]:
-        """Submit the request, unless already done, and yield its pieces; the model runs as they are
-        consumed."""
+        """Submit the request unless it is already submitted, and yield its pieces; the model runs
+        as they are consumed."""
         if not self.submitted:
             self.engine.submit(self)
         try:

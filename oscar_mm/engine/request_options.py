@@ -39,8 +39,7 @@ def split_media(options: Mapping[str, Any], family: Family) -> tuple[dict[str, A
 
 
 def split_template(options: Mapping[str, Any]) -> tuple[dict[str, Any], TemplateFields]:
-    """Split options into those of the chat template and others, all unchecked; return the others
-    first."""
+    """Split options into other options and chat-template options, in this order; check neither."""
     names = TemplateFields.__annotations__
     template = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}

@@ -1,4 +1,4 @@
-"""RunningBatches: the decoding requests, in batches that they join and leave between steps."""
+"""RunningBatches: batches of decoding requests, which join and leave between steps."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ class RunningBatch:
         return 1 if self.view is None else self.batch.size_for(len(live))
 
     def _set_rows(self, live: list[Request]) -> None:
-        """Give each request a row. Rows stay the same unless requests join or the batch shrinks."""
+        """Assign a row to each request; rows change only if requests join or the batch shrinks."""
         size = self._size(live)
         if self._pending or size != len(self._rows):
             self.batch.set_rows(self._reseat(size))
 
     def _reseat(self, size: int | None = None) -> list[Request | None]:
-        """Give each live request a row of a batch of ``size``, by default the current size."""
+        """Assign each live request a row of a batch of ``size``, by default the current size."""
         live, size = self.live, len(self._rows) if size is None else size
         self._rows, self._pending = [*live, *[None] * (size - len(live))], []
         if self.view is not None:
@@ -208,7 +208,7 @@ class RunningBatches:
         finally:
             self.stepping = False
             self.wait_since = self.now()
-            if self.live:  # The last step may have been launched early, so its time is useless.
+            if self.live:  # The last step may have been launched early, so its time means nothing.
                 self.pace.note(begin, self.wait_since)
 
     def now(self) -> DeviceTimer:
@@ -245,7 +245,7 @@ class RunningBatches:
         return TPGroup.of(self.family.model).count == 1
 
     def settle_ended(self) -> None:
-        """Remove ended requests and release what they own."""
+        """Remove ended requests and release their resources."""
         for request in self.drop_ended():
             request.settle()
 

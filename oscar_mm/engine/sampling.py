@@ -87,7 +87,7 @@ class Sampling:
         max_new_tokens: maximum number of tokens of the answer including its reasoning, at least 1.
         temperature: 0 takes the most likely token; a higher value samples.
         top_p: sample from the most likely tokens with this total probability, in (0, 1].
-        top_k: sample from this many of the most likely tokens; 0 for all.
+        top_k: number of most likely tokens to sample from; 0 for all.
         min_p: sample from tokens with at least this probability relative to the most likely token;
             0 for all.
         repetition_penalty: factor that divides positive logits, and multiplies negative logits, of
@@ -109,7 +109,7 @@ class Sampling:
             out every token that the grammar allows.
         logprobs: number of most likely alternatives reported with the log-probability of each
             token, from the model's unchanged logits; None for no log-probabilities.
-        prompt_logprobs: the same for each token of the prompt except the first; the prompt then
+        prompt_logprobs: as logprobs, for each prompt token except the first; the prompt then
             bypasses the prefix cache.
         thinking_token_budget: maximum number of tokens of the reasoning; at this limit, the
             reasoning is closed and the text begins. None or -1 means no limit.
@@ -154,7 +154,7 @@ class Sampling:
                 raise InputError(f"{name}={shown(getattr(self, name))}: must be {allowed}")
 
     def _numbers(self) -> dict[str, tuple[bool, str]]:
-        """Return for each numeric option whether its value is valid, and what is allowed."""
+        """Return, for each numeric option, whether its value is valid, and the allowed values."""
         penalty, top = "a number from -2 to 2", f"None or a whole number from 0 to {MAX_LOGPROBS}"
         return {
             "max_new_tokens": (_whole(self.max_new_tokens, 1), "a whole number, at least 1"),

@@ -138,7 +138,7 @@ class Scheduler:
         self._batches.freed = self._blocked = False
 
     def add(self, entry: Request | Call) -> None:
-        """Put a request, or a call that needs memory, into the queue. Safe from any thread."""
+        """Add a request, or a call that needs memory, to the queue. Safe from any thread."""
         self._queue.append(entry)
 
     def runnable_count(self) -> int:
@@ -404,7 +404,7 @@ class Scheduler:
             return found
         except Cancelled as error:
             for request, past in zip(requests, pasts, strict=True):
-                if not request.ended:  # Raised by a foreign hook, not by our own check.
+                if not request.ended:  # Raised by a user's hook, not by our own check.
                     request.fail(error)
                 request.cache.reset()
                 if past is not None:
@@ -442,7 +442,7 @@ class Scheduler:
             passes = self.reader.prefill_passes(
                 prompts, caches, cancelled=lambda: all(request.ended for request in requests)
             )
-            # Each pass is checked when the loop continues, after its tokens are on their way.
+            # Each pass is checked when the loop continues, after the copy of its tokens started.
             return [(requests[x], self._sample_first(requests[x], rows)) for x, rows in passes]
         [request] = requests
         if request.chunks is None:
@@ -453,6 +453,6 @@ class Scheduler:
         if logits is None:
             return []
         found = [(requests, self._sample_first(requests, logits))]
-        next(request.chunks, None)  # Check what the last chunk has stored.
+        next(request.chunks, None)  # Check the keys and values of the last chunk.
         request.chunks = None
         return found

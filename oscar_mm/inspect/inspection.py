@@ -28,7 +28,7 @@ class Layer:
     """Statistics for one layer.
 
     Attributes:
-        index: number of the layer.
+        index: index of the layer.
         norms: norms of the layer's keys by modality.
         channels: ratio of the largest rms of a key channel to the median rms, by transform ("raw",
             "rotated", ...).
@@ -48,7 +48,7 @@ class Inspection:
 
     Attributes:
         tokens: number of tokens in the prompt by modality.
-        quantized: number of tokens per layer on which the errors were measured.
+        quantized: number of tokens per layer used to measure the errors.
         qk_norm: whether the model normalizes its keys, head by head.
         layers: statistics for each layer, in order.
     """

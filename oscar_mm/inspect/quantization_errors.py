@@ -19,8 +19,8 @@ from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.basis import Basis
 
 SAMPLE_TOKENS = 8192
-"""Maximum number of tokens to quantize per layer; from a longer prompt, evenly spaced pages are
-taken."""
+"""Maximum number of tokens to quantize per layer; of a longer prompt, evenly spaced pages are
+quantized."""
 QUERY_TOKENS = 64
 """Number of tokens at the end of the prompt whose attention is compared."""
 ALL = "all"
@@ -162,7 +162,7 @@ class LayerStates:
     """Queries, keys and values of one layer's attention, after RoPE and QK-norm.
 
     Attributes:
-        index: number of the layer.
+        index: index of the layer.
         module: the attention layer.
         queries: (query heads, tokens, head_dim).
         keys: (KV heads, tokens, head_dim).

@@ -42,7 +42,7 @@ th:first-child, td:first-child { text-align: left; }
 """
 _PAGE_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 # Okabe and Ito's colours, which can be told apart with any colour vision. Later markers are
-# smaller, so that overlapping lines all stay visible.
+# smaller, so that all overlapping lines stay visible.
 _MODALITY_STYLES: dict[str, dict[str, Any]] = {
     "text": {"color": "#0072B2", "marker": "o", "markersize": 10},
     "image": {"color": "#E69F00", "marker": "s", "markersize": 7.5},
@@ -73,7 +73,7 @@ def _verdict(inspection: Inspection) -> str:
     if not inspection.has_pages:
         return (
             "This prompt cannot show whether the model needs token scaling: no modality has the "
-            "128 tokens that fill a page, so nothing would be quantized. Give more media, a longer "
+            "128 tokens that fill a page, so nothing would be quantized. Use more media, a longer "
             "prompt or a longer text."
         )
     with_it, without = (
@@ -121,7 +121,7 @@ def _on_norms(inspection: Inspection) -> list[str]:
         sentences.append(
             f"Between modalities, keys differ most in layer {widest.index}: median norms {medians}"
             f" ({widest.norms.ratio:.2f} times). The cache quantizes each modality separately, "
-            "so this alone costs nothing; only differences within a modality do."
+            "so this alone costs nothing; only differences within a modality matter."
         )
     elif len(widest.norms.tokens) > 1:
         sentences.append(

@@ -25,7 +25,7 @@ Part = int | Piece
 
 @dataclass(frozen=True)
 class OutputContext:
-    """What parsers know about an answer.
+    """Information about an answer for its parsers.
 
     Attributes:
         tokenizer: tokenizer of the model.
@@ -65,8 +65,8 @@ class OutputParser(ABC):
     """A step of the chain that turns an answer's tokens into pieces.
 
     Each parser receives what the previous parser returns: token ids at first, and text once the
-    ids are decoded. A parser returns its own pieces in place of what it has read, and everything
-    else unchanged.
+    ids are decoded. A parser returns its own pieces in place of the parts it reads, and all other
+    parts unchanged.
 
     Attributes:
         takes: type of the parts that the parser reads: ``int`` for token ids, ``str`` for text.
@@ -82,7 +82,7 @@ class OutputParser(ABC):
 
     @abstractmethod
     def push(self, part: Any) -> Sequence[Part]:
-        """Read a token or a text, and return the parts that have become certain."""
+        """Read a token or a text, and return the parts that are now final."""
 
     def finish(self) -> Sequence[Part]:
         """Return the parts that were held back; call this after the last token."""
@@ -94,7 +94,7 @@ class OutputParser(ABC):
         return False
 
     def parse(self, parts: Iterable[Part]) -> list[Part]:
-        """Push the parts that this parser takes, and keep the others in their places."""
+        """Push the parts that this parser takes, and leave the others in order."""
         parsed: list[Part] = []
         for part in parts:
             if type(part) is self.takes:

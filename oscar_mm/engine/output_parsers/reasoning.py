@@ -14,8 +14,8 @@ from oscar_mm.engine.think_tokens import ThinkTokens
 class ReasoningParser(OutputParser):
     """Parser of reasoning that is opened by the prompt or by the first token.
 
-    Every token before the text becomes a ``Reasoning`` piece, perhaps empty. Line breaks around the
-    reasoning belong neither to the reasoning nor to the text.
+    Every token before the text becomes a ``Reasoning`` piece, which may be empty. Line breaks
+    around the reasoning belong neither to the reasoning nor to the text.
     """
 
     takes = int

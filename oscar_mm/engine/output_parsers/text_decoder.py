@@ -38,7 +38,7 @@ class TextDecoder(OutputParser):
         return self._text is not None and self._text.stop_text is not None
 
     def push(self, part: int) -> Sequence[Part]:
-        """Return the text that has become final, perhaps empty."""
+        """Return the text that has become final, which may be empty."""
         if self._text is None:
             self._text = self._begin()
         return (self._text.push(part),)
