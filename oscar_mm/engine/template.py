@@ -75,10 +75,10 @@ class TemplateOptions:
 
     @classmethod
     def of(cls, given: TemplateFields) -> TemplateOptions:
-        """Check the options of a user.
+        """Check a user's options.
 
         Raises:
-            InputError: if a value is invalid; names the argument, the fault and the remedy.
+            InputError: if a value is invalid; states the argument, the fault and the valid values.
         """
         variables = dict(_checked_variables(given.get("chat_template_kwargs")))
         effort, budget = given.get("reasoning_effort"), None
@@ -143,7 +143,7 @@ def _checked_variables(given: Any) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise InputError(f"{name} must be a dict with names as keys, not {shown(given)}")
+        raise InputError(f"{name} must be a dict with strings as keys, not {shown(given)}")
     if len(given) > MAX_VARIABLES:
         raise InputError(
             f"{name} has {len(given):,} variables, but at most {MAX_VARIABLES} are allowed"

@@ -22,9 +22,9 @@ _log = logging.getLogger("oscar_mm")
 def warm_up(engine: Engine, rows: int) -> None:
     """Capture the decode steps of batches up to ``rows``; do nothing if steps are not captured.
 
-    Short requests run together and are ended until only one is left. Each takes cache memory for
-    about 200 tokens, and each batch size takes a capture and four steps. On an error, which is
-    logged, the first requests capture their steps instead.
+    Short requests run together and are ended until only one is left. Each request takes cache
+    memory for about 200 tokens, and each batch size takes a capture and four steps. An error is
+    logged, and the first requests then capture their steps.
 
     Args:
         engine: an idle engine.

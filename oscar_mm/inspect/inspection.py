@@ -159,7 +159,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms of a layer's keys by modality, after balancing, as the keys are stored.
+    """Norms of a layer's keys by modality, after balancing, as in the cache.
 
     Attributes:
         tokens: norm of a token's keys over all KV heads, divided by the square root of the number
@@ -216,7 +216,7 @@ def channel_outliers(keys: torch.Tensor, sigma: torch.Tensor | None) -> dict[str
 
     Args:
         keys: (KV heads, tokens, head_dim) after RoPE.
-        sigma: (KV heads or 1, head_dim) balancing; None for no balancing.
+        sigma: (KV heads or 1, head_dim) balancing vector; None for no balancing.
 
     Returns:
         The ratio for "raw", "rotated", "balanced", and "balanced, rotated" keys.
