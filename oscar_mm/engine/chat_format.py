@@ -319,7 +319,7 @@ class ChatFormat:
                 else:
                     raise InputError(
                         f"{message.place}: {part.label} comes from a chat, which does not store "
-                        "its media: give the media item itself"
+                        "its media: pass the media item itself"
                     )
             content = content or [{"type": "text", "text": ""}]
             listed.append({"role": message.role, "content": content} | _tool_fields(message))

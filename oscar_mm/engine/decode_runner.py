@@ -212,7 +212,7 @@ class DecodeRunner:
             steps: runner of the following step.
         """
         places = {id(row): place for place, row in enumerate(before) if row is not None}
-        # One table: the place of each row before, or -1; the token of a row that joins.
+        # table[0]: previous index of each row, or -1 if it joins; table[1]: token of a joining row.
         table = np.zeros((2, len(self.rows)), dtype=np.int64)
         positions = [0] * len(self.rows)
         for index, row in enumerate(self.rows):

@@ -73,15 +73,15 @@ class Family(ChatFormat, ABC):
     """Auto class that loads the checkpoints."""
 
     part: ClassVar[str] = ""
-    """Attribute of the loaded model that holds the part that generates text; "" if the whole model
+    """Attribute of the loaded model that contains the text generator; "" if the whole model
     does. The part's configuration is ``{part}_config``."""
 
     layout: ClassVar[InputLayout]
     """How the model's inputs are cut at media and tokens."""
 
     fast_layers: ClassVar[frozenset[str]] = frozenset()
-    """Names of decoder layer classes that compute what ``oscar_mm.fast_decode`` does, besides the
-    layer classes of language models that it already supports."""
+    """Names of decoder layer classes that compute what ``oscar_mm.fast_decode`` does, in
+    addition to the layer classes of language models that it already supports."""
 
     undivided: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Model type -> part of the names of modules that each rank keeps whole."""
@@ -203,7 +203,7 @@ class Family(ChatFormat, ABC):
         tokens = torch.tensor([list(ids)], dtype=torch.long)
         if (token_modalities(tokens, config=self.model.config) != Modality.TEXT).any():
             raise InputError(
-                f"{name} contains a token that stands for media: give text only, and send media in "
+                f"{name} contains a token that stands for media: pass text only, and send media in "
                 "messages"
             )
 

@@ -65,7 +65,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in _MAX_ROWS or not isinstance(self.text, str):
-            raise InputError(f"{self.name}: must be made by a class method of Grammar")
+            raise InputError(f"{self.name}: create it with a class method of Grammar")
         limit = _MAX_CALLS if self.kind == "calls" else MAX_CHARACTERS
         if len(self.text) > limit:
             raise InputError(
@@ -164,7 +164,7 @@ class GrammarState:
 
     def __init__(self, grammar: Grammar, after: int | None = None) -> None:
         if grammar.prototype is None:
-            raise RuntimeError("the grammar is not compiled: Pipeline.sampling does that")
+            raise RuntimeError("grammar not compiled: Pipeline.sampling compiles it")
         self.matcher = grammar.prototype.deep_copy()
         self._name, self._after = grammar.name, after
 
