@@ -73,8 +73,8 @@ class Family(ChatFormat, ABC):
     """Auto class that loads the checkpoints."""
 
     part: ClassVar[str] = ""
-    """Attribute of the loaded model that contains the text generator; "" if the whole model
-    does. The part's configuration is ``{part}_config``."""
+    """Attribute of the loaded model that generates text; "" if the model itself does.
+    The configuration of this part is ``{part}_config``."""
 
     layout: ClassVar[InputLayout]
     """How the model's inputs are cut at media and tokens."""

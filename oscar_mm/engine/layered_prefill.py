@@ -28,11 +28,11 @@ _MAX_IN_FLIGHT = 4
 _PATIENCE_S = 0.2
 """Seconds that running requests wait for short prompts before decode steps run between the layers.
 
-Short prompts are thus prefilled at once: their first tokens come sooner, and the requests join the
-decode steps, which take nearly as long without them. With 64 clients, prompts of 2,000 tokens and
-answers of 400 (8B, H200), 64 requests decode on average; with steps between the layers of all
-prompts, 45 did, as prompts took twice as long and others waited for them. With 0.1 seconds, where
-steps interrupt every pass with two prompts, tokens/s are 6% fewer.
+Short prompts are thus prefilled without interruption: their first tokens come sooner, and their
+requests join the decode steps, which take nearly as long without them. With 64 clients, prompts of
+2,000 tokens and answers of 400 (8B, H200), 64 requests decode on average. With decode steps between
+the layers of all prompts, only 45 did, as prompts took twice as long and others waited for them.
+With 0.1 seconds, decode steps interrupt every pass of two prompts, and tokens/s are 6% lower.
 """
 
 
