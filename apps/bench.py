@@ -263,7 +263,7 @@ def _compare_texts(
     language = load_text_model(model, device=device, dtype=dtype)
     if longest(tokens, judged) > language.context:
         raise InputError(
-            f"--tokens {tokens}: passages and the scored tokens after them have up to "
+            f"--tokens {tokens}: a passage with the scored tokens that follow it takes up to "
             f"{longest(tokens, judged):,} tokens, but the context of {model} is only "
             f"{language.context:,}; reduce --tokens"
         )

@@ -127,7 +127,7 @@ class RequestQueue:
         answer.add_done_callback(self.closing.discard)
 
     def release(self) -> None:
-        """Free a slot, and wake the requests that wait for the memory of its answer."""
+        """Free a slot, and wake the requests that wait for the memory that its answer used."""
         self._free.release()
         if self._memory_freed is not None:
             self._memory_freed.set_result(None)

@@ -390,7 +390,8 @@ class Service:
 
     @contextmanager
     def _memory_for_body(self) -> Iterator[Callable[[int], None]]:
-        """Count the bytes of a request body toward the limit on all bodies, within the block.
+        """Count the bytes of a request body toward the limit on all bodies, until the block of the
+        ``with`` statement ends.
 
         Yields:
             a function that counts more bytes, and raises Refusal if all bodies together exceed the

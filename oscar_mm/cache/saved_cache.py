@@ -90,7 +90,7 @@ def cache_content(
     fingerprint: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> Content:
-    """Copy the content of a cache's file to the host.
+    """Copy what a cache's file will contain to the host.
 
     Any thread may then write the content with ``write_checked``. Only slots in use are copied. In
     pages to which tokens are appended (``PageCodec.appends_tokens``), unused token positions are

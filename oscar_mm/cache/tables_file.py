@@ -58,9 +58,11 @@ class SavedTables:
         for name, (dtype, width) in cls.KINDS.items():
             found = kinds[name]
             if found.dtype != dtype or len(found.shape) != 2 - (name == "recent"):
-                raise ValueError(f"{name} has shape {found.shape} and dtype {found.dtype}")
+                raise ValueError(
+                    f"{name} has unexpected shape {found.shape} or dtype {found.dtype}"
+                )
             if width and found.shape[1] != width:
-                raise ValueError(f"{name} has shape {found.shape} and dtype {found.dtype}")
+                raise ValueError(f"{name} has shape {found.shape}; it must have {width} columns")
         rows, length = kinds["codes"].shape
         if rows > _MAX_ROWS or length > _MAX_TOKENS or (rows and not length):
             raise ValueError(

@@ -200,8 +200,8 @@ class _Loose:
         for kind, left in self._left.items():
             if left:
                 raise InputError(
-                    f"{left[0].place} is not used, because every part of type {kind.label!r} "
-                    "has its own source"
+                    f"{left[0].place} was passed, but every part of type {kind.label!r} already "
+                    "specifies a source; remove one of them"
                 )
 
 

@@ -242,7 +242,10 @@ def _taken(
             kind, grids = layout.per_patch[name]
             rows = prompt.inputs[grids].prod(-1).cpu()
         else:
-            raise NotImplementedError(f"{name}: media cannot be removed from this argument")
+            raise NotImplementedError(
+                "cannot reuse the cached beginning of a prompt: the media in the model's argument "
+                f"{name} cannot be split"
+            )
         first, last = before[kind], before[kind] + counts[kind]
         if first == last:
             continue

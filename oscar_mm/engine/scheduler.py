@@ -266,7 +266,7 @@ class Scheduler:
                     self._batches.freed = True
 
     def _take_first(self, taken: list[Request]) -> bool:
-        """Dequeue the first entry that gets memory or fails; return whether there is one.
+        """Dequeue the first entry that can run now or fails; return whether there is one.
 
         Args:
             taken: list that a dequeued request is added to.

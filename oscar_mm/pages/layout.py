@@ -256,8 +256,8 @@ class PageFormat(PageShape):
         return codes
 
     def token_elements(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored indices of each token's elements in an array of a stream page, and the
-        indices of these elements within the token.
+        """Return where each token's elements are in an array of a stream page, and their indices
+        within the token.
 
         Both are (128, d or groups) int64. Codes that share a byte are adjacent.
 

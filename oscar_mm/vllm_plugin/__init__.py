@@ -57,8 +57,9 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
     else:
         return found
     raise InputError(
-        f"policy {policy} has {problem}: vLLM serves with key_axis='token' and the same 2, 3 or 4 "
-        "bits for all modalities; use a policy such as standard, quarot or standard:bits=4/2"
+        f"policy {policy} has {problem}, which the vLLM plugin does not support: it requires "
+        "key_axis='token', and 2, 3 or 4 bits that are the same for all modalities; use a policy "
+        "such as standard, quarot or standard:bits=4/2"
     )
 
 

@@ -102,7 +102,7 @@ INSPECT = ["inspect", "--device", "cpu"]
         ([*ACCURACY, "--text", "WORDS", "-m", "BARE"], "has no readable tokenizer"),
         (
             [*ACCURACY, "--text", "WORDS", "-m", "MODEL"],
-            "--tokens 1024: passages and the scored tokens after them have up to 1,216",
+            "--tokens 1024: a passage with the scored tokens that follow it takes up to 1,216",
         ),
         ([*ACCURACY, "--text", "SHORT", "-m", "MODEL", "--tokens", "800"], "is too short for a"),
         (

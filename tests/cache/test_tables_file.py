@@ -116,7 +116,10 @@ FORGED = {
     "slot twice": (lambda t, text: t["recent"].fill_(0), "a stream uses a slot twice"),
     "fewer slots": (replaced("recent", lambda x: x[:-1].clone()), "differ in number"),
     "slots' type": (replaced("recent", lambda x: x.long()), "recent has .*I64"),
-    "slots' shape": (replaced("recent", lambda x: x[:, None].clone()), "recent has shape"),
+    "slots' shape": (
+        replaced("recent", lambda x: x[:, None].clone()),
+        "recent has unexpected shape",
+    ),
     "many slots": (
         replaced("recent", lambda x: torch.zeros(10**6, dtype=torch.int32)),
         "1000000 recent, too many for 3 rows of 620 tokens",

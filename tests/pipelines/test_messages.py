@@ -196,7 +196,7 @@ def test_parts_without_a_source_take_the_other_argument() -> None:
     ]
     for given, images, expected in (
         ([image, image], "a.png", r"^parts\[1\] has no source: add one under 'image'"),
-        (["what?"], "a.png", r"^images\[0\] is not used"),
+        (["what?"], "a.png", r"^images\[0\] was passed, but every part"),
     ):
         with pytest.raises(InputError, match=expected):
             parts_from(given, images)

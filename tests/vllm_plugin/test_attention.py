@@ -205,7 +205,7 @@ def test_what_has_no_slot_is_not_stored() -> None:
     ("config", "words"),
     [
         ({"policy": "channel"}, "key_axis='token'"),
-        ({"policy": "standard:bits=16"}, "the same 2, 3 or 4"),
+        ({"policy": "standard:bits=16"}, "the same for all modalities"),
         ({"policy": "standard:window=129"}, "window must be at most 128"),
         ({"policy": "compact:sinks=65"}, "sinks must be at most 64"),
         ({"policy": "standart"}, "did you mean"),
@@ -220,7 +220,7 @@ def test_settings_that_cannot_be(config: object, words: str) -> None:
 
 def test_bits_by_modality_are_refused() -> None:
     policy = KVPolicy.preset("standard", bits={"image": 2})
-    with pytest.raises(InputError, match="the same 2, 3 or 4"):
+    with pytest.raises(InputError, match="the same for all modalities"):
         servable(policy)
 
 

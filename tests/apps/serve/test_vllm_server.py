@@ -94,7 +94,7 @@ def test_policies_of_stream_pages(policy: str) -> None:
     ("options", "expected"),
     [
         ({"policy": "channel"}, "policy channel has key_axis='channel'"),
-        ({"policy": "bf16"}, "has key_axis='channel': vLLM serves with key_axis='token'"),
+        ({"policy": "bf16"}, "has key_axis='channel', which the vLLM plugin does not support"),
         ({"policy": "standard:bits=16"}, "has 16 bits, or bits that"),
         ({"policy": "standrd"}, "did you mean standard"),
         ({"waiting": 64}, "--waiting with --engine vllm: vLLM does not limit its queue"),
