@@ -129,7 +129,7 @@ class Engine:
         """Answer groups of rows, and yield the results as they are ready.
 
         Args:
-            groups: groups of rows, each about the same media; see ``rows.by_recording``.
+            groups: groups of rows about the same media; see ``rows.by_recording``.
         """
         self._since = time.perf_counter()
         try:
@@ -348,7 +348,7 @@ class Worker:
         gc.unfreeze()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
-        """Answer groups of rows, each about the same media; yield results as they are ready."""
+        """Answer groups of rows about the same media; yield results as they are ready."""
         with short_thread_turns():
             yield from self._engine.run(groups)
 

@@ -224,7 +224,7 @@ class ServerWorker:
         self._counting = threading.Lock()
 
     def run(self, groups: Iterable[list[Row]]) -> Iterator[Result]:
-        """Answer groups of rows, each about the same media; yield results as they are ready.
+        """Answer groups of rows about the same media; yield results as they are ready.
 
         Raises:
             ServerLost: if the server no longer answers; the remaining rows get no result.

@@ -1,4 +1,4 @@
-"""WholePrompt: the running answer to a request that does not continue a stored conversation.
+"""WholePrompt: generates the answer to a request that does not continue a stored conversation.
 
 Such requests are prompts without a chat template, and conversations with template options or
 ``prompt_logprobs``. The model reads the full prompt, except for its prefix in the prefix cache.

@@ -1,7 +1,7 @@
 """Safetensors files that are written atomically and have a checksum of all content.
 
-The file's metadata contains a SHA-256 of the texts and of the tensors' names, dtypes, shapes and
-bytes. Any reader of safetensors can read the file.
+The file's metadata contains a SHA-256 of its other metadata, and of the tensors' names, dtypes,
+shapes and bytes. Any reader of safetensors can read the file.
 
 Older files, which can still be read, contain a SHA-256 of the entire file instead, computed with
 zeros in place of the checksum.

@@ -226,8 +226,8 @@ class PageStore:
             this process.
 
     Attributes:
-        allocators: bits -> allocator of the slots of that kind, whose ids are the same in every
-            layer.
+        allocators: page format, or ``PLAIN`` -> allocator of its slots, whose ids are the same in
+            every layer.
         layers: layer index -> pools, created by the first cache that reaches the layer.
         trims: number of times that slots were renumbered.
         paused: number of forward passes suspended between two layers; slots keep their ids

@@ -82,10 +82,10 @@ class VarlenBatch(NamedTuple):
         tokens: slice,
         device: torch.device,
     ) -> VarlenBatch:
-        """Build the varlen batch of these rows as tensors on the layers' device.
+        """Build the varlen batch of a step as tensors on the layers' device.
 
         Args:
-            past: sequences of the rows before the step.
+            past: sequence of each row, as it was before the step.
             lengths: number of new tokens per row.
             keys: number of keys per row, new tokens included.
             tokens: range of the new tokens of all rows.

@@ -338,7 +338,8 @@ def _check_continued(message: Message) -> None:
 def _tool_fields(message: Message) -> dict[str, Any]:
     """Return the tool fields of a message for chat templates.
 
-    Content without media becomes a string, as not all templates accept parts in such messages.
+    Content without media becomes a string, as not all templates accept parts in messages with tool
+    fields.
     """
     fields: dict[str, Any] = {}
     if message.tool_calls:

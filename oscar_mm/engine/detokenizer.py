@@ -95,10 +95,10 @@ class Detokenizer:
             self._lead = "" if self._pending else self._lead
 
     def _new_text(self, whole_characters: bool) -> str:
-        """Return the text added by tokens since the last call; "" while it may be incomplete.
+        """Return the text that tokens have added since the last call.
 
         Args:
-            whole_characters: whether to withhold text that ends with an incomplete character.
+            whole_characters: whether to return "" while the text ends with an incomplete character.
         """
         text = self._decode(self._before + self.token_ids[self._context :])
         known = self._known

@@ -141,7 +141,8 @@ class Engine:
         return [request for request in requests if request.ended]
 
     def keep_stepping(self, after_step: Callable[[], object]) -> AbstractContextManager[None]:
-        """Run steps within the block as long as there are requests, even if no thread waits.
+        """Run steps until the ``with`` block ends, as long as there are requests, even if no thread
+        waits for an answer.
 
         Args:
             after_step: function called after each step, in the engine thread.

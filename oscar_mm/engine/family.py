@@ -152,13 +152,14 @@ class Family(ChatFormat, ABC):
         tools: ToolOffer | None = None,
         template: TemplateOptions = USUAL,
     ) -> Prompt:
-        """Build the prompt of a conversation from its beginning: template, processor, positions.
+        """Build the prompt of a whole conversation: apply the template, run the processor, and
+        compute positions.
 
         Args:
             messages: messages of one or several turns.
             media: media of all messages, each modality in the order of the conversation.
             tools: tools that the model may call.
-            template: chat-template options from ``template``.
+            template: chat-template options, a result of the method ``template``.
 
         Returns:
             A prompt on the CPU. Positions are (1, tokens), or with multimodal RoPE (4, 1, tokens):

@@ -315,7 +315,7 @@ class Scheduler:
         return True
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether a prompt may share a prefill pass with others; prompts with media do not
+        """Return whether a prompt may share a prefill pass with others; prompts with media may not
         if there is a prefix cache."""
         shares = self.prefixes is not None and request.prompt.media
         return (

@@ -114,7 +114,7 @@ def as_bits(states: torch.Tensor) -> np.ndarray:
 
 @inlined
 def widen(row, bits):
-    """Convert a row of ``as_bits`` to the bits of float32 numbers."""
+    """Convert bit patterns, a row of the result of ``as_bits``, to those of float32 numbers."""
     shift = np.uint32(32 - 8 * row.itemsize)
     for index in range(len(row)):
         bits[index] = np.uint32(row[index]) << shift

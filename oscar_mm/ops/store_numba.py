@@ -360,7 +360,7 @@ def _half_bits(value, word):
 
 @inlined
 def _rounded(value, word):
-    """Return the nearest float16 number as float32; infinity for overflow and NaN."""
+    """Round to the nearest float16 number, as float32; overflow and NaN both become infinity."""
     half = _half_bits(value, word)
     if half & 0x7FFF == 0x7C00:
         return np.float32(np.inf)

@@ -41,8 +41,8 @@ def servable(policy: str | KVPolicy) -> KVPolicy:
     """Return a policy after checking that vLLM can serve a model with it.
 
     Raises:
-        InputError: if there is no such policy, if it does not pack each token separately and in the
-            same format, or if its window or sinks are too large.
+        InputError: if there is no such policy, if it does not pack tokens one by one, all in one
+            format, or if its window or sinks are too large.
     """
     found = KVPolicy.of(policy)
     for name, maximum in (("window", MAX_WINDOW), ("sinks", MAX_SINKS)):
