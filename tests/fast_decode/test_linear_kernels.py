@@ -121,7 +121,7 @@ def test_norm_compiles(arch: str) -> None:
 
 
 def cluster_tilings(made: ClusterSpecialization, limit: int) -> list[ClusterTiling]:
-    """Those that the kernel has."""
+    """Return the tilings that the kernel can choose from."""
     sizes = [MAX_GROUPS] if made.gated else range(1, MAX_GROUPS + 1)
     return [ClusterTiling.of(made, groups, limit) for groups in sizes]
 
