@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +29,7 @@ import torch
 from benchmarks.random_model import RELEASED, endless_pipeline, words
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from benchmarks.vllm_attention import engine_options, model_folder, tokens_of
-from benchmarks.vllm_process import CHILD, run_child, vllm_versions
+from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
 from oscar_mm.apps.server_process import short_thread_turns
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.request import Request
@@ -314,22 +313,18 @@ def child(spec: dict[str, Any]) -> None:
             length = max(1, round(250 * loop.prompt / few))
             return ours(pipe, [words(length, seed) for seed in range(_TEXTS)], loop)
 
-    with open(spec["rows"], "a") as file:
+    def rows() -> Iterator[Row]:
         for loop in loops:
             row = {"engine": spec["engine"], **asdict(loop), **measure(loop)}
             print(json.dumps(row), flush=True)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+            yield row
+
+    write_rows(spec["rows"], rows())
 
 
 def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
     """Return the rows of a child process; if it fails or times out, the last row is an error."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows"
-        rows.touch()
-        spec = spec | {"folder": f"{folder}/model", "rows": str(rows)}
-        error = run_child("benchmarks.client_loop", spec, seconds)
-        found = [json.loads(row) for row in rows.read_text().splitlines()]
+    found, error = rows_of_child("benchmarks.client_loop", spec, seconds)
     if error:
         found.append({"engine": spec["engine"], "model": spec["loops"][0]["model"], "error": error})
     return found

@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from typing import Any
 
 from benchmarks.random_model import RELEASED
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
-from benchmarks.vllm_process import CHILD, run_child, vllm_versions
+from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
 from oscar_mm.policy import KVPolicy
 from oscar_mm.vllm_plugin import additional_config
 
@@ -213,21 +212,13 @@ def child(spec: dict[str, Any]) -> None:
     llm = LLM(**engine_options(spec["attention"], folder, longest, filled=filled))
     engine: Any = llm.llm_engine
     rows = decode_rows(engine, spec["contexts"], spec["full"]) if filled else prompt_rows(llm)
-    with open(spec["rows"], "a") as file:
-        for row in rows:
-            common = {"model": spec["model"], "attention": spec["attention"]}
-            file.write(json.dumps(common | row) + "\n")
-            file.flush()
+    common = {"model": spec["model"], "attention": spec["attention"]}
+    write_rows(spec["rows"], (common | row for row in rows))
 
 
 def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
     """Return the rows of a child process; if it fails or times out, the last row is an error."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows"
-        rows.touch()
-        spec = spec | {"folder": f"{folder}/model", "rows": str(rows)}
-        error = run_child("benchmarks.vllm_attention", spec, seconds)
-        found = [json.loads(row) for row in rows.read_text().splitlines()]
+    found, error = rows_of_child("benchmarks.vllm_attention", spec, seconds)
     if error:
         common = {"model": spec["model"], "attention": spec["attention"]}
         found.append(common | {"what": "prompts" if spec["prompts"] else "decode", "error": error})

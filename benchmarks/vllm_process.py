@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from benchmarks.record import versions
+from benchmarks.record import Row, versions
 
 CHILD = "--child"
 """First argument of a benchmark that runs as such a process; the second argument is JSON text."""
@@ -45,6 +48,31 @@ def run_child(module: str, spec: dict[str, Any], seconds: float) -> str | None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return f"exit code {code}" if code else None
+
+
+def rows_of_child(
+    module: str, spec: dict[str, Any], seconds: float
+) -> tuple[list[Row], str | None]:
+    """Run a benchmark's module in a child process, and return its rows and its error, if any.
+
+    Args:
+        module, seconds: see ``run_child``.
+        spec: argument of the child process; "rows", the file for ``write_rows``, and "folder", a
+            path for the files of a model, are added to it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows"
+        file.touch()
+        error = run_child(module, spec | {"folder": f"{folder}/model", "rows": str(file)}, seconds)
+        return [json.loads(row) for row in file.read_text().splitlines()], error
+
+
+def write_rows(path: str, rows: Iterable[Row]) -> None:
+    """Append each row to a file as soon as it is measured."""
+    with open(path, "a") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
 
 
 def vllm_versions() -> dict[str, str]:
