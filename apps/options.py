@@ -140,7 +140,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """Command-line options for the device and the dtype of a model."""
+    """Command-line options for the devices, dtype and format of a model's weights."""
 
     device: Device = None
     device_map: Annotated[
@@ -148,6 +148,14 @@ class PlacementOptions:
         typer.Option(metavar="auto", help="Spread the model's layers over several GPUs."),
     ] = None
     dtype: Dtype = None
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fp8",
+            help="Quantize the decoder's weights to FP8 while the model is loaded. Default: as in "
+            "the checkpoint.",
+        ),
+    ] = None
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -29,10 +29,14 @@ _HOMES = ("transformers.models.", "transformers.activations", "torch.nn.modules.
 """Where the classes of plain decoders are defined. Libraries that quantize or adapt a model (GPTQ,
 AWQ, bitsandbytes, transformers.integrations, PEFT, parametrizations) insert their own classes."""
 _OWN_HOOKS = "oscar_mm."
+_OWN_MODULES = "oscar_mm.fast_decode."
 _IGNORED_HOOKS = (_OWN_HOOKS, "transformers.utils.output_capturing")
 """Where hooks that change nothing are defined: our own, and those that transformers leaves on
 modules once hidden states or attention weights have been requested."""
-_FOLDERS = tuple(f"{Path(str(one.__file__)).parent}{os.sep}" for one in (torch, transformers))
+_FOLDERS = (
+    *(f"{Path(str(one.__file__)).parent}{os.sep}" for one in (torch, transformers)),
+    f"{Path(__file__).parent}{os.sep}",
+)
 """Folders that contain the code of unmodified classes."""
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _NUMBERS = itertools.count()
@@ -79,7 +83,8 @@ def computing_device(module: nn.Module) -> torch.device:
 
 def run_as_written(modules: Sequence[nn.Module]) -> bool:
     """Whether modules belong to known classes, run their unmodified code (without foreign hooks,
-    kernels, adapters or methods), and have floating-point weights that are not offloaded."""
+    kernels, adapters or methods), and have floating-point weights that are not offloaded. Only
+    our own modules may have weights in 8 bits."""
     return (
         not any(getattr(nn_module, name) for name in _GLOBAL_HOOKS)
         and all(map(_is_unchanged, {type(module) for module in modules}))
@@ -147,7 +152,12 @@ def _is_of(function: Any, homes: str | tuple[str, ...]) -> bool:
 @cache
 def _is_known_class(kind: type[nn.Module]) -> bool:
     is_linear = kind is nn.Linear or not issubclass(kind, nn.Linear)
-    return is_linear and kind.__module__.startswith(_HOMES)
+    return _is_own(kind) or (is_linear and kind.__module__.startswith(_HOMES))
+
+
+def _is_own(kind: type[nn.Module]) -> bool:
+    """Whether a class is ours, whose weights may be in FP8."""
+    return kind.__module__.startswith(_OWN_MODULES)
 
 
 def _is_unchanged(kind: type[nn.Module]) -> bool:
@@ -187,7 +197,8 @@ def _is_plain(module: nn.Module) -> bool:
     return (
         all(_is_of(hook, _IGNORED_HOOKS) for hook in hooks)
         and _has_plain_forward(module, weights)
-        and all(x.is_floating_point() and x.itemsize > 1 for x in weights)
+        and all(x.is_floating_point() for x in weights)
+        and (_is_own(type(module)) or all(x.itemsize > 1 for x in weights))
     )
 
 

@@ -23,6 +23,7 @@ from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError
 from oscar_mm.models import check_source, remedy, source_of
 from oscar_mm.pipelines.registry import family_of, pipeline_of
+from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
 from oscar_mm.rank_watch import watch
 from oscar_mm.tensor_parallel import TPGroup
 
@@ -66,6 +67,7 @@ def load(
     *,
     placement: Placement,
     dtype: str | torch.dtype | None,
+    weights: str | None,
     towers: str | None,
     model_kwargs: Mapping[str, Any],
 ) -> Family:
@@ -78,6 +80,8 @@ def load(
         pipeline: name of the pipeline, see ``pipeline_of``.
         placement: devices for the weights; a loaded model can only be moved to a single device.
         dtype: dtype of the weights, see ``dtype_of``.
+        weights: format for the decoder's weights, a key of ``weight_formats.FORMATS``; None keeps
+            the checkpoint's.
         towers: attention implementation of the vision and audio towers. None selects "sdpa", or
             keeps the implementation of a loaded model.
         model_kwargs: arguments of ``from_pretrained``.
@@ -88,6 +92,7 @@ def load(
     if isinstance(model, PreTrainedModel):
         for name, value in (
             ("dtype", dtype),
+            ("weights", weights),
             ("model_kwargs", model_kwargs),
             ("device_map", placement.device_map),
             ("tp_plan", placement.tp_plan),
@@ -102,8 +107,11 @@ def load(
         _check_processor(processor)
         if "device" in placement.given:
             torch.nn.Module.to(model, placement.target)
+        adopt_fp8(model)
         _set_attention(family, model, towers)
         return family(model.eval(), processor)
+    if weights is not None:
+        check_format(weights, placement.tp_plan)
     source = source_of(model)
     _check_model_kwargs(model_kwargs)
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
@@ -113,6 +121,10 @@ def load(
     options = {**model_kwargs, **placement.arguments(family.auto_class, config)}
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
     quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
+    if quantized and weights is not None:
+        raise InputError(
+            f"weights={weights!r}: the checkpoint is already quantized; leave the argument out"
+        )
     if quantized and target is not None:
         # Quantized weights (bitsandbytes) may not be movable after loading.
         options["device_map"], target = {"": target}, None
@@ -123,6 +135,9 @@ def load(
         loaded = family.auto_class.from_pretrained(source, **options)
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         raise InputError(f"model {source}: {first_line(error)}") from error
+    adopt_fp8(loaded)
+    if weights is not None:
+        quantize(loaded, family.text_part(loaded).get_decoder(), target)
     if target is not None:
         loaded = loaded.to(target)
     watch(TPGroup.of(loaded))

@@ -32,6 +32,7 @@ from oscar_mm.fast_decode.experts import expert_kernels
 from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.quantized_linear import QuantizedLinear
 from oscar_mm.fast_decode.rope import rope_
 from oscar_mm.modules import devices, modules_of, run_as_written
 from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
@@ -62,6 +63,7 @@ def supports(model: Any) -> bool:
         and run_as_written((model, head, *modules_of(decoder)))
         and all(len(devices(layer)) == 1 and _has_known_parts(layer) for layer in layers)
         and all(map(_is_sharded_as_known, layers))
+        and all(map(_is_quantized_as_known, layers))
     )
 
 
@@ -102,6 +104,17 @@ def _is_sharded_as_known(layer: Any) -> bool:
     return not divided
 
 
+def _is_quantized_as_known(layer: Any) -> bool:
+    """Return whether the weights of each launch are all in FP8 or all in the dtype of the rest."""
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    gate_and_up = (mlp.gate_proj, mlp.up_proj) if hasattr(mlp, "gate_proj") else ()
+    return all(
+        len({isinstance(module, QuantizedLinear) for module in launch}) <= 1
+        for launch in (projections, gate_and_up)
+    )
+
+
 States = tuple[torch.Tensor, ...]
 
 
@@ -109,12 +122,13 @@ class _Product(NamedTuple):
     """Weights of one launch of ``linear``.
 
     Attributes:
-        weights, biases: see ``linear``; the local shards if there are several ranks.
+        weights, biases, scales: see ``linear``; the local shards if there are several ranks.
         ranks: group of ranks that divide the inputs and sum the outputs.
     """
 
     weights: States
     biases: tuple[torch.Tensor | None, ...]
+    scales: States = ()
     ranks: TPGroup = TPGroup()
 
     @classmethod
@@ -122,9 +136,9 @@ class _Product(NamedTuple):
         weights, biases = (
             tuple(local_shard(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
         )
-        return cls(
-            weights, biases, TPGroup.of(modules[0]) if is_sharded(modules[0], 1) else TPGroup()
-        )
+        scales = tuple(one.scales for one in modules if isinstance(one, QuantizedLinear))
+        ranks = TPGroup.of(modules[0]) if is_sharded(modules[0], 1) else TPGroup()
+        return cls(weights, biases, scales, ranks)
 
     def __call__(
         self,
@@ -135,12 +149,14 @@ class _Product(NamedTuple):
         gated: bool = False,
     ) -> torch.Tensor:
         """Compute ``linear``; if the weights are divided by input, without norm and gate."""
+        weights, biases, scales, _ = self
         if self.ranks.count == 1:
-            return linear(x, *self[:2], norm=norm, residual=residual, gated=gated)
+            around = {"norm": norm, "residual": residual, "gated": gated}
+            return linear(x, weights, biases, scales=scales, **around)
         if self.ranks.rank == 0:
-            found = linear(x, *self[:2], residual=residual)
+            found = linear(x, weights, biases, residual=residual)
         else:
-            found = linear(x, self.weights)
+            found = linear(x, weights)
         self.ranks.all_reduce(found)
         return found
 

@@ -51,6 +51,7 @@ from oscar_mm.kernels.launch import (
 from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
+from oscar_mm.weights import CODES, rows_per_scale, scales_shape
 
 FEW_ROWS = 2
 """Number of rows up to which the kernel for a few rows is fastest; with four rows, the kernel on
@@ -79,16 +80,18 @@ def linear(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    scales: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Multiply rows by one to three matrices: the operation ``linear`` without its checks.
 
     Args:
-        x, weights, biases, norm, residual, gated: see ``LinearArguments``; no biases if empty.
+        x, weights, biases, norm, residual, gated, scales: see ``LinearArguments``; no biases if
+            empty.
 
     Returns:
         (rows, total outputs); (rows, outputs of one matrix) if gated.
     """
-    return _linear(LinearArguments.of(x, weights, biases, norm, residual, gated))
+    return _linear(LinearArguments.of(x, weights, biases, norm, residual, gated, scales))
 
 
 def kernel_for(
@@ -344,7 +347,7 @@ def _linear(arguments: LinearArguments) -> torch.Tensor:
 
 
 def _check(arguments: LinearArguments) -> None:
-    x, weights, biases, norm, _, residual, gated = arguments
+    x, weights, biases, norm, _, residual, gated, scales = arguments
     check, device = _checker.check, x.device
     check("x", x, ("rows", "width"), STATES, device)
     rows, width = x.shape
@@ -353,8 +356,13 @@ def _check(arguments: LinearArguments) -> None:
     if not 1 <= len(weights) <= 3 or len(biases) != len(weights):
         found = f"{len(weights)} matrices with {len(biases)} biases"
         _checker.refuse("weights", found, "1 to 3, with as many biases")
+    if scales and len(scales) != len(weights):
+        _checker.refuse("scales", f"{len(scales)} for {len(weights)} matrices", "one for each")
+    for codes, of_codes in zip(weights, scales, strict=False):
+        rows = rows_per_scale(codes, of_codes)
+        check("scales", of_codes, scales_shape(codes, rows), torch.float32, device)
     for weight, bias in zip(weights, biases, strict=True):
-        check("weights", weight, ("outputs", width), x.dtype, device)
+        check("weights", weight, ("outputs", width), CODES if scales else x.dtype, device)
         if bias is not None:
             check("biases", bias, weight.shape[:1], x.dtype, device)
     if norm is not None:

@@ -11,6 +11,7 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import rms_norm, silu
 
 from oscar_mm.fast_decode.gate import gate_
+from oscar_mm.weights import dequantized
 
 _ALIGNMENT = 16
 
@@ -40,12 +41,14 @@ class LinearArguments(NamedTuple):
 
     Attributes:
         x: (rows, width), contiguous.
-        weights: one to three matrices, (outputs, width) each, in the dtype of x.
+        weights: one to three matrices, (outputs, width) each, in the dtype of x or in FP8.
         biases: (outputs,) for each matrix, or None.
         norm: (width,): weight of an RMSNorm applied to x before the products; None for no norm.
         epsilon: epsilon of the norm.
         residual: (rows, total outputs) to add, or None.
         gated: whether to return silu(first product) * second product instead of both.
+        scales: float32 scales of each matrix (``oscar_mm.weights.scales_shape``); none unless the
+            weights are in FP8.
     """
 
     x: torch.Tensor
@@ -55,6 +58,7 @@ class LinearArguments(NamedTuple):
     epsilon: float
     residual: torch.Tensor | None
     gated: bool
+    scales: list[torch.Tensor]
 
     @classmethod
     def of(
@@ -65,12 +69,13 @@ class LinearArguments(NamedTuple):
         norm: Norm | None = None,
         residual: torch.Tensor | None = None,
         gated: bool = False,
+        scales: Sequence[torch.Tensor] = (),
     ) -> Self:
-        """Create arguments from a norm and from sequences of weights and biases, which are not
-        copied."""
+        """Create arguments from a norm and from sequences of tensors, which are not copied."""
         weight, epsilon = (None, 0.0) if norm is None else norm
         biases = biases or (None,) * len(weights)
-        return cls(x, cast(list, weights), cast(list, biases), weight, epsilon, residual, gated)
+        lists = cast(list, weights), cast(list, biases), cast(list, scales)
+        return cls(x, *lists[:2], weight, epsilon, residual, gated, lists[2])
 
     @property
     def total(self) -> int:
@@ -83,12 +88,19 @@ class LinearArguments(NamedTuple):
         """Return an uninitialized (rows, total) tensor for the result."""
         return self.x.new_empty(self.x.shape[0], self.total)
 
+    def matrices(self) -> list[torch.Tensor]:
+        """Return the weight matrices in the dtype of x; FP8 weights are dequantized."""
+        if not self.scales:
+            return self.weights
+        pairs = zip(self.weights, self.scales, strict=True)
+        return [dequantized(codes, scales, self.x.dtype) for codes, scales in pairs]
+
 
 def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
     """Run ``linear`` with PyTorch operations and the rounding of transformers' modules."""
-    x, weights, biases, norm, epsilon, residual, gated = arguments
+    x, _, biases, norm, epsilon, residual, gated, _ = arguments
     x = x if norm is None else Norm(norm, epsilon)(x)
-    products = [torch_linear(x, *part) for part in zip(weights, biases, strict=True)]
+    products = [torch_linear(x, *part) for part in zip(arguments.matrices(), biases, strict=True)]
     output = silu(products[0]) * products[1] if gated else torch.cat(products, -1)
     return output if residual is None else residual + output
 
@@ -100,7 +112,8 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
     product runs in parallel with the others, since a product with few rows seldom saturates memory
     bandwidth; outside a graph, switching streams costs the host more time than this saves.
     """
-    x, weights, biases, _, _, residual, gated = arguments
+    x, _, biases, _, _, residual, gated, _ = arguments
+    weights = arguments.matrices()
     sizes = [weight.shape[0] for weight in weights]
     output = x.new_empty(0 if gated else x.shape[0], sum(sizes))
     # The gate reads contiguous products in half the time.

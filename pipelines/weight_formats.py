@@ -1,0 +1,84 @@
+"""Weights in FP8: those of a checkpoint, or made from 16-bit weights while a model is loaded.
+
+transformers loads FP8 checkpoints into modules of its own, which download their kernels at the
+first call. ``adopt_fp8`` replaces these modules by ``QuantizedLinear``, which shares their tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+from oscar_mm.errors import InputError
+from oscar_mm.fast_decode.quantized_linear import QuantizedLinear
+from oscar_mm.tensor_parallel import is_dtensor
+
+FORMATS = ("fp8",)
+"""Formats that ``quantize`` makes."""
+
+
+def adopt_fp8(model: PreTrainedModel) -> None:
+    """Replace the FP8 modules of transformers by our own; other modules are left alone.
+
+    Raises:
+        InputError: if scales are not finite or have an unknown shape, or if the weights are
+            divided among processes.
+    """
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, FP8Linear):
+            continue
+        if is_dtensor(module.weight):
+            raise InputError(
+                f"tp_plan: {name} has FP8 weights, which cannot be divided among processes; pass "
+                "device_map='auto', or a checkpoint with 16-bit weights"
+            )
+        if module.weight.itemsize > 1:
+            continue
+        scales = module.weight_scale_inv.detach()
+        if not bool(torch.isfinite(scales.float()).all()):
+            raise InputError(f"{name}.weight_scale_inv has NaN or infinite scales: download again")
+        try:
+            own = QuantizedLinear(module.weight.detach(), scales, module.bias)
+        except ValueError as error:
+            raise InputError(f"{name}.weight_scale_inv: {error}") from error
+        model.set_submodule(name, own)
+
+
+def check_format(weights: str, tp_plan: object) -> None:
+    """Check that weights can be quantized to a format.
+
+    Raises:
+        InputError: if the format is unknown, or if the weights are to be divided among processes.
+    """
+    if weights not in FORMATS:
+        raise InputError(f"weights={weights!r}: must be one of {', '.join(FORMATS)}, or left out")
+    if tp_plan is not None:
+        raise InputError(
+            f"weights={weights!r} cannot be combined with tp_plan: leave one of them out"
+        )
+
+
+def quantize(model: PreTrainedModel, decoder: nn.Module, device: torch.device | None) -> None:
+    """Quantize the products of a decoder's layers to FP8, one matrix after the other.
+
+    Embeddings, norms, routers, experts, towers and the output layer stay as they are.
+
+    Args:
+        model: model with 16-bit or 32-bit weights.
+        decoder: the part of it whose layers are quantized.
+        device: device for the quantized weights; None leaves them where they are.
+
+    Raises:
+        InputError: if weights are offloaded.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    for layer in decoder.get_submodule("layers").children():
+        for module in [one for one in layer.modules() if type(one) is nn.Linear]:
+            if module.weight.is_meta:
+                raise InputError(
+                    "weights='fp8' needs weights that are not offloaded: use more or larger GPUs"
+                )
+            own = QuantizedLinear.of(module, device or module.weight.device)
+            model.set_submodule(names[id(module)], own)

@@ -1,0 +1,107 @@
+"""Products with FP8 weights against the dequantized weights in float64, on a CPU and a GPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from oscar_mm.fast_decode.linear import linear, linear_operation
+from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.quantized_linear import QuantizedLinear
+from oscar_mm.weights import dequantized, expanded, quantized
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def made(dtype, device, rows, width, outputs, by_row=False):
+    generator = torch.Generator().manual_seed(rows + width)
+    x = torch.randn(rows, width, generator=generator).to(device, dtype)
+    weights, scales = [], []
+    for count in outputs:
+        weight = torch.randn(count, width, generator=generator) / width**0.5
+        # Blocks of different magnitudes, so that a wrong scale shows.
+        weight *= torch.logspace(-1, 1, width)
+        codes, of_codes = quantized(weight)
+        if by_row:
+            of_codes = expanded(codes, torch.rand(count, 1, generator=generator) + 0.5)
+        weights.append(codes.to(device))
+        scales.append(of_codes.to(device))
+    return x, weights, scales
+
+
+def truth(x, weights, scales):
+    whole = [
+        dequantized(*pair, torch.float32).double() for pair in zip(weights, scales, strict=True)
+    ]
+    return [x.double() @ weight.T for weight in whole]
+
+
+def relative(found, expected):
+    return ((found.double() - expected).norm(dim=1) / expected.norm(dim=1)).max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 13, 24, 60])
+@pytest.mark.parametrize(("width", "outputs"), [(256, (5,)), (4096 + 256, (300, 130, 128))])
+def test_products(device, dtype, by_row, rows, width, outputs) -> None:
+    x, weights, scales = made(dtype, device, rows, width, outputs, by_row)
+    found = linear(x, weights, scales=scales)
+    assert relative(found, torch.cat(truth(x, weights, scales), 1)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_with_bias_norm_and_residual(device, dtype, rows) -> None:
+    x, weights, scales = made(dtype, device, rows, 512, (300, 128))
+    generator = torch.Generator().manual_seed(7)
+    norm = Norm(torch.randn(512, generator=generator).to(x), 1e-5)
+    biases = [torch.randn(count, generator=generator).to(x) for count in (300, 128)]
+    residual = torch.randn(rows, 428, generator=generator).to(x)
+    found = linear(x, weights, biases, norm=norm, residual=residual, scales=scales)
+    products = truth(norm(x), weights, scales)
+    whole = torch.cat([y + bias.double() for y, bias in zip(products, biases, strict=True)], 1)
+    assert relative(found, whole + residual.double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 30])
+def test_gated(device, dtype, rows) -> None:
+    x, weights, scales = made(dtype, device, rows, 512, (900, 900))
+    gate, up = truth(x, weights, scales)
+    found = linear(x, weights, gated=True, scales=scales)
+    assert relative(found, silu(gate) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_module_is_that_of_its_dequantized_weights(bias) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(200, 70, bias=bias)
+    own = QuantizedLinear.of(plain, torch.device("cpu"))
+    plain.weight.data = dequantized(own.weight, own.scales, torch.float32)
+    x = torch.randn(2, 3, 200)
+    torch.testing.assert_close(own(x), plain(x))
+    assert own(x[:0]).shape == (0, 3, 70)
+
+
+def test_a_module_moved_to_another_dtype_computes_the_same() -> None:
+    own = QuantizedLinear.of(nn.Linear(200, 70), torch.device("cpu"))
+    x = torch.randn(4, 200)
+    before = own(x)
+    torch.testing.assert_close(own.to(torch.float32)(x), before)
+
+
+def test_bad_arguments_are_named() -> None:
+    x, weights, scales = made(torch.float32, "cpu", 2, 256, (300, 128))
+    given = x, weights, [None, None], None, 0.0, None, False
+    with pytest.raises(ValueError, match="scales is 1 for 2 matrices, must be one for each"):
+        linear_operation(*given, scales[:1])
+    with pytest.raises(ValueError, match=r"FP8 weights of shape \[300, 256\] need \[3, 2\] or"):
+        linear_operation(*given, [scales[1], scales[1]])
+    with pytest.raises(TypeError, match="weights"):
+        linear_operation(*given, [])
