@@ -236,7 +236,7 @@ def _linear(device: torch.device) -> Workload:
 
 
 def _mixture(device: torch.device) -> Workload:
-    (count, chosen, normalized, _), _, width, between = _MIXTURE
+    (count, chosen, normalized, _), _, width, between, _ = _MIXTURE
     x = torch.ones(1, width, dtype=_DTYPE, device=device)
     experts = Experts(
         x.new_full((count, width), 0.01),

@@ -14,48 +14,52 @@ BLOCK = 128
 """Columns per block of a weight matrix, and rows unless each row has its own scales."""
 CODES = torch.float8_e4m3fn
 _LARGEST = torch.finfo(CODES).max
-_ROWS_AT_ONCE = 8 * BLOCK
+_ELEMENTS_AT_ONCE = 1 << 24
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a weight matrix to FP8, such that the largest magnitude of each block stays exact
-    up to rounding.
+    """Quantize weight matrices to FP8: the largest magnitude of a block becomes the largest code.
 
     Args:
-        weight: (outputs, width), floating point.
+        weight: (..., outputs, width), floating point.
 
     Returns:
-        Codes, (outputs, width) in ``CODES``, and float32 scales, see ``scales_shape``.
+        Codes, (..., outputs, width) in ``CODES``, and float32 scales, see ``scales_shape``.
     """
-    outputs, width = weight.shape
-    rows, columns = scales_shape(weight)
+    *_, outputs, width = weight.shape
+    shape = scales_shape(weight)
     codes = torch.empty_like(weight, dtype=CODES, memory_format=torch.contiguous_format)
-    scales = weight.new_empty(rows, columns, dtype=torch.float32)
+    scales = weight.new_empty(shape, dtype=torch.float32)
     for block, first in enumerate(range(0, outputs, BLOCK)):
-        part = weight[first : first + BLOCK].float()
-        padded = torch.nn.functional.pad(part.abs(), (0, columns * BLOCK - width))
-        largest = padded.view(len(part), columns, BLOCK).amax((0, 2))
-        scales[block] = torch.where(largest > 0, largest / _LARGEST, 1.0)
-        codes[first : first + BLOCK] = (part / _by_column(scales[block], width)).to(CODES)
+        part = weight[..., first : first + BLOCK, :].float()
+        padded = torch.nn.functional.pad(part.abs(), (0, shape[-1] * BLOCK - width))
+        largest = padded.unflatten(-1, (shape[-1], BLOCK)).amax((-3, -1))
+        of_part = torch.where(largest > 0, largest / _LARGEST, 1.0)
+        scales[..., block, :] = of_part
+        by_column = _by_column(of_part, width)[..., None, :]
+        codes[..., first : first + BLOCK, :] = (part / by_column).to(CODES)
     return codes, scales
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight matrix in ``dtype``; the inverse of ``quantized`` up to rounding.
+    """Return weight matrices in ``dtype``; the inverse of ``quantized`` up to rounding.
 
     Args:
-        codes: (outputs, width).
+        codes: (..., outputs, width).
         scales: see ``scales_shape``.
     """
-    outputs, width = codes.shape
+    *_, outputs, width = codes.shape
     rows = rows_per_scale(codes, scales)
     weight = torch.empty_like(codes, dtype=dtype)
-    # In parts, since a float32 copy of a large matrix takes four times the memory of its codes.
-    for first in range(0, outputs, _ROWS_AT_ONCE):
-        part = codes[first : first + _ROWS_AT_ONCE].float()
-        of_part = scales[first // rows :][: -(-len(part) // rows)]
-        by_row = _by_column(of_part, width).repeat_interleave(rows, 0)[: len(part)]
-        weight[first : first + len(part)] = part.mul_(by_row)
+    # In parts, since a float32 copy takes four times the memory of the codes.
+    per_row = max(codes.numel() // outputs, 1)
+    at_once = max(_ELEMENTS_AT_ONCE // per_row // BLOCK, 1) * BLOCK
+    for first in range(0, outputs, at_once):
+        part = codes[..., first : first + at_once, :].float()
+        count = part.shape[-2]
+        of_part = scales[..., first // rows : (first + count - 1) // rows + 1, :]
+        by_row = _by_column(of_part, width).repeat_interleave(rows, -2)[..., :count, :]
+        weight[..., first : first + count, :] = part.mul_(by_row)
     return weight
 
 
@@ -63,15 +67,15 @@ def _by_column(scales: torch.Tensor, width: int) -> torch.Tensor:
     return scales.repeat_interleave(BLOCK, -1)[..., :width]
 
 
-def scales_shape(codes: torch.Tensor, rows: int = BLOCK) -> tuple[int, int]:
-    """Return the shape of a matrix's scales: (outputs / rows, width / BLOCK), rounded up.
+def scales_shape(codes: torch.Tensor, rows: int = BLOCK) -> tuple[int, ...]:
+    """Return the shape of the scales: (..., outputs / rows, width / BLOCK), rounded up.
 
     Args:
-        codes: (outputs, width).
+        codes: (..., outputs, width).
         rows: rows per scale, 1 or ``BLOCK``.
     """
-    outputs, width = codes.shape
-    return -(-outputs // rows), -(-width // BLOCK)
+    *matrices, outputs, width = codes.shape
+    return *matrices, -(-outputs // rows), -(-width // BLOCK)
 
 
 def rows_per_scale(codes: torch.Tensor, scales: torch.Tensor) -> int:
@@ -95,17 +99,19 @@ def expanded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     matrix.
 
     Args:
-        codes: (outputs, width).
-        scales: (outputs / 128, width / 128) rounded up, (outputs, 1), (outputs,), (1, 1), (1,)
-            or ().
+        codes: (..., outputs, width).
+        scales: (..., outputs / 128, width / 128) rounded up, or (..., outputs, 1), or (..., 1, 1);
+            of a single matrix also (outputs,), (1,) or ().
 
     Raises:
         ValueError: if the scales have another shape.
     """
-    scales, outputs = scales.float(), len(codes)
-    if scales.numel() == 1:
-        return scales.reshape(1, 1).expand(scales_shape(codes)).contiguous()
-    if tuple(scales.shape) in {(outputs,), (outputs, 1)}:
-        return scales.reshape(outputs, 1).expand(scales_shape(codes, 1)).contiguous()
+    *matrices, outputs, _ = codes.shape
+    scales = scales.float()
+    if scales.ndim < 2:
+        scales = scales.reshape(-1, 1)
+    for rows, expected in ((BLOCK, (*matrices, 1, 1)), (1, (*matrices, outputs, 1))):
+        if tuple(scales.shape) == expected:
+            scales = scales.expand(scales_shape(codes, rows))
     rows_per_scale(codes, scales)
     return scales.contiguous()

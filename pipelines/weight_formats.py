@@ -1,7 +1,7 @@
 """Weights in FP8: those of a checkpoint, or made from 16-bit weights while a model is loaded.
 
 transformers loads FP8 checkpoints into modules of its own, which download their kernels at the
-first call. ``adopt_fp8`` replaces these modules by ``QuantizedLinear``, which shares their tensors.
+first call. ``adopt_fp8`` replaces these modules by our own, which share their tensors.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from oscar_mm.errors import InputError
-from oscar_mm.fast_decode.quantized_linear import QuantizedLinear
+from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.tensor_parallel import is_dtensor
+from oscar_mm.weights import expanded
 
 FORMATS = ("fp8",)
 """Formats that ``quantize`` makes."""
@@ -27,23 +28,34 @@ def adopt_fp8(model: PreTrainedModel) -> None:
             divided among processes.
     """
     for name, module in list(model.named_modules()):
-        if not isinstance(module, FP8Linear):
+        if isinstance(module, FP8Linear) and module.weight.itemsize == 1:
+            own = QuantizedLinear(*_checked(name, module, "weight"), module.bias)
+        elif isinstance(module, FP8Experts) and module.down_proj.itemsize == 1:
+            gate_up, down = (_checked(name, module, x) for x in ("gate_up_proj", "down_proj"))
+            own = QuantizedExperts(gate_up, down, module.act_fn)
+        else:
             continue
-        if is_dtensor(module.weight):
-            raise InputError(
-                f"tp_plan: {name} has FP8 weights, which cannot be divided among processes; pass "
-                "device_map='auto', or a checkpoint with 16-bit weights"
-            )
-        if module.weight.itemsize > 1:
-            continue
-        scales = module.weight_scale_inv.detach()
-        if not bool(torch.isfinite(scales.float()).all()):
-            raise InputError(f"{name}.weight_scale_inv has NaN or infinite scales: download again")
-        try:
-            own = QuantizedLinear(module.weight.detach(), scales, module.bias)
-        except ValueError as error:
-            raise InputError(f"{name}.weight_scale_inv: {error}") from error
         model.set_submodule(name, own)
+
+
+def _checked(path: str, module: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes and the scales of a module of transformers.
+
+    Raises:
+        InputError: see ``adopt_fp8``.
+    """
+    codes, scales = getattr(module, name), getattr(module, f"{name}_scale_inv").detach()
+    if is_dtensor(codes):
+        raise InputError(
+            f"tp_plan: {path} has FP8 weights, which cannot be divided among processes; pass "
+            "device_map='auto', or use a checkpoint with 16-bit weights"
+        )
+    if not bool(torch.isfinite(scales.float()).all()):
+        raise InputError(f"{path}.{name}_scale_inv has NaN or infinite scales: download it again")
+    try:
+        return codes.detach(), expanded(codes, scales)
+    except ValueError as error:
+        raise InputError(f"{path}.{name}_scale_inv: {error}") from error
 
 
 def check_format(weights: str, tp_plan: object) -> None:
@@ -63,7 +75,7 @@ def check_format(weights: str, tp_plan: object) -> None:
 def quantize(model: PreTrainedModel, decoder: nn.Module, device: torch.device | None) -> None:
     """Quantize the products of a decoder's layers to FP8, one matrix after the other.
 
-    Embeddings, norms, routers, experts, towers and the output layer stay as they are.
+    Embeddings, norms, routers, towers and the output layer stay as they are.
 
     Args:
         model: model with 16-bit or 32-bit weights.
@@ -75,10 +87,16 @@ def quantize(model: PreTrainedModel, decoder: nn.Module, device: torch.device | 
     """
     names = {id(module): name for name, module in model.named_modules()}
     for layer in decoder.get_submodule("layers").children():
-        for module in [one for one in layer.modules() if type(one) is nn.Linear]:
-            if module.weight.is_meta:
+        for module in list(layer.modules()):
+            weights = dict(module.named_parameters(recurse=False))
+            if any(weight.is_meta for weight in weights.values()):
                 raise InputError(
                     "weights='fp8' needs weights that are not offloaded: use more or larger GPUs"
                 )
-            own = QuantizedLinear.of(module, device or module.weight.device)
+            if type(module) is nn.Linear:
+                own = QuantizedLinear.of(module, device or module.weight.device)
+            elif weights.keys() == {"gate_up_proj", "down_proj"}:
+                own = QuantizedExperts.of(module, device or weights["down_proj"].device)
+            else:
+                continue
             model.set_submodule(names[id(module)], own)

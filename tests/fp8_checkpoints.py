@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from oscar_mm.weights import dequantized, quantized
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def to_fp8(folder: Path, target: Path, *, per_tensor: bool = False) -> dict[str, torch.Tensor]:
@@ -30,7 +31,8 @@ def to_fp8(folder: Path, target: Path, *, per_tensor: bool = False) -> dict[str,
     truth, written = {}, {}
     for name, weight in tensors.items():
         parts = name.split(".")
-        if parts[-1] != "weight" or parts[-2] not in PRODUCTS or "visual" in name:
+        is_product = parts[-1] == "weight" and parts[-2] in PRODUCTS and "visual" not in name
+        if not is_product and parts[-1] not in EXPERTS:
             written[name] = weight
             continue
         if per_tensor:

@@ -1,16 +1,17 @@
 // Products of rows of weights, which arrive in pieces in shared memory, with a few rows of x.
 //
 // Compiled with: ROWS (of x), ELEMENT (__half, __nv_bfloat16), WARPS (of a thread block), DEPTH
-// (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256), USE_TMA
-// (copy.cuh); SIDES: rows of weights per output.
+// (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256, or of 512 with FP8),
+// USE_TMA (copy.cuh), FP8 (weights.cuh); SIDES: rows of weights per output.
 #pragma once
 
 #include "common/copy.cuh"
-#include "common/rounding.cuh"
+#include "common/weights.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int AT_ONCE = 256;  // elements that a warp multiplies at a time: 16 bytes per lane
-constexpr int PIECE_BYTES = PIECE * 2;
+constexpr int EACH = 16 / sizeof(WEIGHT);  // elements that a lane multiplies at a time: 16 bytes
+constexpr int AT_ONCE = 32 * EACH;
+constexpr int PIECE_BYTES = PIECE * sizeof(WEIGHT);
 static_assert(PIECE % AT_ONCE == 0 && DEPTH <= 32, "a lane initializes a barrier");
 
 // Iteration of a warp over its pieces.
@@ -31,9 +32,9 @@ struct Cursor {
 };
 
 // Request the piece of a row of weights that begins at `start`; called by all lanes of a warp.
-__device__ __forceinline__ void request_piece(const ELEMENT* row, int start, int width,
+__device__ __forceinline__ void request_piece(const WEIGHT* row, int start, int width,
                                               uint8_t* target, uint64_t* barrier, int lane) {
-  const uint32_t bytes = min(PIECE, width - start) * 2;
+  const uint32_t bytes = min(PIECE, width - start) * sizeof(WEIGHT);
   copy_begin(barrier, bytes, lane);
   copy_piece<true>(target, reinterpret_cast<const uint8_t*>(row + start), bytes, barrier, lane);
   copy_end(barrier);
@@ -93,6 +94,69 @@ __device__ __forceinline__ void take_rows(int width, bool normed, float epsilon,
   __syncthreads();
 }
 
+#if FP8
+// Scales of a lane's elements of a piece, which begins at element `start` of a row of weights.
+// Requested before the piece has arrived.
+struct PieceScales {
+  float scales[PIECE / AT_ONCE];
+
+  __device__ __forceinline__ PieceScales(const float* row, int start, int width, int lane) {
+#pragma unroll
+    for (int i = 0; i < PIECE / AT_ONCE; ++i) {
+      const int at = start + i * AT_ONCE + lane * EACH;
+      scales[i] = at < width ? __ldg(row + at / SCALE_COLUMNS) : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ float operator[](int i) const { return scales[i]; }
+};
+
+// Add products of a piece's elements from `at` on, 16 per lane, with COUNT rows that are `width`
+// apart.
+template <int COUNT>
+__device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* piece,
+                                         const ELEMENT* x, int width, int at, int lane,
+                                         float scale) {
+  const uint4 codes = load16(piece + at + lane * EACH);
+  const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+  float2 weights[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    weights[j] = unpacked(halves_of(words[j / 2] >> j % 2 * 16), __half());
+  // Of eight lanes, four read the second half of their elements first: no bank conflicts.
+  const int second = lane / 4 % 2;
+#pragma unroll
+  for (int row = 0; row < COUNT; ++row) {
+    const ELEMENT* from = x + row * width + at + lane * EACH;
+    const uint4 a = load16(from + second * 8), b = load16(from + (1 - second) * 8);
+    const uint4 low = second ? b : a, high = second ? a : b;
+    const uint32_t others[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 two = unpacked(others[j], ELEMENT());
+      sum = fmaf(weights[j].x, two.x, fmaf(weights[j].y, two.y, sum));
+    }
+    sums[row] = fmaf(scale, sum, sums[row]);
+  }
+}
+
+// Add products of a whole piece, which begins at element `start` of rows of length `width`.
+template <int COUNT>
+__device__ __forceinline__ void multiply_piece(float (&sums)[COUNT], const uint8_t* piece,
+                                               const ELEMENT* x, int start, int width, int lane,
+                                               const PieceScales& scales) {
+#pragma unroll
+  for (int i = 0; i < PIECE / AT_ONCE; ++i)
+    if (start + i * AT_ONCE + lane * EACH < width)
+      multiply(sums, piece, x + start, width, i * AT_ONCE, lane, scales[i]);
+}
+#else
+// 16-bit weights have no scales.
+struct PieceScales {
+  __device__ __forceinline__ PieceScales(const float*, int, int, int) {}
+};
+
 // Add products of a piece's elements from `at` on, 8 per lane, with COUNT rows that are `width`
 // apart.
 template <int COUNT>
@@ -116,7 +180,8 @@ __device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* pi
 // Add products of a whole piece, which begins at element `start` of rows of length `width`.
 template <int COUNT>
 __device__ __forceinline__ void multiply_piece(float (&sums)[COUNT], const uint8_t* piece,
-                                               const ELEMENT* x, int start, int width, int lane) {
+                                               const ELEMENT* x, int start, int width, int lane,
+                                               const PieceScales&) {
   if (start + PIECE <= width) {
 #pragma unroll
     for (int i = 0; i < PIECE; i += AT_ONCE)
@@ -126,3 +191,4 @@ __device__ __forceinline__ void multiply_piece(float (&sums)[COUNT], const uint8
       multiply(sums, piece, x + start, width, i, lane);
   }
 }
+#endif

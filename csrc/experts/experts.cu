@@ -24,10 +24,12 @@ struct Params {
   const ELEMENT* x;         // (ROWS, width), or with DOWN (ROWS, CHOSEN, width)
   const ELEMENT* norm;      // (width), not with DOWN
   const ELEMENT* logits;    // (ROWS, EXPERTS)
-  const ELEMENT* weights;   // (EXPERTS, outputs, width): first the gate's outputs, then the others
+  const WEIGHT* weights;    // (EXPERTS, outputs, width): first the gate's outputs, then the others
+  const float* scales;      // FP8: (EXPERTS, outputs >> shift, width / 128), rounded up
   const ELEMENT* residual;  // (ROWS, total), with DOWN
   ELEMENT* output;          // (ROWS, CHOSEN, total), or with DOWN (ROWS, total)
   int total, width;         // total: outputs of a row and expert; width: a multiple of 256
+  int shift;                // FP8: log2 of the rows of a scale; `total` is a multiple of the rows
   float epsilon;
 };
 
@@ -84,12 +86,21 @@ struct Unit {
     if (++output == total) output = 0, ++item;
   }
 
-  __device__ __forceinline__ const ELEMENT* weights(const Params& params, const int* chosen,
-                                                    int side) const {
+  __device__ __forceinline__ int64_t row(const Params& params, const int* chosen, int side) const {
     const int expert = chosen[DOWN ? item * CHOSEN + side : item];
-    const int64_t row = DOWN ? static_cast<int64_t>(expert) * params.total + output
-                             : (2ll * expert + side) * params.total + output;
-    return params.weights + row * params.width;
+    return DOWN ? static_cast<int64_t>(expert) * params.total + output
+                : (2ll * expert + side) * params.total + output;
+  }
+
+  __device__ __forceinline__ const WEIGHT* weights(const Params& params, const int* chosen,
+                                                   int side) const {
+    return params.weights + row(params, chosen, side) * params.width;
+  }
+
+  __device__ __forceinline__ const float* scales(const Params& params, const int* chosen,
+                                                 int side) const {
+    const int columns = (params.width + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
+    return params.scales + (row(params, chosen, side) >> params.shift) * columns;
   }
 };
 
@@ -125,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   let_next_begin();
   choose(params.logits, keys, chosen);
   auto request = [&](int slot) {
-    const ELEMENT* row = wanted.weights(params, chosen, ahead.side);
+    const WEIGHT* row = wanted.weights(params, chosen, ahead.side);
     request_piece(row, ahead.start, width, ring + slot * PIECE_BYTES, &full[warp][slot], lane);
     const int unit = ahead.output;
     ahead.next(width);
@@ -156,9 +167,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       float dot[1] = {};
       const int item = DOWN ? current.item * CHOSEN + side : current.item / CHOSEN;
       const ELEMENT* row = x + item * width;
+      const float* scales = current.scales(params, chosen, side);
       for (int start = 0; start < width; start += PIECE) {
+        const PieceScales of_piece(scales, start, width, lane);
         barrier_wait(&full[warp][slot], parity);
-        multiply_piece(dot, ring + slot * PIECE_BYTES, row, start, width, lane);
+        multiply_piece(dot, ring + slot * PIECE_BYTES, row, start, width, lane, of_piece);
         __syncwarp();
         if (ahead.output < last) request(slot);
         if (++slot == DEPTH) slot = 0, parity ^= 1;

@@ -8,8 +8,8 @@
 // operations: every product, norm and sum is rounded to ELEMENT where transformers' modules round
 // it.
 //
-// Compiled with: GATED and ELEMENT (matrices.cuh), ROWS (1 to 4), WARPS, DEPTH (at most 32), PIECE
-// (elements, a multiple of 256), USE_TMA (copy.cuh).
+// Compiled with: GATED, ELEMENT and FP8 (matrices.cuh), ROWS (1 to 4), WARPS, DEPTH (at most 32),
+// PIECE (product.cuh), USE_TMA (copy.cuh).
 
 #include "common/overlap.cuh"
 #include "common/product.cuh"
@@ -24,7 +24,7 @@ struct Params {
 
 __device__ __forceinline__ void request(const Matrices& matrices, const Cursor<SIDES>& at,
                                         uint8_t* target, uint64_t* barrier, int lane) {
-  const ELEMENT* row = WeightRow(matrices, at.output, at.side).weights(matrices);
+  const WEIGHT* row = WeightRow(matrices, at.output, at.side).weights(matrices);
   request_piece(row, at.start, matrices.width, target, barrier, lane);
 }
 
@@ -72,10 +72,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int side = 0; side < SIDES; ++side) {
       float dots[ROWS] = {};
+      const float* scales = WeightRow(matrices, output, side).scales(matrices);
       for (int start = 0; start < width; start += PIECE) {
         const uint8_t* piece = ring + slot * PIECE_BYTES;
+        const PieceScales of_piece(scales, start, width, lane);
         barrier_wait(&full[warp][slot], parity);
-        multiply_piece(dots, piece, x, start, width, lane);
+        multiply_piece(dots, piece, x, start, width, lane, of_piece);
         __syncwarp();
         if (ahead.output < last) {
           request(matrices, ahead, ring + slot * PIECE_BYTES, &full[warp][slot], lane);

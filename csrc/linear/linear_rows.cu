@@ -21,7 +21,7 @@
 // for the groups and releases the second launch only then, so that the second can read them at once
 // and request weights before the first has ended.
 //
-// Compiled with: COLUMNS (8, 16, 24, 32), GATED and ELEMENT (matrices.cuh), GROUPED, CONSUMERS and
+// Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT and FP8 (matrices.cuh), GROUPED, CONSUMERS and
 // PRODUCERS (warps), TILE (16 or 32), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32),
 // USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
@@ -32,7 +32,10 @@
 #include "linear/matrices.cuh"
 
 constexpr int THREADS = (CONSUMERS + PRODUCERS) * 32, CONSUMING = CONSUMERS * 32;
-constexpr int STRIDE = SPAN * 2 + 16;  // bytes between rows of a stage
+constexpr int STRIDE = SPAN * sizeof(WEIGHT) + 16;  // bytes between rows of W in a stage
+// Bytes between rows of x in a stage. A lane reads 16 bytes or, with FP8, 8 at a time; the stride
+// avoids bank conflicts.
+constexpr int X_STRIDE = SPAN * 2 + (FP8 ? 32 : 16);
 constexpr int RECORD = TILE + 4;       // floats between columns of a tile's sums: no bank conflicts
 constexpr int MAX_DEPTH = 16;
 constexpr int ITEMS = (SWEEP / SIDES * COLUMNS + CONSUMING - 1) / CONSUMING;
@@ -119,7 +122,7 @@ struct Ring {
   uint32_t parity = 0;
 
   __device__ __forceinline__ uint8_t* stage() const {
-    return memory + slot * (x_row + COLUMNS) * STRIDE;
+    return memory + slot * (x_row * STRIDE + COLUMNS * X_STRIDE);
   }
 
   __device__ __forceinline__ void next() {
@@ -150,7 +153,8 @@ struct Producer {
   const int row;  // this lane's row of a stage, of W and of x
   Sweeps sweep;
   int start = 0;
-  const ELEMENT *weights, *x;  // this lane's rows in the sweep, or null
+  const WEIGHT* weights;  // this lane's rows in the sweep, or null
+  const ELEMENT* x;
 
   __device__ __forceinline__ explicit Producer(const Params& params)
       : params(params),
@@ -162,7 +166,7 @@ struct Producer {
   __device__ __forceinline__ void find_rows() {
     const Matrices& matrices = params.matrices;
     const int within = GATED ? row / 16 * 8 + row % 8 : row, side = GATED ? row / 8 % 2 : 0;
-    weights = x = nullptr;
+    weights = nullptr, x = nullptr;
     if (!more()) return;
     if (within < sweep.outputs())
       weights = WeightRow(matrices, sweep.output() + within, side).weights(matrices) +
@@ -185,25 +189,26 @@ struct Producer {
     find_rows();
   }
 
-  __device__ __forceinline__ uint32_t bytes() const { return min(SPAN, width() - start) * 2; }
+  __device__ __forceinline__ int elements() const { return min(SPAN, width() - start); }
 
   // Copy the rows that this warp's lanes point at.
-  template <bool WEIGHTS>
-  __device__ __forceinline__ void copy_rows(uint8_t* target, const ELEMENT* from,
+  template <bool WEIGHTS, int PITCH, class T>
+  __device__ __forceinline__ void copy_rows(uint8_t* target, const T* from,
                                             uint64_t* barrier) const {
     if (from != nullptr)
-      copy_piece<WEIGHTS>(target + row * STRIDE, reinterpret_cast<const uint8_t*>(from + start),
-                          bytes(), barrier, 0);
+      copy_piece<WEIGHTS>(target + row * PITCH, reinterpret_cast<const uint8_t*>(from + start),
+                          elements() * sizeof(T), barrier, 0);
   }
 
   __device__ __forceinline__ void request_weights(const Ring& ring) const {
-    const int rows = sweep.outputs() * SIDES + sweep.group.rows;
-    copy_begin(&ring.full[ring.slot], bytes() * rows, row);
-    copy_rows<true>(ring.stage(), weights, &ring.full[ring.slot]);
+    const uint32_t bytes = elements() * (sweep.outputs() * SIDES * sizeof(WEIGHT) +
+                                         sweep.group.rows * sizeof(ELEMENT));
+    copy_begin(&ring.full[ring.slot], bytes, row);
+    copy_rows<true, STRIDE>(ring.stage(), weights, &ring.full[ring.slot]);
   }
 
   __device__ __forceinline__ void request_x(const Ring& ring) const {
-    copy_rows<false>(ring.stage() + ring.x_row * STRIDE, x, &ring.full[ring.slot]);
+    copy_rows<false, X_STRIDE>(ring.stage() + ring.x_row * STRIDE, x, &ring.full[ring.slot]);
     copy_end(&ring.full[ring.slot]);
   }
 };
@@ -230,8 +235,78 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
 
 using Sums = float[TILE / 16][COLUMNS / 8][4];
 
+#if FP8
+// Scales of this lane's rows of W in a tile.
+struct TileScales {
+  const float* of[TILE / 16][2];
+
+  __device__ __forceinline__ TileScales(const Matrices& matrices, const Sweeps& sweep, int tile,
+                                        int lane) {
+#pragma unroll
+    for (int i = 0; i < TILE / 16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = tile * TILE + i * 16 + half * 8 + lane / 4;  // of the stage
+        const int output = GATED ? row / 16 * 8 + row % 8 : row;
+        // Rows beyond the sweep are not used; their pointers stay within the scales.
+        const int within = min(output, sweep.outputs() - 1);
+        of[i][half] = WeightRow(matrices, sweep.output() + within, GATED ? half : 0)
+                          .scales(matrices, sweep.expert());
+      }
+  }
+};
+
+// Add products of 32 elements of a tile's rows of W, from element `at` of their rows on, with all
+// rows of x.
+//
+// A lane's four bytes of W are elements 4 quad to 4 quad + 3 of its row, which take the places of
+// elements 2 quad, 2 quad + 1, 2 quad + 8 and 2 quad + 9; those of x are permuted alike.
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows,
+                                         const TileScales& scales, int at) {
+  uint2 b[COLUMNS / 8][2];
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j)
+    if (!GROUPED || j * 8 < rows)
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                     : "=r"(b[j][k].x), "=r"(b[j][k].y)
+                     : "r"(x + j * 8 * X_STRIDE + k * 32)
+                     : "memory");
+#pragma unroll
+  for (int i = 0; i < TILE / 16; ++i) {
+    const uint4 codes = load_fragments(weights + i * 16 * STRIDE);
+    const float scale[2] = {__ldg(scales.of[i][0] + at / SCALE_COLUMNS),
+                            __ldg(scales.of[i][1] + at / SCALE_COLUMNS)};
+    const uint32_t pairs[2][2] = {{codes.x, codes.y}, {codes.z, codes.w}};
+    uint32_t a[2][4];
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        a[k][half] = elements_of(pairs[k][half] & 0xffff, ELEMENT());
+        a[k][half + 2] = elements_of(pairs[k][half] >> 16, ELEMENT());
+      }
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+      if (GROUPED && j * 8 >= rows) continue;
+      float products[4];
+      product(products, a[0][0], a[0][1], a[0][2], a[0][3], b[j][0].x, b[j][0].y, ELEMENT());
+      mma(products, a[1][0], a[1][1], a[1][2], a[1][3], b[j][1].x, b[j][1].y, ELEMENT());
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sums[i][j][k] = fmaf(scale[k / 2], products[k], sums[i][j][k]);
+    }
+  }
+}
+#else
+// 16-bit weights have no scales.
+struct TileScales {
+  __device__ __forceinline__ TileScales(const Matrices&, const Sweeps&, int, int) {}
+};
+
 // Add products of 32 elements of a tile's rows of W with all rows of x.
-__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows) {
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows,
+                                         const TileScales&, int) {
   uint4 b[COLUMNS / 8];
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j)
@@ -250,6 +325,7 @@ __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t 
         mma(sums[i][j], c.x, c.y, c.z, c.w, b[j].z, b[j].w, ELEMENT());
   }
 }
+#endif
 
 // partials: (CONSUMERS, COLUMNS, RECORD), sums of a tile over a part of the width.
 __device__ __forceinline__ void consume(const Params& params, Ring ring, float* partials) {
@@ -277,18 +353,21 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
     }
 
     Sums sums = {};
-    const int row = tile * TILE + lane % 16, x_row = ring.x_row + lane % 8;
+    const TileScales scales(matrices, sweep, tile, lane);
+    // With FP8, x is not read by ldmatrix: lane 4 group + quad reads row `group`.
+    const int row = tile * TILE + lane % 16;
+    const int x_at = FP8 ? lane / 4 * X_STRIDE + lane % 4 * 8 : lane % 8 * X_STRIDE + lane / 8 * 16;
 #pragma unroll 1
     for (int start = 0; start < matrices.width; start += SPAN) {
       const int elements = min(SPAN, matrices.width - start);
       const uint32_t stage = shared_address(ring.stage());
       const uint32_t weights = stage + row * STRIDE + lane / 16 * 16;
-      const uint32_t x = stage + x_row * STRIDE + lane / 8 * 16;
+      const uint32_t x = stage + ring.x_row * STRIDE + x_at;
       barrier_wait(&ring.full[ring.slot], ring.parity);
       if (part < parts)
 #pragma unroll 2
         for (int k = part * 32; k < elements; k += parts * 32)
-          multiply(sums, weights + k * 2, x + k * 2, rows);
+          multiply(sums, weights + k * sizeof(WEIGHT), x + k * 2, rows, scales, start + k);
       __syncwarp();
       if (lane == 0) arrive(&ring.empty[ring.slot]);
       ring.next();

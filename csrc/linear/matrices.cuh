@@ -2,19 +2,21 @@
 // products.
 //
 // Compiled with: GATED (1: weights[0] is the gate's, weights[1] the other's), ELEMENT (__half,
-// __nv_bfloat16).
+// __nv_bfloat16), FP8 (weights.cuh).
 #pragma once
 
-#include "common/rounding.cuh"
+#include "common/weights.cuh"
 
 constexpr int SIDES = GATED ? 2 : 1;  // rows of weights per output
 
 struct Matrices {
-  const ELEMENT* weights[3];  // (outputs[i], width)
+  const WEIGHT* weights[3];   // (outputs[i], width)
+  const float* scales[3];     // FP8: (outputs[i] >> shifts[i], width / 128), rounded up
   const ELEMENT* biases[3];   // (outputs[i]), or null
   const ELEMENT* residual;    // (rows, total) to be added, or null
   ELEMENT* output;            // (rows, total)
   int outputs[3];
+  int shifts[3];              // FP8: log2 of the rows of a scale
   int total, width;
 };
 
@@ -30,8 +32,15 @@ struct WeightRow {
       if (matrix == i && row >= matrices.outputs[i]) row -= matrices.outputs[i], ++matrix;
   }
 
-  __device__ __forceinline__ const ELEMENT* weights(const Matrices& matrices) const {
+  __device__ __forceinline__ const WEIGHT* weights(const Matrices& matrices) const {
     return matrices.weights[matrix] + static_cast<int64_t>(row) * matrices.width;
+  }
+
+  // FP8: the scales of the row that is `offset` rows below this one.
+  __device__ __forceinline__ const float* scales(const Matrices& matrices,
+                                                 int64_t offset = 0) const {
+    const int columns = (matrices.width + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
+    return matrices.scales[matrix] + ((row + offset) >> matrices.shifts[matrix]) * columns;
   }
 
   __device__ __forceinline__ float bias(const Matrices& matrices) const {

@@ -32,7 +32,7 @@ from oscar_mm.fast_decode.experts import expert_kernels
 from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
-from oscar_mm.fast_decode.quantized_linear import QuantizedLinear
+from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.fast_decode.rope import rope_
 from oscar_mm.modules import devices, modules_of, run_as_written
 from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
@@ -405,4 +405,5 @@ def _experts(mlp: Any) -> Experts | None:
     if any(map(is_dtensor, weights)):
         return None
     normalized = getattr(router, "norm_topk_prob", True)
-    return Experts(*weights, router.top_k, normalized)
+    scales = experts.scales if isinstance(experts, QuantizedExperts) else []
+    return Experts(*weights, router.top_k, normalized, scales)

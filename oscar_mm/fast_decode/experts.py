@@ -7,7 +7,7 @@ csrc/experts/experts.cu runs row by row in two launches. For more, csrc/experts/
 rows by expert, csrc/linear/linear_rows.cu multiplies them by the experts' matrices, and
 csrc/experts/combine.cu adds up the outputs of each row's experts. For a prompt
 csrc/experts/prompt.cu copies the rows grouped by expert, and torch's grouped products multiply
-them.
+them; FP8 weights are dequantized for it, a layer at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from oscar_mm.fast_decode.gate import gate_
 from oscar_mm.fast_decode.linear import (
     AT_ONCE,
     MAX_ROWS,
-    PIECE,
+    PIECE_BYTES,
     WARPS,
     Launch,
     RowsParams,
@@ -41,7 +41,7 @@ from oscar_mm.fast_decode.linear import (
     linear,
     tiling_for,
 )
-from oscar_mm.fast_decode.linear_params import Matrices
+from oscar_mm.fast_decode.linear_params import Matrices, scale_shift
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (
@@ -59,6 +59,7 @@ from oscar_mm.kernels.launch import (
 from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
+from oscar_mm.weights import BLOCK, CODES, rows_per_scale, scales_shape
 
 _MAX_CHOSEN, _MAX_EXPERTS = 32, 512
 MAX_GROUPED = 512
@@ -75,8 +76,8 @@ class Params(ctypes.Structure):
     """Mirror of ``Params`` in csrc/experts/experts.cu, field for field."""
 
     _fields_ = (
-        *pointers("x", "norm", "logits", "weights", "residual", "output"),
-        *ints("total", "width"),
+        *pointers("x", "norm", "logits", "weights", "scales", "residual", "output"),
+        *ints("total", "width", "shift"),
         ("epsilon", ctypes.c_float),
     )
 
@@ -88,6 +89,8 @@ class Specialization(NamedTuple):
     rows: int
     width: int
     between: int
+    fp8: bool = False
+    """Whether the experts' weights are in FP8."""
 
     def macros(self, down: bool, limit: int, tma: bool) -> Macros:
         """Return the macros for csrc/experts/experts.cu.
@@ -97,17 +100,22 @@ class Specialization(NamedTuple):
             limit: maximum shared memory per thread block, in bytes.
             tma: whether to copy by TMA.
         """
-        piece = min(PIECE, self.between if down else self.width)
+        width = self.between if down else self.width
+        if self.fp8:  # Pieces are multiples of 512 elements.
+            piece = min(PIECE_BYTES, -(-width // 512) * 512)
+        else:
+            piece = min(PIECE_BYTES // 2, width)
         pieces = {"WARPS": WARPS, "DEPTH": depth_for(limit), "EARLY": _EARLY, "PIECE": piece}
-        return macros_of(self.choice, ROWS=self.rows, DOWN=down, USE_TMA=tma, **pieces)
+        made = {"ROWS": self.rows, "DOWN": down, "USE_TMA": tma, "FP8": self.fp8}
+        return macros_of(self.choice, **made, **pieces)
 
     def shared_bytes(self, macros: Macros) -> int:
         """Return the shared memory per thread block in bytes, which stores the pieces, the rows of
         x and the norm's weight."""
-        pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"])
+        pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"]) * (1 if self.fp8 else 2)
         if macros["DOWN"]:
-            return 2 * (pieces + self.rows * self.choice.chosen * self.between)
-        return 2 * (pieces + (self.rows + 1) * self.width)
+            return pieces + 2 * self.rows * self.choice.chosen * self.between
+        return pieces + 2 * (self.rows + 1) * self.width
 
 
 class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=0.02):
@@ -131,18 +139,21 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon, router, gate_and_up, down, *_ = arguments
-        choice, rows, wide, narrow = self.specialization
+        x, weight, epsilon, router, gate_and_up, down, _, _, scales = arguments
+        choice, rows, wide, narrow, _ = self.specialization
+        into, out_of = scales or (None, None)
+        shifts = [scale_shift(*one) for one in zip((gate_and_up, down), scales, strict=False)]
+        inner, outer = shifts or (0, 0)
         logits = linear(x, [router], norm=Norm(weight, epsilon))
         between = x.new_empty(rows, choice.chosen, narrow)
         output = arguments.result()
         inward = Params(
-            *addresses(x, weight, logits, gate_and_up, None, between),
-            *(narrow, wide, epsilon),
+            *addresses(x, weight, logits, gate_and_up, into, None, between),
+            *(narrow, wide, inner, epsilon),
         )
         outward = Params(
-            *addresses(between, None, logits, down, x, output),
-            *(wide, narrow, 0.0),
+            *addresses(between, None, logits, down, out_of, x, output),
+            *(wide, narrow, outer, 0.0),
         )
         stream = current_stream(x.device)
         for (kernel, shared), params in zip(self._kernels, (inward, outward), strict=True):
@@ -158,8 +169,8 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
     ) -> float:
         """Return the largest relative error of a row with unambiguous routing, without the residual
         stream."""
-        choice, rows, width, between = specialization
-        return error_of(kernel, clear_choices([0] * rows, choice, width, between, device))
+        choice, rows, width, between, fp8 = specialization
+        return error_of(kernel, clear_choices([0] * rows, choice, width, between, device, fp8))
 
 
 class GroupedParams(ctypes.Structure):
@@ -183,21 +194,25 @@ class GroupedSpecialization(NamedTuple):
     choice: Choice
     columns: int
     """Maximum number of rows per group."""
+    fp8: bool = False
+    """Whether the experts' weights are in FP8."""
 
     @classmethod
-    def of(cls, choice: Choice, rows: int) -> GroupedSpecialization:
+    def of(cls, choice: Choice, rows: int, fp8: bool = False) -> GroupedSpecialization:
         """Return the specialization for this number of rows of x.
 
         Groups of 16 rows leave more shared memory for weights in flight, and are seldom too small
         if an expert has six rows on average.
         """
         many = rows * choice.chosen > 6 * choice.experts
-        return cls(choice, 8 if rows <= 8 else 32 if many else 16)
+        return cls(choice, 8 if rows <= 8 else 32 if many else 16, fp8)
 
     def products(self, gated: bool) -> RowsSpecialization:
         """Return the specialization of linear_rows.cu for the experts' first (gated) or second
         matrices."""
-        return RowsSpecialization(self.columns, gated, self.choice.dtype, grouped=True)
+        return RowsSpecialization(
+            self.columns, gated, self.choice.dtype, grouped=True, fp8=self.fp8
+        )
 
 
 def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:
@@ -244,7 +259,7 @@ class GroupedKernels(
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon, router, gate_and_up, down, chosen, _ = arguments
+        x, weight, epsilon, router, gate_and_up, down, chosen, _, scales = arguments
         stream, rows = current_stream(x.device), len(x)
         normed = Norm(weight, epsilon).at_once(x)
         logits = linear(normed, [router])
@@ -261,11 +276,12 @@ class GroupedKernels(
         )
         between = x.new_empty(rows * chosen, down.shape[2])
         found = x.new_empty(rows * chosen, down.shape[1])
-        gate, up = gate_and_up[0].chunk(2)
-        parts = (
-            (LinearArguments.of(normed, [gate, up], gated=True), between, rows_of),
-            (LinearArguments.of(between, [down[0]]), found, None),
-        )
+        # The matrices of the first expert; those of the others follow.
+        inward = [gate_and_up[0].chunk(2), [down[0]]]
+        of_each = [scales[0][0].chunk(2), [scales[1][0]]] if scales else [(), ()]
+        first = LinearArguments.of(normed, inward[0], gated=True, scales=of_each[0])
+        second = LinearArguments.of(between, inward[1], scales=of_each[1])
+        parts = (first, between, rows_of), (second, found, None)
         for (kernel, threads, how), (product, result, from_rows) in zip(
             self._products, parts, strict=True
         ):
@@ -290,8 +306,10 @@ class GroupedKernels(
 
         Some experts have more rows than fit in a group.
         """
-        kinds = [1, 2, 3, *[0] * (specialization.columns + 2)]
-        return error_of(kernel, clear_choices(kinds, specialization.choice, 544, 64, device))
+        choice, columns, fp8 = specialization
+        kinds = [1, 2, 3, *[0] * (columns + 2)]
+        between = BLOCK if fp8 else 64
+        return error_of(kernel, clear_choices(kinds, choice, 544, between, device, fp8))
 
 
 class PromptParams(ctypes.Structure):
@@ -319,7 +337,9 @@ class PromptKernels(OperationKernel[Choice], operation="prompt_mixture", bound=0
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon, router, gate_and_up, down, chosen, _ = arguments
+        x, weight, epsilon = arguments[:3]
+        experts = Experts(*arguments[3:]).dequantized(x.dtype)
+        router, gate_and_up, down, chosen, *_ = experts
         (rows, width), count, stream = x.shape, router.shape[0], current_stream(x.device)
         normed = Norm(weight, epsilon).at_once(x)
         logits = linear(normed, [router])
@@ -366,17 +386,17 @@ def expert_kernels(
         return None
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
-    choice = Choice(count, experts.chosen, experts.normalized, x.dtype)
+    choice, fp8 = Choice(count, experts.chosen, experts.normalized, x.dtype), bool(experts.scales)
     if rows > MAX_ROWS:
         if not uses_tma(x.device):
             return None
         if rows <= MAX_GROUPED:
-            return GroupedKernels.of(GroupedSpecialization.of(choice, rows), x.device)
+            return GroupedKernels.of(GroupedSpecialization.of(choice, rows, fp8), x.device)
         # torch's grouped products support no other dtype.
         if x.dtype != torch.bfloat16 or rows > _MAX_PROMPT_ROWS:
             return None
         return PromptKernels.of(choice, x.device)
-    return ExpertKernels.of(Specialization(choice, rows, width, both // 2), x.device)
+    return ExpertKernels.of(Specialization(choice, rows, width, both // 2, fp8), x.device)
 
 
 def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
@@ -392,14 +412,20 @@ def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.T
 
 
 def _check(arguments: MixtureArguments) -> None:
-    x, norm, _, router, gate_and_up, down, chosen, _ = arguments
+    x, norm, _, router, gate_and_up, down, chosen, _, scales = arguments
     check, dtype, device = _checker.check, x.dtype, x.device
     check("x", x, ("rows", "width"), STATES, device)
     width = x.shape[1]
     check("norm", norm, (width,), dtype, device)
     check("router", router, ("experts", width), dtype, device)
-    check("gate_and_up", gate_and_up, (len(router), "2 * between", width), dtype, device)
-    check("down", down, (len(router), width, gate_and_up.shape[1] // 2), dtype, device)
+    stored = CODES if scales else dtype
+    check("gate_and_up", gate_and_up, (len(router), "2 * between", width), stored, device)
+    check("down", down, (len(router), width, gate_and_up.shape[1] // 2), stored, device)
+    if len(scales) not in (0, 2):
+        _checker.refuse("scales", f"{len(scales)} tensors", "none or two")
+    for codes, of_codes in zip((gate_and_up, down), scales, strict=False):
+        shape = scales_shape(codes, rows_per_scale(codes, of_codes))
+        check("scales", of_codes, shape, torch.float32, device)
     if not 1 <= chosen <= len(router):
         _checker.refuse("chosen", chosen, f"1 to {len(router)}, the experts")
 

@@ -11,6 +11,7 @@ from torch.nn.functional import linear, silu
 
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.self_check import relative_error
+from oscar_mm.weights import dequantized, quantized
 
 
 class Experts(NamedTuple):
@@ -22,6 +23,8 @@ class Experts(NamedTuple):
         down: (experts, width, between).
         chosen: number of experts per row.
         normalized: whether the shares of a row's experts are normalized to add up to 1.
+        scales: float32 scales of ``gate_and_up`` and of ``down`` (``oscar_mm.weights``); none
+            unless both are in FP8.
     """
 
     router: torch.Tensor
@@ -29,6 +32,15 @@ class Experts(NamedTuple):
     down: torch.Tensor
     chosen: int
     normalized: bool
+    scales: list[torch.Tensor] = []  # noqa: RUF012 never changed
+
+    def dequantized(self, dtype: torch.dtype) -> Experts:
+        """Return experts whose weights are in ``dtype`` if these are in FP8, otherwise these."""
+        if not self.scales:
+            return self
+        pairs = zip((self.gate_and_up, self.down), self.scales, strict=True)
+        gate_and_up, down = (dequantized(*pair, dtype) for pair in pairs)
+        return self._replace(gate_and_up=gate_and_up, down=down, scales=[])
 
 
 class MixtureArguments(NamedTuple):
@@ -38,7 +50,7 @@ class MixtureArguments(NamedTuple):
         x: (rows, width), contiguous.
         norm: (width,): weight of the RMSNorm applied to x.
         epsilon: epsilon of the norm.
-        router, gate_and_up, down, chosen, normalized: see ``Experts``.
+        router, gate_and_up, down, chosen, normalized, scales: see ``Experts``.
     """
 
     x: torch.Tensor
@@ -49,6 +61,7 @@ class MixtureArguments(NamedTuple):
     down: torch.Tensor
     chosen: int
     normalized: bool
+    scales: list[torch.Tensor]
 
     def result(self) -> torch.Tensor:
         """Return an uninitialized (rows, width) tensor for the result."""
@@ -66,11 +79,17 @@ class Choice(NamedTuple):
 
 def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
     """Run ``mixture`` with PyTorch operations; only for a few rows, since it copies weights."""
-    x, weight, epsilon, router, gate_and_up, down, count, normalized = arguments
+    x, weight, epsilon, router, gate_and_up, down, count, normalized, scales = arguments
     normed = Norm(weight, epsilon)(x)
     shares, chosen = _choices(linear(normed, router), count, normalized)
-    gates, ups = (gate_and_up[chosen] @ normed[:, None, :, None])[..., 0].chunk(2, -1)
-    outputs = (down[chosen] @ (silu(gates) * ups)[..., None])[..., 0]
+    inward, outward = gate_and_up[chosen], down[chosen]
+    if scales:
+        inward, outward = (
+            dequantized(codes, of_all[chosen], x.dtype)
+            for codes, of_all in zip((inward, outward), scales, strict=True)
+        )
+    gates, ups = (inward @ normed[:, None, :, None])[..., 0].chunk(2, -1)
+    outputs = (outward @ (silu(gates) * ups)[..., None])[..., 0]
     return x + (outputs * shares.to(x.dtype)[..., None]).sum(1)
 
 
@@ -88,6 +107,7 @@ def clear_choices(
     width: int,
     between: int,
     device: torch.device,
+    fp8: bool = False,
 ) -> MixtureArguments:
     """Return a mixture of random experts with unambiguous routing: rounding does not change which
     logits are largest.
@@ -97,6 +117,7 @@ def clear_choices(
         choice: routing parameters and dtype.
         width: width of a row.
         between: inner width of an expert.
+        fp8: whether the experts' weights are in FP8.
     """
     count, dtype = choice.experts, choice.dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -113,13 +134,16 @@ def clear_choices(
     steps = -torch.stack(
         [torch.randperm(count, generator=generator, device=device) for _ in range(different)]
     )
+    gate_and_up = random(count, 2 * between, width).div_(width**0.5)
+    down, scales = random(count, width, between), []
+    if fp8:
+        pairs = map(quantized, (gate_and_up, down))
+        (gate_and_up, down), scales = map(list, zip(*pairs, strict=True))
     return MixtureArguments(
         rows[torch.tensor(kinds, device=device)],
         *norm,
         (steps.T.float() / 2 @ directions).to(dtype),
-        random(count, 2 * between, width).div_(width**0.5),
-        random(count, width, between),
-        *(choice.chosen, choice.normalize),
+        *(gate_and_up, down, choice.chosen, choice.normalize, scales),
     )
 
 

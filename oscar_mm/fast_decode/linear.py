@@ -59,12 +59,16 @@ matrix units takes 17% less time (H200)."""
 MAX_ROWS = 4
 """Maximum number of rows for the kernel for a few rows."""
 AT_ONCE = 256
-WARPS, PIECE = 16, 1024
-"""Warps per thread block, and elements per piece."""
+WARPS, PIECE_BYTES = 16, 2048
+"""Warps per thread block, and bytes per piece of weights."""
 MAX_COLUMNS = 24
 """Maximum rows of x for the kernel for more rows. On an H200, cuBLAS is as fast with 32 rows, a
 fifth slower with 16 and a third slower with 8; ``linear_cluster`` is 6% faster with 4 rows and a
 quarter with 24."""
+MAX_SPLIT = 4 * MAX_COLUMNS
+"""Maximum rows of x for which the kernel for more rows reads FP8 weights again for each
+``MAX_COLUMNS`` of them, which moves fewer bytes than dequantized weights do: 1 for each weight and
+launch, instead of 5."""
 _FRAGMENT = 8
 """Number of columns in a matrix unit's product, and half its number of rows."""
 MAX_DEPTH = 16
@@ -102,25 +106,28 @@ def kernel_for(
     rows, width = x.shape
     if not x.is_cuda or x.dtype not in ELEMENTS or width % AT_ONCE:
         return None
+    fp8 = bool(arguments.scales)
+    if fp8 and any(codes.dtype != CODES for codes in arguments.weights):
+        return None
     # Gated kernels do not support biases.
     if arguments.gated and any(bias is not None for bias in arguments.biases):
         return None
-    for kernel in _kernels(rows, arguments.gated, x.dtype, x.device):
+    for kernel in _kernels(rows, arguments.gated, x.dtype, x.device, fp8):
         if kernel is not None and kernel.takes(width, has_norm) and in_rows(x, *arguments.weights):
             return kernel
     return None
 
 
 def _kernels(
-    rows: int, gated: bool, dtype: torch.dtype, device: torch.device
+    rows: int, gated: bool, dtype: torch.dtype, device: torch.device, fp8: bool
 ) -> Iterator[LinearKernel | LinearRowsKernel | LinearClusterKernel | None]:
     """Yield candidate kernels, fastest first."""
-    if FEW_ROWS < rows <= MAX_CLUSTER_ROWS and uses_wgmma(device):
+    if FEW_ROWS < rows <= MAX_CLUSTER_ROWS and uses_wgmma(device) and not fp8:
         yield LinearClusterKernel.of(ClusterSpecialization.of(rows, gated, dtype), device)
     if FEW_ROWS < rows <= MAX_COLUMNS and uses_tma(device):
-        yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype), device)
+        yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype, fp8), device)
     if rows <= MAX_ROWS:
-        yield LinearKernel.of(Specialization(rows, gated, dtype), device)
+        yield LinearKernel.of(Specialization(rows, gated, dtype, fp8), device)
 
 
 class Params(ctypes.Structure):
@@ -135,10 +142,17 @@ class Specialization(NamedTuple):
     rows: int
     gated: bool
     dtype: torch.dtype
+    fp8: bool = False
+    """Whether the weights are in FP8."""
+
+    @property
+    def piece(self) -> int:
+        """Elements per piece of weights."""
+        return PIECE_BYTES if self.fp8 else PIECE_BYTES // 2
 
     def macros(self, depth: int, tma: bool) -> Macros:
         """Return the macros for csrc/linear/linear.cu."""
-        return macros_of(self, WARPS=WARPS, DEPTH=depth, PIECE=PIECE, USE_TMA=tma)
+        return macros_of(self, WARPS=WARPS, DEPTH=depth, PIECE=self.piece, USE_TMA=tma)
 
 
 def depth_for(shared_bytes: int) -> int:
@@ -166,7 +180,8 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         return self._shared_bytes(width, norm) <= self._kernel.shared_limit
 
     def _shared_bytes(self, width: int, norm: bool) -> int:
-        needed = 2 * (WARPS * self._depth * PIECE + (self.specialization.rows + norm) * width)
+        pieces = WARPS * self._depth * PIECE_BYTES
+        needed = pieces + 2 * (self.specialization.rows + norm) * width
         return max(needed, self._min_shared)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
@@ -190,10 +205,10 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         device: torch.device,
     ) -> float:
         """Return the largest relative error of a row."""
-        rows, gated = specialization.rows, specialization.gated
+        rows, gated, dtype, fp8 = specialization
         many = (3000, 3000) if gated else (3000, 7, 31)
-        problems = (rows, 256, (5, 5)), (rows, PIECE + 768, many)
-        return worst_error(kernel, gated, specialization.dtype, device, problems)
+        problems = (rows, 256, (5, 5)), (rows, specialization.piece + 768, many)
+        return worst_error(kernel, gated, dtype, device, problems, fp8)
 
 
 class RowsParams(ctypes.Structure):
@@ -216,11 +231,26 @@ class RowsSpecialization(NamedTuple):
     dtype: torch.dtype
     grouped: bool = False
     """Whether each group of rows has its own matrices; ``columns`` is then the size of a group."""
+    fp8: bool = False
+    """Whether the weights are in FP8."""
 
     @classmethod
-    def of(cls, rows: int, gated: bool, dtype: torch.dtype) -> RowsSpecialization:
+    def of(
+        cls, rows: int, gated: bool, dtype: torch.dtype, fp8: bool = False
+    ) -> RowsSpecialization:
         """Return the specialization for this number of rows of x."""
-        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype)
+        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype, fp8=fp8)
+
+    def stage_bytes(self, weight_rows: int, span: int) -> int:
+        """Return the size of a stage in shared memory, whose rows are padded as in
+        csrc/linear/linear_rows.cu.
+
+        Args:
+            weight_rows: number of rows of weights.
+            span: elements of each row.
+        """
+        weights, x = (span + 16, span * 2 + 32) if self.fp8 else (span * 2 + 16,) * 2
+        return weight_rows * weights + self.columns * x
 
 
 class Launch(NamedTuple):
@@ -275,7 +305,7 @@ class Tiling(NamedTuple):
         step = -(-outputs // sweeps)
         weight_rows = -(-step // _FRAGMENT) * 2 * _FRAGMENT if specialization.gated else step
         weight_rows = -(-weight_rows // self.tile) * self.tile
-        stage = (weight_rows + specialization.columns) * (self.span * 2 + 16)
+        stage = specialization.stage_bytes(weight_rows, self.span)
         partials = self.consumers * specialization.columns * (self.tile + 4) * _FLOAT
         depth = min(MAX_DEPTH, (limit - partials) // stage)
         return Launch(step, depth, partials + depth * stage)
@@ -333,13 +363,16 @@ class LinearRowsKernel(
             (columns, 4096 + 32, (3000, 3000) if gated else (3000, 7, 31)),
             (columns - 1, 256, (many, many)),
         )
-        return worst_error(kernel, gated, specialization.dtype, device, problems)
+        dtype, fp8 = specialization.dtype, specialization.fp8
+        return worst_error(kernel, gated, dtype, device, problems, fp8)
 
 
 def _linear(arguments: LinearArguments) -> torch.Tensor:
     kernel = kernel_for(arguments)
     if kernel is not None:
         return kernel(arguments)
+    if arguments.scales and MAX_COLUMNS < len(arguments.x) <= MAX_SPLIT and arguments.x.is_cuda:
+        return torch.cat([_linear(part) for part in arguments.split(MAX_COLUMNS)])
     if arguments.norm is not None:
         x = Norm(arguments.norm, arguments.epsilon).at_once(arguments.x)
         arguments = arguments._replace(x=x, norm=None)

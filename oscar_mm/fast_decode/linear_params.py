@@ -10,6 +10,7 @@ import torch
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.launch import Kernel, addresses, ints, pointers
 from oscar_mm.kernels.self_check import random_normal, relative_error, worst
+from oscar_mm.weights import BLOCK, quantized, rows_per_scale
 
 WORST_ERROR = 0.02
 """Maximum relative error of a correct kernel: above the rounding error in 16-bit precision, below
@@ -25,23 +26,30 @@ class Matrices(ctypes.Structure):
     """Mirror of ``Matrices`` in csrc/linear/matrices.cuh, field for field."""
 
     _fields_ = (
-        *((name, _ADDRESSES) for name in ("weights", "biases")),
+        *((name, _ADDRESSES) for name in ("weights", "scales", "biases")),
         *pointers("residual", "output"),
-        ("outputs", _SIZES),
+        *((name, _SIZES) for name in ("outputs", "shifts")),
         *ints("total", "width"),
     )
 
     @classmethod
     def of(cls, arguments: LinearArguments, output: torch.Tensor) -> Matrices:
         """Return the matrices of a launch; the tensors must outlive the launch."""
-        weights = arguments.weights
+        weights, scales = arguments.weights, arguments.scales
         return cls(
             _ADDRESSES(*addresses(*weights)),
+            _ADDRESSES(*addresses(*scales)),
             _ADDRESSES(*addresses(*arguments.biases)),
             *addresses(arguments.residual, output),
             _SIZES(*[weight.shape[0] for weight in weights]),
+            _SIZES(*map(scale_shift, weights, scales)),
             *(output.shape[1], weights[0].shape[1]),
         )
+
+
+def scale_shift(codes: torch.Tensor, scales: torch.Tensor) -> int:
+    """Return the binary logarithm of the rows per scale of FP8 weights."""
+    return rows_per_scale(codes, scales).bit_length() - 1
 
 
 class NormParams(ctypes.Structure):
@@ -70,6 +78,7 @@ def worst_error(
     dtype: torch.dtype,
     device: torch.device,
     problems: Iterable[tuple[int, int, tuple[int, ...]]],
+    fp8: bool = False,
 ) -> float:
     """Return a kernel's largest relative error over all rows, with and without norm, bias and
     residual.
@@ -77,6 +86,7 @@ def worst_error(
     Args:
         kernel: kernel for x and weights of ``dtype``.
         problems: number of rows, width, and number of outputs of each weight matrix.
+        fp8: whether the weights are in FP8, with scales for each block and for each row in turn.
     """
     random, errors = random_normal(dtype, device), []
     for rows, width, outputs in problems:
@@ -84,7 +94,13 @@ def worst_error(
         weights = [random(count, width).div_(width**0.5) for count in outputs]
         biases = () if gated else [random(count) for count in outputs]
         residual = None if gated else random(rows, sum(outputs))
+        scales = ()
+        if fp8:
+            weights, scales = zip(*map(quantized, weights), strict=True)
         for around in (((), None, None), (biases, Norm(random(width), 1e-5), residual)):
-            arguments = LinearArguments.of(x, weights, *around, gated)
+            arguments = LinearArguments.of(x, weights, *around, gated, scales)
             errors.append(relative_error(kernel(arguments), linear_by_torch(arguments)))
+            if fp8:  # From now on, each row has its own scales.
+                pairs = zip(weights, scales, strict=True)
+                scales = [by_row.repeat_interleave(BLOCK, 0)[: len(w)] for w, by_row in pairs]
     return worst(errors)

@@ -88,6 +88,14 @@ class LinearArguments(NamedTuple):
         """Return an uninitialized (rows, total) tensor for the result."""
         return self.x.new_empty(self.x.shape[0], self.total)
 
+    def split(self, rows: int) -> list[Self]:
+        """Split the rows of x and of the residual stream into parts of at most ``rows``."""
+        residuals = [None] * -(-len(self.x) // rows)
+        if self.residual is not None:
+            residuals = self.residual.split(rows)
+        parts = zip(self.x.split(rows), residuals, strict=True)
+        return [self._replace(x=x, residual=residual) for x, residual in parts]
+
     def matrices(self) -> list[torch.Tensor]:
         """Return the weight matrices in the dtype of x; FP8 weights are dequantized."""
         if not self.scales:

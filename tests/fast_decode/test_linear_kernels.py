@@ -73,8 +73,9 @@ def test_rows_are_rounded_up(rows: int) -> None:
 @pytest.mark.parametrize("limit", sorted(set(LIMITS.values())))
 @pytest.mark.parametrize("columns", [8, 16, 24])
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool) -> None:
-    made = RowsSpecialization(columns, gated, torch.bfloat16)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool, fp8: bool) -> None:
+    made = RowsSpecialization(columns, gated, torch.bfloat16, fp8=fp8)
     tiling = module.tiling_for(limit << 10)
     most = tiling.sweep // (2 if gated else 1)
     for outputs in (1, 7, 8, 9, 31, 32, 33, 47, 94, 1152):
@@ -87,20 +88,21 @@ def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool) -> N
 
 @pytest.mark.parametrize("arch", LIMITS)
 @pytest.mark.parametrize(("gated", "columns"), [(False, 8), (True, 8), (True, 16), (False, 24)])
-def test_compiles(arch: str, gated: bool, columns: int) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_compiles(arch: str, gated: bool, columns: int, fp8: bool) -> None:
     """And the host's picture of the kernel is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     dtype = torch.bfloat16 if gated else torch.float16
-    made = RowsSpecialization(columns, gated, dtype)
+    made = RowsSpecialization(columns, gated, dtype, fp8=fp8)
     tiling = module.tiling_for(LIMITS[arch] << 10)
     step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
     text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
         f"{same_struct(RowsParams)}"
         f"static_assert(MAX_DEPTH == {module.MAX_DEPTH});\n"
         f"constexpr int ROWS = GATED ? ({step} + 7) / 8 * 16 : {step};\n"
-        "constexpr int STAGE_ROWS = (ROWS + TILE - 1) / TILE * TILE + COLUMNS;\n"
+        "constexpr int STAGE = (ROWS + TILE - 1) / TILE * TILE * STRIDE + COLUMNS * X_STRIDE;\n"
         "static_assert(CONSUMERS * COLUMNS * RECORD * sizeof(float) +"
-        f" {depth} * STAGE_ROWS * STRIDE == {shared_bytes});\n"
+        f" {depth} * STAGE == {shared_bytes});\n"
     )
     macros = tiling.macros(made)
     report = compile_once("linear/linear_rows.cu", text, arch, macros)["linear_rows"]

@@ -26,7 +26,7 @@ def arguments_of(name: str, device: str = "cpu") -> tuple:
     if name == "rope":
         norms = (random(64), random(64), 1e-6)
         return (random(3, 6, 64)[:, :5], 4, random(3, 64), random(3, 64), *norms)
-    experts = (random(5, 32), random(5, 96, 32), random(5, 32, 48), 2, True)
+    experts = (random(5, 32), random(5, 96, 32), random(5, 32, 48), 2, True, [])
     return (random(3, 32), random(32), 1e-6, *experts)
 
 

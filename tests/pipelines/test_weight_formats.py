@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode.decoder import supports
-from oscar_mm.fast_decode.quantized_linear import QuantizedLinear
+from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.modules import modules_of
 from oscar_mm.weights import dequantized
 from tests.fp8_checkpoints import PRODUCTS, to_fp8
@@ -47,14 +47,17 @@ def quantized_products(pipe: OscarVLPipeline) -> int:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("per_tensor", [False, True])
-def test_an_fp8_checkpoint(qwen3_vl_folder, tmp_path, keeps_fp8, device, per_tensor) -> None:
-    truth = to_fp8(qwen3_vl_folder, tmp_path / "fp8", per_tensor=per_tensor)
-    _, expected = answer(with_weights(qwen3_vl_folder, tmp_path / "plain", truth), device)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_per_tensor", "qwen3_vl_moe"])
+def test_an_fp8_checkpoint(family, request, tmp_path, keeps_fp8, device) -> None:
+    folder = request.getfixturevalue(f"{family.removesuffix('_per_tensor')}_folder")
+    truth = to_fp8(folder, tmp_path / "fp8", per_tensor=family.endswith("_per_tensor"))
+    _, expected = answer(with_weights(folder, tmp_path / "plain", truth), device)
     pipe, found = answer(tmp_path / "fp8", device)
     assert found == expected
-    assert quantized_products(pipe) == len(truth) > 0
-    assert not any(isinstance(one, FP8Linear) for one in modules_of(pipe.model))
+    kinds = [type(one) for one in modules_of(pipe.model)]
+    matrices = kinds.count(QuantizedLinear) + 2 * kinds.count(QuantizedExperts)
+    assert matrices == len(truth) > 0
+    assert not any(issubclass(kind, FP8Linear | FP8Experts) for kind in kinds)
     assert supports(pipe.model)
 
 
@@ -76,7 +79,7 @@ def test_scales_that_are_not_finite(qwen3_vl_folder, tmp_path, keeps_fp8, value)
     tensors[name].view(-1)[0] = value
     save_file(tensors, file, {"format": "pt"})
     module = name.split("layers.")[1]
-    with pytest.raises(InputError, match=f"{module} has NaN or infinite scales: download again"):
+    with pytest.raises(InputError, match=f"{module} has NaN or infinite scales: download it again"):
         OscarVLPipeline(tmp_path / "fp8", device="cpu")
 
 
@@ -114,6 +117,12 @@ def test_weights_made_at_load(folder, request, tmp_path, device) -> None:
             assert 0 < (truth - weight).norm() < 0.05 * weight.norm()
             weight.data.copy_(truth)
             changed += 1
+        if type(module) is QuantizedExperts:
+            for kind, scales in zip(("gate_up_proj", "down_proj"), module.scales, strict=True):
+                weight = getattr(other.get_submodule(name), kind)
+                truth = dequantized(getattr(module, kind), scales, torch.float32)
+                assert 0 < (truth - weight).norm() < 0.05 * weight.norm()
+                weight.data.copy_(truth)
     assert changed == quantized_products(pipe) >= 4 * len(decoder.layers)
     asked = [REQUEST.ask(one, max_new_tokens=12).token_ids for one in (pipe, plain)]
     assert asked[0] == asked[1]

@@ -7,7 +7,7 @@ from torch.nn.functional import silu
 
 from oscar_mm.fast_decode.linear import linear, linear_operation
 from oscar_mm.fast_decode.linear_torch import Norm
-from oscar_mm.fast_decode.quantized_linear import QuantizedLinear
+from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.weights import dequantized, expanded, quantized
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -105,3 +105,26 @@ def test_bad_arguments_are_named() -> None:
         linear_operation(*given, [scales[1], scales[1]])
     with pytest.raises(TypeError, match="weights"):
         linear_operation(*given, [])
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_experts_are_those_of_their_dequantized_weights(tokens) -> None:
+    generator = torch.Generator().manual_seed(0)
+    count, width, between = 6, 200, 72
+    into = torch.randn(count, 2 * between, width, generator=generator) / width**0.5
+    out_of = torch.randn(count, width, between, generator=generator) / between**0.5
+    gate_up, down = quantized(into), quantized(out_of)
+    own = QuantizedExperts(gate_up, down, nn.SiLU())
+    x = torch.randn(tokens, width, generator=generator)
+    order = torch.stack([torch.randperm(count, generator=generator)[:3] for _ in range(tokens)])
+    shares = torch.rand(tokens, 3, generator=generator)
+    into, out_of = (
+        torch.stack([dequantized(*one, torch.float32) for one in zip(*pair, strict=True)]).double()
+        for pair in (gate_up, down)
+    )
+    expected = torch.zeros(tokens, width, dtype=torch.float64)
+    for token in range(tokens):
+        for expert, share in zip(order[token].tolist(), shares[token].double(), strict=True):
+            gate, up = (into[expert] @ x[token].double()).chunk(2)
+            expected[token] += share * (out_of[expert] @ (silu(gate) * up))
+    torch.testing.assert_close(own(x, order, shares).double(), expected, rtol=1e-4, atol=1e-5)

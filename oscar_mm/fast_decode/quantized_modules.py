@@ -1,0 +1,143 @@
+"""Modules with FP8 weights, which take the place of ``nn.Linear`` and of stacked experts."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from oscar_mm.fast_decode.linear import linear
+from oscar_mm.weights import dequantized, expanded, quantized
+
+_MAX_GATHERED = 16
+"""Maximum number of tokens for which the weights of each token's experts are gathered: on a GPU
+this waits for nothing, but copies them."""
+
+
+class QuantizedLinear(nn.Linear):
+    """y = x W^T + bias with FP8 weights, multiplied in the dtype of x.
+
+    Subclasses ``nn.Linear``, so that PEFT can put adapters around it.
+
+    Attributes:
+        weight: codes, (out_features, in_features).
+        scales: float32, see ``oscar_mm.weights.scales_shape``.
+    """
+
+    def __init__(
+        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """
+        Args:
+            codes: (outputs, width) in ``oscar_mm.weights.CODES``.
+            scales: see ``oscar_mm.weights.expanded``.
+            bias: (outputs,), or None.
+        """
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = codes.shape
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(expanded(codes, scales), requires_grad=False)
+        own = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", own)
+
+    @classmethod
+    def of(cls, module: nn.Linear, device: torch.device) -> Self:
+        """Quantize the weights of a module, and place the new module on a device."""
+        codes, scales = quantized(module.weight.detach().to(device))
+        bias = None if module.bias is None else module.bias.detach().to(device)
+        return cls(codes, scales, bias)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply (..., in_features) by the weights: (..., out_features) in the same dtype."""
+        rows = input.reshape(-1, self.in_features).contiguous()
+        found = linear(rows, [self.weight], [self.bias], scales=[self.scales])
+        return found.view(*input.shape[:-1], self.out_features)
+
+
+class QuantizedExperts(nn.Module):
+    """Stacked experts with FP8 weights and the interface of transformers' experts modules.
+
+    Attributes:
+        gate_up_proj: codes, (experts, 2 * between, width), gate outputs first.
+        down_proj: codes, (experts, width, between).
+        gate_up_scales, down_scales: float32, see ``oscar_mm.weights.scales_shape``.
+        act_fn: activation of the gate.
+    """
+
+    def __init__(
+        self,
+        gate_up: tuple[torch.Tensor, torch.Tensor],
+        down: tuple[torch.Tensor, torch.Tensor],
+        act_fn: Any,
+    ) -> None:
+        """
+        Args:
+            gate_up, down: codes in ``oscar_mm.weights.CODES``, and scales, see
+                ``oscar_mm.weights.expanded``.
+            act_fn: activation of the gate.
+        """
+        super().__init__()
+        (into, into_scales), (out_of, out_of_scales) = gate_up, down
+        self.gate_up_proj = nn.Parameter(into, requires_grad=False)
+        self.gate_up_scales = nn.Parameter(expanded(into, into_scales), requires_grad=False)
+        self.down_proj = nn.Parameter(out_of, requires_grad=False)
+        self.down_scales = nn.Parameter(expanded(out_of, out_of_scales), requires_grad=False)
+        self.act_fn = act_fn
+
+    @classmethod
+    def of(cls, module: Any, device: torch.device) -> Self:
+        """Quantize the weights of an experts module, and place the new module on a device."""
+        weights = module.gate_up_proj, module.down_proj
+        gate_up, down = (quantized(weight.detach().to(device)) for weight in weights)
+        return cls(gate_up, down, module.act_fn)
+
+    @property
+    def scales(self) -> list[torch.Tensor]:
+        """Scales of ``gate_up_proj`` and of ``down_proj``."""
+        return [self.gate_up_scales, self.down_scales]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the output of a layer's experts.
+
+        Args:
+            hidden_states: (tokens, width).
+            top_k_index: (tokens, experts per token) integers.
+            top_k_weights: (tokens, experts per token) factors for the experts' outputs.
+
+        Returns:
+            (tokens, width), in the dtype of the hidden states.
+        """
+        if len(hidden_states) <= _MAX_GATHERED:
+            return self._gathered(hidden_states, top_k_index, top_k_weights)
+        found = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
+            outputs = self._one(hidden_states[tokens], expert)
+            shares = top_k_weights[tokens, places, None].to(outputs.dtype)
+            found.index_add_(0, tokens, outputs * shares)
+        return found
+
+    def _one(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
+        """Run an expert on (rows, width)."""
+        into, of_into = self.gate_up_proj[expert], self.gate_up_scales[expert]
+        gate, up = linear(rows, [into], scales=[of_into]).chunk(2, -1)
+        between = self.act_fn(gate) * up
+        return linear(between, [self.down_proj[expert]], scales=[self.down_scales[expert]])
+
+    def _gathered(
+        self, rows: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """Run ``forward`` on a few tokens without waiting for the device."""
+        into, out_of = (
+            dequantized(codes[experts], scales[experts], rows.dtype)
+            for codes, scales in (
+                (self.gate_up_proj, self.gate_up_scales),
+                (self.down_proj, self.down_scales),
+            )
+        )
+        gate, up = (into @ rows[:, None, :, None])[..., 0].chunk(2, -1)
+        outputs = (out_of @ (self.act_fn(gate) * up)[..., None])[..., 0]
+        return (outputs * shares.to(outputs.dtype)[..., None]).sum(1)
