@@ -151,9 +151,9 @@ class PlacementOptions:
     weights: Annotated[
         str | None,
         typer.Option(
-            metavar="fp8",
-            help="Quantize the decoder's weights to FP8 while the model is loaded. Default: as in "
-            "the checkpoint.",
+            metavar="fp8|int4",
+            help="Quantize the decoder's weights while the model is loaded. Default: as in the "
+            "checkpoint.",
         ),
     ] = None
 

@@ -137,7 +137,7 @@ def load(
         raise InputError(f"model {source}: {first_line(error)}") from error
     adopt_fp8(loaded)
     if weights is not None:
-        quantize(loaded, family.text_part(loaded).get_decoder(), target)
+        quantize(loaded, family.text_part(loaded).get_decoder(), weights, target)
     if target is not None:
         loaded = loaded.to(target)
     watch(TPGroup.of(loaded))

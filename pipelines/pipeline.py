@@ -63,9 +63,9 @@ class Pipeline:
             every layer, and the keys and values of its own heads. All processes must make the same
             requests in the same order, and get the same answers (``oscar_mm.pipelines.loading``).
         dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
-        weights: "fp8" quantizes the decoder's weights to FP8 while the model is loaded, which
-            halves their memory; by default they stay as in the checkpoint. Products are computed in
-            ``dtype``.
+        weights: "fp8" or "int4" quantizes the decoder's weights while the model is loaded, which
+            halves or quarters their memory; by default they stay as in the checkpoint. Products are
+            computed in ``dtype``.
         attn_implementation: attention of the vision and audio towers ("sdpa", "flash_attention_2",
             "eager"); by default "sdpa", or the implementation that a loaded model already uses.
         max_context: maximum tokens of a conversation, including its answer; by default, and at

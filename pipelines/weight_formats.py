@@ -1,4 +1,4 @@
-"""Weights in FP8: those of a checkpoint, or made from 16-bit weights while a model is loaded.
+"""Quantized weights: those of a checkpoint, or made from 16-bit weights while a model is loaded.
 
 transformers loads FP8 checkpoints into modules of its own, which download their kernels at the
 first call. ``adopt_fp8`` replaces these modules by our own, which share their tensors.
@@ -14,10 +14,11 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from oscar_mm.errors import InputError
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.tensor_parallel import is_dtensor
-from oscar_mm.weights import expanded
+from oscar_mm.weights.fp8 import expanded
+from oscar_mm.weights.matrix import QuantizedMatrix
 
-FORMATS = ("fp8",)
-"""Formats that ``quantize`` makes."""
+FORMATS = {"fp8": 8, "int4": 4}
+"""Formats that ``quantize`` makes, with the bits of a weight."""
 
 
 def adopt_fp8(model: PreTrainedModel) -> None:
@@ -29,7 +30,7 @@ def adopt_fp8(model: PreTrainedModel) -> None:
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, FP8Linear) and module.weight.itemsize == 1:
-            own = QuantizedLinear(*_checked(name, module, "weight"), module.bias)
+            own = QuantizedLinear(QuantizedMatrix(*_checked(name, module, "weight")), module.bias)
         elif isinstance(module, FP8Experts) and module.down_proj.itemsize == 1:
             gate_up, down = (_checked(name, module, x) for x in ("gate_up_proj", "down_proj"))
             own = QuantizedExperts(gate_up, down, module.act_fn)
@@ -72,31 +73,40 @@ def check_format(weights: str, tp_plan: object) -> None:
         )
 
 
-def quantize(model: PreTrainedModel, decoder: nn.Module, device: torch.device | None) -> None:
-    """Quantize the products of a decoder's layers to FP8, one matrix after the other.
+def quantize(
+    model: PreTrainedModel, decoder: nn.Module, weights: str, device: torch.device | None
+) -> None:
+    """Quantize the products of a decoder's layers, one matrix after the other.
 
     Embeddings, norms, routers, towers and the output layer stay as they are.
 
     Args:
         model: model with 16-bit or 32-bit weights.
         decoder: the part of it whose layers are quantized.
+        weights: a key of ``FORMATS``.
         device: device for the quantized weights; None leaves them where they are.
 
     Raises:
-        InputError: if weights are offloaded.
+        InputError: if weights are offloaded, or the format does not support the model.
     """
+    bits = FORMATS[weights]
     names = {id(module): name for name, module in model.named_modules()}
     for layer in decoder.get_submodule("layers").children():
         for module in list(layer.modules()):
-            weights = dict(module.named_parameters(recurse=False))
-            if any(weight.is_meta for weight in weights.values()):
+            parameters = dict(module.named_parameters(recurse=False))
+            if any(weight.is_meta for weight in parameters.values()):
                 raise InputError(
-                    "weights='fp8' needs weights that are not offloaded: use more or larger GPUs"
+                    f"weights={weights!r}: the model's weights are offloaded; use more or larger "
+                    "GPUs, or leave the argument out"
                 )
             if type(module) is nn.Linear:
-                own = QuantizedLinear.of(module, device or module.weight.device)
-            elif weights.keys() == {"gate_up_proj", "down_proj"}:
-                own = QuantizedExperts.of(module, device or weights["down_proj"].device)
+                own = QuantizedLinear.of(module, device or module.weight.device, bits)
+            elif parameters.keys() == {"gate_up_proj", "down_proj"}:
+                if bits != 8:
+                    raise InputError(
+                        f"weights={weights!r}: mixtures of experts support weights='fp8' only"
+                    )
+                own = QuantizedExperts.of(module, device or parameters["down_proj"].device)
             else:
                 continue
             model.set_submodule(names[id(module)], own)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from oscar_mm.weights import dequantized, quantized
+from oscar_mm.weights.fp8 import dequantized, quantized
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERTS = ("gate_up_proj", "down_proj")

@@ -105,12 +105,13 @@ def _is_sharded_as_known(layer: Any) -> bool:
 
 
 def _is_quantized_as_known(layer: Any) -> bool:
-    """Return whether the weights of each launch are all in FP8 or all in the dtype of the rest."""
+    """Return whether the weights of each launch have the same format, and no other order."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     gate_and_up = (mlp.gate_proj, mlp.up_proj) if hasattr(mlp, "gate_proj") else ()
-    return all(
-        len({isinstance(module, QuantizedLinear) for module in launch}) <= 1
+    own = [one for one in modules_of(layer) if isinstance(one, QuantizedLinear)]
+    return all(one.permutation is None for one in own) and all(
+        len({one.matrix.bits if one in own else 16 for one in launch}) <= 1
         for launch in (projections, gate_and_up)
     )
 
@@ -122,13 +123,14 @@ class _Product(NamedTuple):
     """Weights of one launch of ``linear``.
 
     Attributes:
-        weights, biases, scales: see ``linear``; the local shards if there are several ranks.
+        weights, biases, scales, zeros: see ``linear``; the local shards if there are several ranks.
         ranks: group of ranks that divide the inputs and sum the outputs.
     """
 
     weights: States
     biases: tuple[torch.Tensor | None, ...]
     scales: States = ()
+    zeros: States = ()
     ranks: TPGroup = TPGroup()
 
     @classmethod
@@ -136,9 +138,11 @@ class _Product(NamedTuple):
         weights, biases = (
             tuple(local_shard(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
         )
-        scales = tuple(one.scales for one in modules if isinstance(one, QuantizedLinear))
+        own = [one for one in modules if isinstance(one, QuantizedLinear)]
+        scales = tuple(one.scales for one in own)
+        zeros = tuple(one.zeros for one in own if one.zeros is not None)
         ranks = TPGroup.of(modules[0]) if is_sharded(modules[0], 1) else TPGroup()
-        return cls(weights, biases, scales, ranks)
+        return cls(weights, biases, scales, zeros, ranks)
 
     def __call__(
         self,
@@ -149,10 +153,10 @@ class _Product(NamedTuple):
         gated: bool = False,
     ) -> torch.Tensor:
         """Compute ``linear``; if the weights are divided by input, without norm and gate."""
-        weights, biases, scales, _ = self
+        weights, biases, scales, zeros, _ = self
         if self.ranks.count == 1:
-            around = {"norm": norm, "residual": residual, "gated": gated}
-            return linear(x, weights, biases, scales=scales, **around)
+            formats = {"scales": scales, "zeros": zeros}
+            return linear(x, weights, biases, norm=norm, residual=residual, gated=gated, **formats)
         if self.ranks.rank == 0:
             found = linear(x, weights, biases, residual=residual)
         else:

@@ -59,7 +59,7 @@ from oscar_mm.kernels.launch import (
 from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
-from oscar_mm.weights import BLOCK, CODES, rows_per_scale, scales_shape
+from oscar_mm.weights.fp8 import BLOCK, CODES, rows_per_scale, scales_shape
 
 _MAX_CHOSEN, _MAX_EXPERTS = 32, 512
 MAX_GROUPED = 512

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.self_check import relative_error
-from oscar_mm.weights import dequantized, quantized
+from oscar_mm.weights.fp8 import dequantized, quantized
 
 
 class Experts(NamedTuple):
@@ -23,7 +23,7 @@ class Experts(NamedTuple):
         down: (experts, width, between).
         chosen: number of experts per row.
         normalized: whether the shares of a row's experts are normalized to add up to 1.
-        scales: float32 scales of ``gate_and_up`` and of ``down`` (``oscar_mm.weights``); none
+        scales: float32 scales of ``gate_and_up`` and of ``down`` (``oscar_mm.weights.fp8``); none
             unless both are in FP8.
     """
 

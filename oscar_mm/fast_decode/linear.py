@@ -51,7 +51,8 @@ from oscar_mm.kernels.launch import (
 from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
-from oscar_mm.weights import CODES, rows_per_scale, scales_shape
+from oscar_mm.weights import fp8, int4
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 FEW_ROWS = 2
 """Number of rows up to which the kernel for a few rows is fastest; with four rows, the kernel on
@@ -85,17 +86,18 @@ def linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     scales: Sequence[torch.Tensor] = (),
+    zeros: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Multiply rows by one to three matrices: the operation ``linear`` without its checks.
 
     Args:
-        x, weights, biases, norm, residual, gated, scales: see ``LinearArguments``; no biases if
-            empty.
+        x, weights, biases, norm, residual, gated, scales, zeros: see ``LinearArguments``; no biases
+            if empty.
 
     Returns:
         (rows, total outputs); (rows, outputs of one matrix) if gated.
     """
-    return _linear(LinearArguments.of(x, weights, biases, norm, residual, gated, scales))
+    return _linear(LinearArguments.of(x, weights, biases, norm, residual, gated, scales, zeros))
 
 
 def kernel_for(
@@ -106,13 +108,13 @@ def kernel_for(
     rows, width = x.shape
     if not x.is_cuda or x.dtype not in ELEMENTS or width % AT_ONCE:
         return None
-    fp8 = bool(arguments.scales)
-    if fp8 and any(codes.dtype != CODES for codes in arguments.weights):
+    is_fp8 = bool(arguments.scales)
+    if is_fp8 and any(codes.dtype != fp8.CODES for codes in arguments.weights):
         return None
     # Gated kernels do not support biases.
     if arguments.gated and any(bias is not None for bias in arguments.biases):
         return None
-    for kernel in _kernels(rows, arguments.gated, x.dtype, x.device, fp8):
+    for kernel in _kernels(rows, arguments.gated, x.dtype, x.device, is_fp8):
         if kernel is not None and kernel.takes(width, has_norm) and in_rows(x, *arguments.weights):
             return kernel
     return None
@@ -380,7 +382,7 @@ def _linear(arguments: LinearArguments) -> torch.Tensor:
 
 
 def _check(arguments: LinearArguments) -> None:
-    x, weights, biases, norm, _, residual, gated, scales = arguments
+    x, weights, biases, norm, _, residual, gated, *_ = arguments
     check, device = _checker.check, x.device
     check("x", x, ("rows", "width"), STATES, device)
     rows, width = x.shape
@@ -389,19 +391,32 @@ def _check(arguments: LinearArguments) -> None:
     if not 1 <= len(weights) <= 3 or len(biases) != len(weights):
         found = f"{len(weights)} matrices with {len(biases)} biases"
         _checker.refuse("weights", found, "1 to 3, with as many biases")
-    if scales and len(scales) != len(weights):
-        _checker.refuse("scales", f"{len(scales)} for {len(weights)} matrices", "one for each")
-    for codes, of_codes in zip(weights, scales, strict=False):
-        rows = rows_per_scale(codes, of_codes)
-        check("scales", of_codes, scales_shape(codes, rows), torch.float32, device)
+    stored, columns = _check_formats(arguments)
     for weight, bias in zip(weights, biases, strict=True):
-        check("weights", weight, ("outputs", width), CODES if scales else x.dtype, device)
+        check("weights", weight, ("outputs", columns), stored, device)
         if bias is not None:
             check("biases", bias, weight.shape[:1], x.dtype, device)
     if norm is not None:
         check("norm", norm, (width,), x.dtype, device)
     if residual is not None:
         check("residual", residual, (rows, arguments.total), x.dtype, device)
+
+
+def _check_formats(arguments: LinearArguments) -> tuple[torch.dtype, int]:
+    """Check scales and zero points; return the dtype and the columns that weights must have."""
+    x, weights, scales, zeros = arguments.x, arguments.weights, arguments.scales, arguments.zeros
+    if not scales:
+        return x.dtype, x.shape[1]
+    for name, tensors in (("scales", scales), ("zeros", zeros)):
+        if len(tensors) != len(weights) and (name == "scales" or tensors):
+            found = f"{len(tensors)} for {len(weights)} matrices"
+            _checker.refuse(name, found, "one for each")
+    for at, codes in enumerate(weights):
+        matrix = QuantizedMatrix(codes, scales[at], zeros[at] if zeros else None)
+        matrix.check()
+        dtypes = STATES if zeros else torch.float32
+        _checker.check("scales", matrix.scales, tuple(matrix.scales.shape), dtypes, x.device)
+    return (int4.CODES, x.shape[1] // 8) if zeros else (fp8.CODES, x.shape[1])
 
 
 linear_operation = define("linear", LinearArguments, _check, _linear, "Tensor")

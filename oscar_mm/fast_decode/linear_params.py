@@ -10,7 +10,7 @@ import torch
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.launch import Kernel, addresses, ints, pointers
 from oscar_mm.kernels.self_check import random_normal, relative_error, worst
-from oscar_mm.weights import BLOCK, quantized, rows_per_scale
+from oscar_mm.weights.fp8 import BLOCK, quantized, rows_per_scale
 
 WORST_ERROR = 0.02
 """Maximum relative error of a correct kernel: above the rounding error in 16-bit precision, below

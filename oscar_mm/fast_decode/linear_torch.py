@@ -11,7 +11,7 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import rms_norm, silu
 
 from oscar_mm.fast_decode.gate import gate_
-from oscar_mm.weights import dequantized
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 _ALIGNMENT = 16
 
@@ -41,14 +41,16 @@ class LinearArguments(NamedTuple):
 
     Attributes:
         x: (rows, width), contiguous.
-        weights: one to three matrices, (outputs, width) each, in the dtype of x or in FP8.
+        weights: one to three matrices, (outputs, width) each, in the dtype of x or in FP8; in INT4
+            (outputs, width / 8) words.
         biases: (outputs,) for each matrix, or None.
         norm: (width,): weight of an RMSNorm applied to x before the products; None for no norm.
         epsilon: epsilon of the norm.
         residual: (rows, total outputs) to add, or None.
         gated: whether to return silu(first product) * second product instead of both.
-        scales: float32 scales of each matrix (``oscar_mm.weights.scales_shape``); none unless the
-            weights are in FP8.
+        scales: scales of each matrix in FP8 (``oscar_mm.weights.fp8``) or INT4
+            (``oscar_mm.weights.int4``); otherwise none.
+        zeros: zero points of each matrix in INT4; otherwise none.
     """
 
     x: torch.Tensor
@@ -59,6 +61,7 @@ class LinearArguments(NamedTuple):
     residual: torch.Tensor | None
     gated: bool
     scales: list[torch.Tensor]
+    zeros: list[torch.Tensor]
 
     @classmethod
     def of(
@@ -70,12 +73,13 @@ class LinearArguments(NamedTuple):
         residual: torch.Tensor | None = None,
         gated: bool = False,
         scales: Sequence[torch.Tensor] = (),
+        zeros: Sequence[torch.Tensor] = (),
     ) -> Self:
         """Create arguments from a norm and from sequences of tensors, which are not copied."""
         weight, epsilon = (None, 0.0) if norm is None else norm
         biases = biases or (None,) * len(weights)
-        lists = cast(list, weights), cast(list, biases), cast(list, scales)
-        return cls(x, *lists[:2], weight, epsilon, residual, gated, lists[2])
+        own, added, *formats = (cast(list, one) for one in (weights, biases, scales, zeros))
+        return cls(x, own, added, weight, epsilon, residual, gated, *formats)
 
     @property
     def total(self) -> int:
@@ -97,16 +101,17 @@ class LinearArguments(NamedTuple):
         return [self._replace(x=x, residual=residual) for x, residual in parts]
 
     def matrices(self) -> list[torch.Tensor]:
-        """Return the weight matrices in the dtype of x; FP8 weights are dequantized."""
+        """Return the weight matrices in the dtype of x; quantized weights are dequantized."""
         if not self.scales:
             return self.weights
-        pairs = zip(self.weights, self.scales, strict=True)
-        return [dequantized(codes, scales, self.x.dtype) for codes, scales in pairs]
+        zeros = self.zeros or [None] * len(self.weights)
+        matrices = map(QuantizedMatrix, self.weights, self.scales, zeros)
+        return [matrix.dequantized(self.x.dtype) for matrix in matrices]
 
 
 def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
     """Run ``linear`` with PyTorch operations and the rounding of transformers' modules."""
-    x, _, biases, norm, epsilon, residual, gated, _ = arguments
+    x, _, biases, norm, epsilon, residual, gated, *_ = arguments
     x = x if norm is None else Norm(norm, epsilon)(x)
     products = [torch_linear(x, *part) for part in zip(arguments.matrices(), biases, strict=True)]
     output = silu(products[0]) * products[1] if gated else torch.cat(products, -1)
@@ -120,7 +125,7 @@ def linear_on_gpu(arguments: LinearArguments) -> torch.Tensor:
     product runs in parallel with the others, since a product with few rows seldom saturates memory
     bandwidth; outside a graph, switching streams costs the host more time than this saves.
     """
-    x, _, biases, _, _, residual, gated, _ = arguments
+    x, _, biases, _, _, residual, gated, *_ = arguments
     weights = arguments.matrices()
     sizes = [weight.shape[0] for weight in weights]
     output = x.new_empty(0 if gated else x.shape[0], sum(sizes))

@@ -1,4 +1,4 @@
-"""Modules with FP8 weights, which take the place of ``nn.Linear`` and of stacked experts."""
+"""Modules with quantized weights, in place of ``nn.Linear`` and of stacked experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from oscar_mm.fast_decode.linear import linear
-from oscar_mm.weights import dequantized, expanded, quantized
+from oscar_mm.weights.fp8 import dequantized, expanded, quantized
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 _MAX_GATHERED = 16
 """Maximum number of tokens for which the weights of each token's experts are gathered: on a GPU
@@ -16,43 +17,62 @@ this waits for nothing, but copies them."""
 
 
 class QuantizedLinear(nn.Linear):
-    """y = x W^T + bias with FP8 weights, multiplied in the dtype of x.
+    """y = x W^T + bias with FP8 or INT4 weights, multiplied in the dtype of x.
 
     Subclasses ``nn.Linear``, so that PEFT can put adapters around it.
 
     Attributes:
-        weight: codes, (out_features, in_features).
-        scales: float32, see ``oscar_mm.weights.scales_shape``.
+        weight: codes, (out_features, in_features) in FP8, (out_features, in_features / 8) in INT4.
+        scales, zeros: see ``oscar_mm.weights.matrix.QuantizedMatrix``.
+        permutation: (in_features,) int64: the columns of x in the order of the weights' columns
+            (GPTQ with act-order); None if it is the same.
     """
 
+    zeros: nn.Parameter | None
+    permutation: torch.Tensor | None
+
     def __init__(
-        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+        self,
+        matrix: QuantizedMatrix,
+        bias: torch.Tensor | None,
+        permutation: torch.Tensor | None = None,
     ) -> None:
         """
         Args:
-            codes: (outputs, width) in ``oscar_mm.weights.CODES``.
-            scales: see ``oscar_mm.weights.expanded``.
+            matrix: the weights.
             bias: (outputs,), or None.
+            permutation: see above.
         """
         nn.Module.__init__(self)
-        self.out_features, self.in_features = codes.shape
-        self.weight = nn.Parameter(codes, requires_grad=False)
-        self.scales = nn.Parameter(expanded(codes, scales), requires_grad=False)
-        own = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.register_parameter("bias", own)
+        self.out_features, self.in_features = len(matrix.codes), matrix.width
+        self.weight = nn.Parameter(matrix.codes, requires_grad=False)
+        self.scales = nn.Parameter(matrix.scales, requires_grad=False)
+        self.register_parameter("zeros", _fixed(matrix.zeros))
+        self.register_parameter("bias", _fixed(bias))
+        self.register_buffer("permutation", permutation)
 
     @classmethod
-    def of(cls, module: nn.Linear, device: torch.device) -> Self:
-        """Quantize the weights of a module, and place the new module on a device."""
-        codes, scales = quantized(module.weight.detach().to(device))
-        bias = None if module.bias is None else module.bias.detach().to(device)
-        return cls(codes, scales, bias)
+    def of(cls, module: nn.Linear, device: torch.device, bits: int) -> Self:
+        """Quantize the weights of a module to 8 or 4 bits, and place the new module on a device."""
+        matrix = QuantizedMatrix.of(module.weight.detach().to(device), bits)
+        return cls(matrix, None if module.bias is None else module.bias.detach().to(device))
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        """The weights."""
+        return QuantizedMatrix(self.weight, self.scales, self.zeros)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply (..., in_features) by the weights: (..., out_features) in the same dtype."""
-        rows = input.reshape(-1, self.in_features).contiguous()
-        found = linear(rows, [self.weight], [self.bias], scales=[self.scales])
+        rows = input.reshape(-1, self.in_features)
+        rows = rows.contiguous() if self.permutation is None else rows[:, self.permutation]
+        zeros = [] if self.zeros is None else [self.zeros]
+        found = linear(rows, [self.weight], [self.bias], scales=[self.scales], zeros=zeros)
         return found.view(*input.shape[:-1], self.out_features)
+
+
+def _fixed(tensor: torch.Tensor | None) -> nn.Parameter | None:
+    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
 
 
 class QuantizedExperts(nn.Module):
@@ -61,7 +81,7 @@ class QuantizedExperts(nn.Module):
     Attributes:
         gate_up_proj: codes, (experts, 2 * between, width), gate outputs first.
         down_proj: codes, (experts, width, between).
-        gate_up_scales, down_scales: float32, see ``oscar_mm.weights.scales_shape``.
+        gate_up_scales, down_scales: float32, see ``oscar_mm.weights.fp8.scales_shape``.
         act_fn: activation of the gate.
     """
 
@@ -73,8 +93,8 @@ class QuantizedExperts(nn.Module):
     ) -> None:
         """
         Args:
-            gate_up, down: codes in ``oscar_mm.weights.CODES``, and scales, see
-                ``oscar_mm.weights.expanded``.
+            gate_up, down: codes in ``oscar_mm.weights.fp8.CODES``, and scales, see
+                ``oscar_mm.weights.fp8.expanded``.
             act_fn: activation of the gate.
         """
         super().__init__()

@@ -36,7 +36,7 @@ from oscar_mm.fast_decode.linear import RowsParams, linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.macros import macros_of
-from oscar_mm.weights import quantized
+from oscar_mm.weights.fp8 import quantized
 from tests.compiled import architectures, compile_once, same_struct
 
 OMNI_CHOICE = Choice(128, 8, True, torch.bfloat16)

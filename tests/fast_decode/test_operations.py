@@ -22,7 +22,7 @@ def arguments_of(name: str, device: str = "cpu") -> tuple:
     if name == "linear":
         weights = [random(24, 32), random(8, 32)]
         around = [random(24), None], random(32), 1e-6, random(3, 32)
-        return (random(3, 32), weights, *around, False, [])
+        return (random(3, 32), weights, *around, False, [], [])
     if name == "rope":
         norms = (random(64), random(64), 1e-6)
         return (random(3, 6, 64)[:, :5], 4, random(3, 64), random(3, 64), *norms)
@@ -89,4 +89,4 @@ def test_values_that_do_not_fit(name: str, argument: str, value: object, message
 def test_a_gate_has_two_matrices() -> None:
     x, weight = torch.zeros(3, 32), torch.zeros(8, 32)
     with pytest.raises(ValueError, match="weights is 1 matrices, must be 2 with a gate"):
-        linear_operation(x, [weight], [None], None, 0.0, None, True, [])
+        linear_operation(x, [weight], [None], None, 0.0, None, True, [], [])

@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 from oscar_mm.fast_decode.linear import linear, linear_operation
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
-from oscar_mm.weights import dequantized, expanded, quantized
+from oscar_mm.weights.fp8 import dequantized, expanded, quantized
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -78,19 +78,20 @@ def test_gated(device, dtype, rows) -> None:
     assert relative(found, silu(gate) * up) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_module_is_that_of_its_dequantized_weights(bias) -> None:
+def test_a_module_is_that_of_its_dequantized_weights(bias, bits) -> None:
     torch.manual_seed(0)
-    plain = nn.Linear(200, 70, bias=bias)
-    own = QuantizedLinear.of(plain, torch.device("cpu"))
-    plain.weight.data = dequantized(own.weight, own.scales, torch.float32)
-    x = torch.randn(2, 3, 200)
+    plain = nn.Linear(256, 70, bias=bias)
+    own = QuantizedLinear.of(plain, torch.device("cpu"), bits)
+    plain.weight.data = own.matrix.dequantized(torch.float32)
+    x = torch.randn(2, 3, 256)
     torch.testing.assert_close(own(x), plain(x))
     assert own(x[:0]).shape == (0, 3, 70)
 
 
 def test_a_module_moved_to_another_dtype_computes_the_same() -> None:
-    own = QuantizedLinear.of(nn.Linear(200, 70), torch.device("cpu"))
+    own = QuantizedLinear.of(nn.Linear(200, 70), torch.device("cpu"), 8)
     x = torch.randn(4, 200)
     before = own(x)
     torch.testing.assert_close(own.to(torch.float32)(x), before)
@@ -100,11 +101,11 @@ def test_bad_arguments_are_named() -> None:
     x, weights, scales = made(torch.float32, "cpu", 2, 256, (300, 128))
     given = x, weights, [None, None], None, 0.0, None, False
     with pytest.raises(ValueError, match="scales is 1 for 2 matrices, must be one for each"):
-        linear_operation(*given, scales[:1])
+        linear_operation(*given, scales[:1], [])
     with pytest.raises(ValueError, match=r"FP8 weights of shape \[300, 256\] need \[3, 2\] or"):
-        linear_operation(*given, [scales[1], scales[1]])
+        linear_operation(*given, [scales[1], scales[1]], [])
     with pytest.raises(TypeError, match="weights"):
-        linear_operation(*given, [])
+        linear_operation(*given, [], [])
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])

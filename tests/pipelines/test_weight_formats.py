@@ -13,7 +13,7 @@ from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.fast_decode.decoder import supports
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.modules import modules_of
-from oscar_mm.weights import dequantized
+from oscar_mm.weights.fp8 import dequantized
 from tests.fp8_checkpoints import PRODUCTS, to_fp8
 from tests.prompts import REQUESTS
 
@@ -101,10 +101,15 @@ def test_blocks_of_another_size(qwen3_vl_folder, tmp_path, keeps_fp8) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("folder", ["qwen3_vl_folder", "llava_next_folder", "qwen3_omni_folder"])
-def test_weights_made_at_load(folder, request, tmp_path, device) -> None:
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_weights_made_at_load(folder, request, weights, device) -> None:
     folder = request.getfixturevalue(folder)
     kind = OscarOmniPipeline if "omni" in str(folder) else OscarVLPipeline
-    pipe = kind(folder, device=device, dtype="float32", weights="fp8")
+    if weights == "int4" and kind is OscarOmniPipeline:
+        with pytest.raises(InputError, match="mixtures of experts support weights='fp8' only"):
+            kind(folder, device=device, weights=weights)
+        return
+    pipe = kind(folder, device=device, dtype="float32", weights=weights)
     decoder = pipe.model.get_decoder()
     plain = kind(folder, device=device, dtype="float32")
     other = plain.model.get_decoder()
@@ -113,8 +118,8 @@ def test_weights_made_at_load(folder, request, tmp_path, device) -> None:
         if type(module) is QuantizedLinear:
             assert name.startswith("layers.") and name.split(".")[-1] in PRODUCTS
             weight = other.get_submodule(name).weight
-            truth = dequantized(module.weight, module.scales, torch.float32)
-            assert 0 < (truth - weight).norm() < 0.05 * weight.norm()
+            truth = module.matrix.dequantized(torch.float32)
+            assert 0 < (truth - weight).norm() < {"fp8": 0.05, "int4": 0.2}[weights] * weight.norm()
             weight.data.copy_(truth)
             changed += 1
         if type(module) is QuantizedExperts:
@@ -134,7 +139,7 @@ def test_a_saved_chat_belongs_to_its_weights(qwen3_vl_folder) -> None:
 
 
 def test_bad_arguments(qwen3_vl_folder, tmp_path) -> None:
-    with pytest.raises(InputError, match="weights='int3': must be one of fp8, or left out"):
+    with pytest.raises(InputError, match="weights='int3': must be one of fp8, int4, or left out"):
         OscarVLPipeline(qwen3_vl_folder, device="cpu", weights="int3")
     to_fp8(qwen3_vl_folder, tmp_path / "fp8")
     with pytest.raises(InputError, match="weights='fp8': the checkpoint is already quantized"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oscar_mm.weights import BLOCK, CODES, dequantized, expanded, quantized, scales_shape
+from oscar_mm.weights.fp8 import BLOCK, CODES, dequantized, expanded, quantized, scales_shape
 
 SHAPES = (1, 1), (5, 128), (128, 7), (300, 200), (1030, 384)
 
