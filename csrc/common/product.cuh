@@ -2,7 +2,7 @@
 //
 // Compiled with: ROWS (of x), ELEMENT (__half, __nv_bfloat16), WARPS (of a thread block), DEPTH
 // (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256, or of 512 with FP8),
-// USE_TMA (copy.cuh), FP8 (weights.cuh); SIDES: rows of weights per output.
+// USE_TMA (copy.cuh), WEIGHT_BITS (16, 8; weights.cuh); SIDES: rows of weights per output.
 #pragma once
 
 #include "common/copy.cuh"
@@ -94,7 +94,7 @@ __device__ __forceinline__ void take_rows(int width, bool normed, float epsilon,
   __syncthreads();
 }
 
-#if FP8
+#if WEIGHT_BITS == 8
 // Scales of a lane's elements of a piece, which begins at element `start` of a row of weights.
 // Requested before the piece has arrived.
 struct PieceScales {

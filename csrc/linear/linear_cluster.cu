@@ -52,7 +52,7 @@ struct Params {
   int share, extra;  // grains of a cluster; number of clusters that have one more
   int step;          // grains of a sweep, at most OUTPUTS / GRAIN
   int depth;         // stages, more than GRANTS
-  int unused[13];
+  int unused[5];
 };
 
 // Outputs of one matrix whose weights are copied together.

@@ -21,8 +21,8 @@
 // for the groups and releases the second launch only then, so that the second can read them at once
 // and request weights before the first has ended.
 //
-// Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT and FP8 (matrices.cuh), GROUPED, CONSUMERS and
-// PRODUCERS (warps), TILE (16 or 32), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32),
+// Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
+// (matrices.cuh), GROUPED (not with INT4), CONSUMERS and PRODUCERS (warps), TILE (16 or 32), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32),
 // USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
@@ -32,10 +32,11 @@
 #include "linear/matrices.cuh"
 
 constexpr int THREADS = (CONSUMERS + PRODUCERS) * 32, CONSUMING = CONSUMERS * 32;
-constexpr int STRIDE = SPAN * sizeof(WEIGHT) + 16;  // bytes between rows of W in a stage
-// Bytes between rows of x in a stage. A lane reads 16 bytes or, with FP8, 8 at a time; the stride
-// avoids bank conflicts.
-constexpr int X_STRIDE = SPAN * 2 + (FP8 ? 32 : 16);
+constexpr int STRIDE = weight_bytes(SPAN) + 16;  // bytes between rows of W in a stage
+// Bytes between rows of x in a stage. A lane reads 8 bytes with FP8 and 16 with INT4, and ldmatrix
+// otherwise: no bank conflicts.
+constexpr int X_STRIDE = SPAN * 2 + 256 / WEIGHT_BITS;
+constexpr int STEP = WEIGHT_BITS == 4 ? 64 : 32;  // elements that a warp multiplies at a time
 constexpr int RECORD = TILE + 4;       // floats between columns of a tile's sums: no bank conflicts
 constexpr int MAX_DEPTH = 16;
 constexpr int ITEMS = (SWEEP / SIDES * COLUMNS + CONSUMING - 1) / CONSUMING;
@@ -193,23 +194,25 @@ struct Producer {
 
   // Copy the rows that this warp's lanes point at.
   template <bool WEIGHTS, int PITCH, class T>
-  __device__ __forceinline__ void copy_rows(uint8_t* target, const T* from,
-                                            uint64_t* barrier) const {
+  __device__ __forceinline__ void copy_rows(uint8_t* target, const T* from, uint32_t offset,
+                                            uint32_t bytes, uint64_t* barrier) const {
     if (from != nullptr)
-      copy_piece<WEIGHTS>(target + row * PITCH, reinterpret_cast<const uint8_t*>(from + start),
-                          elements() * sizeof(T), barrier, 0);
+      copy_piece<WEIGHTS>(target + row * PITCH, reinterpret_cast<const uint8_t*>(from) + offset,
+                          bytes, barrier, 0);
   }
 
   __device__ __forceinline__ void request_weights(const Ring& ring) const {
-    const uint32_t bytes = elements() * (sweep.outputs() * SIDES * sizeof(WEIGHT) +
-                                         sweep.group.rows * sizeof(ELEMENT));
-    copy_begin(&ring.full[ring.slot], bytes, row);
-    copy_rows<true, STRIDE>(ring.stage(), weights, &ring.full[ring.slot]);
+    const uint32_t bytes = weight_bytes(elements()), x_bytes = elements() * sizeof(ELEMENT);
+    uint64_t* full = &ring.full[ring.slot];
+    copy_begin(full, sweep.outputs() * SIDES * bytes + sweep.group.rows * x_bytes, row);
+    copy_rows<true, STRIDE>(ring.stage(), weights, weight_bytes(start), bytes, full);
   }
 
   __device__ __forceinline__ void request_x(const Ring& ring) const {
-    copy_rows<false, X_STRIDE>(ring.stage() + ring.x_row * STRIDE, x, &ring.full[ring.slot]);
-    copy_end(&ring.full[ring.slot]);
+    uint64_t* full = &ring.full[ring.slot];
+    copy_rows<false, X_STRIDE>(ring.stage() + ring.x_row * STRIDE, x, start * sizeof(ELEMENT),
+                               elements() * sizeof(ELEMENT), full);
+    copy_end(full);
   }
 };
 
@@ -235,7 +238,17 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
 
 using Sums = float[TILE / 16][COLUMNS / 8][4];
 
-#if FP8
+// Row of W of this lane's products in a tile; rows beyond the sweep, whose products are not used,
+// are replaced by its last one.
+__device__ __forceinline__ WeightRow tile_row(const Matrices& matrices, const Sweeps& sweep,
+                                              int tile, int i, int half, int lane) {
+  const int row = tile * TILE + i * 16 + half * 8 + lane / 4;  // of the stage
+  const int output = GATED ? row / 16 * 8 + row % 8 : row;
+  const int within = min(output, sweep.outputs() - 1);
+  return WeightRow(matrices, sweep.output() + within, GATED ? half : 0);
+}
+
+#if WEIGHT_BITS == 8
 // Scales of this lane's rows of W in a tile.
 struct TileScales {
   const float* of[TILE / 16][2];
@@ -245,14 +258,8 @@ struct TileScales {
 #pragma unroll
     for (int i = 0; i < TILE / 16; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = tile * TILE + i * 16 + half * 8 + lane / 4;  // of the stage
-        const int output = GATED ? row / 16 * 8 + row % 8 : row;
-        // Rows beyond the sweep are not used; their pointers stay within the scales.
-        const int within = min(output, sweep.outputs() - 1);
-        of[i][half] = WeightRow(matrices, sweep.output() + within, GATED ? half : 0)
-                          .scales(matrices, sweep.expert());
-      }
+      for (int half = 0; half < 2; ++half)
+        of[i][half] = tile_row(matrices, sweep, tile, i, half, lane).scales(matrices, sweep.expert());
   }
 };
 
@@ -295,6 +302,75 @@ __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t 
       mma(products, a[1][0], a[1][1], a[1][2], a[1][3], b[j][1].x, b[j][1].y, ELEMENT());
 #pragma unroll
       for (int k = 0; k < 4; ++k) sums[i][j][k] = fmaf(scale[k / 2], products[k], sums[i][j][k]);
+    }
+  }
+}
+#elif WEIGHT_BITS == 4
+static_assert(!GROUPED, "experts are not in INT4");
+
+// Scales and zero points of this lane's rows of W in a tile.
+struct TileScales {
+  const SCALE* scales[TILE / 16][2];
+  const uint8_t* zeros[TILE / 16][2];
+  int group_shift;
+
+  __device__ __forceinline__ TileScales(const Matrices& matrices, const Sweeps& sweep, int tile,
+                                        int lane)
+      : group_shift(matrices.group_shift) {
+#pragma unroll
+    for (int i = 0; i < TILE / 16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const WeightRow row = tile_row(matrices, sweep, tile, i, half, lane);
+        scales[i][half] = matrices.scales[row.matrix] + row.groups(matrices);
+        zeros[i][half] = matrices.zeros[row.matrix] + row.groups(matrices);
+      }
+  }
+};
+
+// Add products of 64 elements of a tile's rows of W, from element `at` of their rows on, with all
+// rows of x.
+//
+// A lane's word of W is elements 8 quad to 8 quad + 7 of 32, in pairs that take the places of
+// elements 2 quad and 2 quad + 8 in two products of 16; those of x are permuted alike.
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int,
+                                         const TileScales& scales, int at) {
+  uint4 b[COLUMNS / 8][2];
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(b[j][k].x), "=r"(b[j][k].y), "=r"(b[j][k].z), "=r"(b[j][k].w)
+                   : "r"(x + j * 8 * X_STRIDE + k * 64)
+                   : "memory");
+#pragma unroll
+  for (int i = 0; i < TILE / 16; ++i) {
+    const uint4 codes = load_fragments(weights + i * 16 * STRIDE);
+    const uint32_t words[2][2] = {{codes.x, codes.y}, {codes.z, codes.w}};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int group = (at + k * 32) >> scales.group_shift;
+      float scale[2];
+      uint32_t a[4][2];  // pairs of codes, rows
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        scale[half] = static_cast<float>(scales.scales[i][half][group]);
+        const uint32_t zero = zero_of(scales.zeros[i][half][group], ELEMENT());
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair)
+          a[pair][half] = elements_of(words[k][half], pair, zero, ELEMENT());
+      }
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j) {
+        const uint4& y = b[j][k];
+        float products[4];
+        product(products, a[0][0], a[0][1], a[1][0], a[1][1], y.x, y.y, ELEMENT());
+        mma(products, a[2][0], a[2][1], a[3][0], a[3][1], y.z, y.w, ELEMENT());
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          sums[i][j][c] = fmaf(scale[c / 2], products[c], sums[i][j][c]);
+      }
     }
   }
 }
@@ -354,9 +430,10 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
 
     Sums sums = {};
     const TileScales scales(matrices, sweep, tile, lane);
-    // With FP8, x is not read by ldmatrix: lane 4 group + quad reads row `group`.
     const int row = tile * TILE + lane % 16;
-    const int x_at = FP8 ? lane / 4 * X_STRIDE + lane % 4 * 8 : lane % 8 * X_STRIDE + lane / 8 * 16;
+    // Quantized weights: x is not read by ldmatrix; lane 4 group + quad reads row `group`.
+    const int x_at = WEIGHT_BITS == 16 ? lane % 8 * X_STRIDE + lane / 8 * 16
+                                       : lane / 4 * X_STRIDE + lane % 4 * (64 / WEIGHT_BITS);
 #pragma unroll 1
     for (int start = 0; start < matrices.width; start += SPAN) {
       const int elements = min(SPAN, matrices.width - start);
@@ -366,8 +443,8 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
       barrier_wait(&ring.full[ring.slot], ring.parity);
       if (part < parts)
 #pragma unroll 2
-        for (int k = part * 32; k < elements; k += parts * 32)
-          multiply(sums, weights + k * sizeof(WEIGHT), x + k * 2, rows, scales, start + k);
+        for (int k = part * STEP; k < elements; k += parts * STEP)
+          multiply(sums, weights + weight_bytes(k), x + k * 2, rows, scales, start + k);
       __syncwarp();
       if (lane == 0) arrive(&ring.empty[ring.slot]);
       ring.next();

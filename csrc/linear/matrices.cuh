@@ -2,7 +2,7 @@
 // products.
 //
 // Compiled with: GATED (1: weights[0] is the gate's, weights[1] the other's), ELEMENT (__half,
-// __nv_bfloat16), FP8 (weights.cuh).
+// __nv_bfloat16), WEIGHT_BITS and FLOAT_SCALES (weights.cuh).
 #pragma once
 
 #include "common/weights.cuh"
@@ -11,13 +11,16 @@ constexpr int SIDES = GATED ? 2 : 1;  // rows of weights per output
 
 struct Matrices {
   const WEIGHT* weights[3];   // (outputs[i], width)
-  const float* scales[3];     // FP8: (outputs[i] >> shifts[i], width / 128), rounded up
+  const SCALE* scales[3];     // FP8: (outputs[i] >> shifts[i], width / 128), rounded up;
+                              // INT4: (outputs[i], width >> group_shift), at least one
+  const uint8_t* zeros[3];    // INT4: like the scales
   const ELEMENT* biases[3];   // (outputs[i]), or null
   const ELEMENT* residual;    // (rows, total) to be added, or null
   ELEMENT* output;            // (rows, total)
   int outputs[3];
   int shifts[3];              // FP8: log2 of the rows of a scale
   int total, width;
+  int group_shift;            // INT4: log2 of the columns of a group; 31: as wide as the matrix
 };
 
 // Matrix and row of an output's weights.
@@ -33,14 +36,20 @@ struct WeightRow {
   }
 
   __device__ __forceinline__ const WEIGHT* weights(const Matrices& matrices) const {
-    return matrices.weights[matrix] + static_cast<int64_t>(row) * matrices.width;
+    const int units = weight_bytes(matrices.width) / sizeof(WEIGHT);
+    return matrices.weights[matrix] + static_cast<int64_t>(row) * units;
   }
 
   // FP8: the scales of the row that is `offset` rows below this one.
-  __device__ __forceinline__ const float* scales(const Matrices& matrices,
+  __device__ __forceinline__ const SCALE* scales(const Matrices& matrices,
                                                  int64_t offset = 0) const {
     const int columns = (matrices.width + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
     return matrices.scales[matrix] + ((row + offset) >> matrices.shifts[matrix]) * columns;
+  }
+
+  // INT4: index of the first group of the row, in scales and zeros.
+  __device__ __forceinline__ int64_t groups(const Matrices& matrices) const {
+    return static_cast<int64_t>(row) * max(matrices.width >> matrices.group_shift, 1);
   }
 
   __device__ __forceinline__ float bias(const Matrices& matrices) const {

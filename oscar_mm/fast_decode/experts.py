@@ -89,8 +89,8 @@ class Specialization(NamedTuple):
     rows: int
     width: int
     between: int
-    fp8: bool = False
-    """Whether the experts' weights are in FP8."""
+    weight_bits: int = 16
+    """16, or 8 for FP8."""
 
     def macros(self, down: bool, limit: int, tma: bool) -> Macros:
         """Return the macros for csrc/experts/experts.cu.
@@ -101,18 +101,17 @@ class Specialization(NamedTuple):
             tma: whether to copy by TMA.
         """
         width = self.between if down else self.width
-        if self.fp8:  # Pieces are multiples of 512 elements.
-            piece = min(PIECE_BYTES, -(-width // 512) * 512)
-        else:
-            piece = min(PIECE_BYTES // 2, width)
+        # The kernel multiplies 256 elements at a time, and 512 in FP8.
+        at_once = AT_ONCE * 16 // self.weight_bits
+        piece = min(PIECE_BYTES * 8 // self.weight_bits, -(-width // at_once) * at_once)
         pieces = {"WARPS": WARPS, "DEPTH": depth_for(limit), "EARLY": _EARLY, "PIECE": piece}
-        made = {"ROWS": self.rows, "DOWN": down, "USE_TMA": tma, "FP8": self.fp8}
+        made = {"ROWS": self.rows, "DOWN": down, "USE_TMA": tma, "WEIGHT_BITS": self.weight_bits}
         return macros_of(self.choice, **made, **pieces)
 
     def shared_bytes(self, macros: Macros) -> int:
         """Return the shared memory per thread block in bytes, which stores the pieces, the rows of
         x and the norm's weight."""
-        pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"]) * (1 if self.fp8 else 2)
+        pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"]) * self.weight_bits // 8
         if macros["DOWN"]:
             return pieces + 2 * self.rows * self.choice.chosen * self.between
         return pieces + 2 * (self.rows + 1) * self.width
@@ -169,8 +168,9 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
     ) -> float:
         """Return the largest relative error of a row with unambiguous routing, without the residual
         stream."""
-        choice, rows, width, between, fp8 = specialization
-        return error_of(kernel, clear_choices([0] * rows, choice, width, between, device, fp8))
+        choice, rows, width, between, bits = specialization
+        problem = clear_choices([0] * rows, choice, width, between, device, fp8=bits == 8)
+        return error_of(kernel, problem)
 
 
 class GroupedParams(ctypes.Structure):
@@ -194,25 +194,23 @@ class GroupedSpecialization(NamedTuple):
     choice: Choice
     columns: int
     """Maximum number of rows per group."""
-    fp8: bool = False
-    """Whether the experts' weights are in FP8."""
+    weight_bits: int = 16
+    """16, or 8 for FP8."""
 
     @classmethod
-    def of(cls, choice: Choice, rows: int, fp8: bool = False) -> GroupedSpecialization:
+    def of(cls, choice: Choice, rows: int, weight_bits: int = 16) -> GroupedSpecialization:
         """Return the specialization for this number of rows of x.
 
         Groups of 16 rows leave more shared memory for weights in flight, and are seldom too small
         if an expert has six rows on average.
         """
         many = rows * choice.chosen > 6 * choice.experts
-        return cls(choice, 8 if rows <= 8 else 32 if many else 16, fp8)
+        return cls(choice, 8 if rows <= 8 else 32 if many else 16, weight_bits)
 
     def products(self, gated: bool) -> RowsSpecialization:
         """Return the specialization of linear_rows.cu for the experts' first (gated) or second
         matrices."""
-        return RowsSpecialization(
-            self.columns, gated, self.choice.dtype, grouped=True, fp8=self.fp8
-        )
+        return RowsSpecialization(self.columns, gated, self.choice.dtype, True, self.weight_bits)
 
 
 def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:
@@ -306,10 +304,11 @@ class GroupedKernels(
 
         Some experts have more rows than fit in a group.
         """
-        choice, columns, fp8 = specialization
+        choice, columns, bits = specialization
         kinds = [1, 2, 3, *[0] * (columns + 2)]
-        between = BLOCK if fp8 else 64
-        return error_of(kernel, clear_choices(kinds, choice, 544, between, device, fp8))
+        between = 64 if bits == 16 else BLOCK
+        problem = clear_choices(kinds, choice, 544, between, device, fp8=bits == 8)
+        return error_of(kernel, problem)
 
 
 class PromptParams(ctypes.Structure):
@@ -386,17 +385,18 @@ def expert_kernels(
         return None
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
-    choice, fp8 = Choice(count, experts.chosen, experts.normalized, x.dtype), bool(experts.scales)
+    choice = Choice(count, experts.chosen, experts.normalized, x.dtype)
+    bits = 8 if experts.scales else 16
     if rows > MAX_ROWS:
         if not uses_tma(x.device):
             return None
         if rows <= MAX_GROUPED:
-            return GroupedKernels.of(GroupedSpecialization.of(choice, rows, fp8), x.device)
+            return GroupedKernels.of(GroupedSpecialization.of(choice, rows, bits), x.device)
         # torch's grouped products support no other dtype.
         if x.dtype != torch.bfloat16 or rows > _MAX_PROMPT_ROWS:
             return None
         return PromptKernels.of(choice, x.device)
-    return ExpertKernels.of(Specialization(choice, rows, width, both // 2, fp8), x.device)
+    return ExpertKernels.of(Specialization(choice, rows, width, both // 2, bits), x.device)
 
 
 def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:

@@ -26,6 +26,7 @@ from oscar_mm.fast_decode.linear_params import (
     WIDEST_NORM,
     WORST_ERROR,
     Matrices,
+    group_shift,
     normalized,
     worst_error,
 )
@@ -67,7 +68,7 @@ MAX_COLUMNS = 24
 fifth slower with 16 and a third slower with 8; ``linear_cluster`` is 6% faster with 4 rows and a
 quarter with 24."""
 MAX_SPLIT = 4 * MAX_COLUMNS
-"""Maximum rows of x for which the kernel for more rows reads FP8 weights again for each
+"""Maximum rows of x for which the kernel for more rows reads quantized weights again for each
 ``MAX_COLUMNS`` of them, which moves fewer bytes than dequantized weights do: 1 for each weight and
 launch, instead of 5."""
 _FRAGMENT = 8
@@ -105,31 +106,48 @@ def kernel_for(
 ) -> LinearKernel | LinearRowsKernel | LinearClusterKernel | None:
     """Return the kernel to use; None if PyTorch operations must be used."""
     x, has_norm = arguments.x, arguments.norm is not None
-    rows, width = x.shape
+    width = x.shape[1]
     if not x.is_cuda or x.dtype not in ELEMENTS or width % AT_ONCE:
         return None
-    is_fp8 = bool(arguments.scales)
-    if is_fp8 and any(codes.dtype != fp8.CODES for codes in arguments.weights):
+    if arguments.scales and not _has_kernel_format(arguments):
         return None
     # Gated kernels do not support biases.
     if arguments.gated and any(bias is not None for bias in arguments.biases):
         return None
-    for kernel in _kernels(rows, arguments.gated, x.dtype, x.device, is_fp8):
+    for kernel in _kernels(arguments):
         if kernel is not None and kernel.takes(width, has_norm) and in_rows(x, *arguments.weights):
             return kernel
     return None
 
 
+def _has_kernel_format(arguments: LinearArguments) -> bool:
+    """Return whether the kernels support the scales, zero points and codes of the weights."""
+    x, weights, scales = arguments.x, arguments.weights, arguments.scales
+    if not arguments.zeros:
+        return all(codes.dtype == fp8.CODES for codes in weights)
+    dtypes, groups = {one.dtype for one in scales}, {one.shape[1] for one in scales}
+    return (
+        dtypes in ({x.dtype}, {torch.float32})
+        and len(groups) == 1
+        and group_shift(x.shape[1], *groups) is not None
+    )
+
+
 def _kernels(
-    rows: int, gated: bool, dtype: torch.dtype, device: torch.device, fp8: bool
+    arguments: LinearArguments,
 ) -> Iterator[LinearKernel | LinearRowsKernel | LinearClusterKernel | None]:
     """Yield candidate kernels, fastest first."""
-    if FEW_ROWS < rows <= MAX_CLUSTER_ROWS and uses_wgmma(device) and not fp8:
+    x, gated, bits = arguments.x, arguments.gated, arguments.weight_bits
+    rows, dtype, device = len(x), x.dtype, x.device
+    if FEW_ROWS < rows <= MAX_CLUSTER_ROWS and uses_wgmma(device) and bits == 16:
         yield LinearClusterKernel.of(ClusterSpecialization.of(rows, gated, dtype), device)
-    if FEW_ROWS < rows <= MAX_COLUMNS and uses_tma(device):
-        yield LinearRowsKernel.of(RowsSpecialization.of(rows, gated, dtype, fp8), device)
-    if rows <= MAX_ROWS:
-        yield LinearKernel.of(Specialization(rows, gated, dtype, fp8), device)
+    if (rows > FEW_ROWS or bits == 4) and rows <= MAX_COLUMNS and uses_tma(device):
+        made = RowsSpecialization.of(rows, gated, dtype)
+        wide = bits == 4 and arguments.scales[0].dtype == torch.float32
+        made = made._replace(weight_bits=bits, float_scales=wide)
+        yield LinearRowsKernel.of(made, device)
+    if rows <= MAX_ROWS and bits != 4:
+        yield LinearKernel.of(Specialization(rows, gated, dtype, bits), device)
 
 
 class Params(ctypes.Structure):
@@ -144,13 +162,13 @@ class Specialization(NamedTuple):
     rows: int
     gated: bool
     dtype: torch.dtype
-    fp8: bool = False
-    """Whether the weights are in FP8."""
+    weight_bits: int = 16
+    """16, or 8 for FP8."""
 
     @property
     def piece(self) -> int:
         """Elements per piece of weights."""
-        return PIECE_BYTES if self.fp8 else PIECE_BYTES // 2
+        return PIECE_BYTES * 8 // self.weight_bits
 
     def macros(self, depth: int, tma: bool) -> Macros:
         """Return the macros for csrc/linear/linear.cu."""
@@ -207,10 +225,10 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         device: torch.device,
     ) -> float:
         """Return the largest relative error of a row."""
-        rows, gated, dtype, fp8 = specialization
+        rows, gated, dtype, bits = specialization
         many = (3000, 3000) if gated else (3000, 7, 31)
         problems = (rows, 256, (5, 5)), (rows, specialization.piece + 768, many)
-        return worst_error(kernel, gated, dtype, device, problems, fp8)
+        return worst_error(kernel, gated, dtype, device, problems, bits)
 
 
 class RowsParams(ctypes.Structure):
@@ -233,15 +251,15 @@ class RowsSpecialization(NamedTuple):
     dtype: torch.dtype
     grouped: bool = False
     """Whether each group of rows has its own matrices; ``columns`` is then the size of a group."""
-    fp8: bool = False
-    """Whether the weights are in FP8."""
+    weight_bits: int = 16
+    """16, 8 for FP8, or 4 for INT4."""
+    float_scales: bool = False
+    """Whether INT4 weights have scales in float32 instead of ``dtype``."""
 
     @classmethod
-    def of(
-        cls, rows: int, gated: bool, dtype: torch.dtype, fp8: bool = False
-    ) -> RowsSpecialization:
+    def of(cls, rows: int, gated: bool, dtype: torch.dtype) -> RowsSpecialization:
         """Return the specialization for this number of rows of x."""
-        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype, fp8=fp8)
+        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype)
 
     def stage_bytes(self, weight_rows: int, span: int) -> int:
         """Return the size of a stage in shared memory, whose rows are padded as in
@@ -251,7 +269,7 @@ class RowsSpecialization(NamedTuple):
             weight_rows: number of rows of weights.
             span: elements of each row.
         """
-        weights, x = (span + 16, span * 2 + 32) if self.fp8 else (span * 2 + 16,) * 2
+        weights, x = span * self.weight_bits // 8 + 16, span * 2 + 256 // self.weight_bits
         return weight_rows * weights + self.columns * x
 
 
@@ -313,9 +331,10 @@ class Tiling(NamedTuple):
         return Launch(step, depth, partials + depth * stage)
 
 
-def tiling_for(shared_bytes: int) -> Tiling:
+def tiling_for(shared_bytes: int, weight_bits: int = 16) -> Tiling:
     """Return the tiling, given the maximum shared memory per thread block."""
-    return Tiling() if shared_bytes >= 200 << 10 else Tiling(sweep=32, span=256)
+    tiling = Tiling() if shared_bytes >= 200 << 10 else Tiling(sweep=32, span=256)
+    return tiling._replace(span=2 * tiling.span) if weight_bits == 4 else tiling
 
 
 class LinearRowsKernel(
@@ -325,7 +344,7 @@ class LinearRowsKernel(
 
     def __init__(self, specialization: RowsSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
-        self.tiling = tiling_for(shared_limit(device))
+        self.tiling = tiling_for(shared_limit(device), specialization.weight_bits)
         macros = self.tiling.macros(specialization)
         self._kernel = self._load("linear/linear_rows.cu", macros)
         self._norm = self._load(NORM_SOURCE, {"ELEMENT": macros["ELEMENT"]})
@@ -334,7 +353,8 @@ class LinearRowsKernel(
     def takes(self, width: int, norm: bool) -> bool:
         """Return whether the kernel supports rows of this width."""
         fits = self._cut(self.tiling.sweep * self._blocks).depth >= 2
-        return fits and width % 32 == 0 and not (norm and width > WIDEST_NORM)
+        step = 64 if self.specialization.weight_bits == 4 else 32
+        return fits and width % step == 0 and not (norm and width > WIDEST_NORM)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
         """Launch the kernels; no bias is added if the product is gated."""
@@ -362,11 +382,12 @@ class LinearRowsKernel(
         many = kernel.tiling.sweep * multiprocessors(device) // 2 + 700
         problems = (
             (columns - 3, 256, (5, 5)),
-            (columns, 4096 + 32, (3000, 3000) if gated else (3000, 7, 31)),
+            (columns, 4096 + 64, (3000, 3000) if gated else (3000, 7, 31)),
             (columns - 1, 256, (many, many)),
         )
-        dtype, fp8 = specialization.dtype, specialization.fp8
-        return worst_error(kernel, gated, dtype, device, problems, fp8)
+        dtype, bits = specialization.dtype, specialization.weight_bits
+        scales = torch.float32 if specialization.float_scales else dtype
+        return worst_error(kernel, gated, dtype, device, problems, bits, scales)
 
 
 def _linear(arguments: LinearArguments) -> torch.Tensor:

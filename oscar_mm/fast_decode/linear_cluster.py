@@ -53,7 +53,7 @@ class ClusterParams(ctypes.Structure):
         ("weights", TensorMap * 3),
         ("matrices", Matrices),
         *ints("rows", "share", "extra", "step", "depth"),
-        ("unused", ctypes.c_int * 13),
+        ("unused", ctypes.c_int * 5),
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.launch import Kernel, addresses, ints, pointers
 from oscar_mm.kernels.self_check import random_normal, relative_error, worst
-from oscar_mm.weights.fp8 import BLOCK, quantized, rows_per_scale
+from oscar_mm.weights import fp8, int4
 
 WORST_ERROR = 0.02
 """Maximum relative error of a correct kernel: above the rounding error in 16-bit precision, below
@@ -26,30 +26,42 @@ class Matrices(ctypes.Structure):
     """Mirror of ``Matrices`` in csrc/linear/matrices.cuh, field for field."""
 
     _fields_ = (
-        *((name, _ADDRESSES) for name in ("weights", "scales", "biases")),
+        *((name, _ADDRESSES) for name in ("weights", "scales", "zeros", "biases")),
         *pointers("residual", "output"),
         *((name, _SIZES) for name in ("outputs", "shifts")),
-        *ints("total", "width"),
+        *ints("total", "width", "group_shift"),
     )
 
     @classmethod
     def of(cls, arguments: LinearArguments, output: torch.Tensor) -> Matrices:
         """Return the matrices of a launch; the tensors must outlive the launch."""
-        weights, scales = arguments.weights, arguments.scales
+        weights, scales, width = arguments.weights, arguments.scales, arguments.x.shape[1]
+        shifts = [] if arguments.zeros else list(map(scale_shift, weights, scales))
+        by_group = group_shift(width, scales[0].shape[1]) if arguments.zeros else None
         return cls(
             _ADDRESSES(*addresses(*weights)),
             _ADDRESSES(*addresses(*scales)),
+            _ADDRESSES(*addresses(*arguments.zeros)),
             _ADDRESSES(*addresses(*arguments.biases)),
             *addresses(arguments.residual, output),
             _SIZES(*[weight.shape[0] for weight in weights]),
-            _SIZES(*map(scale_shift, weights, scales)),
-            *(output.shape[1], weights[0].shape[1]),
+            _SIZES(*shifts),
+            *(output.shape[1], width, by_group or 0),
         )
+
+
+def group_shift(width: int, groups: int) -> int | None:
+    """Return the binary logarithm of the columns per group of INT4 weights, 31 for a single group,
+    or None if kernels do not support the groups."""
+    size = width // groups
+    if groups == 1:
+        return 31
+    return size.bit_length() - 1 if size >= 32 and size & (size - 1) == 0 else None
 
 
 def scale_shift(codes: torch.Tensor, scales: torch.Tensor) -> int:
     """Return the binary logarithm of the rows per scale of FP8 weights."""
-    return rows_per_scale(codes, scales).bit_length() - 1
+    return fp8.rows_per_scale(codes, scales).bit_length() - 1
 
 
 class NormParams(ctypes.Structure):
@@ -78,7 +90,8 @@ def worst_error(
     dtype: torch.dtype,
     device: torch.device,
     problems: Iterable[tuple[int, int, tuple[int, ...]]],
-    fp8: bool = False,
+    weight_bits: int = 16,
+    scales_dtype: torch.dtype = torch.float32,
 ) -> float:
     """Return a kernel's largest relative error over all rows, with and without norm, bias and
     residual.
@@ -86,7 +99,9 @@ def worst_error(
     Args:
         kernel: kernel for x and weights of ``dtype``.
         problems: number of rows, width, and number of outputs of each weight matrix.
-        fp8: whether the weights are in FP8, with scales for each block and for each row in turn.
+        weight_bits: 16; 8 for FP8, with scales of blocks and of rows; 4 for INT4, with groups of 64
+            columns and of whole rows.
+        scales_dtype: dtype of the scales of INT4.
     """
     random, errors = random_normal(dtype, device), []
     for rows, width, outputs in problems:
@@ -94,13 +109,32 @@ def worst_error(
         weights = [random(count, width).div_(width**0.5) for count in outputs]
         biases = () if gated else [random(count) for count in outputs]
         residual = None if gated else random(rows, sum(outputs))
-        scales = ()
-        if fp8:
-            weights, scales = zip(*map(quantized, weights), strict=True)
-        for around in (((), None, None), (biases, Norm(random(width), 1e-5), residual)):
-            arguments = LinearArguments.of(x, weights, *around, gated, scales)
+        for coarse, around in (
+            (False, ((), None, None)),
+            (True, (biases, Norm(random(width), 1e-5), residual)),
+        ):
+            formats = _formats(weights, weight_bits, scales_dtype, coarse)
+            arguments = LinearArguments.of(x, formats[0], *around, gated, *formats[1:])
             errors.append(relative_error(kernel(arguments), linear_by_torch(arguments)))
-            if fp8:  # From now on, each row has its own scales.
-                pairs = zip(weights, scales, strict=True)
-                scales = [by_row.repeat_interleave(BLOCK, 0)[: len(w)] for w, by_row in pairs]
     return worst(errors)
+
+
+def _formats(
+    weights: Sequence[torch.Tensor], bits: int, scales_dtype: torch.dtype, coarse: bool
+) -> tuple[Sequence[torch.Tensor], ...]:
+    """Return weights, scales and zero points in a format, see ``worst_error``.
+
+    Args:
+        coarse: whether FP8 rows have their own scales, or INT4 groups are as wide as the matrix.
+    """
+    if bits == 8:
+        codes, scales = zip(*map(fp8.quantized, weights), strict=True)
+        if coarse:
+            pairs = zip(codes, scales, strict=True)
+            scales = [by_row.repeat_interleave(fp8.BLOCK, 0)[: len(w)] for w, by_row in pairs]
+        return codes, scales
+    if bits == 4:
+        made = [int4.quantized(w, w.shape[1] if coarse else 64) for w in weights]
+        codes, scales, zeros = zip(*made, strict=True)
+        return codes, [one.to(scales_dtype) for one in scales], zeros
+    return (weights,)

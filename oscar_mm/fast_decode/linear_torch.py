@@ -88,6 +88,11 @@ class LinearArguments(NamedTuple):
             return self.weights[0].shape[0]
         return sum([weight.shape[0] for weight in self.weights])
 
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a weight: 16 or 32, 8 (FP8) or 4 (INT4)."""
+        return 4 if self.zeros else 8 if self.scales else 8 * self.x.itemsize
+
     def result(self) -> torch.Tensor:
         """Return an uninitialized (rows, total) tensor for the result."""
         return self.x.new_empty(self.x.shape[0], self.total)

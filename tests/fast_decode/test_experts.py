@@ -42,11 +42,6 @@ from tests.compiled import architectures, compile_once, same_struct
 OMNI_CHOICE = Choice(128, 8, True, torch.bfloat16)
 LARGEST_CHOICE = Choice(512, 32, False, torch.float16)
 QWEN3_OMNI = Specialization(OMNI_CHOICE, 1, 2048, 768)
-FP8 = (
-    QWEN3_OMNI._replace(fp8=True),
-    Specialization(Choice(60, 4, False, torch.float16), 3, 1024, 1536, True),
-    Specialization(Choice(4, 2, True, torch.bfloat16), 2, 256, 256, True),
-)
 OTHERS = (
     Specialization(OMNI_CHOICE, 4, 2048, 768),
     Specialization(Choice(60, 4, False, torch.float16), 3, 1024, 1536),
@@ -70,11 +65,11 @@ def test_as_transformers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("down", [False, True])
 @pytest.mark.parametrize("arch", architectures(("sm_80", "sm_90a", "sm_100a", "sm_120")))
-@pytest.mark.parametrize("fp8", [False, True])
-def test_compiles(arch: str, down: bool, fp8: bool) -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_compiles(arch: str, down: bool, bits: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "experts/experts.cu").read_text() + same_struct(Params)
-    for specialization in (QWEN3_OMNI._replace(fp8=fp8), OTHERS[1]._replace(fp8=fp8)):
+    for specialization in (one._replace(weight_bits=bits) for one in (QWEN3_OMNI, OTHERS[1])):
         limit = (227 if arch != "sm_120" else 99) << 10
         macros = specialization.macros(down, limit, arch != "sm_80")
         assert 0 < macros["EARLY"] <= macros["DEPTH"] <= 32
@@ -96,11 +91,11 @@ def _spills(source: str, arch: str, text: str, macros: dict[str, str | int]) -> 
 
 @pytest.mark.parametrize("arch", architectures(("sm_90a", "sm_100a", "sm_120")))
 @pytest.mark.parametrize("columns", [8, 32])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_kernels_of_many_rows_compile(arch: str, columns: int, fp8: bool) -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_kernels_of_many_rows_compile(arch: str, columns: int, bits: int) -> None:
     """And the host's picture of them is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    made, text = GroupedSpecialization(OMNI_CHOICE, columns, fp8), same_struct(RowsParams)
+    made, text = GroupedSpecialization(OMNI_CHOICE, columns, bits), same_struct(RowsParams)
     limit = (227 if arch != "sm_120" else 99) << 10
     for gated, tiling in zip((True, False), grouped_tilings(limit), strict=True):
         product = made.products(gated)
@@ -135,7 +130,7 @@ def test_rows_of_a_group(rows: int, columns: int) -> None:
     [
         (ExpertKernels, Specialization(Choice(6, 2, True, torch.float32), 3, 256, 256), 1),
         (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8), 2),
-        (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8, True), 2),
+        (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8, 8), 2),
         (PromptKernels, Choice(12, 2, True, torch.float32), 2),
     ],
 )
@@ -152,8 +147,10 @@ def test_one_wrong_row_shows(kernels, made, row: int, value: float | None) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("specialization", [QWEN3_OMNI, *OTHERS, *FP8])
-def test_kernel(specialization: Specialization) -> None:
+@pytest.mark.parametrize("specialization", [QWEN3_OMNI, *OTHERS])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_kernel(specialization: Specialization, bits: int) -> None:
+    specialization = specialization._replace(weight_bits=bits)
     verdict = ExpertKernels.checked.check(specialization, torch.device("cuda", 0))
     assert verdict.disagreement < 0.01
 

@@ -86,13 +86,13 @@ def test_many_rows(rows: int, captured: bool) -> None:
 
 @pytest.mark.parametrize("arch", architectures(ARCHITECTURES))
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_compiles(arch: str, gated: bool, fp8: bool) -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_compiles(arch: str, gated: bool, bits: int) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "linear/linear.cu").read_text() + same_struct(Params)
     for rows, dtype in ((1, torch.bfloat16), (module.MAX_ROWS, torch.float16)):
         bulk = arch.startswith(("sm_9", "sm_1"))
-        macros = Specialization(rows, gated, dtype, fp8).macros(ARCHITECTURES[arch], bulk)
+        macros = Specialization(rows, gated, dtype, bits).macros(ARCHITECTURES[arch], bulk)
         report = compile_once("linear/linear.cu", text, arch, macros)["linear"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 

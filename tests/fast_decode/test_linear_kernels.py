@@ -73,10 +73,10 @@ def test_rows_are_rounded_up(rows: int) -> None:
 @pytest.mark.parametrize("limit", sorted(set(LIMITS.values())))
 @pytest.mark.parametrize("columns", [8, 16, 24])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool, fp8: bool) -> None:
-    made = RowsSpecialization(columns, gated, torch.bfloat16, fp8=fp8)
-    tiling = module.tiling_for(limit << 10)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool, bits: int) -> None:
+    made = RowsSpecialization(columns, gated, torch.bfloat16, weight_bits=bits)
+    tiling = module.tiling_for(limit << 10, bits)
     most = tiling.sweep // (2 if gated else 1)
     for outputs in (1, 7, 8, 9, 31, 32, 33, 47, 94, 1152):
         step, depth, shared_bytes = tiling.launch(made, outputs, limit << 10)
@@ -88,13 +88,13 @@ def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool, fp8:
 
 @pytest.mark.parametrize("arch", LIMITS)
 @pytest.mark.parametrize(("gated", "columns"), [(False, 8), (True, 8), (True, 16), (False, 24)])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_compiles(arch: str, gated: bool, columns: int, fp8: bool) -> None:
+@pytest.mark.parametrize(("bits", "wide"), [(16, False), (8, False), (4, False), (4, True)])
+def test_compiles(arch: str, gated: bool, columns: int, bits: int, wide: bool) -> None:
     """And the host's picture of the kernel is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     dtype = torch.bfloat16 if gated else torch.float16
-    made = RowsSpecialization(columns, gated, dtype, fp8=fp8)
-    tiling = module.tiling_for(LIMITS[arch] << 10)
+    made = RowsSpecialization(columns, gated, dtype, weight_bits=bits, float_scales=wide)
+    tiling = module.tiling_for(LIMITS[arch] << 10, bits)
     step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
     text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
         f"{same_struct(RowsParams)}"
