@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, CompileConfig, DynamicCache, QuantizedCache, StaticCache
 
 from benchmarks.conversation import POLICY, TINY, Bench, Sizes
-from benchmarks.random_model import RELEASED, text_and_images
+from benchmarks.random_model import RANDOM_MODELS, text_and_images
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.attention import IMPLEMENTATION
@@ -41,7 +41,7 @@ class Decoder:
     """Decoder of a released model with random weights.
 
     Args:
-        name: key of ``RELEASED``.
+        name: key of ``RANDOM_MODELS``.
         device: device of the model.
         tiny: whether to use a small version of the model.
 
@@ -55,7 +55,7 @@ class Decoder:
     """
 
     def __init__(self, name: str, device: torch.device, *, tiny: bool) -> None:
-        released = RELEASED[name].with_positions(MAX_POSITIONS)
+        released = RANDOM_MODELS[name].with_positions(MAX_POSITIONS)
         bench = Bench(released.tiny() if tiny else released, TINY if tiny else Sizes(), device)
         bench.warm_up()
         bench.pipe.store.trim()  # Free the pools of the chat that warmed up the model.

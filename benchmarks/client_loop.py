@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.random_model import RELEASED, endless_pipeline, words
+from benchmarks.random_model import RANDOM_MODELS, endless_pipeline, words
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from benchmarks.vllm_attention import engine_options, model_folder, tokens_of
 from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
@@ -299,7 +299,8 @@ def child(spec: dict[str, Any]) -> None:
         folder = model_folder(model, Path(spec["folder"]))
         longest = max(loop.prompt + loop.new_tokens for loop in loops)
         # Like those of filled caches, but prompts are computed, by vLLM's own budget for a step.
-        options = engine_options("auto", folder, longest, filled=True)
+        weights = RANDOM_MODELS[model].weights
+        options = engine_options("auto", folder, longest, filled=True, weights=weights)
         del options["kv_transfer_config"], options["max_num_batched_tokens"]
         engine: Any = LLM(**options).llm_engine
 
@@ -377,7 +378,7 @@ def main(arguments: Sequence[str]) -> int:
     options_parser = parser("benchmarks.client_loop", __doc__)
     options_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = options_parser.add_argument
-    add("--models", default="qwen3-vl-8b", help=f"comma-separated: {', '.join(RELEASED)}")
+    add("--models", default="qwen3-vl-8b", help=f"comma-separated: {', '.join(RANDOM_MODELS)}")
     add("--engines", default=f"{OURS},{VLLM}", help="comma-separated")
     add("--prompts", default="500,2000,8000", help="tokens of a prompt, comma-separated")
     add("--clients", help="numbers of clients, comma-separated; default without --rate: 16,64,256")

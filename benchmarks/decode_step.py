@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.cache_variants import VARIANTS, CacheVariant, Decoder, FilledCache, Oscar
 from benchmarks.profiling import allocated, copy_bandwidth, kernel_launches, release
-from benchmarks.random_model import RELEASED
+from benchmarks.random_model import RANDOM_MODELS
 from benchmarks.record import (
     Record,
     Row,
@@ -305,7 +305,7 @@ def options_of(
     """Create a command-line parser with the options that all sweeps share."""
     options = parser(f"benchmarks.{benchmark}", description)
     options.add_argument(
-        "--models", type=_names(RELEASED), default=MODELS, help="models, comma-separated"
+        "--models", type=_names(RANDOM_MODELS), default=MODELS, help="models, comma-separated"
     )
     options.add_argument(
         "--contexts",

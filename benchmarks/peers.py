@@ -22,7 +22,7 @@ import torch
 from benchmarks import client_loop
 from benchmarks.cache_variants import VARIANTS
 from benchmarks.decode_step import COMPILED, COMPILED_CELL
-from benchmarks.random_model import RELEASED
+from benchmarks.random_model import RANDOM_MODELS
 from benchmarks.record import Record, Row, command, device_name, finish, parser, show
 
 MODELS, CONTEXTS, FULL = "qwen3-vl-8b,qwen3-vl-30b-a3b", "2048,32768,131072", "32768"
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit code, 1 if anything failed."""
     options_parser = parser("benchmarks.peers", __doc__)
     add = options_parser.add_argument
-    add("--models", default=MODELS, help=f"models, comma-separated: {', '.join(RELEASED)}")
+    add("--models", default=MODELS, help=f"models, comma-separated: {', '.join(RANDOM_MODELS)}")
     add("--contexts", default=CONTEXTS, help="tokens of a single sequence, comma-separated")
     add("--full", default=FULL, help="contexts at full memory, comma-separated")
     add("--tiny", action="store_true", help="trial run with tiny models, without vLLM")

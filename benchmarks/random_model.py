@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ from oscar_mm.models.released import ReleasedModel
 from oscar_mm.pipelines import OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.pipelines.loading import device_of
 from oscar_mm.pipelines.pipeline import Pipeline
+from oscar_mm.pipelines.registry import family_of
+from oscar_mm.pipelines.weight_formats import quantize
 from oscar_mm.quant.balance import sigma_from_rms
 from tests.tiny import TEXT, llama_tokenizer, qwen_tokenizer
 from tests.tiny_llava_next import MEDIA as LLAVA_MEDIA
@@ -60,8 +62,15 @@ _PIECE_ELEMENTS = 1 << 26
 """Number of elements of the keys that are stored at a time: 128 MB in bfloat16."""
 
 
+@dataclass(frozen=True)
 class Released(ReleasedModel):
-    """Shapes of a released model, with methods to change them for a benchmark."""
+    """Shapes of a released model, with methods to change them for a benchmark.
+
+    Attributes:
+        weights: format that the decoder's weights are quantized to; None for 16 bits.
+    """
+
+    weights: str | None = None
 
     def with_positions(self, least: int) -> Released:
         """Return the same model with at least ``least`` positions.
@@ -122,6 +131,15 @@ RELEASED = {
     }.items()
 }
 
+_QUANTIZED = (
+    *(("qwen3-vl-8b", weights) for weights in ("fp8", "int4")),
+    ("qwen3-vl-30b-a3b", "fp8"),
+)
+RANDOM_MODELS = RELEASED | {
+    f"{name}-{weights}": replace(RELEASED[name], weights=weights) for name, weights in _QUANTIZED
+}
+"""Released models, also with quantized weights."""
+
 
 def build(
     released: Released, device: torch.device, dtype: torch.dtype, seed: int = 0
@@ -144,6 +162,8 @@ def build(
     # This initializes buffers such as RoPE frequencies, and sets weights to default values.
     model.initialize_weights()
     _fill(model, torch.Generator(device).manual_seed(seed))
+    if released.weights is not None:
+        quantize(model, family_of(released.family).text_part(model).get_decoder(), released.weights)
     ends = GenerationConfig(do_sample=False, eos_token_id=NEVER)
     for part in {model, getattr(model, "thinker", model)}:
         part.generation_config = ends
@@ -315,7 +335,7 @@ def random_pipeline(
     """Create a pipeline for a released model with random weights.
 
     Args:
-        name: key of ``RELEASED``.
+        name: key of ``RANDOM_MODELS``.
         tiny: whether to use a small version of the model.
         device: device of the model; by default a GPU if there is one.
         device_map: must be None, because only a single device is supported.
@@ -326,7 +346,7 @@ def random_pipeline(
         raise ValueError(
             "device_map: a model with random weights is created on one device; pass device instead"
         )
-    released, target = RELEASED[name], device_of(device)
+    released, target = RANDOM_MODELS[name], device_of(device)
     default = "float32" if target.type == "cpu" else "bfloat16"
     model, processor = build(
         released.tiny() if tiny else released, target, getattr(torch, dtype or default)
@@ -345,12 +365,12 @@ def endless_pipeline(
     """Create a pipeline whose answers end only at their limit.
 
     Args:
-        model: key of ``RELEASED`` for a model with random weights, or a model for ``usual``.
+        model: key of ``RANDOM_MODELS`` for a model with random weights, or a model for ``usual``.
         tiny: whether to use a small version of a random model.
         usual: function that returns the pipeline class of any other model.
         options: options of the pipeline.
     """
-    if model in RELEASED:
+    if model in RANDOM_MODELS:
         return make_endless(random_pipeline(str(model), tiny=tiny, **options))
     return make_endless(usual(model)(model, **options))
 

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 
 import oscar_mm.pipelines
-from benchmarks.random_model import RELEASED, endless_pipeline
+from benchmarks.random_model import RANDOM_MODELS, endless_pipeline
 from benchmarks.record import Record, command, device_name, finish, parser, show
 from oscar_mm import cli
 from oscar_mm.apps import options as command_options
@@ -249,7 +249,7 @@ def serve_endless(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: options of the command, and optionally --tiny for a small random model. The model
-            is a bundled model, a checkpoint, or a model of ``RELEASED`` with random weights.
+            is a bundled model, a checkpoint, or a model of ``RANDOM_MODELS`` with random weights.
     """
     tiny = "--tiny" in arguments
     usual = oscar_mm.pipelines.pipeline_for
@@ -258,7 +258,7 @@ def serve_endless(arguments: Sequence[str]) -> None:
         return partial(endless_pipeline, tiny=tiny, usual=usual)
 
     def check_source(model: str | Path) -> None:
-        if model not in RELEASED:
+        if model not in RANDOM_MODELS:
             check_model_source(model)
 
     # Replace these functions, because the command imports them only when it runs.

@@ -21,7 +21,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks.random_model import RELEASED
+from benchmarks.random_model import RANDOM_MODELS
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
 from oscar_mm.policy import KVPolicy
@@ -66,7 +66,7 @@ _MIXTURE_BOUNDS = (("full memory 32768", "auto", "standard", 3.5),)
 
 def model_folder(name: str, folder: Path) -> Path:
     """Write the config.json of a released model's decoder to a folder, and return the folder."""
-    text = RELEASED[name].text
+    text = RANDOM_MODELS[name].text
     kind = "qwen3_moe" if "num_experts" in text else "qwen3"
     architecture = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
     rope = {"rope_type": "default", "rope_theta": text["rope_parameters"]["rope_theta"]}
@@ -82,7 +82,9 @@ def model_folder(name: str, folder: Path) -> Path:
     return folder
 
 
-def engine_options(attention: str, folder: Path, longest: int, *, filled: bool) -> dict[str, Any]:
+def engine_options(
+    attention: str, folder: Path, longest: int, *, filled: bool, weights: str | None = None
+) -> dict[str, Any]:
     """Return arguments for ``vllm.LLM``.
 
     Args:
@@ -90,6 +92,7 @@ def engine_options(attention: str, folder: Path, longest: int, *, filled: bool) 
         folder: folder of the model.
         longest: maximum number of tokens of a context.
         filled: True to time decoding with a cache of random values, False to time prompts.
+        weights: format that vLLM quantizes the weights to ("fp8"); None for 16 bits.
     """
     options: dict[str, Any] = {
         "model": str(folder),
@@ -108,6 +111,8 @@ def engine_options(attention: str, folder: Path, longest: int, *, filled: bool) 
         options["additional_config"] = additional_config(attention)
     else:
         options["kv_cache_dtype"] = attention
+    if weights is not None:
+        options["quantization"] = weights
     if not filled:
         return options | {"enforce_eager": True}
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*_SIZES]}
@@ -209,7 +214,8 @@ def child(spec: dict[str, Any]) -> None:
     folder = model_folder(spec["model"], Path(spec["folder"]))
     filled = not spec["prompts"]
     longest = max([*spec["contexts"], *spec["full"], _LONG])
-    llm = LLM(**engine_options(spec["attention"], folder, longest, filled=filled))
+    weights = RANDOM_MODELS[spec["model"]].weights
+    llm = LLM(**engine_options(spec["attention"], folder, longest, filled=filled, weights=weights))
     engine: Any = llm.llm_engine
     rows = decode_rows(engine, spec["contexts"], spec["full"]) if filled else prompt_rows(llm)
     common = {"model": spec["model"], "attention": spec["attention"]}
@@ -233,7 +239,7 @@ def bounds(rows: Iterable[Row]) -> Iterator[tuple[str, float, float]]:
             figure = row.get("tokens") or row.get("tokens_per_s") or 1e3 / row["ms"]
             figures[row["model"], row["attention"], row["what"]] = figure
     for model in dict.fromkeys(model for model, _, _ in figures):
-        wanted = _MIXTURE_BOUNDS if "num_experts" in RELEASED[model].text else BOUNDS
+        wanted = _MIXTURE_BOUNDS if "num_experts" in RANDOM_MODELS[model].text else BOUNDS
         for what, theirs, ours, least in wanted:
             pair = [figures.get((model, name, what)) for name in (ours, theirs)]
             if pair[0] and pair[1]:
@@ -269,7 +275,7 @@ def main(arguments: Sequence[str]) -> int:
     options_parser = parser("benchmarks.vllm_attention", __doc__)
     options_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = options_parser.add_argument
-    add("--model", default="qwen3-vl-8b", choices=list(RELEASED))
+    add("--model", default="qwen3-vl-8b", choices=list(RANDOM_MODELS))
     add(
         "--attention",
         default="auto,fp8,standard",

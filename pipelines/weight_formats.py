@@ -74,7 +74,7 @@ def check_format(weights: str, tp_plan: object) -> None:
 
 
 def quantize(
-    model: PreTrainedModel, decoder: nn.Module, weights: str, device: torch.device | None
+    model: nn.Module, decoder: nn.Module, weights: str, device: torch.device | None = None
 ) -> None:
     """Quantize the products of a decoder's layers, one matrix after the other.
 
