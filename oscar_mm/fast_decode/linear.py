@@ -98,7 +98,7 @@ def linear(
     Returns:
         (rows, total outputs); (rows, outputs of one matrix) if gated.
     """
-    return _linear(LinearArguments.of(x, weights, biases, norm, residual, gated, scales, zeros))
+    return linear_of(LinearArguments.of(x, weights, biases, norm, residual, gated, scales, zeros))
 
 
 def kernel_for(
@@ -390,12 +390,13 @@ class LinearRowsKernel(
         return worst_error(kernel, gated, dtype, device, problems, bits, scales)
 
 
-def _linear(arguments: LinearArguments) -> torch.Tensor:
+def linear_of(arguments: LinearArguments) -> torch.Tensor:
+    """Multiply rows by matrices; the caller has checked the arguments."""
     kernel = kernel_for(arguments)
     if kernel is not None:
         return kernel(arguments)
     if arguments.scales and MAX_COLUMNS < len(arguments.x) <= MAX_SPLIT and arguments.x.is_cuda:
-        return torch.cat([_linear(part) for part in arguments.split(MAX_COLUMNS)])
+        return torch.cat([linear_of(part) for part in arguments.split(MAX_COLUMNS)])
     if arguments.norm is not None:
         x = Norm(arguments.norm, arguments.epsilon).at_once(arguments.x)
         arguments = arguments._replace(x=x, norm=None)
@@ -440,4 +441,4 @@ def _check_formats(arguments: LinearArguments) -> tuple[torch.dtype, int]:
     return (int4.CODES, x.shape[1] // 8) if zeros else (fp8.CODES, x.shape[1])
 
 
-linear_operation = define("linear", LinearArguments, _check, _linear, "Tensor")
+linear_operation = define("linear", LinearArguments, _check, linear_of, "Tensor")
