@@ -84,7 +84,7 @@ def computing_device(module: nn.Module) -> torch.device:
 def run_as_written(modules: Sequence[nn.Module]) -> bool:
     """Whether modules belong to known classes, run their unmodified code (without foreign hooks,
     kernels, adapters or methods), and have floating-point weights that are not offloaded. Only
-    our own modules may have weights in 8 bits."""
+    our own modules may have quantized weights."""
     return (
         not any(getattr(nn_module, name) for name in _GLOBAL_HOOKS)
         and all(map(_is_unchanged, {type(module) for module in modules}))
@@ -156,7 +156,7 @@ def _is_known_class(kind: type[nn.Module]) -> bool:
 
 
 def _is_own(kind: type[nn.Module]) -> bool:
-    """Whether a class is ours, whose weights may be in FP8."""
+    """Whether a class is ours, whose weights may be quantized."""
     return kind.__module__.startswith(_OWN_MODULES)
 
 
@@ -190,15 +190,16 @@ def _is_shipped(function: FunctionType) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no foreign hooks, no replaced forward, and only floating-point
-    weights."""
+    """Whether a module has no foreign hooks, no replaced forward, and only floating-point weights
+    of more than 8 bits unless it is ours."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     weights = [weight for weight in module._parameters.values() if weight is not None]
     return (
         all(_is_of(hook, _IGNORED_HOOKS) for hook in hooks)
         and _has_plain_forward(module, weights)
-        and all(x.is_floating_point() for x in weights)
-        and (_is_own(type(module)) or all(x.itemsize > 1 for x in weights))
+        and (
+            _is_own(type(module)) or all(x.is_floating_point() and x.itemsize > 1 for x in weights)
+        )
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.hooks import remove_hook_from_module
 from torch import nn
+from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
 from oscar_mm.attention import attend
@@ -32,6 +33,7 @@ from oscar_mm.fast_decode.experts import expert_kernels
 from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.low_rank import LowRank, base_of, computes_as_known, is_lora
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.fast_decode.rope import rope_
 from oscar_mm.modules import devices, modules_of, run_as_written
@@ -60,7 +62,8 @@ def supports(model: Any) -> bool:
         and model.config.get_text_config(decoder=True).hidden_act == "silu"
         and has_full_attention(model)
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
-        and run_as_written((model, head, *modules_of(decoder)))
+        and run_as_written((model, head, *(x for x in modules_of(decoder) if not is_lora(x))))
+        and all(computes_as_known(x) for x in modules_of(decoder) if is_lora(x))
         and all(len(devices(layer)) == 1 and _has_known_parts(layer) for layer in layers)
         and all(map(_is_sharded_as_known, layers))
         and all(map(_is_quantized_as_known, layers))
@@ -111,7 +114,7 @@ def _is_quantized_as_known(layer: Any) -> bool:
     gate_and_up = (mlp.gate_proj, mlp.up_proj) if hasattr(mlp, "gate_proj") else ()
     own = [one for one in modules_of(layer) if isinstance(one, QuantizedLinear)]
     return all(one.permutation is None for one in own) and all(
-        len({one.matrix.bits if one in own else 16 for one in launch}) <= 1
+        len({one.matrix.bits if one in own else 16 for one in map(base_of, launch)}) <= 1
         for launch in (projections, gate_and_up)
     )
 
@@ -125,6 +128,7 @@ class _Product(NamedTuple):
     Attributes:
         weights, biases, scales, zeros: see ``linear``; the local shards if there are several ranks.
         ranks: group of ranks that divide the inputs and sum the outputs.
+        low_rank: what LoRA adapters add; None without adapters.
     """
 
     weights: States
@@ -132,9 +136,17 @@ class _Product(NamedTuple):
     scales: States = ()
     zeros: States = ()
     ranks: TPGroup = TPGroup()
+    low_rank: LowRank | None = None
 
     @classmethod
-    def of(cls, *modules: Any) -> _Product:
+    def of(cls, *adapted: Any, dtype: torch.dtype) -> _Product:
+        """Collect the weights of modules.
+
+        Args:
+            adapted: linear modules, perhaps with LoRA around them.
+            dtype: dtype of the activations.
+        """
+        modules = [base_of(module) for module in adapted]
         weights, biases = (
             tuple(local_shard(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
         )
@@ -142,7 +154,7 @@ class _Product(NamedTuple):
         scales = tuple(one.scales for one in own)
         zeros = tuple(one.zeros for one in own if one.zeros is not None)
         ranks = TPGroup.of(modules[0]) if is_sharded(modules[0], 1) else TPGroup()
-        return cls(weights, biases, scales, zeros, ranks)
+        return cls(weights, biases, scales, zeros, ranks, LowRank.of(adapted, dtype))
 
     def __call__(
         self,
@@ -153,10 +165,17 @@ class _Product(NamedTuple):
         gated: bool = False,
     ) -> torch.Tensor:
         """Compute ``linear``; if the weights are divided by input, without norm and gate."""
-        weights, biases, scales, zeros, _ = self
+        weights, biases, scales, zeros, *_ = self
         if self.ranks.count == 1:
-            formats = {"scales": scales, "zeros": zeros}
-            return linear(x, weights, biases, norm=norm, residual=residual, gated=gated, **formats)
+            around = {"norm": norm, "residual": residual, "scales": scales, "zeros": zeros}
+            if self.low_rank is None:
+                return linear(x, weights, biases, gated=gated, **around)
+            found = linear(x, weights, biases, **around)
+            found.addmm_(linear(x, [self.low_rank.down], norm=norm), self.low_rank.up.T)
+            if not gated:
+                return found
+            gate, up = found.chunk(2, 1)
+            return silu(gate).mul_(up)
         if self.ranks.rank == 0:
             found = linear(x, weights, biases, residual=residual)
         else:
@@ -191,18 +210,19 @@ class FastLayer:
         if hasattr(attention, "q_norm"):
             head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
         dense = hasattr(mlp, "gate_proj")
-        projections = _Product.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        product = partial(_Product.of, dtype=layer.input_layernorm.weight.dtype)
+        projections = product(attention.q_proj, attention.k_proj, attention.v_proj)
         return cls(
             attention,
             _norm(layer.input_layernorm),
             projections,
             tuple(weight.shape[0] // attention.head_dim for weight in projections.weights),
             head_norms,
-            _Product.of(attention.o_proj),
+            product(attention.o_proj),
             _norm(layer.post_attention_layernorm),
             mlp,
-            _Product.of(mlp.gate_proj, mlp.up_proj) if dense else None,
-            _Product.of(mlp.down_proj) if dense else None,
+            product(mlp.gate_proj, mlp.up_proj) if dense else None,
+            product(mlp.down_proj) if dense else None,
             None if dense else _experts(mlp),
         )
 
@@ -316,7 +336,7 @@ class FastDecoder:
         norm = _norm(decoder.norm)
         self._norm = norm._replace(weight=norm.weight.to(head.weight.device))
         self._head = head
-        self._whole_head = None if is_sharded(head) else _Product.of(head)
+        self._whole_head = None if is_sharded(head) else _Product.of(head, dtype=norm.weight.dtype)
 
     @property
     def devices(self) -> set[torch.device]:
