@@ -145,20 +145,20 @@ class PlannedSlots:
     """Slots that a planned step uses for one row.
 
     Attributes:
-        given: allocated slot, by kind -> its ``SlotPool.uses``.
-        owners: slot whose owners were queried, by kind -> their number.
+        given: kind, allocated slot, and its ``SlotPool.uses``.
+        owners: kind, slot whose owners were queried, and their number.
     """
 
     def __init__(self) -> None:
-        self.given, self.owners = dict[tuple[Bits, int], int](), dict[tuple[Bits, int], int]()
+        self.given: list[tuple[Bits, int, int]] = []
+        self.owners: list[tuple[Bits, int, int]] = []
 
     def hold(self, allocators: Mapping[Bits, SlotPool]) -> bool:
         """Return whether no slot has been used for anything else, or changed its owners, since."""
-        return all(
-            allocators[bits].uses(slot) == uses for (bits, slot), uses in self.given.items()
-        ) and all(
-            allocators[bits].owners(slot) == owners for (bits, slot), owners in self.owners.items()
-        )
+        for bits, slot, uses in self.given:
+            if allocators[bits].uses(slot) != uses:
+                return False
+        return all(allocators[bits].owners(slot) == owners for bits, slot, owners in self.owners)
 
 
 class DryRunSlots:
@@ -185,7 +185,7 @@ class DryRunSlots:
             if slot is None:
                 raise NoFreeSlotsError
             given.append(slot)
-            self.row.given[self._bits, slot] = self._slots.uses(slot)
+            self.row.given.append((self._bits, slot, self._slots.uses(slot)))
             self._taken += 1
         return given
 
@@ -194,15 +194,16 @@ class DryRunSlots:
 
     def is_shared(self, slot: int) -> bool:
         """Return whether a slot has more than one owner."""
-        self.row.owners[self._bits, slot] = self._slots.owners(slot)
-        return self._slots.is_shared(slot)
+        owners = self._slots.owners(slot)
+        self.row.owners.append((self._bits, slot, owners))
+        return owners > 1
 
     def owners(self, slot: int) -> int:
         """Return the number of owners of a slot."""
         return self._slots.owners(slot)
 
 
-@dataclass
+@dataclass(slots=True)
 class ModalityTable:
     """Slots of a stream, that is, of the tokens of one modality in sequence order.
 
@@ -228,7 +229,7 @@ class ModalityTable:
     starts: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
     slots: list[int] = field(default_factory=list)
-    _known: tuple[tuple[tuple[int, ...], ...], np.ndarray] | None = field(
+    _known: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], np.ndarray] | None = field(
         default=None, repr=False, compare=False
     )
 
@@ -244,13 +245,14 @@ class ModalityTable:
 
     def entries(self) -> np.ndarray:
         """Return the entries as (entries, 2) int32: page, and stop + ``START`` * start."""
+        if self._known is not None:
+            pages, starts, stops, entries = self._known
+            if pages is self.pages and starts is self.starts and stops is self.stops:
+                return entries
         columns = self.pages, self.starts, self.stops
-        if self._known is None or any(
-            mine is not known for mine, known in zip(columns, self._known[0], strict=True)
-        ):
-            pages, starts, stops = np.array(columns, dtype=np.int32)
-            self._known = columns, np.stack([pages, START * starts + stops], axis=1)
-        return self._known[1]
+        ids, begins, ends = np.array(columns, dtype=np.int32)
+        self._known = (*columns, np.stack([ids, START * begins + ends], axis=1))
+        return self._known[3]
 
     def copy(self) -> ModalityTable:
         """Return a copy that shares the slots; the caller must add an owner to each slot."""
@@ -286,7 +288,7 @@ class ModalityTable:
             entries = self.entries().copy()
             entries[-1, 1] += in_last
             self.stops = (*self.stops[:-1], self.stops[-1] + in_last)
-            self._known = (self.pages, self.starts, self.stops), entries
+            self._known = self.pages, self.starts, self.stops, entries
         if pages:
             full = len(pages) - 1
             self.pages += tuple(pages)
@@ -365,7 +367,7 @@ _NOWHERE = bytes([NOWHERE])
 _SECOND = np.array([0, SECOND], np.int32)
 
 
-@dataclass
+@dataclass(slots=True)
 class SequenceTable:
     """Block table of one row of the batch: its streams, and which stream each token is in.
 
@@ -385,7 +387,7 @@ class SequenceTable:
     @property
     def in_16_bit(self) -> int:
         """Number of tokens in 16-bit precision."""
-        return sum(len(stream.slots) for stream in self.streams.values())
+        return sum([len(stream.slots) for stream in self.streams.values()])
 
     def positions(self, code: int) -> np.ndarray:
         """Return the ascending sequence indices of a stream's tokens."""
@@ -407,6 +409,8 @@ class SequenceTable:
             if stream.pages:
                 of_second = stream.bits == bits[1]
                 pages.append(stream.entries() + _SECOND if of_second else stream.entries())
+        if len(pages) == 1:
+            return pages[0], np.array(slots, np.int32)
         found = np.concatenate(pages) if pages else np.zeros((0, 2), np.int32)
         return found, np.array(slots, np.int32)
 

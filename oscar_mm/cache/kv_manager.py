@@ -215,15 +215,16 @@ class KVCacheManager:
         self._planned_step = None
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
         placer = TokenPlacer(self.policy, free)
-        rows = list[_PlannedRow]()
-        for index, (sequence, ids) in enumerate(zip(self.sequences, modalities, strict=True)):
+        rows, pools = list[_PlannedRow](), list(free.values())
+        ids = modalities[:, 0].tolist()
+        for index, (sequence, modality) in enumerate(zip(self.sequences, ids, strict=True)):
             table, planned = sequence.before(), PlannedSlots()
             table.spare = sequence.spare.copy()
             before = _SequenceSnapshot.of(table)
-            for slots in free.values():
+            for slots in pools:
                 slots.row = planned
             try:
-                placer.place(index, table, ids)
+                placer.place_one(index, table, modality)
                 code = table.codes[-1]
             except NoFreeSlotsError:
                 return None
@@ -424,7 +425,7 @@ class _PlannedStep(NamedTuple):
         step.past = [SequenceTable(row.codes, row.streams, row.stored) for row in sequences]
         continues = (modalities[:, 0] != PADDING).tolist()
         for row in itertools.compress(self.rows, continues):
-            for bits, slot in row.slots.given:
+            for bits, slot, _ in row.slots.given:
                 allocators[bits].claim([slot])
         for row, sequence, there in zip(self.rows, sequences, continues, strict=True):
             if not there:

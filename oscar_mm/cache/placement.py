@@ -115,7 +115,7 @@ class TokenPlacer:
         if len(ids) > 1:
             self._take_many(row, sequence, ids)
         else:
-            self._take_one(row, sequence, int(ids[0]))
+            self.place_one(row, sequence, int(ids[0]))
 
     def finish(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Return the plan once all rows have been placed."""
@@ -153,8 +153,8 @@ class TokenPlacer:
         sink = stored < self._policy.sinks and self._policy.bits_for(Modality(modality)).packed
         return modality + SINK if sink else modality
 
-    def _take_one(self, row: int, sequence: SequenceTable, modality: int) -> None:
-        """Place the token of a decode step.
+    def place_one(self, row: int, sequence: SequenceTable, modality: int) -> None:
+        """Add the token of a decode step to a row's sequence.
 
         The new token takes a spare slot, and the slot of the token that leaves the window becomes a
         spare slot, so most steps allocate no slots.
@@ -182,12 +182,15 @@ class TokenPlacer:
             if not spare:
                 spare += self._recent.allocate(most)
             self._write(row, stream, new, [spare.pop()])
-        own = [slot for slot in emptied if not self._recent.is_shared(slot)]
-        kept = own[: max(0, most - len(spare))]
-        if freed := [slot for slot in emptied if slot not in kept] + spare[most:]:
+        freed = spare[most:]
+        del spare[most:]
+        for slot in emptied:
+            if len(spare) < most and not self._recent.is_shared(slot):
+                spare.append(slot)
+            else:
+                freed.append(slot)
+        if freed:
             self.freed[row] = freed
-        spare[most:] = []
-        spare += kept
 
     def _take_many(self, row: int, sequence: SequenceTable, ids: np.ndarray) -> None:
         codes = ids.astype(np.uint8)  # PADDING, -1, becomes NOWHERE, 255
@@ -237,8 +240,10 @@ class TokenPlacer:
 
     def _write(self, row: int, stream: ModalityTable, new: Indices, slots: list[int]) -> None:
         """Add the writes of new tokens to 16-bit slots to the plan."""
-        for column, entries in zip(self._writes, ([row] * len(new), new, slots), strict=True):
-            column.extend(entries)
+        rows, tokens, targets = self._writes
+        rows += [row] * len(slots)
+        tokens.extend(new)
+        targets += slots
         stream.slots += slots
 
     def _pack(
@@ -256,7 +261,9 @@ class TokenPlacer:
         stream, policy = sequence.streams[code], self._policy
         waiting = max(0, len(stream.slots) + len(new) - in_window)
         room = self._room(stream)
-        count = packed_count(policy, stream.bits, waiting, room)
+        # In most decode steps, one token fills the next position of the last page.
+        fits = waiting <= room and stream.bits != PLAIN
+        count = waiting if fits else packed_count(policy, stream.bits, waiting, room)
         if not count:
             return [], new
         slots = self._allocators[stream.bits]
@@ -264,11 +271,13 @@ class TokenPlacer:
         pages = [self._own_last_page(stream, slots)] if in_last else []
         for_prompt = len(new) > 1
         begun = slots.allocate(-(-(count - in_last) // PAGE_TOKENS), for_prompt=for_prompt)
-        emptied, old = stream.slots[:count], np.array(stream.slots, np.int64)
-        source = np.concatenate([~old, new]) if len(new) else ~old
+        emptied, centers = stream.slots[:count], bool(policy.center and begun)
+        old = np.array([~slot for slot in (stream.slots if centers else emptied)], np.int64)
+        more = new if centers else new[: count - len(emptied)]
+        source = np.concatenate([old, more]) if len(more) else old
         first = PAGE_TOKENS - room if in_last else 0
         pack_job = PackJob(row, stream.bits, pages + begun, first, source[:count], {})
-        if policy.center and begun:
+        if centers:
             self._begin(pack_job, sequence, code, source, in_last, begun)
         self._step.pack_jobs.append(pack_job)
         stream.fill(in_last, begun, count - in_last)

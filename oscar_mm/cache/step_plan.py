@@ -35,7 +35,7 @@ _INCOMPLETE = (
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PackJob:
     """Job that packs tokens of one stream into pages.
 

@@ -189,31 +189,32 @@ def assign(
         raise ValueError(f"{total} items cannot be distributed in a single launch")
     table = np.zeros((workers, FIELDS), dtype=np.int32)
 
-    def fill(worker: int, begin: int, end: int, segment: int, first: int, parts: int) -> None:
-        sequence, within = divmod(segment, per_sequence)
-        head, column_tile = divmod(within, column_tiles)
-        tiles, pages = counts[sequence]
-        table[worker, :13] = (
-            *(begin, end, total, min(workers, total), sequence, head, column_tile, segment),
-            *(starts[segment], tiles, pages, first, parts),
-        )
-
-    if not straddle:
-        first = 0
-        for segment, parts in enumerate(_shares(lengths, workers)):
-            start, length = int(starts[segment]), int(lengths[segment])
-            for part in range(parts):
-                begin, end = start + length * part // parts, start + length * (part + 1) // parts
-                fill(first + part, begin, end, segment, first, parts)
-            first += parts
-    else:
+    if straddle:
         used = min(workers, total)
-        for worker in range(used):
-            begin, end = total * worker // used, total * (worker + 1) // used
-            # No part begins in a segment's empty places, and each part has items: parts are no
-            # shorter than the mean segment.
-            segment = int(np.searchsorted(starts, begin + SEGMENT_ITEMS, side="right")) - 1
-            fill(worker, max(begin, int(starts[segment])), end, segment, 0, 0)
+        bounds = total * np.arange(used + 1) // used
+        begins, ends = bounds[:-1], bounds[1:]
+        # No part begins in a segment's empty places, and each part has items: parts are no shorter
+        # than the mean segment.
+        segments = np.searchsorted(starts, begins + SEGMENT_ITEMS, side="right") - 1
+        begins = np.maximum(begins, starts[segments])
+        firsts = parts = np.zeros(used, np.int64)
+    else:
+        shares = np.array(_shares(lengths, workers))
+        used = int(shares.sum())
+        segments, parts = np.repeat(np.arange(len(shares)), shares), np.repeat(shares, shares)
+        firsts = np.repeat(np.cumsum(shares) - shares, shares)
+        part, length = np.arange(used) - firsts, lengths[segments]
+        begins = starts[segments] + length * part // parts
+        ends = starts[segments] + length * (part + 1) // parts
+    sequences, within = np.divmod(segments, per_sequence)
+    heads, column_tile = np.divmod(within, column_tiles)
+    tiles, pages = np.array(counts)[sequences].T
+    columns_of = (
+        *(begins, ends, total, min(workers, total), sequences, heads, column_tile, segments),
+        *(starts[segments], tiles, pages, firsts, parts),
+    )
+    for field, values in enumerate(columns_of):
+        table[:used, field] = values
     return table
 
 
