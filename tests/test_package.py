@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINKS = ("apps", "csrc", "pipelines")
 OURS = (*LINKS, "oscar_mm")
+SAMPLES = ROOT / "examples" / "media"
 
 
 def run_python(program: str, folder: Path = ROOT, seconds: float = 60) -> str:
@@ -71,6 +72,7 @@ def test_type_checkers_see_the_same_names() -> None:
 
 
 def test_the_folders_next_to_the_package_are_parts_of_it() -> None:
+    assert (ROOT / "oscar_mm" / "samples").resolve() == SAMPLES
     for name in LINKS:
         assert (ROOT / "oscar_mm" / name).readlink() == Path("..", name)
         assert importlib.util.find_spec(f"oscar_mm.{name}").submodule_search_locations
@@ -83,6 +85,7 @@ def copied(tmp_path: Path) -> Path:
     for name in OURS:
         hidden = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=hidden)
+    shutil.copytree(SAMPLES, tmp_path / "examples" / "media")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
@@ -117,7 +120,14 @@ def test_the_wheel_holds_every_file(copied: Path) -> None:
             for path in files
             if path.suffix == ".py"
         ), name
-    assert found == there and {Path(name).suffix for name in there} > {".py", ".cu", ".cuh", ".css"}
+    samples = {path.name for path in SAMPLES.glob("*.json*")}
+    samples |= {f"{path.parent.name}/{path.name}" for path in SAMPLES.glob("c*s/*.*")}
+    there |= {f"oscar_mm/samples/{name}" for name in samples}
+    assert (
+        len(samples) == 32
+        and found == there
+        and {Path(name).suffix for name in there} > {".py", ".cu", ".cuh", ".css"}
+    )
     models = {Path(name).parts[2] for name in there if name.startswith("oscar_mm/models/pocket")}
     assert models == set(BUNDLED)
 

@@ -1,12 +1,14 @@
-"""Example conversations about the media files in examples/media."""
+"""Example conversations about the samples in the package."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "media"
-"""Folder with the example media; it exists in a checkout but not in an installed wheel."""
+from oscar_mm.models import SAMPLES
+
+FOLDER = SAMPLES.resolve()
+"""Folder with the example media."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ BUNDLED = {
     "pocket-omni": "recognizes spoken digits and some words, reads codes, receipts and shapes",
 }
 """Name -> abilities of each bundled model: a Qwen3-VL, a LLaVA-v1.6 and a Qwen3-Omni."""
+SAMPLES = Path(__file__).parents[1] / "samples"
+"""Folder of pictures and recordings that the bundled models can read: ``contents.json`` says what
+they show and say, ``questions.jsonl`` has questions about them with answers."""
 _TIMEOUT_S = 1.5
 _TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
 

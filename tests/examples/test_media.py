@@ -1,6 +1,7 @@
 """The example media of the pocket models are what contents.json says, small, and remade alike."""
 
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -50,6 +51,39 @@ def test_only_what_the_models_know() -> None:
             )
     for said in CONTENTS["clips"].values():
         assert said in SPOKEN or (said.isdecimal() and 3 <= len(said) <= 6)
+
+
+def answer_to(question: str) -> list[str]:
+    """The answer that contents.json gives, line by line."""
+    numbers = [f"{int(number):02}" for number in re.findall(r"\b\d{1,2}\b", question)]
+    kind = "clips" if "clip" in question else "cards"
+    shown = [CONTENTS[kind][number] for number in numbers]
+    match question.split():
+        case ["Write", "all", *_]:
+            return [one for one in CONTENTS[kind].values() if isinstance(one, str)]
+        case ["Which", "picture", "says", said]:
+            return [str(int(next(k for k, v in CONTENTS[kind].items() if v == said.rstrip("?"))))]
+        case ["How", "much", "is", item, *_]:
+            return [str(shown[0]["receipt"][item])]
+        case ["What", "is", "the", "sum", *_]:
+            return [str(sum(shown[0]["receipt"].values()))]
+        case ["Where", "is", "the", colour, shape, *_]:
+            row, column = shown[0]["shapes"][f"{colour} {shape}"]
+            names = ("top", "middle", "bottom"), ("left", "center", "right")
+            return [f"{names[0][row - 1]} {names[1][(column - 1) // 2]}"]
+    return shown
+
+
+def test_questions_have_the_answers_of_the_contents() -> None:
+    rows = [json.loads(line) for line in (MEDIA / "questions.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows) == 22
+    for row in rows:
+        assert row["answer"].split("\n") == answer_to(row["question"]), row["id"]
+        for kind, folder in (("images", "cards"), ("audio", "clips")):
+            files = [path.name for path in sorted((MEDIA / folder).iterdir())]
+            shown = row.get(kind, [])
+            # The first files in order, so that numbers in questions are those of the contents.
+            assert shown == [f"{folder}/{name}" for name in files[: len(shown)]]
 
 
 def has_fonts() -> bool:
