@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
@@ -12,14 +11,13 @@ from typing import Any
 
 from oscar_mm.apps.audio_qa.engine import AnswerSettings, WorkerSettings
 from oscar_mm.apps.audio_qa.results import RUN, AnswerFile, Work, summarize, write_samples
-from oscar_mm.apps.audio_qa.rows import Row, by_recording, read_rows
+from oscar_mm.apps.audio_qa.rows import Row, by_recording, check_overwrites, read_rows
 from oscar_mm.apps.audio_qa.server_worker import Plan, ServerSettings, VllmSettings
 from oscar_mm.apps.audio_qa.settings import JobSettings
 from oscar_mm.apps.serve.vllm_server import check_installed
 from oscar_mm.apps.terminal import rows_bar
 from oscar_mm.errors import InputError
 from oscar_mm.files import whole_file, writing
-from oscar_mm.media.source import is_address
 from oscar_mm.policy import KVPolicy
 from oscar_mm.sizes import parse_bytes
 
@@ -67,7 +65,8 @@ def run_job(
     """Run an audio QA job with the given settings, and return the summary; see ``audio_qa``."""
     rows = read_rows(questions, question=settings.question, group_by=settings.group_by)
     file = questions if isinstance(questions, str | Path) else None
-    _check_overwrites(file, rows, out, settings.samples)
+    written = {"answers": out, "run": f"{out}{RUN}", "summary": f"{out}{SUMMARY}"}
+    check_overwrites(written | {"samples": settings.samples}, rows, file)
     plan, fingerprint = _plan(settings, rows)
     answers = AnswerFile(out, fingerprint, overwrite=settings.overwrite)
     try:
@@ -168,32 +167,3 @@ def _check_for_server(
             f"{asked}: {count} rows have choices, which a server does not score; use list_choices "
             "(--list-choices), so that its reply names a letter"
         )
-
-
-def _check_overwrites(
-    questions: str | Path | None, rows: Iterable[Row], out: str | Path, samples: str | Path | None
-) -> None:
-    """Refuse an output file that would overwrite the questions, their media or another output."""
-    files = {"answers": out, "run": f"{out}{RUN}", "summary": f"{out}{SUMMARY}", "samples": samples}
-    taken = {} if questions is None else {_file_identity(questions): "the file with the questions"}
-    where = {medium: row.where for row in rows for medium in sum(row.recording, ())}
-    for medium, line in where.items():
-        if not is_address(medium):
-            taken.setdefault(_file_identity(medium), f"the media file that {line} asks about")
-    for name, path in files.items():
-        if path is None:
-            continue
-        if (file := _file_identity(path)) in taken:
-            raise InputError(f"{path}: is {taken[file]}; choose another file for the {name}")
-        taken[file] = f"the file for the {name}"
-
-
-def _file_identity(path: str | Path) -> tuple[int, int] | str:
-    """Return a key that is the same for all paths to a file, including hard and symbolic links."""
-    try:
-        status = os.stat(path)
-        return status.st_dev, status.st_ino
-    except OSError:
-        return os.path.realpath(path)
-    except ValueError:  # Not a valid path.
-        return str(path)

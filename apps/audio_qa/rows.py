@@ -7,21 +7,26 @@ import csv
 import hashlib
 import itertools
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.kinds import KIND, kind_of
+from oscar_mm.media.limits import MediaLimits
 from oscar_mm.media.source import has_scheme, is_address
 
 MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
 _CHOSEN = ("choices", "answer")
+_EXAMPLE = '{"images": ["a.png"], "question": "What is it?"}'
+_LONGEST_LINE = MediaLimits.max_file_bytes
+"""Maximum size of a line in bytes; a line may contain media as data URLs."""
 _Record = tuple[Mapping[str, Any] | InputError, str]
 """Fields of a row, or the error if they cannot be read; and the file and line of the row."""
 
@@ -125,6 +130,43 @@ def read_rows(
     return rows
 
 
+def check_overwrites(
+    files: Mapping[str, str | Path | None], rows: Iterable[Row], questions: str | Path | None
+) -> None:
+    """Refuse output files that would overwrite the questions, their media or each other.
+
+    Args:
+        files: output files by what they are for; None for one that is not written.
+        rows: the questions.
+        questions: file with the questions, if there is one.
+
+    Raises:
+        InputError: if an output file is one of these; the message names it.
+    """
+    taken = {} if questions is None else {_file_identity(questions): "the file with the questions"}
+    where = {medium: row.where for row in rows for medium in sum(row.recording, ())}
+    for medium, line in where.items():
+        if not is_address(medium):
+            taken.setdefault(_file_identity(medium), f"the media file that {line} asks about")
+    for name, path in files.items():
+        if path is None:
+            continue
+        if (file := _file_identity(path)) in taken:
+            raise InputError(f"{path}: is {taken[file]}; choose another file for the {name}")
+        taken[file] = f"the file for the {name}"
+
+
+def _file_identity(path: str | Path) -> tuple[int, int] | str:
+    """Return a key that is the same for all paths to a file, including hard and symbolic links."""
+    try:
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    except OSError:
+        return os.path.realpath(path)
+    except ValueError:  # Not a valid path.
+        return str(path)
+
+
 def by_recording(rows: Iterable[Row]) -> list[list[Row]]:
     """Group rows about the same media; return the groups in the order of their first rows."""
     groups: dict[Any, list[Row]] = {}
@@ -135,11 +177,25 @@ def by_recording(rows: Iterable[Row]) -> list[list[Row]]:
 
 def _jsonl(path: Path) -> Iterator[_Record]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
+        for number, line in enumerate(_lines(file), 1):
+            if number == 1 and not isinstance(line, InputError):
                 line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
+            if isinstance(line, InputError):
+                yield line, f"{path}, line {number}"
+            elif line.strip():
                 yield _record(_parse_line, line), f"{path}, line {number}"
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | InputError]:
+    """Yield the lines of a file; instead of one that is too long for memory, an error."""
+    most = _LONGEST_LINE
+    while line := file.readline(most + 1):
+        if len(line) <= most:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(most)
+        yield InputError(f"has more than {most:,} bytes; name media by path instead")
 
 
 def _csv(path: Path) -> Iterator[_Record]:
@@ -172,7 +228,9 @@ def _record(parse: Callable[[Any], Any], raw: Any) -> Mapping[str, Any] | InputE
 
 def _fields(record: Any) -> Mapping[str, Any] | InputError:
     if not isinstance(record, Mapping):
-        return InputError(f"must be an object with fields, not {type(record).__name__}")
+        return InputError(
+            f"must be an object with fields, not {type(record).__name__}; for example {_EXAMPLE}"
+        )
     return record
 
 
@@ -180,7 +238,10 @@ def _parse_line(line: bytes) -> Any:
     try:
         return json.loads(line.decode())
     except json.JSONDecodeError as error:
-        raise InputError(f"is not valid JSON: {error.msg} at character {error.pos + 1}") from None
+        raise InputError(
+            f"is not valid JSON: {error.msg} at character {error.pos + 1}; a line must be an "
+            f"object such as {_EXAMPLE}"
+        ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"is not valid UTF-8 text: {error}") from None
     except ValueError as error:  # such as a number with thousands of digits
@@ -384,6 +445,11 @@ def named_choice(row: Row, reply: str) -> int | None:
 def _place(letter: str) -> int:
     """Return the index of the choice that a letter from A to Z names."""
     return ord(letter.upper()) - ord("A")
+
+
+def contains_answer(row: Row, text: str) -> bool:
+    """Return whether a free-form text contains one of the row's answers."""
+    return any(normal_form(answer) in normal_form(text) for answer in row.answer)
 
 
 def is_correct(row: Row, text: str, choice: int | None) -> bool | None:

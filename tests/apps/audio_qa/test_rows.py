@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from oscar_mm import InputError
+from oscar_mm.apps.audio_qa import rows as rows_module
 from oscar_mm.apps.audio_qa.rows import Row, by_recording, is_correct, read_rows, right_choices
 from tests.apps.audio_qa.conftest import write_lines
 from tests.prompts import tone
@@ -64,6 +65,7 @@ def test_folder(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
+EXAMPLE = '{"images": ["a.png"], "question": "What is it?"}'
 DEEP = "[" * 60_000 + "]" * 60_000  # a cell of CSV may have 131,072 characters
 
 
@@ -76,8 +78,9 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     assert [row.id for row in rows][:6] == ["2", "line 2", "line 3", "line 4", "line 5", "line 7"]
     assert [row.error for row in rows][:4] == [
         "",
-        "is not valid JSON: Expecting property name enclosed in double quotes at character 11",
-        "must be an object with fields, not list",
+        "is not valid JSON: Expecting property name enclosed in double quotes at character 11; "
+        f"a line must be an object such as {EXAMPLE}",
+        f"must be an object with fields, not list; for example {EXAMPLE}",
         "is nested too deeply",
     ]
     assert "is not valid UTF-8 text" in rows[4].error and "is not valid JSON" in rows[5].error
@@ -95,7 +98,27 @@ def test_lines_that_are_no_rows(tmp_path: Path) -> None:
         ("line 6", "does not have the 3 columns of the header"),
     ]
     [good, bad] = read_rows([{"question": "?"}, 3])
-    assert (good.id, bad.id, bad.error) == ("1", "row 2", "must be an object with fields, not int")
+    assert (good.id, bad.id) == ("1", "row 2")
+    assert bad.error.startswith("must be an object with fields, not int; for example {")
+
+
+def test_a_line_too_long_for_memory_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    """At most two pieces of it are in memory; the lines around it are read."""
+    monkeypatch.setattr(rows_module, "_LONGEST_LINE", 40)
+    short = b'{"question": "?"}'
+    fits, long = short.ljust(39) + b"\n", short.ljust(40) + b"\n"
+    for lines, wrong in (
+        ([fits, fits], []),
+        ([short + b"\n", long, fits], [1]),
+        ([long.rstrip() + b" " * 1000 + b"\n", b"\n", fits, b" " * 99], [0, 2]),
+    ):
+        file = tmp_path / "q.jsonl"
+        file.write_bytes(b"".join(lines))
+        rows = read_rows(file)
+        assert [place for place, row in enumerate(rows) if row.error] == wrong
+        for place in wrong:
+            assert rows[place].error == "has more than 40 bytes; name media by path instead"
+            assert rows[place].where == f"{file}, {rows[place].id}"
 
 
 def test_cells_that_only_look_like_lists(tmp_path: Path) -> None:
