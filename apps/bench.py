@@ -5,14 +5,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
 import oscar_mm
 from oscar_mm.apps import options, terminal
-from oscar_mm.apps.audio_qa.rows import Row, normal_form, read_rows
+from oscar_mm.apps.audio_qa.rows import Row, contains_answer, read_rows
+from oscar_mm.apps.tables import Column, table_of
 from oscar_mm.errors import InputError
 from oscar_mm.files import read_text, writing
 from oscar_mm.models import check_source
@@ -23,26 +25,6 @@ if TYPE_CHECKING:
 bench = typer.Typer(help="Compare ways to store the KV cache.", rich_markup_mode=None)
 
 _TOKENS, _PASSAGES = 1024, 8
-
-
-class Column(NamedTuple):
-    """Column of a table: the key of a number in the rows, and the format of the number.
-
-    The standard error is omitted if there is only one prompt.
-    """
-
-    head: str
-    key: str
-    factor: float = 1
-    format_spec: str = ".2f"
-    offset: float = 0
-
-    def cell(self, row: dict[str, Any]) -> str:
-        """Format the number of a row; return "" if the row does not have it."""
-        value = row.get(self.key)
-        if value is None or (self.key.endswith("_error") and row["prompts"] == 1):
-            return ""
-        return format(self.factor * (value - self.offset), self.format_spec)
 
 
 _SHARED_COLUMNS = (
@@ -222,7 +204,7 @@ def _compare_questions(
     compared = 0
     for number, row in enumerate(rows, 1):
         compared += _add_question(comparison, row, max_new_tokens)
-        _progress(number, len(rows), "questions")
+        terminal.print_progress(number, len(rows), "questions")
     if not compared:
         raise InputError(f"{questions}: none of its {len(rows)} questions could be compared")
     table = comparison.rows()
@@ -271,18 +253,12 @@ def _compare_texts(
     pieces = passages(language.tokenizer, texts, tokens, count, judged)
     for number, ids in enumerate(pieces, 1):
         comparison.add(ids)
-        _progress(number, count, "passages")
+        terminal.print_progress(number, count, "passages")
     table = comparison.rows()
     title = f"{model}: {count} passages of {tokens:,} tokens and more"
     _print_table(title, _TEXT_COLUMNS, table, f"{_CAPTION} {_PERPLEXITY_NOTE}")
     about = {"texts": list(texts), "tokens": tokens, "passages": count}
     return about | {"rows": table}
-
-
-def _progress(number: int, count: int, what: str) -> None:
-    if sys.stderr.isatty():
-        end = "\n" if number == count else ""
-        print(f"\r{number} of {count} {what}", end=end, file=sys.stderr)
 
 
 def _rows(path: Path) -> list[Row]:
@@ -311,12 +287,7 @@ def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
     except InputError as error:
         print(f"oscar-mm: {row.where}: {error}", file=sys.stderr)
         return False
-    right = [normal_form(answer) for answer in row.answer]
-
-    def is_right(text: str) -> bool:
-        return any(answer in normal_form(text) for answer in right)
-
-    if comparison.add(prompt, is_right if right else None):
+    if comparison.add(prompt, partial(contains_answer, row) if row.answer else None):
         return True
     print(f"oscar-mm: {row.where}: the model's answer is empty", file=sys.stderr)
     return False
@@ -325,30 +296,17 @@ def _add_question(comparison: Any, row: Row, max_new_tokens: int) -> bool:
 def _print_table(
     title: str, columns: Sequence[Column], rows: list[dict[str, Any]], caption: str
 ) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=SIMPLE,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for head in ("method", *(column.head for column in columns)):
-        table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
     packed = any(row.get("page_bits", 16) < 16 for row in rows)
     missing: dict[str, list[str]] = {}
     for row in rows:
         if "missing" in row:
             missing.setdefault(row["missing"], []).append(row["method"])
-        else:
-            table.add_row(row["method"], *(column.cell(row) for column in columns))
     console = Console(highlight=False, markup=False)
     if not packed:
         console.print("Nothing was packed: no prompt fills a page of 128 tokens.")
-    console.print(table)
+    console.print(table_of(title, columns, [row for row in rows if "missing" not in row]))
     console.print(caption)
     for reason, names in missing.items():
         console.print(f"not compared, {reason}: {'; '.join(names)}")

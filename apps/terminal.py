@@ -201,6 +201,13 @@ def rows_bar(rows: int) -> Iterator[RowsBar]:
         yield RowsBar((progress, progress.add_task("", total=rows, note="")))
 
 
+def print_progress(number: int, count: int, what: str) -> None:
+    """Show on stderr, if it is a terminal, how many of the things are done."""
+    if sys.stderr.isatty():
+        end = "\n" if number == count else ""
+        print(f"\r{number} of {count} {what}", end=end, file=sys.stderr)
+
+
 def typed_lines(commands: Iterable[str]) -> Iterator[str]:
     """Yield lines from stdin until stdin ends; on a terminal, Ctrl-C clears the current line.
 

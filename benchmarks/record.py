@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import platform
 import re
 import shlex
 import sys
@@ -16,41 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
-import oscar_mm
+from oscar_mm.apps.machine import device_name as device_name
+from oscar_mm.apps.machine import versions
 
 Row = dict[str, Any]
 RESULTS = Path("benchmarks") / "results"
-_CPU_INFO = Path("/proc/cpuinfo")
 _PLAIN_WIDTH = 150
 """Width, in columns, of output that does not go to a terminal; rows must not wrap in a log."""
-
-
-def device_name(device: str) -> str:
-    """Return the name of the processor for "cpu", or of the GPU for "cuda"."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    if _CPU_INFO.is_file():
-        match = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the software that affects the results, by name."""
-    names = {
-        "oscar_mm": oscar_mm.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    if torch.version.cuda:
-        names["cuda"] = torch.version.cuda
-    return names
 
 
 def now() -> str:
