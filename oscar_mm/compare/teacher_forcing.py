@@ -259,8 +259,7 @@ class Scores:
         """
         judged = forced.targets != IGNORE
         rows = judged.nonzero()[:, 0]
-        expected, actual = log_softmax(exact_logits, -1), log_softmax(logits, -1)
-        divergence = (expected.exp() * (expected - actual)).sum(-1)
+        divergence = kl_divergence(exact_logits, logits)
         choice = logits.argmax(-1)
         agreed = (choice == exact_logits.argmax(-1)).float()
         count = len(judged)
@@ -298,6 +297,19 @@ class Scores:
             "margin": margin_mean,
             "margin_error": margin_error,
         }
+
+
+def kl_divergence(exact_logits: Tensor, logits: Tensor) -> Tensor:
+    """Return the KL divergence of the distributions of ``logits`` from those of ``exact_logits``.
+
+    Args:
+        exact_logits, logits: (..., vocabulary) float32.
+
+    Returns:
+        (...) divergence in nats.
+    """
+    expected, actual = log_softmax(exact_logits, -1), log_softmax(logits, -1)
+    return (expected.exp() * (expected - actual)).sum(-1)
 
 
 def ratio(sums: Tensor, counts: Tensor) -> tuple[float, float]:
