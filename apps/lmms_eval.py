@@ -21,6 +21,7 @@ from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.pipelines import pipeline_for
+from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.policy import DEFAULT
 
 
@@ -34,6 +35,7 @@ class OscarMM(lmms):
         max_tokens: maximum total tokens of these questions, including their answers.
         device: torch device; ignored with several processes, each of which uses its own GPU.
         dtype: dtype of the weights.
+        pipe: loaded pipeline to use, instead of one made of the arguments above.
 
     Raises:
         InputError: if an argument or a question cannot be used.
@@ -47,6 +49,7 @@ class OscarMM(lmms):
         max_tokens: int | str = 32_768,
         device: str | None = None,
         dtype: str | None = None,
+        pipe: Pipeline | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
@@ -61,7 +64,9 @@ class OscarMM(lmms):
         self._world_size = self.accelerator.num_processes
         if self._world_size > 1:
             device = str(self.accelerator.device)
-        self.pipe = pipeline_for(pretrained)(pretrained, policy=policy, device=device, dtype=dtype)
+        if pipe is None:
+            pipe = pipeline_for(pretrained)(pretrained, policy=policy, device=device, dtype=dtype)
+        self.pipe = pipe
         self.batch_size, self.max_tokens = int(batch_size), int(max_tokens)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:

@@ -20,6 +20,7 @@ from oscar_mm.apps.doctor import doctor
 from oscar_mm.apps.inspect import inspect
 from oscar_mm.apps.plan import plan
 from oscar_mm.apps.serve.command import serve
+from oscar_mm.apps.verify.command import verify
 from oscar_mm.errors import InputError
 
 DEBUG_VARIABLE = "OSCAR_MM_DEBUG"
@@ -44,6 +45,7 @@ app.command()(doctor)
 app.command()(inspect)
 app.command()(plan)
 app.command()(serve)
+app.command()(verify)
 
 
 def _print_version(wanted: bool) -> None:
