@@ -52,6 +52,10 @@ Device = Annotated[
     str | None,
     typer.Option(metavar="D", help="cpu, cuda, cuda:1, ...; default: a GPU if available."),
 ]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(metavar="auto", help="Spread the model's layers over several GPUs."),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -143,10 +147,7 @@ class PlacementOptions:
     """Command-line options for the devices, dtype and format of a model's weights."""
 
     device: Device = None
-    device_map: Annotated[
-        str | None,
-        typer.Option(metavar="auto", help="Spread the model's layers over several GPUs."),
-    ] = None
+    device_map: DeviceMap = None
     dtype: Dtype = None
     weights: Annotated[
         str | None,

@@ -19,9 +19,7 @@ _MOST_TOKENS = 1024
 """Maximum of --max-new-tokens, because the logits after each token of an answer stay in memory."""
 
 
-@options.grouped
 def verify(
-    *,
     model: options.Model = None,
     questions: Annotated[
         Path | None,
@@ -61,7 +59,15 @@ def verify(
         Path | None,
         typer.Option(metavar="FILE", help="File for the results; default: verify-MODEL.json."),
     ] = None,
-    placement: options.PlacementOptions,
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16, float16, float32, or auto for the checkpoint's, also on a CPU.",
+        ),
+    ] = "auto",
     allow_remote: options.AllowRemote = False,
 ) -> None:
     """Check quality, speed and memory of a model with a packed cache, against a 16-bit cache.
@@ -91,9 +97,9 @@ def verify(
     pipe = pipeline_for(model)(
         model,
         policy="bf16",
-        device=placement.device,
-        device_map=placement.device_map,
-        dtype=placement.dtype,
+        device=device,
+        device_map=device_map,
+        dtype=dtype,
         allow_remote=allow_remote,
     )
     if questions is None:

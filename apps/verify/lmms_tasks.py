@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from oscar_mm.errors import InputError, suggestion
@@ -50,7 +51,7 @@ def run(pipe: Pipeline, names: list[str], limit: int | None) -> dict[str, dict[s
         model=model, tasks=list(names), task_manager=_manager(), limit=limit, log_samples=False
     )
     return {
-        task: {name: value for name, value in metrics.items() if type(value) in (int, float)}
+        task: {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
         for task, metrics in found["results"].items()
     }
 

@@ -108,7 +108,8 @@ def _task_lines(tasks: Mapping[str, Any] | None) -> Sequence[str]:
     results = tasks["results"]
     return [
         f"{task}, {metric}: "
-        + ", ".join(f"{name} {results[name][task][metric]:.4g}" for name in results)
+        + ", ".join(f"{name} {numbers[task][metric]:.4g}" for name, numbers in results.items())
         for task, metrics in results.get(REFERENCE, {}).items()
         for metric in metrics
+        if "stderr" not in metric
     ]

@@ -14,6 +14,8 @@ from lmms_eval.models import MODEL_REGISTRY_V2
 from lmms_eval.tasks import TaskManager
 
 from oscar_mm.apps.lmms_eval import OscarMM, manifest
+from oscar_mm.apps.verify import lmms_tasks
+from oscar_mm.cli import run
 from oscar_mm.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +91,25 @@ def test_a_local_task(tasks: TaskManager, tmp_path: Path, monkeypatch: pytest.Mo
     assert score == 1
 
 
+@pytest.mark.slow
+def test_verify_runs_tasks_with_each_format(
+    tasks: TaskManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """In one process and with one loaded model, although lmms-eval loads models itself."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(lmms_tasks, "_manager", lambda: tasks)
+    out = tmp_path / "out.json"
+    arguments = ["verify", "--model", "pocket-vl", "--device", "cpu", "--out", str(out)]
+    arguments += ["--formats", "compact", "--repeats", "1", "--limit", "2", "--max-new-tokens", "8"]
+    assert run([*arguments, "--tasks", "card"]) == 2
+    assert "has no such task; did you mean cards?" in capsys.readouterr().err
+    assert run([*arguments, "--tasks", "cards"]) == 0
+    assert "cards, exact_match,none: 16 bit 1, compact 1" in capsys.readouterr().out
+    found = json.loads(out.read_text())["tasks"]
+    assert found["limit"] == 2 and list(found["results"]) == ["16 bit", "compact"]
+    assert found["results"]["compact"]["cards"]["exact_match,none"] == 1
+
+
 def test_the_entry_point_names_the_manifest() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, name = project["entry-points"]["lmms_eval.models"]["oscar_mm"].split(":")
@@ -99,5 +120,5 @@ def test_the_entry_point_names_the_manifest() -> None:
 
 
 def test_arguments_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(InputError, match="takes no attn"):
+    with pytest.raises(InputError, match="does not support attn"):
         OscarMM(attn="sdpa")

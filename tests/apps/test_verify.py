@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 import oscar_mm
+from oscar_mm.apps.verify import lmms_tasks
 from oscar_mm.apps.verify.command import policies_of
 from oscar_mm.cli import run
 from oscar_mm.models import SAMPLES
+from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.policy import KVPolicy
 from tests.processes import Forked, command
 
@@ -38,7 +40,7 @@ def test_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) ->
     assert captured.err == ""
     record = json.loads(Path("verify-pocket-vl.json").read_text())
     assert record["complete"] and (record["asked"], record["failed"]) == (3, 0)
-    assert (record["dtype"], record["schema"]) == ("float32", 1)
+    assert (record["dtype"], record["schema"]) == ("bfloat16", 1)
     assert record["model"]["id"] == "pocket-vl" and record["model"]["revision"] is None
     assert record["versions"]["oscar_mm"] == oscar_mm.__version__
     names = ["16 bit", "standard", "compact:window=16,bits=3/2"]
@@ -46,7 +48,7 @@ def test_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) ->
     assert record["policies"][names[2]]["window"] == 16
     exact, standard, _ = record["rows"]
     assert exact["kl"] == 0 < standard["kl"] and exact["right"] == standard["right"] == 1
-    assert standard["memory_ratio"] > 3 and exact["memory_ratio"] == pytest.approx(0.5, rel=0.01)
+    assert standard["memory_ratio"] > 3 and exact["memory_ratio"] == pytest.approx(1, rel=0.01)
     assert [entry["id"] for entry in record["answers"]] == ["code 1", "code 3", "code 6"]
     for entry, text in zip(record["answers"], ("7KQ2", "93015", "LEMON"), strict=True):
         assert list(entry["formats"]) == names and entry["prompt_tokens"] > 400
@@ -59,12 +61,12 @@ def test_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) ->
     assert record["speed"]["repeats"] == 2 and record["speed"]["new_tokens"] == 8
     shown = captured.out
     assert "pocket-vl: 3 of 3 questions, 14 decode steps" in shown
-    assert "The weights are float32" in shown and "nothing was packed" not in shown
+    assert "float32" not in shown and "nothing was packed" not in shown
     [pasted] = [line for line in shown.splitlines() if line.startswith("| ")]
     cells = [cell.strip() for cell in pasted.strip("|").split("|")]
     heads = (ROOT / "docs" / "results.md").read_text().partition("\n| model |")[2]
     assert len(cells) == 1 + heads.partition("\n")[0].strip("|").count("|") + 1
-    assert cells[0] == "pocket-vl" and cells[1] == f"{record['device']}, float32"
+    assert cells[0] == "pocket-vl" and cells[1] == f"{record['device']}, bfloat16"
     assert f"oscar_mm {oscar_mm.__version__}" in cells[2] and cells[3] == "3 of 3, 14 steps"
     assert cells[4].split("<br>") == names
     assert cells[5].split("<br>")[1] == f"{1000 * standard['kl']:.3g}"
@@ -104,8 +106,10 @@ def test_a_question_that_fails_is_named_and_the_others_go_on(tmp_path: Path, cap
 def test_prompts_too_short_to_pack_are_reported(tmp_path: Path, capsys) -> None:
     questions = written(tmp_path, {"question": "Hello?"})
     chosen = ["--questions", str(questions), "--model", "pocket-vl", "--formats", "channel"]
-    assert run(["verify", *chosen, *SHORT, "--out", str(tmp_path / "out.json")]) == 0
+    chosen += ["--dtype", "float32", "--out", str(tmp_path / "out.json")]
+    assert run(["verify", *chosen, *SHORT]) == 0
     captured = capsys.readouterr()
+    assert "The weights are float32, so the 16-bit cache keeps" in captured.out
     assert captured.out.startswith("channel: nothing was packed, because no prompt is long enough.")
     assert "right:" not in captured.out
 
@@ -154,6 +158,36 @@ def test_tasks_need_lmms_eval(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     assert run(["verify", "--model", "pocket-vl", "--tasks", "ocrbench, mmmu_val"]) == 2
     said = capsys.readouterr().err
     assert "--tasks ocrbench,mmmu_val: lmms-eval is not installed; run pip install" in said
+
+
+def test_a_task_or_timing_that_fails_leaves_the_other_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def task(pipe: Pipeline, names: list[str], limit: int | None) -> dict[str, dict[str, float]]:
+        assert (names, limit) == (["ocrbench"], 1)
+        if pipe.policy.packs:
+            raise OSError("no data set")
+        return {"ocrbench": {"accuracy,none": 0.5, "accuracy_stderr,none": 0.1}}
+
+    def slow(*_: object) -> None:
+        raise RuntimeError("too slow")
+
+    monkeypatch.setattr(lmms_tasks, "check", lambda names: None)
+    monkeypatch.setattr(lmms_tasks, "run", task)
+    monkeypatch.setattr("oscar_mm.compare.decoded_answers.AnswerComparison.speeds", slow)
+    out = tmp_path / "out.json"
+    chosen = ["--model", "pocket-vl", "--formats", "compact", "--limit", "1", "--out", str(out)]
+    assert run(["verify", *chosen, *SHORT, "--tasks", "ocrbench"]) == 1
+    captured = capsys.readouterr()
+    record = json.loads(out.read_text())
+    assert record["complete"] and record["failed"] == 2 and record["rows"][1]["right"] == 1
+    assert record["speed"]["error"] == "RuntimeError: too slow"
+    assert record["tasks"]["error"] == "OSError: no data set"
+    assert captured.err == (
+        "oscar-mm: speed: RuntimeError: too slow\n"
+        "oscar-mm: --tasks with compact: OSError: no data set\n"
+    )
+    assert "ocrbench, accuracy,none: 16 bit 0.5\n" in captured.out
 
 
 def test_an_interrupt_leaves_a_valid_file(tmp_path: Path) -> None:
