@@ -243,7 +243,7 @@ def _parse_line(line: bytes) -> Any:
             f"object such as {_EXAMPLE}"
         ) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"is not valid UTF-8 text: {error}") from None
+        raise InputError(f"is not valid UTF-8 text: {error}; save the file as UTF-8") from None
     except ValueError as error:  # such as a number with thousands of digits
         raise InputError(f"is not valid JSON: {error}") from None
 

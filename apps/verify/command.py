@@ -155,6 +155,8 @@ def _names(option: str, names: str | list[str]) -> list[str]:
 
 def _rows(questions: Path | None) -> list[Row]:
     if questions is not None and not questions.is_file():
-        what = "is a folder; pass a JSONL or CSV file" if questions.is_dir() else "no such file"
-        raise InputError(f"--questions {questions}: {what}")
+        there = "is not a file; pass a JSONL or CSV file"
+        raise InputError(
+            f"--questions {questions}: {there if questions.exists() else 'no such file'}"
+        )
     return read_rows(SAMPLES / "questions.jsonl" if questions is None else questions)

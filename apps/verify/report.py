@@ -11,7 +11,7 @@ from oscar_mm.compare.methods import REFERENCE
 
 QUALITY = (
     Column("KL", "kl", 1000, ".3g"),
-    Column("+-", "kl_error", 1000, ".2g"),
+    Column("+-", "kl_error", 1000, ".3g"),
     Column("top 1", "agreement", 100, ".1f"),
     Column("ppl", "perplexity_ratio", format_spec=".4f"),
     Column("same", "exact", 100, ".1f"),

@@ -108,21 +108,22 @@ class AnswerComparison:
             InputError: if the 16-bit answer is empty.
             FloatingPointError: if a format's keys, values or logits are not finite.
         """
-        own = {name: self._answer(pipe, prompt) for name, pipe in self.pipes.items()}
-        expected = own[REFERENCE].token_ids
+        reference = self.pipes[REFERENCE]
+        truth = self._answer(reference, prompt)
+        expected = truth.token_ids
         if not expected:
             raise InputError("the model's 16-bit answer is empty, so there is nothing to compare")
-        exact = _fed(self.pipes[REFERENCE], prompt, expected, lambda _, logits: logits.clone())
-        found = {
-            name: DecodedAnswer(
+        exact = _fed(reference, prompt, expected, lambda _, logits: logits.clone())
+        found = {}
+        for name, pipe in self.pipes.items():
+            answer = truth if pipe is reference else self._answer(pipe, prompt)
+            found[name] = DecodedAnswer(
                 answer=answer,
                 right=None if is_right is None else is_right(answer.text),
                 same=_same(answer.token_ids, expected),
                 exact=answer.token_ids == expected,
-                steps=_judged(self.pipes[name], prompt, expected, exact),
+                steps=_judged(pipe, prompt, expected, exact),
             )
-            for name, answer in own.items()
-        }
         for name, judged in found.items():
             self._answers[name].append(judged)
         return found
@@ -212,6 +213,7 @@ def _fed(
             return [look(index, runner(token, ended)[0]) for index, token in enumerate(ids)]
         finally:
             cache.close()
+            pipe.store.trim_surplus()  # The next format needs the memory.
 
     return pipe.engine.call(steps, runs_model=True)
 

@@ -118,6 +118,7 @@ def test_prompts_too_short_to_pack_are_reported(tmp_path: Path, capsys) -> None:
     ("rows", "more", "message"),
     [
         (None, [], "q.jsonl: no such file"),
+        (None, ["--questions", "."], ".: is not a file; pass a JSONL or CSV file"),
         ([], [], "contains no questions"),
         (["nothing"], [], "line 1: is not valid JSON: Expecting value at character 1; a line must"),
         (['{"question": "?", "id": 1}'] * 2, [], "line 2: id '1' already occurs at"),

@@ -182,7 +182,8 @@ def test_bad_rows_stop_nothing(loaded, recordings, tmp_path, capsys) -> None:
         rows = read_lines(out)
         assert list(rows) == ["line 1", "\ud800", "2", "line 4"]
         assert [row["error"] for row in rows.values()] == [
-            "is not valid JSON: Expecting value at character 1",
+            "is not valid JSON: Expecting value at character 1; a line must be an object such as "
+            '{"images": ["a.png"], "question": "What is it?"}',
             *(None, None, "is nested too deeply"),
         ]
         assert len(samples.read_text().splitlines()) == 2
