@@ -11,7 +11,7 @@ from oscar_mm.apps import options, terminal
 from oscar_mm.apps.audio_qa.rows import Row, check_overwrites, read_rows
 from oscar_mm.apps.verify import lmms_tasks
 from oscar_mm.errors import InputError
-from oscar_mm.models import SAMPLES
+from oscar_mm.models import SAMPLES, bundled
 from oscar_mm.policy import KVPolicy
 
 _FORMATS = tuple(name for name in KVPolicy.preset_names() if KVPolicy.preset(name).packs)
@@ -80,14 +80,13 @@ def verify(
     Results are printed as tables and as one row for docs/results.md, and are written as JSON after
     each question. The exit code is 1 if a question failed.
     """
-    policies, names = policies_of(formats), _names("--tasks", tasks or "")
-    lmms_tasks.check(names)
+    policies, task_names = policies_of(formats), _names(tasks or "")
+    lmms_tasks.check(task_names)
     rows = _rows(questions)
     audio = questions is not None and any(row.audio for row in rows)
     model = options.model_or_bundled(model, supports_audio=audio)
-    path = out or Path(f"verify-{re.sub(r'[^A-Za-z0-9.]+', '-', Path(model).name).strip('-')}.json")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"--out {path}: must be a file in an existing folder")
+    name = _model_name(model)
+    path = _results_file(out, name)
     check_overwrites({"results": path}, rows, questions)
     terminal.quiet_transformers()
     from oscar_mm.apps.verify.report import print_report
@@ -105,13 +104,13 @@ def verify(
     if questions is None:
         rows = supported(pipe, rows)
     source = "the package" if questions is None else questions.name
-    verification = Verification(pipe, model, source, policies, max_new_tokens, path)
+    verification = Verification(pipe, name, source, policies, max_new_tokens, path)
     try:
         with terminal.warnings_as_lines():
             verification.ask(rows[:limit])
             verification.measure_speed(repeats)
-            if names:
-                verification.run_tasks(names, limit)
+            if task_names:
+                verification.run_tasks(task_names, limit)
         verification.finish()
     except KeyboardInterrupt:
         print(f"oscar-mm: interrupted; {path} has the results so far", file=sys.stderr)
@@ -120,6 +119,25 @@ def verify(
     print(f"The results are in {path}.")
     if verification.record["failed"]:
         raise typer.Exit(1)
+
+
+def _model_name(model: str) -> str:
+    """Return a hub id or the name of a bundled model as it is, and the last part of a path."""
+    is_folder = bundled(model) is None and Path(model).is_dir()
+    return Path(model).resolve().name if is_folder else model
+
+
+def _results_file(out: Path | None, name: str) -> Path:
+    """Return the path of the results, after a check of its folder.
+
+    Raises:
+        InputError: if no file can be there.
+    """
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name).strip("-")
+    path = Path(f"verify-{slug}.json") if out is None else out
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"--out {path}: must be a file in an existing folder")
+    return path
 
 
 def policies_of(formats: str) -> dict[str, KVPolicy]:
@@ -135,7 +153,7 @@ def policies_of(formats: str) -> dict[str, KVPolicy]:
             names[-1] += f",{part}"
         else:
             names.append(part)
-    policies = {name: KVPolicy.preset(name) for name in _names("--formats", names)}
+    policies = {name: KVPolicy.preset(name) for name in _names(names)}
     if not policies:
         raise InputError(f"--formats is empty: name one or more of {', '.join(_FORMATS)}")
     for name, policy in policies.items():
@@ -147,7 +165,7 @@ def policies_of(formats: str) -> dict[str, KVPolicy]:
     return policies
 
 
-def _names(option: str, names: str | list[str]) -> list[str]:
+def _names(names: str | list[str]) -> list[str]:
     """Return the different names of a list, without spaces around them."""
     listed = names.split(",") if isinstance(names, str) else names
     return list(dict.fromkeys(name.strip() for name in listed if name.strip()))

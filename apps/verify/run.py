@@ -43,7 +43,7 @@ class Verification:
 
     Args:
         pipe: pipeline of the model, with a 16-bit cache.
-        model: name of the model, as the user gave it.
+        name: name of the model: hub id, bundled model or last part of a folder.
         source: name of the file with the questions.
         policies: policies to compare with the 16-bit cache, by name.
         max_new_tokens: maximum number of tokens of an answer.
@@ -59,7 +59,7 @@ class Verification:
     def __init__(
         self,
         pipe: Pipeline,
-        model: str,
+        name: str,
         source: str,
         policies: Mapping[str, KVPolicy],
         max_new_tokens: int,
@@ -76,7 +76,7 @@ class Verification:
             "versions": versions(),
             "device": device_name(pipe.family.device.type),
             "dtype": str(pipe.model.dtype).removeprefix("torch."),
-            "model": _about(pipe, model),
+            "model": _about(pipe, name),
             "policies": {name: asdict(policy) for name, policy in policies.items()},
             "source": source,
             "max_new_tokens": max_new_tokens,
@@ -185,11 +185,11 @@ class Verification:
             part.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
 
 
-def _about(pipe: Pipeline, model: str) -> dict[str, Any]:
+def _about(pipe: Pipeline, name: str) -> dict[str, Any]:
     """Describe a model: its id, its commit on the hub, its weights and its size."""
     outer = pipe.family.outer_model
     return {
-        "id": "/".join(Path(model).parts[-2:]),
+        "id": name,
         "revision": getattr(outer.config, "_commit_hash", None),
         "fingerprint": pipe.fingerprint,
         "family": pipe.family.name,

@@ -209,6 +209,20 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path: Path) -> None:
     assert list(out.parent.iterdir()) == [out]
 
 
+def test_a_folder_is_named_without_its_place(
+    llava_next_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are meant for others, whom the paths of this machine do not concern."""
+    questions = written(tmp_path, {"question": "What is in this picture? " * 20})
+    monkeypatch.chdir(llava_next_folder)
+    out = tmp_path / "out.json"
+    chosen = ["--model", ".", "--questions", str(questions), "--out", str(out)]
+    assert run(["verify", *chosen, "--formats", "compact", *SHORT]) == 0
+    record = json.loads(out.read_text())
+    assert record["model"]["id"] == llava_next_folder.name
+    assert str(tmp_path) not in out.read_text()
+
+
 def test_formats_with_changes() -> None:
     found = policies_of(" standard,compact:window=64, bits=3/2 ,kivi,standard")
     assert list(found) == ["standard", "compact:window=64, bits=3/2", "kivi"]
