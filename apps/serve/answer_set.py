@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from oscar_mm.apps.serve.completed import CompletedAnswer
 from oscar_mm.apps.serve.conversations import Conversations
+from oscar_mm.apps.serve.fair_queue import Slot
 from oscar_mm.apps.serve.protocol import ApiRequest
-from oscar_mm.apps.serve.running_answer import RequestQueue, RunningAnswer
+from oscar_mm.apps.serve.request_queue import RequestQueue
+from oscar_mm.apps.serve.running_answer import RunningAnswer
 from oscar_mm.engine.logprobs import TokenLogprob
 
 _SEEDS = 1 << 63
@@ -41,6 +43,7 @@ class AnswerSet:
 
     Args:
         places: request queue to which each answer returns its slot.
+        slots: one slot per answer.
         conversations, gone, arrival: see ``RunningAnswer``.
         requests: one request per prompt. The first answer to a prompt uses the request's seed,
             the second answer seed + 1, and so on.
@@ -52,15 +55,19 @@ class AnswerSet:
     def __init__(
         self,
         places: RequestQueue,
+        slots: Sequence[Slot],
         conversations: Conversations,
         requests: Sequence[ApiRequest],
         gone: asyncio.Future[None],
         arrival: float,
     ) -> None:
         self.places, self._kept = places, requests[0].n
+        free = iter(slots)
         self._groups = [
             [
-                RunningAnswer(places, conversations, _part(request, index), gone, arrival)
+                RunningAnswer(
+                    places, next(free), conversations, _part(request, index), gone, arrival
+                )
                 for index in range(request.count)
             ]
             for request in requests

@@ -13,6 +13,7 @@ import typer
 
 from oscar_mm.apps import options, terminal
 from oscar_mm.apps.options import KEY_VARIABLE, api_key
+from oscar_mm.apps.serve.clients import read_proxies
 from oscar_mm.apps.serve.origins import read_origins
 from oscar_mm.apps.server_process import (
     bind,
@@ -111,6 +112,20 @@ def serve(
     waiting: Annotated[
         int, typer.Option(metavar="N", help="Maximum number of waiting requests.")
     ] = 64,
+    queue_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="S", help="Seconds after which a waiting request is refused; 0 for no limit."
+        ),
+    ] = 60.0,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address or network of a proxy whose X-Forwarded-For header says who the client "
+            "is; repeat for several.",
+        ),
+    ] = None,
     conversations: Annotated[
         int, typer.Option(metavar="N", help="Maximum number of stored conversations.")
     ] = 64,
@@ -151,6 +166,9 @@ def serve(
         raise InputError(f"--port {port}: must be from 1 to 65535")
     if not 0 <= grace <= 3600:
         raise InputError(f"--grace {grace:g}: must be seconds, from 0 to 3600")
+    if not 0 <= queue_timeout <= 3600:
+        raise InputError(f"--queue-timeout {queue_timeout:g}: must be seconds, from 0 to 3600")
+    proxies = read_proxies(trusted_proxy or ())
     domains = media_domains(allowed_media_domains, allow_remote=allow_remote)
     _check_words(log_level, served_model_name or ())
     key = api_key(api_key_file)
@@ -203,6 +221,8 @@ def serve(
         max_new_tokens=max_new_tokens,
         running=running,
         waiting=waiting,
+        queue_s=queue_timeout or None,
+        trusted_proxies=proxies,
         conversations=conversations,
         grace_s=grace,
         media_hosts=AllowedHosts(domains) if domains else None,

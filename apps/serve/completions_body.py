@@ -139,6 +139,7 @@ class CompletionBody(SampledBody):
                 n=self.n or 1,
                 best_of=self.best_of or 1,
                 raw=prompt.ids,
+                user=self.sender,
             )
             for prompt in prompts
         ]

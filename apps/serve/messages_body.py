@@ -95,6 +95,12 @@ class OutputConfig(_Model):
     format: OutputFormat | None = None
 
 
+class Metadata(_Model):
+    """Metadata of a request."""
+
+    user_id: str | None = None
+
+
 class Place(NamedTuple):
     """Origin of a converted message: a part of the client's request.
 
@@ -122,6 +128,7 @@ class MessagesBody(_Model):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
 
     def chat_body(self) -> tuple[dict[str, Any], list[Place]]:
         """Convert the request to a chat-completions body.
@@ -143,6 +150,8 @@ class MessagesBody(_Model):
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
+        if self.metadata is not None:
+            body["user"] = self.metadata.user_id
         if self.stop_sequences:
             body["stop"] = self.stop_sequences
         return body | self._tool_fields() | self._answer_fields(), [place for _, place in turned]

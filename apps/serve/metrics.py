@@ -48,10 +48,24 @@ class Metrics:
         self.completion_tokens = self.tokens.labels("completion")
         self.running = Gauge("oscar_mm_running", "Requests being answered", registry=self.registry)
         self.waiting = Gauge("oscar_mm_waiting", "Requests in the queue", registry=self.registry)
+        self.waiting_clients = Gauge(
+            "oscar_mm_waiting_clients", "Clients with requests in the queue", registry=self.registry
+        )
+        self.refusals = Counter(
+            "oscar_mm_refusals",
+            "Requests refused for lack of capacity, by reason: in the queue full (no place), "
+            "displaced (gave way to a client with fewer requests), slow (would wait too long) or "
+            "timeout (waited too long); memory, bodies (too many large requests), stopping",
+            ["reason"],
+            registry=self.registry,
+        )
 
         def times(name: str, text: str) -> Histogram:
             return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
 
+        self.queue_seconds = times(
+            "oscar_mm_queue_seconds", "Time that a request waited until it got its slots"
+        )
         self.first_token_seconds = times(
             "oscar_mm_first_token_seconds", "Time from the request to the first token"
         )

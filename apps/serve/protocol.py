@@ -9,8 +9,8 @@ open models are written for vLLM:
   the checkpoint's chat template requires alternating roles. "developer" is the same as "system".
 - Whatever the role, a ``content`` of null is empty. A part whose text, image or recording is null
   is ignored.
-- It ignores unknown fields, and fields that do not change the answer (``user``, ``metadata``,
-  ``store``, ``service_tier``, ...).
+- It ignores unknown fields, and fields that do not change the answer (``metadata``, ``store``,
+  ``service_tier``, ...); ``user`` and ``safety_identifier`` matter to ``FairQueue`` only.
 
 Unlike vLLM, this server
 
@@ -229,6 +229,8 @@ class SampledBody(StrictModel):
     thinking_token_budget: int | None = None
     echo: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
     stop: Annotated[
         Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None,
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
@@ -239,6 +241,11 @@ class SampledBody(StrictModel):
         if self.stream_options is not None and not self.stream:
             raise FieldError("requires stream: true", "stream_options")
         return self
+
+    @property
+    def sender(self) -> str:
+        """The user for whom the request is sent, in the client's words; "" if it names none."""
+        return self.safety_identifier or self.user or ""
 
     @property
     def has_usage(self) -> bool:
@@ -322,6 +329,7 @@ class ApiRequest:
         tools: tools that the model may call.
         template: options of the chat template.
         raw: token ids of a prompt without a chat template, instead of messages; or None.
+        user: user for whom the request is sent, in the client's words; "" if it names none.
     """
 
     model: str | None
@@ -337,6 +345,7 @@ class ApiRequest:
     tools: ToolOffer | None = None
     template: TemplateOptions = USUAL
     raw: tuple[int, ...] | None = None
+    user: str = ""
 
     @property
     def count(self) -> int:
@@ -455,6 +464,7 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
         cache_salt=body.cache_salt or "",
         n=body.n or 1,
         template=template,
+        user=body.sender,
     )
     if not template.takes_any_end:
         past, question = _split_turns(messages)

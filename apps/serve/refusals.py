@@ -39,6 +39,7 @@ class Refusal(Exception):
         code: OpenAI's error code.
         field: the API's name for the faulty field, or None.
         retry_after: seconds after which to retry; None if retrying does not help.
+        reason: name for metrics of why the server has no capacity; None if it has.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Refusal(Exception):
         code: str | None = None,
         field: str | None = None,
         retry_after: int | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.code, self.field = status, kind, code, field
+        self.reason = reason
         self.headers = None if retry_after is None else {"Retry-After": str(retry_after)}
 
     @property
@@ -67,9 +70,20 @@ class ClientGone(Refusal):
         super().__init__(499, "the client has disconnected")
 
 
-def busy(message: str) -> Refusal:
-    """Return a refusal with status 503, for a server that is temporarily out of capacity."""
-    return Refusal(503, f"{message}: try again", "server_error", retry_after=RETRY_S)
+def busy(message: str, reason: str) -> Refusal:
+    """Return a refusal with status 503, for a server that is temporarily out of capacity.
+
+    Args:
+        message: error message for the client.
+        reason: see ``Refusal``.
+    """
+    message = f"{message}: try again"
+    return Refusal(503, message, "server_error", retry_after=RETRY_S, reason=reason)
+
+
+def stopping() -> Refusal:
+    """Return the refusal for a server that stops."""
+    return busy("the server is stopping", "stopping")
 
 
 @contextmanager
@@ -87,7 +101,7 @@ def as_refusals() -> Iterator[None]:
 
 def _refusal_of(error: Exception) -> Refusal:
     if isinstance(error, MemoryBusy):
-        return busy("other requests use the memory that this request needs")
+        return busy("other requests use the memory that this request needs", "memory")
     if isinstance(error, RequestTooLarge):
         return Refusal(
             400,

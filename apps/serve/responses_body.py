@@ -33,7 +33,7 @@ SAME = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "cache_salt"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"),
     *("chat_template_kwargs", "structured_outputs", "thinking_token_budget"),
-    *("mm_processor_kwargs", "media_io_kwargs"),
+    *("mm_processor_kwargs", "media_io_kwargs", "user", "safety_identifier"),
 )
 """Fields that have the same meaning in both APIs."""
 

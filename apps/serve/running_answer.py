@@ -1,26 +1,23 @@
-"""RunningAnswer: a server's answer while the model generates it.
-
-RequestQueue: slots for running answers, and the queue of requests that wait for slots.
-"""
+"""RunningAnswer: a server's answer while the model generates it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from functools import cached_property
+from collections.abc import AsyncIterator, Iterator
 from itertools import groupby
 from time import perf_counter
-from typing import Any, cast
+from typing import cast
 
-from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from oscar_mm.apps.serve.completed import CompletedAnswer
 from oscar_mm.apps.serve.conversations import Conversations
-from oscar_mm.apps.serve.metrics import AnswerTimes, Metrics
+from oscar_mm.apps.serve.fair_queue import Slot, token_cost
+from oscar_mm.apps.serve.metrics import AnswerTimes
 from oscar_mm.apps.serve.protocol import ApiRequest
-from oscar_mm.apps.serve.refusals import RETRY_S, ClientGone, Refusal, as_refusals, busy
+from oscar_mm.apps.serve.refusals import ClientGone, as_refusals, stopping
+from oscar_mm.apps.serve.request_queue import RequestQueue
 from oscar_mm.apps.serve.whole_prompts import WholePrompt
 from oscar_mm.chat.chat import Chat
 from oscar_mm.engine.logprobs import TokenLogprob
@@ -28,125 +25,6 @@ from oscar_mm.engine.request import Request
 from oscar_mm.errors import MemoryBusy
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
-
-_MEMORY_POLL_S = 1.0
-"""Seconds between checks for memory freed by something other than the end of an answer."""
-
-
-class RequestQueue:
-    """Slots for running answers, and the queue of requests that wait for slots.
-
-    Args:
-        running: number of slots.
-        waiting: maximum number of requests in the queue; further requests get status 429.
-        metrics: metrics that count running and waiting requests.
-
-    Attributes:
-        workers: limiter of the threads that read requests and complete answers.
-        watchers: functions to call after each step of the model.
-        closing: tasks that are closing answers.
-    """
-
-    def __init__(self, running: int, waiting: int, metrics: Metrics) -> None:
-        self.metrics = metrics
-        self.workers = CapacityLimiter(running + 1)
-        self.watchers: set[Callable[[], None]] = set()
-        self.closing: set[asyncio.Task[None]] = set()
-        self._free, self._max_waiting = asyncio.Semaphore(running), waiting
-        self._turn = asyncio.Lock()
-        self._waiting = 0
-        self._memory_freed: asyncio.Future[None] | None = None
-
-    @cached_property
-    def stopping(self) -> asyncio.Future[None]:
-        """Future that is done once the server accepts no more requests."""
-        return asyncio.get_running_loop().create_future()
-
-    @cached_property
-    def cut(self) -> asyncio.Future[None]:
-        """Future that is done once the server cuts running answers short."""
-        return asyncio.get_running_loop().create_future()
-
-    async def take(self, gone: asyncio.Future[None], count: int = 1) -> None:
-        """Wait in the queue for free slots, and take them.
-
-        Args:
-            gone: future that is done when the client has disconnected.
-            count: number of slots to take, at most the total number of slots.
-
-        Raises:
-            Refusal: if the queue is full, the client disconnects, or the server stops.
-        """
-        if self._free.locked() and self._waiting >= self._max_waiting:
-            message = "too many requests are waiting: try again"
-            raise Refusal(429, message, "rate_limit_error", retry_after=RETRY_S)
-        self._waiting += 1
-        self.metrics.waiting.inc()
-        taking = asyncio.ensure_future(self._collect(count))
-        try:
-            await self._wait_for(taking, gone)
-        except BaseException:
-            if taking.done():
-                self._give_back(count)
-            taking.cancel()
-            raise
-        finally:
-            self._waiting -= 1
-            self.metrics.waiting.dec()
-
-    async def _collect(self, count: int) -> None:
-        """Take slots for one request at a time; two requests with a few slots could deadlock."""
-        async with self._turn:
-            taken = 0
-            try:
-                while taken < count:
-                    await self._free.acquire()
-                    taken += 1
-            except BaseException:
-                self._give_back(taken)
-                raise
-
-    def _give_back(self, count: int) -> None:
-        for _ in range(count):
-            self._free.release()
-
-    async def wait_for_memory(self, gone: asyncio.Future[None], seconds: float) -> None:
-        """Wait until an answer ends, or until it is time to check for memory, at most ``seconds``.
-
-        Raises:
-            Refusal: if the client disconnects, or the server stops.
-        """
-        if self._memory_freed is None:
-            self._memory_freed = asyncio.get_running_loop().create_future()
-        timeout = min(seconds, _MEMORY_POLL_S)
-        await self._wait_for(self._memory_freed, gone, timeout)
-
-    def close(self, answer: asyncio.Task[None]) -> None:
-        """Keep a reference to a task that closes an answer until the task is done."""
-        self.closing.add(answer)
-        answer.add_done_callback(self.closing.discard)
-
-    def release(self) -> None:
-        """Free a slot, and wake the requests that wait for the memory that its answer used."""
-        self._free.release()
-        if self._memory_freed is not None:
-            self._memory_freed.set_result(None)
-            self._memory_freed = None
-
-    async def _wait_for(
-        self, awaited: asyncio.Future[Any], gone: asyncio.Future[None], seconds: float | None = None
-    ) -> None:
-        """Wait for a future, at most ``seconds``.
-
-        Raises:
-            Refusal: if the client disconnects, or the server stops.
-        """
-        ends = (awaited, gone, self.stopping)
-        await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
-            raise ClientGone
-        if self.stopping.done():
-            raise busy("the server is stopping")
 
 
 class RunningAnswer:
@@ -157,6 +35,7 @@ class RunningAnswer:
 
     Args:
         places: request queue, to which the answer returns its slot.
+        slot: the slot.
         conversations: stored chats, one of which generates the answer.
         request: the request.
         gone: future that is done when the client has disconnected.
@@ -166,12 +45,13 @@ class RunningAnswer:
     def __init__(
         self,
         places: RequestQueue,
+        slot: Slot,
         conversations: Conversations,
         request: ApiRequest,
         gone: asyncio.Future[None],
         arrival: float,
     ) -> None:
-        self.places, self.conversations = places, conversations
+        self.places, self.slot, self.conversations = places, slot, conversations
         self.request, self.gone = request, gone
         self._completed: CompletedAnswer | None = None
         self._pieces: deque[Piece | CompletedAnswer] = deque()
@@ -186,6 +66,8 @@ class RunningAnswer:
         self._left = False
         self._end: asyncio.Task[None] | None = None
         self._times = AnswerTimes(places.metrics, arrival)
+        self._known = 0
+        """Number of tokens that the chat had before this answer."""
         self._told = 0
         """Number of tokens whose log-probabilities ``take_logprobs`` has returned."""
         places.metrics.running.inc()
@@ -263,6 +145,7 @@ class RunningAnswer:
         if running_request is None or self._left:
             return
         ended = running_request.ended
+        self._note_cost(running_request)
         for piece in running_request.take_pieces():
             self._add(piece)
         if ended:
@@ -287,7 +170,8 @@ class RunningAnswer:
         """
         for step in self._steps:
             if isinstance(step, Chat | WholePrompt):
-                self._chat = step
+                step.client = self.slot.client
+                self._chat, self._known = step, _tokens(step)
             # Only after setting ``_chat``, which ``_end_thread`` cancels.
             if self._left:
                 break
@@ -300,9 +184,17 @@ class RunningAnswer:
     def _add(self, piece: Piece | CompletedAnswer) -> None:
         if not piece:
             return
-        if not isinstance(piece, CompletedAnswer):
+        if isinstance(piece, CompletedAnswer):
+            read = piece.prompt_tokens - piece.cached_tokens
+            self.slot.cost = token_cost(read, len(piece.answer.token_ids))
+        else:
             self._times.note()
         self._pieces.append(piece)
+
+    def _note_cost(self, running: Request) -> None:
+        """Note the cost so far: earlier turns that were read, the prompt and the output."""
+        turns = 0 if self._chat is None else _tokens(self._chat) - self._known
+        self.slot.cost = token_cost(turns + running.unread.tokens, len(running.written.token_ids))
 
     async def _wait(self) -> None:
         """Wait for new pieces if the answer is streamed, otherwise for the complete answer.
@@ -315,7 +207,7 @@ class RunningAnswer:
                 self._thread.result()
                 return
             if self.places.cut.done():
-                raise busy("the server is stopping")
+                raise stopping()
             if self.gone.done():
                 raise ClientGone
             self._changed = asyncio.get_running_loop().create_future()
@@ -328,6 +220,8 @@ class RunningAnswer:
     async def _close(self) -> None:
         places = self.places
         places.watchers.discard(self.look)
+        if self._chat is not None and (running := self._chat.answering) is not None:
+            self._note_cost(running)
         try:
             if self._thread is not None:
                 await self._end_thread(self._thread)
@@ -336,7 +230,7 @@ class RunningAnswer:
         finally:
             places.cut.remove_done_callback(self._wake)
             places.metrics.running.dec()
-            places.release()
+            places.release(self.slot)
 
     async def _end_thread(self, thread: asyncio.Future[None]) -> None:
         """Cancel the work of a thread, and wait until the thread ends."""
@@ -344,6 +238,11 @@ class RunningAnswer:
             self._chat.cancel()
         # The error of the thread is no longer needed.
         await asyncio.gather(thread, return_exceptions=True)
+
+
+def _tokens(chat: Chat | WholePrompt) -> int:
+    """Return the number of tokens in the turns of a chat."""
+    return chat.turns[-1].stop if isinstance(chat, Chat) and chat.turns else 0
 
 
 def joined(pieces: deque[Piece | CompletedAnswer]) -> Iterator[Piece | CompletedAnswer]:

@@ -104,6 +104,8 @@ def create_app(
     async def refuse(http: HttpRequest, error: Refusal) -> JSONResponse:
         note_refusal(http.scope, str(error))
         service.metrics.requests.labels(str(error.status)).inc()
+        if error.reason is not None:
+            service.metrics.refusals.labels(error.reason).inc()
         is_message = http.url.path.startswith(MESSAGES)
         body = message_error(error.status, str(error)) if is_message else error.body
         return JSONResponse(body, error.status, error.headers)
@@ -247,6 +249,8 @@ class Server(uvicorn.Server):
                 # h11, because httptools, uvicorn's default, does not limit a request's head.
                 http=partial(Connection, bounds),  # pyright: ignore[reportArgumentType] is called
                 ws="none",
+                proxy_headers=bool(limits.trusted_proxies),
+                forwarded_allow_ips=list(limits.trusted_proxies),
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=shutdown_s,

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from oscar_mm.apps.serve.access_log import note_answer
 from oscar_mm.apps.serve.answer_set import AnswerSet
 from oscar_mm.apps.serve.chat_writer import ChatWriter
+from oscar_mm.apps.serve.clients import client_of
 from oscar_mm.apps.serve.completion_writer import CompletionWriter
 from oscar_mm.apps.serve.completions_body import CompletionBody
 from oscar_mm.apps.serve.conversations import Conversations
@@ -45,7 +46,9 @@ from oscar_mm.apps.serve.refusals import (
     Refusal,
     as_refusals,
     busy,
+    stopping,
 )
+from oscar_mm.apps.serve.request_queue import RequestQueue
 from oscar_mm.apps.serve.response_writer import ResponseWriter
 from oscar_mm.apps.serve.responses_body import (
     ResponsesBody,
@@ -53,7 +56,6 @@ from oscar_mm.apps.serve.responses_body import (
     unknown_response,
     with_referenced,
 )
-from oscar_mm.apps.serve.running_answer import RequestQueue
 from oscar_mm.apps.serve.tokenizing import (
     DetokenizeBody,
     TokenizeBody,
@@ -95,7 +97,10 @@ class ServerLimits:
             If None, an answer can be as long as context and memory allow, and the default is an
             equal share of the memory among ``running`` answers, but at least 1,024.
         running: maximum number of running answers, which are decoded as one batch.
-        waiting: maximum number of requests in the queue; further requests get status 429.
+        waiting: maximum number of requests in the queue; beyond it, one gets status 429.
+        queue_s: maximum seconds that a request waits in the queue; None for no limit.
+        trusted_proxies: addresses and networks of proxies whose X-Forwarded-For header says who
+            the client is.
         conversations: maximum number of stored chats, which later requests can continue.
         idle: maximum number of connections besides those of running and queued requests.
         head_s: maximum seconds to receive a request's head.
@@ -111,6 +116,8 @@ class ServerLimits:
     max_new_tokens: int | None = None
     running: int = 64
     waiting: int = 64
+    queue_s: float | None = 60.0
+    trusted_proxies: tuple[str, ...] = ()
     conversations: int = 64
     idle: int = 128
     head_s: float = 10.0
@@ -147,7 +154,7 @@ class Service:
         self.conversations, self.metrics = conversations, metrics
         self.limits, self.names, self.name = limits, names, names[0]
         self.hurry = asyncio.Event()
-        self.places = RequestQueue(limits.running, limits.waiting, metrics)
+        self.places = RequestQueue(limits.running, limits.waiting, metrics, limits.queue_s)
         self.responses = KeptResponses()
         self.known_media = KnownMedia()
         self._body_bytes = 0
@@ -353,12 +360,14 @@ class Service:
         with self._memory_for_body() as add:
             requests, written = await self._requests(await self._body(http, add), read)
             gone = asyncio.ensure_future(_disconnect(http))
+            client = client_of(http.client, requests[0].user)
             try:
-                await self.places.take(gone, sum(request.count for request in requests))
+                count = sum(request.count for request in requests)
+                slots = await self.places.take(client, gone, count)
             except BaseException:
                 gone.cancel()
                 raise
-        answers = AnswerSet(self.places, self.conversations, requests, gone, arrival)
+        answers = AnswerSet(self.places, slots, self.conversations, requests, gone, arrival)
         try:
             await answers.begin(self.limits.memory_wait_s)
             if requests[0].stream:
@@ -404,7 +413,7 @@ class Service:
             own += count
             self._body_bytes += count
             if self._body_bytes > _BODIES * self.limits.max_request_bytes:
-                raise busy("the server is processing too many large requests")
+                raise busy("the server is processing too many large requests", "bodies")
 
         try:
             yield add
@@ -414,7 +423,7 @@ class Service:
     async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
         """Read the body of a request; refuse a body that is too large or arrives too slowly."""
         limit, seconds = self.limits.max_request_bytes, self.limits.body_s
-        stopping = self.places.stopping
+        end = self.places.stopping
         too_large = Refusal(413, f"the request is larger than the limit of {limit:,} bytes")
         announced = http.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:19]) > limit:
@@ -431,13 +440,11 @@ class Service:
 
         reading = asyncio.ensure_future(collect())
         try:
-            await asyncio.wait(
-                (reading, stopping), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((reading, end), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 return reading.result()
-            if stopping.done():
-                raise busy("the server is stopping")
+            if end.done():
+                raise stopping()
             raise Refusal(408, f"the request did not arrive within {seconds:g} s")
         except ClientDisconnect:
             raise ClientGone from None

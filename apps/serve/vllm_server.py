@@ -37,6 +37,8 @@ _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
 _REFUSED = {
     "max_request": "vLLM does not limit the size of a request",
     "waiting": "vLLM does not limit its queue",
+    "queue_timeout": "vLLM does not limit its queue",
+    "trusted_proxy": "vLLM does not tell clients apart",
     "conversations": "vLLM caches all prompt prefixes that fit into its KV memory",
     "prefill_chunk": "vLLM chunks prompts itself: use -- --max-num-batched-tokens N",
     "device": "set CUDA_VISIBLE_DEVICES to choose vLLM's GPUs",

@@ -33,11 +33,13 @@ class WholePrompt:
         request: request without earlier turns.
 
     Attributes:
+        client: names that identify the client; see ``Request``.
         answering: running generation; None before generation starts.
     """
 
     def __init__(self, pipe: Pipeline, request: ApiRequest) -> None:
         self._pipe, self._request = pipe, request
+        self.client: tuple[str, ...] = ()
         self.answering: Request | None = None
         self._cancelled = False
 
@@ -61,6 +63,7 @@ class WholePrompt:
         max_new_tokens = pipe.admission.longest_answer(prompt, sampling.max_new_tokens)
         sampling = replace(sampling, max_new_tokens=max_new_tokens)
         self.answering = running_request = pipe.new_request(prompt, sampling, start, tools)
+        running_request.client = self.client
         if self._cancelled:
             running_request.cancel()
         yield ""

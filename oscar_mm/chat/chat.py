@@ -74,6 +74,9 @@ class Chat:
         conversation: conversation to continue; by default, an empty conversation.
         cache_salt: see ``pipe.chat``.
         tools: tools that the model may call; they are part of the first turn's prompt.
+
+    Attributes:
+        client: names that identify the client of a server; see ``Request``.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Chat:
         self._spillable = SpillableConversation(
             pipe, conversation or Conversation.empty(self._new_cache())
         )
+        self.client: tuple[str, ...] = ()
         self._running: weakref.ref[Generator] | None = None
         self._cancelled = self._stopped = False
         self._taker: threading.Thread | None = None
@@ -236,6 +240,7 @@ class Chat:
             nonlocal reading
             read = prompt.to(pipe.family.device)
             reading = PrefillRequest(pipe.engine, read, now.cache.fork())
+            reading.client = self.client
             self._spillable.answering = reading  # From here on the chat cannot be spilled.
             return reading
 
@@ -435,7 +440,7 @@ class Chat:
         """
         with self._calls:
             self._wait_for_left()
-            return self.pipe.engine.call_with_memory(lambda: use(self._load()))
+            return self.pipe.engine.call_with_memory(lambda: use(self._load()), self.client)
 
     def _load(self) -> Conversation:
         self._end_stream()
@@ -470,7 +475,8 @@ class Chat:
             while result is None:
                 then = self._spillable.conversation
                 prompt = prepare(then)
-                result = pipe.engine.call_with_memory(partial(check, then, prompt))
+                check_now = partial(check, then, prompt)
+                result = pipe.engine.call_with_memory(check_now, self.client)
             return result
 
     def _wait_for_left(self) -> None:
@@ -590,6 +596,7 @@ class Chat:
                 tools=tools,
                 delivery=delivery,
             )
+            running_request.client = self.client
             self._spillable.answering = running_request  # From here on the chat cannot be spilled.
             if not (self._cancelled or self._stopped):
                 self.pipe.engine.submit(running_request)  # so that the next step includes it
@@ -607,7 +614,7 @@ class Chat:
 
         begun: Request | None = None
         try:
-            before, running_request = self.pipe.engine.call_with_memory(begin)
+            before, running_request = self.pipe.engine.call_with_memory(begin, self.client)
             if self._cancelled or self._stopped:
                 running_request.cancel()
             yield from running_request

@@ -99,20 +99,23 @@ class Engine:
         """
         return self.thread.call(function, runs_model=runs_model, timeout=timeout)
 
-    def call_with_memory(self, function: Callable[[], Result]) -> Result:
+    def call_with_memory(
+        self, function: Callable[[], Result], client: tuple[str, ...] = ()
+    ) -> Result:
         """Run a function in the engine thread once there is memory for it.
 
         It waits in the request queue as long as requests run that may release memory.
 
         Args:
             function: function that takes memory; must change nothing if it raises ``MemoryBusy``.
+            client: names that identify the client; see ``Request``.
 
         Raises:
             BaseException: the function's error.
         """
         if self.thread.is_current:
             return function()
-        call = Call(function)
+        call = Call(function, client)
 
         def begin() -> None:
             try:

@@ -20,13 +20,15 @@ class Call(Generic[Result]):
 
     Args:
         function: the function; it must change nothing if it raises ``MemoryBusy``.
+        client: names that identify the client for whom the thread calls; see ``Request``.
 
     Attributes:
         ended: whether the function has returned or raised, or no thread waits for it any more.
     """
 
-    def __init__(self, function: Callable[[], Result]) -> None:
+    def __init__(self, function: Callable[[], Result], client: tuple[str, ...] = ()) -> None:
         self._function: Callable[[], Result] | None = function
+        self.client = client
         self.ended = False
         self._result: Result | None = None
         self._error: BaseException | None = None

@@ -75,6 +75,8 @@ class Request(RequestState):
 
     Attributes:
         cache: the cache in use, see above.
+        client: names that identify the client, such as address and user, the most general one
+            first. If several requests wait, the client with the fewest running requests is next.
         submitted: whether the request is, or was, in the engine's queue.
         cancelled: whether ``cancel`` ended the request.
         prompt_tokens: prompt length as reported in the answer.
@@ -117,6 +119,7 @@ class Request(RequestState):
         self.reservation: object | None = None
         """Memory reservation, in effect while referenced."""
         self.submitted = self.cancelled = False
+        self.client: tuple[str, ...] = ()
         top = sampling.prompt_logprobs
         self.prompt_logprobs = None if top is None else PromptLogprobs(ids, top)
         self._pieces: deque[Piece] = deque()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class Scheduler:
 
     Scheduling is first come, first served: a request that does not fit into the budget waits while
     others run, and only a few smaller requests may overtake it. Calls that need memory wait in the
-    same queue.
+    same queue. If requests have clients, the client with the fewest running requests is next.
 
     Only the engine thread may use a scheduler, except for ``add`` and the properties.
 
@@ -271,7 +271,7 @@ class Scheduler:
         Args:
             taken: list that a dequeued request is added to.
         """
-        for place, entry in enumerate(list(self._queue)):
+        for place, entry in enumerate(self._in_turn()):
             if place > 0 and self._skipped_head >= _OVERTAKES:
                 return False
             if self._take(entry, taken):
@@ -283,7 +283,7 @@ class Scheduler:
         """Dequeue the next requests that get memory and fit into the same prefill pass."""
         tokens = taken[0].unread.tokens
         while self._is_short(taken[0]) and self.running + len(taken) < self.max_rows:
-            following = next(iter(list(self._queue)), None)
+            following = next(iter(self._in_turn(taken)), None)
             if (
                 not isinstance(following, Request)
                 or tokens + following.prompt.tokens > self.reader.max_varlen_tokens
@@ -292,6 +292,15 @@ class Scheduler:
             ):
                 return
             tokens += following.unread.tokens
+
+    def _in_turn(self, taken: Sequence[Request] = ()) -> list[Request | Call]:
+        """Return the queue in the order of turns; requests in ``taken`` count as running."""
+        running = Counter(
+            name for request in (*self._begun, *taken) for name in _prefixes(request.client)
+        )
+        return sorted(
+            self._queue, key=lambda entry: [running[name] for name in _prefixes(entry.client)]
+        )
 
     def _take(self, entry: Request | Call, taken: list[Request]) -> bool:
         """Reserve memory for a request, or run a call, and dequeue the entry; return False if it
@@ -456,3 +465,8 @@ class Scheduler:
         next(request.chunks, None)  # Check the keys and values of the last chunk.
         request.chunks = None
         return found
+
+
+def _prefixes(client: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the client with only its first name, with its first two names, and so on."""
+    return [client[:count] for count in range(1, len(client) + 1)]
