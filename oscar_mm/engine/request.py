@@ -76,7 +76,7 @@ class Request(RequestState):
     Attributes:
         cache: the cache in use, see above.
         client: names that identify the client, such as address and user, the most general one
-            first. If several requests wait, the client with the fewest running requests is next.
+            first; see ``Scheduler``.
         submitted: whether the request is, or was, in the engine's queue.
         cancelled: whether ``cancel`` ended the request.
         prompt_tokens: prompt length as reported in the answer.

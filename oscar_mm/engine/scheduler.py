@@ -29,6 +29,8 @@ MAX_ROWS = 256
 """Maximum number of requests that decode together."""
 _OVERTAKES = 8
 """Maximum number of requests admitted out of order while the head of the queue lacks memory."""
+_CLIENTS = 1024
+"""Number of clients whose latest turns are remembered."""
 _Beginning = tuple[list[Request], SampledTokens]
 """Requests whose prompts are complete, and their first tokens."""
 
@@ -67,7 +69,8 @@ class Scheduler:
 
     Scheduling is first come, first served: a request that does not fit into the budget waits while
     others run, and only a few smaller requests may overtake it. Calls that need memory wait in the
-    same queue. If requests have clients, the client with the fewest running requests is next.
+    same queue. If requests have clients, the client with the fewest running requests is next; of
+    several, the one whose latest turn was first.
 
     Only the engine thread may use a scheduler, except for ``add`` and the properties.
 
@@ -102,6 +105,9 @@ class Scheduler:
         """Whether the queue waits for memory."""
         self._skipped_head = 0
         """Number of requests admitted ahead of the current head of the queue so far."""
+        self._turns = 0
+        self._latest: dict[tuple[str, ...], int] = {}
+        """Number of the latest turn of each client, earliest first; see ``_in_turn``."""
         thread.add(self)
 
     @property
@@ -294,13 +300,18 @@ class Scheduler:
             tokens += following.unread.tokens
 
     def _in_turn(self, taken: Sequence[Request] = ()) -> list[Request | Call]:
-        """Return the queue in the order of turns; requests in ``taken`` count as running."""
+        """Return the queue in the order of turns; requests in ``taken`` count as running.
+
+        Between requests of a client, and without clients, it is the order of arrival.
+        """
         running = Counter(
             name for request in (*self._begun, *taken) for name in _prefixes(request.client)
         )
-        return sorted(
-            self._queue, key=lambda entry: [running[name] for name in _prefixes(entry.client)]
-        )
+
+        def turn(entry: Request | Call) -> list[tuple[int, int]]:
+            return [(running[name], self._latest.get(name, 0)) for name in _prefixes(entry.client)]
+
+        return sorted(self._queue, key=turn)
 
     def _take(self, entry: Request | Call, taken: list[Request]) -> bool:
         """Reserve memory for a request, or run a call, and dequeue the entry; return False if it
@@ -321,7 +332,17 @@ class Scheduler:
             taken.append(entry)
         with suppress(ValueError):
             self._queue.remove(entry)
+        self._note_turn(entry.client)
         return True
+
+    def _note_turn(self, client: tuple[str, ...]) -> None:
+        """Remember that it was a client's turn, and forget the turn that was first."""
+        self._turns += 1
+        for name in _prefixes(client):
+            self._latest.pop(name, None)
+            self._latest[name] = self._turns
+        while len(self._latest) > _CLIENTS:
+            del self._latest[next(iter(self._latest))]
 
     def _is_short(self, request: Request) -> bool:
         """Return whether a prompt may share a prefill pass with others; prompts with media may not

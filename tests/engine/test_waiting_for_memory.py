@@ -43,6 +43,36 @@ def test_one_waits_for_another_that_ends_at_its_first_token(qwen3_vl_folder) -> 
     assert empty(pipe)
 
 
+@pytest.mark.parametrize("together_at_most", [1, 2])
+def test_clients_take_turns_in_waiting_for_memory(qwen3_vl_folder, together_at_most: int) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    assert pipe.budget is not None
+    expected = alone(pipe, [SHORT[0]])[0]
+    clients = [*[("a", "x")] * 6, ("a", "y"), ("b", ""), ("b", "")]
+    answers = [made(pipe, SHORT[0]) for _ in clients]
+    for answer, client in zip(answers, clients, strict=True):
+        answer.client = client
+    pipe.budget.limit = int((together_at_most + 0.5) * needed(pipe, answers[0]))
+    begun: list[tuple[str, str]] = []
+    for answer in answers:
+        write = answer.write
+
+        def noted(token: int, answer: Any = answer, write: Any = write) -> None:
+            if not answer.written.token_ids:
+                begun.append(answer.client)
+            write(token)
+
+        answer.write = noted
+    assert together(pipe, answers) == [expected] * len(answers)
+    # After the first ones a and b alternate, and at a its users do.
+    places = [place for place, client in enumerate(begun) if client == ("b", "")]
+    assert places[0] <= 2 and places[1] <= places[0] + 2
+    assert [client for client in begun if client[0] == "a"].index(("a", "y")) <= 2
+    assert len(begun) == len(clients)
+    del answers, answer, write, noted
+    assert empty(pipe)
+
+
 def test_many_wait_for_one(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None

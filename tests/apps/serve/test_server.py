@@ -413,6 +413,7 @@ def test_metrics(address, client) -> None:
     assert rise('oscar_mm_tokens_total{kind="prompt"}') > 30
     assert rise("oscar_mm_first_token_seconds_count") == 1
     assert 1 <= rise("oscar_mm_inter_token_seconds_count") <= 5
+    assert rise("oscar_mm_queue_seconds_count") == 1
     for modality in ("audio", "image", "text"):
         assert after[f'oscar_mm_kv_bytes{{modality="{modality}"}}'] > 0
     held = sum(value for name, value in after.items() if name.startswith("oscar_mm_kv_bytes"))
@@ -444,8 +445,9 @@ def test_the_first_token_counts_the_queue(omni) -> None:
             time.sleep(0.7)
         later.join(20)
         found = metrics(where, None)
-    assert found["oscar_mm_first_token_seconds_count"] == 2
-    assert found['oscar_mm_first_token_seconds_bucket{le="0.5"}'] == 1
+    for name in ("first_token", "queue"):
+        assert found[f"oscar_mm_{name}_seconds_count"] == 2
+        assert found[f'oscar_mm_{name}_seconds_bucket{{le="0.5"}}'] == 1
 
 
 def test_metrics_do_not_wait_for_a_long_prompt(omni) -> None:
