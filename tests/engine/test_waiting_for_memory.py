@@ -73,6 +73,25 @@ def test_clients_take_turns_in_waiting_for_memory(qwen3_vl_folder, together_at_m
     assert empty(pipe)
 
 
+def test_a_client_whose_request_runs_longer_has_no_more_of_them(qwen3_vl_folder) -> None:
+    pipe = loaded(qwen3_vl_folder, kv_budget=1 << 24, spill=False)
+    assert pipe.budget is not None
+    lengths = [("a", 200), ("b", 2), ("a", 2), ("b", 2), ("b", 2)]
+    answers = [made(pipe, SHORT[0], max_new_tokens=length) for _, length in lengths]
+    for answer, (client, _) in zip(answers, lengths, strict=True):
+        answer.client = (client,)
+    pipe.budget.limit = needed(pipe, answers[0]) + int(1.5 * needed(pipe, answers[1]))
+    for answer in answers:
+        pipe.engine.submit(answer)
+    run(pipe, [answers[1], *answers[3:]])
+    assert not answers[2].written.token_ids and not answers[0].ended
+    run(pipe, answers)
+    for answer in answers:
+        answer.complete()
+    del answers, answer
+    assert empty(pipe)
+
+
 def test_many_wait_for_one(qwen3_vl_folder) -> None:
     pipe = loaded(qwen3_vl_folder, "standard", kv_budget=1 << 24, spill=False)
     assert pipe.budget is not None

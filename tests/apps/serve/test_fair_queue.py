@@ -107,6 +107,18 @@ def test_answers_of_equal_cost_alternate() -> None:
     assert latest == {GREEDY: 10, MODEST: 10}
 
 
+def test_slots_that_become_free_together_are_shared() -> None:
+    """An answer that has just begun counts as much as others, though it has no tokens yet."""
+    queue = FairQueue(4)
+    for _, [slot] in _taken(queue, 4):
+        slot.cost = 10.0
+        queue.end(slot, 1.0)
+    for client in (*[GREEDY] * 4, *[MODEST] * 4):
+        queue.add(client, 1, None)
+    found = Counter(waiter.client for waiter, _ in queue.admit(1.0))
+    assert found == {GREEDY: 2, MODEST: 2}
+
+
 def test_invented_users_gain_nothing() -> None:
     simulation, names = Simulation(2, itertools.repeat(10.0)), map(str, itertools.count())
     simulation.again = lambda client: MODEST if client == MODEST else ("10.0.0.1", next(names))
@@ -204,6 +216,9 @@ def test_which_request_is_one_too_many() -> None:
     other = queue.add(("a", "1"), 1, None)
     assert queue.surplus(other) is busy[-1], "of the other user at the same address"
     assert queue.surplus(busy[-1]) is busy[-1]
+    for _ in range(3):
+        queue.add(("b", ""), 1, None)
+    assert queue.surplus(other) is busy[-1], "not of another address that has no more"
 
 
 def test_how_many_slots_come_first() -> None:

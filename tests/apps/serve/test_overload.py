@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import openai
 import pytest
@@ -43,6 +44,23 @@ def crowd(address: str, count: int) -> Iterator[list[float]]:
         over.set()
         for thread in threads:
             thread.join(60)
+
+
+@contextmanager
+def held_prompts(pipe: Any) -> Iterator[threading.Event]:
+    """Let no prompt pass the first layer within the block; an event that tells of one."""
+    begun, over = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.set()
+        over.wait(20)
+
+    hook = pipe.model.get_decoder().layers[0].register_forward_pre_hook(hold)
+    try:
+        yield begun
+    finally:
+        hook.remove()
+        over.set()
 
 
 def answers_during(address: str, ended: list[float], requests: int) -> list[int]:
@@ -144,6 +162,11 @@ def test_what_answers_cost(qwen3_omni_folder) -> None:
         with asking(address, messages=past, stream=True, max_tokens=4000) as left:
             left.getresponse().readline()
         assert cost() > first.prompt_tokens - cached, "earlier turns count"
+        with held_prompts(pipe) as begun:
+            with asking(address, messages=[user("Which month was the wettest? " * 60)]):
+                assert begun.wait(20)
+            eventually(lambda: bool(app.state.service.places.closing))
+        assert cost() > 3 * first.prompt_tokens / 2, "of one that leaves as its prompt is read"
         with pytest.raises(openai.BadRequestError):
             ask(client, user("Why?"), extra_body={"guided_regex": "("})
         assert cost() > 0, "of a request that fails in its slot"
