@@ -32,7 +32,7 @@ def crowd(address: str, count: int) -> Iterator[list[float]]:
     def work(number: int) -> None:
         client = client_at(address, GREEDY)
         while not over.is_set():
-            ask(client, user("Why?"), user=f"{number}, {len(ended)}")
+            ask(client, user("Why?"), user=f"{number}, {len(ended)}", max_tokens=40)
             ended.append(number)
 
     threads = [threading.Thread(target=work, args=[number]) for number in range(count)]
@@ -82,10 +82,10 @@ def test_a_modest_client_does_not_wait_for_all_requests_of_a_greedy_one(omni) ->
     ):
         eventually(lambda: metrics(address, None)["oscar_mm_waiting"] == 14)
         eventually(lambda: len(ended) > 4)
-        counts = answers_during(address, ended, 8)
+        counts = answers_during(address, ended, 5)
         found = metrics(address, None)
-    # Until a slot is free, and in the other slot meanwhile; a few may end unnoticed.
-    assert sum(counts) <= 8 * 6, counts
+    # Usually two: until a slot is free, and in the other slot meanwhile.
+    assert sum(counts) <= 5 * 6, counts
     assert found["oscar_mm_queue_seconds_count"] > found["oscar_mm_waiting_clients"] > 1
 
 
@@ -96,13 +96,13 @@ def test_nor_where_only_memory_is_short(qwen3_omni_folder) -> None:
     pipe.model.generation_config.eos_token_id = NEVER
     assert pipe.budget is not None
     with served(pipe, trusted_proxies=PROXY, conversations=1) as address:
-        ask(client_at(address, MODEST), user("Why?"))
+        ask(client_at(address, MODEST), user("Why?"), max_tokens=40)
         pipe.budget.limit = 3 * pipe.budget.taken_bytes
         with crowd(address, 16) as ended:
             eventually(lambda: metrics(address, None)["oscar_mm_prompts_waiting"] > 8)
-            counts = answers_during(address, ended, 8)
+            counts = answers_during(address, ended, 5)
             assert metrics(address, None)["oscar_mm_waiting"] == 0
-    assert sum(counts) <= 8 * 6, counts
+    assert sum(counts) <= 5 * 6, counts
 
 
 def test_addresses_are_those_of_connections(omni) -> None:
