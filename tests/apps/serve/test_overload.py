@@ -130,6 +130,23 @@ def test_requests_do_not_wait_for_ever(omni) -> None:
         assert ask(client_of(address), user("Why?")).choices
 
 
+def test_users_are_named_in_each_api(omni) -> None:
+    from oscar_mm.apps.serve.server import create_app
+    from oscar_mm.apps.serve.service import ServerLimits
+
+    app = create_app(omni, "tiny", ServerLimits(trusted_proxies=PROXY))
+    with started(app) as (_, address), client_at(address, MODEST) as client:
+        ask(client, user("Why?"), user="a")
+        ask(client, user("Why?"), user="a", extra_body={"safety_identifier": "b"})
+        client.completions.create(model="tiny", prompt="Why?", max_tokens=2, user="c")
+        client.responses.create(model="tiny", input="Why?", max_output_tokens=2, user="d")
+        body = {"messages": [user("Why?")], "max_tokens": 2, "metadata": {"user_id": "e"}}
+        client.post("/messages", body=body, cast_to=object)
+        ask(client, user("Why?"))
+        found = app.state.service.places._queue._all.parts[MODEST].parts
+    assert [*found] == ["a", "b", "c", "d", "e", ""]
+
+
 def test_what_answers_cost(qwen3_omni_folder) -> None:
     """What was computed, also of an answer that is left or that fails."""
     from oscar_mm.apps.serve.server import create_app

@@ -98,6 +98,8 @@ def test_policies_of_stream_pages(policy: str) -> None:
         ({"policy": "standard:bits=16"}, "has 16 bits, or bits that"),
         ({"policy": "standrd"}, "did you mean standard"),
         ({"waiting": 64}, "--waiting with --engine vllm: vLLM does not limit its queue"),
+        ({"queue_timeout": 9.0}, "--queue-timeout with --engine vllm: vLLM does not limit"),
+        ({"trusted_proxy": ["::1"]}, "--trusted-proxy with --engine vllm: vLLM does not tell"),
         ({"max_request": "1GB"}, "--max-request with --engine vllm"),
         ({"conversations": 2}, "--conversations with --engine vllm"),
         ({"device": "cuda:1"}, "set CUDA_VISIBLE_DEVICES to choose"),
