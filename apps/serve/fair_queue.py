@@ -256,16 +256,19 @@ class FairQueue:
     def needed(self, waiter: Waiter) -> int:
         """Estimate how many slots must become free until a request has its slots.
 
-        Until a client gets its next slots, each other client gets at most as many.
+        Until a client gets its next slots, each other client gets at most as many; if the other
+        one's counter is higher, it gets one slot less.
 
         Args:
             waiter: newest waiting request of its client.
         """
-        needed = waiter.share.wanted
+        needed, mean = waiter.share.wanted, self._usual_cost
         for share in waiter.share.path:
             if share.parent is not None:
-                others = (part for part in share.parent.waiting if part is not share)
-                needed += sum(min(part.wanted, needed) for part in others)
+                own, most = share.expected(mean), needed
+                for part in share.parent.waiting:
+                    if part is not share:
+                        needed += min(part.wanted, most - (part.expected(mean) > own))
         return max(0, needed - self.free)
 
     def seconds(self, slots: int) -> float | None:
