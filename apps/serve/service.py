@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -157,7 +158,8 @@ class Service:
         self.places = RequestQueue(limits.running, limits.waiting, metrics, limits.queue_s)
         self.responses = KeptResponses()
         self.known_media = KnownMedia()
-        self._body_bytes = 0
+        self._body_bytes = Counter[str]()
+        """Size of all request bodies in memory, by the address of their clients."""
         self._readers = CapacityLimiter(_READERS)
         # A separate pool: these requests may decode media, and parsing must not wait for that.
         self._converters = CapacityLimiter(_READERS)
@@ -265,7 +267,7 @@ class Service:
 
     async def _convert(self, http: HttpRequest, read: Callable[[bytes], Response]) -> Response:
         """Answer a request without running the model."""
-        with self._memory_for_body() as add:
+        with self._memory_for_body(http) as add:
             data = await self._body(http, add)
             with as_refusals():
                 return await run_sync(read, data, limiter=self._converters)
@@ -357,7 +359,7 @@ class Service:
     ) -> Response:
         """Read a request, wait for a free slot, then answer with one body or a stream."""
         arrival = perf_counter()
-        with self._memory_for_body() as add:
+        with self._memory_for_body(http) as add:
             requests, written = await self._requests(await self._body(http, add), read)
             gone = asyncio.ensure_future(_disconnect(http))
             client = client_of(http.client, requests[0].user)
@@ -398,27 +400,29 @@ class Service:
         await asyncio.wait(closing, timeout=_CLOSING_S)
 
     @contextmanager
-    def _memory_for_body(self) -> Iterator[Callable[[int], None]]:
+    def _memory_for_body(self, http: HttpRequest) -> Iterator[Callable[[int], None]]:
         """Count the bytes of a request body toward the limit on all bodies, until the block of the
         ``with`` statement ends.
 
         Yields:
-            a function that counts more bytes, and raises Refusal if all bodies together exceed the
-            limit.
+            a function that counts more bytes, and raises Refusal if the client's bodies take more
+            of the limit than all bodies leave free, so that there is room for other clients.
         """
-        own = 0
+        own, (address, _) = 0, client_of(http.client, "")
 
         def add(count: int) -> None:
             nonlocal own
             own += count
-            self._body_bytes += count
-            if self._body_bytes > _BODIES * self.limits.max_request_bytes:
+            self._body_bytes[address] += count
+            most = _BODIES * self.limits.max_request_bytes - self._body_bytes.total()
+            if self._body_bytes[address] > most:
                 raise busy("the server is processing too many large requests", "bodies")
 
         try:
             yield add
         finally:
-            self._body_bytes -= own
+            self._body_bytes[address] -= own
+            self._body_bytes = +self._body_bytes
 
     async def _body(self, http: HttpRequest, add: Callable[[int], None]) -> bytes:
         """Read the body of a request; refuse a body that is too large or arrives too slowly."""

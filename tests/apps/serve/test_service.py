@@ -53,11 +53,13 @@ def eventually(check: Callable[[], bool], seconds: float = 10) -> None:
 
 
 @contextmanager
-def asking(address: str, **body: Any) -> Iterator[http.client.HTTPConnection]:
+def asking(
+    address: str, headers: dict[str, str] | None = None, **body: Any
+) -> Iterator[http.client.HTTPConnection]:
     """A connection over which a request was sent."""
     request = {"messages": [user("Why?")], "max_tokens": 6} | body
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"} | (headers or {})
     connection.request("POST", "/v1/chat/completions", json.dumps(request), headers)
     try:
         yield connection
@@ -187,18 +189,24 @@ def test_a_body_that_does_not_come(omni) -> None:
 
 
 def test_bodies_have_a_bound_together(omni) -> None:
-    """The limit counts the bodies of waiting requests too."""
-    with served(omni, running=1, max_request_bytes=3000, max_new_tokens=2000) as address:
+    """The limit counts the bodies of waiting requests too; a client leaves half of it to others."""
+    limits = {"max_request_bytes": 3000, "trusted_proxies": ("127.0.0.1",)}
+    with served(omni, running=1, max_new_tokens=2000, **limits) as address:
         padding = {"metadata": {"x": "y" * 2500}}
         with one_running(address):
-            waiting = [asking(address, **padding) for _ in range(9)]
+            waiting = [asking(address, **padding) for _ in range(4)]
             for one in waiting:
                 one.__enter__()
-            eventually(lambda: metrics(address, None)["oscar_mm_waiting"] == 9)
+            eventually(lambda: metrics(address, None)["oscar_mm_waiting"] == 4)
             with pytest.raises(openai.InternalServerError, match="too many large") as refused:
                 ask(client_of(address), user("Why?"), extra_body=padding)
             assert refused.value.status_code == 503
             assert refused.value.response.headers["retry-after"]
+            assert metrics(address, None)['oscar_mm_refusals_total{reason="bodies"}'] == 1
+            elsewhere = {"X-Forwarded-For": "192.0.2.1"}
+            waiting.append(asking(address, headers=elsewhere, **padding))
+            waiting[-1].__enter__()
+            eventually(lambda: metrics(address, None)["oscar_mm_waiting"] == 5)
             for one in waiting:
                 one.__exit__(None, None, None)
         assert ask(client_of(address), user("Why?"), extra_body=padding).choices
