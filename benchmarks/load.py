@@ -2,6 +2,7 @@
 
 python -m benchmarks.load [--model qwen3-vl-8b] [--clients 1,4,16,64 | --rate 2] [--leave 0.2]
 python -m benchmarks.load --prompts text --engine   # also without HTTP, in this process
+python -m benchmarks.load --clients 1 --greedy 60   # beside a user with 60 requests at a time
 python -m benchmarks.load --against http://127.0.0.1:8000 ...
 
 The server is `oscar-mm serve` in its own process or, with --against, a running one such as vLLM.
@@ -16,6 +17,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -163,6 +165,7 @@ def measure(
     rate: float = 0.0,
     leave: float = 0.0,
     processes: int = 1,
+    greedy: int = 0,
 ) -> dict[str, Any]:
     """Put a server under load, and return a row of the table.
 
@@ -175,6 +178,8 @@ def measure(
         rate: Poisson arrivals per second.
         leave: share of requests whose client disconnects at a random token.
         processes: maximum number of client processes.
+        greedy: number of requests that another user keeps open meanwhile, in a process of its own;
+            they do not count. Requires ``clients``.
     """
     processes = min(processes, clients or processes)
     edges = [clients * place // processes for place in range(processes + 1)]
@@ -188,9 +193,16 @@ def measure(
         )
         for place in range(processes)
     ]
+    if greedy:
+        other = {"clients": greedy, "first": -greedy, "leave": 0.0, "seed": seed + processes}
+        options = server.options | {"user": "greedy"}
+        loads.append(replace(loads[0], options=options, **other))
     with watch(server) as snapshots:
         done = traffic(loads)
+    if greedy:
+        done.exchanges = [exchange for exchange in done.exchanges if exchange.client >= 0]
     name = f"{clients} client{'s' * (clients > 1)}" if clients else f"{rate:g} requests/s"
+    name += f", {greedy} requests of another user" if greedy else ""
     row = {"run": f"{name}, {leave:.0%} leave" if leave else name}
     row |= figures(done.exchanges, seconds, clients) | server_figures(snapshots)
     return row | {"client CPU": round(done.cpu, 2)}
@@ -267,6 +279,9 @@ def main(arguments: Sequence[str]) -> int:
     line.add_argument(
         "--clients", help=f"numbers of closed-loop clients; default without --rate: {CLIENTS}"
     )
+    line.add_argument(
+        "--greedy", type=int, default=0, help="requests that another user keeps open meanwhile"
+    )
     line.add_argument("--rate", help="arrivals per second, comma-separated")
     line.add_argument("--leave", type=float, default=0.0, help="share of clients that disconnect")
     line.add_argument(
@@ -291,6 +306,8 @@ def main(arguments: Sequence[str]) -> int:
     runs += [{"rate": float(rate)} for rate in (options.rate or "").split(",") if rate]
     if any(value <= 0 for run in runs for value in run.values()):
         line.error("--clients and --rate must be above 0")
+    if options.greedy < 0 or (options.greedy and options.rate):
+        line.error("--greedy must not be negative, and requires --clients instead of --rate")
     if options.engine and (options.against or kinds != ["text"] or options.rate):
         line.error("--engine requires --clients and --prompts text, and excludes --against")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -321,6 +338,7 @@ def main(arguments: Sequence[str]) -> int:
                 seconds=options.seconds,
                 leave=options.leave,
                 processes=options.processes,
+                greedy=options.greedy,
                 **run,
             )
             rows.append(facts | row)

@@ -72,6 +72,16 @@ def test_a_closed_loop_and_arrivals_with_clients_that_leave(endless: Pipeline) -
         assert row["by status"]["left"] >= 0.7 * row["requests"] and row["running end"] == 0
 
 
+def test_a_greedy_user_does_not_count(endless: Pipeline) -> None:
+    with served(endless, running=1) as address:
+        server = Server(address)
+        sizes = {"new_tokens": 12, "seconds": 1.5, "clients": 2, "greedy": 6}
+        row = measure(server, prompts(["text"], 20), **sizes)
+    assert row["run"] == "2 clients, 6 requests of another user"
+    assert row["waiting peak"] >= 5 and row["by status"] == {"200": row["requests"]}
+    assert row["tokens/s"] > 0 and 0 < row["least share"] <= 1
+
+
 def test_refused_requests_are_counted(endless: Pipeline) -> None:
     with served(endless, running=1, waiting=0) as address:
         server = Server(address)
@@ -196,6 +206,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prompts", "text,films"], "unknown prompts: films; choose from text"),
         (["--leave", "2"], "--leave must be from 0 to 1"),
         (["--clients", "0"], "must be above 0"),
+        (["--rate", "1", "--greedy", "9"], "--greedy must not be negative, and requires --clients"),
     ):
         with pytest.raises(SystemExit):
             load.main(wrong)
