@@ -66,8 +66,8 @@ class RunningAnswer:
         self._left = False
         self._end: asyncio.Task[None] | None = None
         self._times = AnswerTimes(places.metrics, arrival)
-        self._known = 0
-        """Number of tokens that the chat had before this answer."""
+        self._known = self._read = 0
+        """Numbers of tokens that the chat had before this answer, and that were read for it."""
         self._told = 0
         """Number of tokens whose log-probabilities ``take_logprobs`` has returned."""
         places.metrics.running.inc()
@@ -145,7 +145,7 @@ class RunningAnswer:
         if running_request is None or self._left:
             return
         ended = running_request.ended
-        self._note_cost(running_request)
+        self.slot.cost = token_cost(self._read, len(running_request.written.token_ids))
         for piece in running_request.take_pieces():
             self._add(piece)
         if ended:
@@ -176,6 +176,7 @@ class RunningAnswer:
             if self._left:
                 break
             if isinstance(step, Request):
+                self._read = self._tokens_read(step)
                 return step
             if not isinstance(step, Chat | WholePrompt):
                 self._add(step)
@@ -191,10 +192,10 @@ class RunningAnswer:
             self._times.note()
         self._pieces.append(piece)
 
-    def _note_cost(self, running: Request) -> None:
-        """Note the cost so far: earlier turns that were read, the prompt and the output."""
+    def _tokens_read(self, running: Request) -> int:
+        """Return the tokens of earlier turns and of the prompt that were not in a cache."""
         turns = 0 if self._chat is None else _tokens(self._chat) - self._known
-        self.slot.cost = token_cost(turns + running.unread.tokens, len(running.written.token_ids))
+        return turns + running.unread.tokens
 
     async def _wait(self) -> None:
         """Wait for new pieces if the answer is streamed, otherwise for the complete answer.
@@ -221,7 +222,8 @@ class RunningAnswer:
         places = self.places
         places.watchers.discard(self.look)
         if self._chat is not None and (running := self._chat.answering) is not None:
-            self._note_cost(running)
+            written = len(running.written.token_ids)
+            self.slot.cost = token_cost(self._tokens_read(running), written)
         try:
             if self._thread is not None:
                 await self._end_thread(self._thread)
