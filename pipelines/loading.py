@@ -37,16 +37,6 @@ _CONFIG_KEYS = (
 )
 """Keys of model_kwargs that are also passed when the configuration and the processor are loaded."""
 
-_OWN_ARGUMENTS = {
-    "attn_implementation": "attn_implementation",
-    "device_map": "device_map",
-    "distributed_config": "tp_plan",
-    "dtype": "dtype",
-    "torch_dtype": "dtype",
-    "tp_plan": "tp_plan",
-    "tp_size": "tp_plan",
-}
-"""Keys that are not allowed in model_kwargs, with the pipeline arguments to use instead."""
 _WHOLE = "replicated_with_grad_allreduce"
 """Tensor-parallel style that keeps a full copy of a module on every rank. It differs from having
 no style only in training."""
@@ -84,7 +74,7 @@ def load(
             the checkpoint's.
         towers: attention implementation of the vision and audio towers. None selects "sdpa", or
             keeps the implementation of a loaded model.
-        model_kwargs: arguments of ``from_pretrained``.
+        model_kwargs: arguments of ``from_pretrained``, see ``loading_arguments``.
 
     Raises:
         InputError: if the model does not exist or is not supported, or if arguments conflict.
@@ -112,8 +102,7 @@ def load(
         return family(model.eval(), processor)
     if weights is not None:
         check_format(weights, placement.tp_plan)
-    source = source_of(model)
-    _check_model_kwargs(model_kwargs)
+    source = source_of(model, model_kwargs.get("subfolder") or "")
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
     config = config_of(source, shared)
     family = family_of(config.model_type, pipeline)
@@ -192,15 +181,12 @@ def config_of(source: str, options: dict[str, Any]) -> Any:
         raise InputError(f"model {source}: {first_line(error)}{known}") from error
 
 
-def _check_model_kwargs(model_kwargs: Any) -> None:
-    if not isinstance(model_kwargs, Mapping):
-        raise InputError(f"model_kwargs must be a dict, not {type(model_kwargs).__name__}")
-    for key, argument in _OWN_ARGUMENTS.items():
-        if key in model_kwargs:
-            raise InputError(f"model_kwargs[{key!r}]: pass {argument}=... to the pipeline instead")
-
-
 def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | None) -> None:
+    if not isinstance(towers, str | None):
+        raise InputError(
+            "attn_implementation must be the name of an attention for the vision and audio "
+            f"towers, such as 'sdpa', not {type(towers).__name__}; the decoder's is always 'oscar'"
+        )
     try:
         family.set_attention(model, towers)
     except (ValueError, ImportError) as error:

@@ -39,7 +39,7 @@ SAMPLE_RATE = 24_000
 _USUAL_SPEAKER = "ethan"
 _SPOKEN_OPTIONS = (
     *("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("seed", "deterministic"),
+    *("do_sample", "seed", "deterministic"),
 )
 
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Unpack
 
@@ -21,6 +22,7 @@ from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.chat_file import ModelFingerprint, read_chat
 from oscar_mm.engine.answer import Answer, AnswerStream
 from oscar_mm.engine.engine import Engine
+from oscar_mm.engine.generate_options import check_do_sample, from_generate
 from oscar_mm.engine.message import Message, media_of
 from oscar_mm.engine.message_lists import conversation_from
 from oscar_mm.engine.prefill_runner import usual_chunk
@@ -38,6 +40,7 @@ from oscar_mm.media.part import media_parts
 from oscar_mm.ops.score_errors import warn_of_hard_layers
 from oscar_mm.pipelines.batch import BatchResult, batch_results
 from oscar_mm.pipelines.loading import Placement, load
+from oscar_mm.pipelines.loading_options import LoadingOptions, loading_arguments
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 from oscar_mm.tensor_parallel import TPGroup
@@ -85,7 +88,10 @@ class Pipeline:
             chats are moved to disk; a request that still does not fit is refused before prefill.
             None sets no limit.
         spill: folder for idle chats; True for a temporary folder; False to refuse requests instead.
-        model_kwargs: arguments of ``from_pretrained``: quantization_config, revision, ...
+        model_kwargs: arguments of ``from_pretrained`` that are not in ``LoadingOptions``, such as
+            ``{"variant": "fp16"}``.
+        options: quantization_config, generation_config, revision, subfolder, token, ...; see
+            ``oscar_mm.pipelines.loading_options.LoadingOptions``.
 
     Raises:
         InputError: if an argument is invalid; the message says what would be valid.
@@ -115,7 +121,11 @@ class Pipeline:
         kv_budget: int | str | None = None,
         spill: str | Path | bool = True,
         model_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[LoadingOptions],
     ) -> None:
+        dtype, kwargs = loading_arguments(
+            dtype, model_kwargs, options, signature(Pipeline).parameters
+        )
         self.policy = KVPolicy.of(policy)
         chunk = None if prefill_chunk == "auto" else prefill_chunk
         for name, value in (("max_context", max_context), ("prefill_chunk", chunk)):
@@ -139,7 +149,7 @@ class Pipeline:
             dtype=dtype,
             weights=weights,
             towers=attn_implementation,
-            model_kwargs={} if model_kwargs is None else model_kwargs,
+            model_kwargs=kwargs,
         )
         self.store.ranks = TPGroup.of(self.model)
         self.store.ranks.check(self.policy)
@@ -154,6 +164,21 @@ class Pipeline:
         thread = self.admission.thread
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes, thread)
         warn_of_hard_layers(self.model, self.policy)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path | PreTrainedModel, **arguments: Any
+    ) -> Self:
+        """Create a pipeline: the constructor under the name that it has in transformers.
+
+        Args:
+            pretrained_model_name_or_path: ``model`` of the constructor.
+            arguments: all other arguments of the constructor.
+
+        Raises:
+            InputError: see the constructor.
+        """
+        return cls(pretrained_model_name_or_path, **arguments)
 
     @property
     def fingerprint(self) -> str:
@@ -491,20 +516,23 @@ class Pipeline:
         there is no temperature, the values of the checkpoint's generation_config for the others.
 
         Args:
-            options: see ``SamplingOptions``.
+            options: see ``SamplingOptions`` and ``from_generate``.
             arguments: names of the call's other arguments, for the error message.
 
         Raises:
             InputError: if a name is unknown or a value is invalid.
         """
         names = [field.name for field in fields(Sampling)]
+        options = from_generate(options)
+        do_sample = options.pop("do_sample", None)
         if unknown := options.keys() - names:
             raise InputError(
                 f"unknown argument {', '.join(sorted(unknown))}: choose from "
                 f"{', '.join([*arguments, *names])}, or the fields of MediaOptions"
             )
         given = {name: value for name, value in options.items() if value is not None}
-        rules = {} if "temperature" in given else self.family.default_sampling()
+        check_do_sample(do_sample, given.get("temperature"))
+        rules = {} if "temperature" in given else self.family.default_sampling(do_sample)
         chosen: dict[str, Any] = {"max_new_tokens": self.longest_answer()} | rules | given
         sampling = Sampling(**chosen)
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size

@@ -313,10 +313,14 @@ class Family(ChatFormat, ABC):
         """Return a setting of the checkpoint's generation_config; None if it is not set."""
         return getattr(self.model.generation_config, name)
 
-    def default_sampling(self) -> dict[str, Any]:
-        """Return the checkpoint's recommended sampling options, as fields of ``Sampling``."""
+    def default_sampling(self, do_sample: bool | None = None) -> dict[str, Any]:
+        """Return the checkpoint's recommended sampling options, as fields of ``Sampling``.
+
+        Args:
+            do_sample: whether to sample; None leaves it to the checkpoint.
+        """
         rules = {"repetition_penalty": self.generation_setting("repetition_penalty")}
-        if self.generation_setting("do_sample"):
+        if self.generation_setting("do_sample") if do_sample is None else do_sample:
             temperature = self.generation_setting("temperature")
             rules["temperature"] = 1.0 if temperature is None else temperature
             rules |= {name: self.generation_setting(name) for name in ("top_p", "top_k", "min_p")}

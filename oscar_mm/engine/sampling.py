@@ -45,6 +45,8 @@ class SamplingOptions(TypedDict, total=False):
             reasoning of a thinking model (at most half of the context).
         temperature: 0 takes the most likely token, a higher value samples. By default, the
             checkpoint's generation_config decides, which may mean sampling.
+        do_sample: as in transformers: False takes the most likely token, True samples with the
+            checkpoint's temperature, or 1.
         top_p, top_k, min_p, repetition_penalty: see ``Sampling``; by default from the checkpoint,
             but off if a temperature is given. In a chat, the penalty also counts earlier turns.
         presence_penalty, frequency_penalty, logit_bias, bad_words, min_tokens, ignore_eos,
@@ -58,6 +60,7 @@ class SamplingOptions(TypedDict, total=False):
 
     max_new_tokens: int | None
     temperature: float | None
+    do_sample: bool | None
     top_p: float | None
     top_k: int | None
     min_p: float | None

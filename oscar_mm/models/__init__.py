@@ -47,8 +47,12 @@ def description(name: str) -> str:
     return f"{name}, {millions:.0f}M parameters, a bundled demo model that {skills}"
 
 
-def source_of(model: Any) -> str:
+def source_of(model: Any, subfolder: str = "") -> str:
     """Return the hub id or folder of a model after all checks that do not need the hub.
+
+    Args:
+        model: name of a bundled model, folder or hub id.
+        subfolder: folder of the checkpoint within the model's folder.
 
     Raises:
         InputError: if the model is not a hub id, a folder or the name of a bundled model.
@@ -63,8 +67,10 @@ def source_of(model: Any) -> str:
     if (folder := bundled(model)) is not None:
         return str(folder)
     path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"model {model}: the folder has no config.json, so it is not a checkpoint")
+    if path.is_dir() and not (path / subfolder / "config.json").is_file():
+        raise InputError(
+            f"model {path / subfolder}: the folder has no config.json, so it is not a checkpoint"
+        )
     if path.is_file():
         raise InputError(f"model {model} is a file: pass the folder of the checkpoint")
     # A hub id is "owner/name", and begins with a letter or digit.
@@ -89,7 +95,9 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
         InputError: if there is no such model, access to it is restricted, or the hub does not
             answer.
     """
-    source, given = source_of(model), options or {}
+    given = options or {}
+    revision, folder = given.get("revision"), given.get("subfolder") or ""
+    source = source_of(model, folder)
     if Path(source).is_dir() or given.get("local_files_only"):
         return  # In offline mode, transformers fails at once.
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -105,7 +113,6 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
     # The class is from httpx or httpx2, depending on the version of huggingface_hub.
     connection_error: Any = HfHubHTTPError.__bases__[0]
     seconds = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
-    revision, folder = given.get("revision"), given.get("subfolder") or ""
     name = f"{folder}/config.json" if folder else "config.json"
     try:
         known = try_to_load_from_cache(source, name, given.get("cache_dir"), revision)

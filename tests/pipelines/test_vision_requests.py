@@ -187,7 +187,7 @@ def test_sampling(pipe, name: str, value: Any) -> None:
 
 def test_unknown_arguments(pipe) -> None:
     refused(pipe, "unknown argument max_tokens", "max_new_tokens", max_tokens=5)
-    refused(pipe, "unknown argument do_sample, image:", image=PICTURE, do_sample=True)
+    refused(pipe, "unknown argument frames, image:", image=PICTURE, frames=5)
 
 
 def test_requests_are_checked_before_the_first_piece(pipe) -> None:
