@@ -20,10 +20,8 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.request_options import RequestOptions, split_media
 from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import InputError, shown
-from oscar_mm.media.audio import AudioSource
 from oscar_mm.media.encoder_inputs import scaled_inputs, with_features
-from oscar_mm.media.image import ImageSource
-from oscar_mm.media.video import VideoSource
+from oscar_mm.media.media import AudioInput, ImageInput, VideoInput
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.families.qwen3_omni import Qwen3Omni, last_logits_only
 from oscar_mm.pipelines.pipeline import Pipeline
@@ -61,11 +59,11 @@ class OscarOmniPipeline(Pipeline):
 
     def __call__(
         self,
-        images: ImageSource | Sequence[ImageSource] | None = None,
+        images: ImageInput | Sequence[ImageInput] | None = None,
         prompt: str = "",
         *,
-        videos: VideoSource | Sequence[VideoSource] | None = None,
-        audio: AudioSource | Sequence[AudioSource] | None = None,
+        videos: VideoInput | Sequence[VideoInput] | None = None,
+        audio: AudioInput | Sequence[AudioInput] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
@@ -77,8 +75,10 @@ class OscarOmniPipeline(Pipeline):
 
         Args:
             images, prompt, videos: see ``OscarVLPipeline``.
-            audio: one recording or a list of recordings: path of an audio file, bytes, a pair
-                (samples, rate), or with ``allow_remote`` an http(s) URL. None or [] for no audio.
+            audio: one recording or a list of recordings: path of an audio file, bytes, an open
+                binary file, a pair (samples, rate) of an array or tensor and Hz, a dict with
+                "array" and "sampling_rate", or with ``allow_remote`` an http(s) URL. None or []
+                for no audio.
             system: system prompt.
             messages: a full conversation instead of a prompt, see ``OscarVLPipeline``.
             use_audio_in_video: also use the audio tracks of videos, interleaved with the frames.
@@ -110,11 +110,11 @@ class OscarOmniPipeline(Pipeline):
 
     def stream(
         self,
-        images: ImageSource | Sequence[ImageSource] | None = None,
+        images: ImageInput | Sequence[ImageInput] | None = None,
         prompt: str = "",
         *,
-        videos: VideoSource | Sequence[VideoSource] | None = None,
-        audio: AudioSource | Sequence[AudioSource] | None = None,
+        videos: VideoInput | Sequence[VideoInput] | None = None,
+        audio: AudioInput | Sequence[AudioInput] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,

@@ -9,8 +9,7 @@ from typing import Any, Unpack
 from oscar_mm.engine.answer import Answer, AnswerStream
 from oscar_mm.engine.message_lists import conversation_from
 from oscar_mm.engine.request_options import RequestOptions
-from oscar_mm.media.image import ImageSource
-from oscar_mm.media.video import VideoSource
+from oscar_mm.media.media import ImageInput, VideoInput
 from oscar_mm.pipelines.pipeline import Pipeline
 
 _ARGUMENTS = ("images", "prompt", "videos", "system", "messages")
@@ -33,10 +32,10 @@ class OscarVLPipeline(Pipeline):
 
     def __call__(
         self,
-        images: ImageSource | Sequence[ImageSource] | None = None,
+        images: ImageInput | Sequence[ImageInput] | None = None,
         prompt: str = "",
         *,
-        videos: VideoSource | Sequence[VideoSource] | None = None,
+        videos: VideoInput | Sequence[VideoInput] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
         **options: Unpack[RequestOptions],
@@ -44,11 +43,12 @@ class OscarVLPipeline(Pipeline):
         """Answer one question.
 
         Args:
-            images: one image or a list of images: path, PIL image, (H, W[, 1, 3 or 4]) array,
-                bytes, or with ``allow_remote`` an http(s) URL. None or [] for no image.
+            images: one image or a list of images: path, PIL image, bytes, open binary file, array
+                (H, W[, 1, 3 or 4]) or tensor (C, H, W) or (H, W, C) of uint8 or floats in 0..1, or
+                with ``allow_remote`` an http(s) URL. None or [] for no image.
             prompt: the question.
-            videos: one video or a list of videos: path, bytes, URL or frames. LLaVA does not
-                support videos.
+            videos: one video or a list of videos: path, bytes, open binary file, URL or frames.
+                LLaVA does not support videos.
             system: system prompt.
             messages: a full conversation instead of a prompt, with texts and media in order; see
                 ``oscar_mm.engine.message_lists.messages_from``.
@@ -66,10 +66,10 @@ class OscarVLPipeline(Pipeline):
 
     def stream(
         self,
-        images: ImageSource | Sequence[ImageSource] | None = None,
+        images: ImageInput | Sequence[ImageInput] | None = None,
         prompt: str = "",
         *,
-        videos: VideoSource | Sequence[VideoSource] | None = None,
+        videos: VideoInput | Sequence[VideoInput] | None = None,
         system: str | None = None,
         messages: Sequence[Any] | None = None,
         **options: Unpack[RequestOptions],

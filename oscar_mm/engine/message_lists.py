@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import binascii
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-import torch
 from PIL import Image
 
 from oscar_mm.engine.message import (
@@ -25,7 +23,7 @@ from oscar_mm.engine.message import (
 )
 from oscar_mm.errors import InputError, shown
 from oscar_mm.media.options import ALIASES, NO_OPTIONS, OF_MODALITY, MediaOptions, options_from
-from oscar_mm.media.part import MediaPart, media_parts
+from oscar_mm.media.part import MediaPart, as_source, media_parts
 from oscar_mm.modality import MEDIA, Modality
 from oscar_mm.tool_parsers.calls import ToolCall
 
@@ -109,7 +107,7 @@ def parts_from(
             "audio"; the source may be under "url", "path" or "base64", or left out), ``{"type":
             "image_url", "image_url": {"url": "..."}}`` (also "video_url" and "audio_url") or
             ``{"type": "input_audio", "input_audio": {"data": base64}}``. A source is anything that
-            the pipeline accepts, a tensor or a BytesIO. A part may also have the fields of
+            the pipeline accepts. A part may also have the fields of
             ``oscar_mm.media.options.MediaOptions`` (and "nframes").
         images, videos, audio: media for parts without their own source, in order.
         sound: whether to also use the audio tracks of videos.
@@ -282,7 +280,7 @@ def _part(given: Mapping[str, Any], place: str, loose: _Loose) -> Part:
     if kind.endswith("_url") and isinstance(source, Mapping):
         chosen |= {"detail": source["detail"]} if source.get("detail") is not None else {}
         source = source.get("url")
-    source = _from_base64(source, place) if named[0] == "base64" else _as_source(source)
+    source = _from_base64(source, place) if named[0] == "base64" else _as_source(source, place)
     sound, options = loose.sound and modality is Modality.VIDEO, _options(chosen, place)
     return MediaPart(modality, source, place, sound, options)
 
@@ -299,17 +297,11 @@ def _check_keys(given: Mapping[str, Any], known: tuple[str, ...], place: str) ->
         raise InputError(f"{place}: unsupported fields ({', '.join(unknown)}); leave them out")
 
 
-def _as_source(source: Any) -> Any:
+def _as_source(source: Any, place: str) -> Any:
     """Convert a source in the Hugging Face or Qwen format to a source that the pipeline accepts."""
-    if isinstance(source, io.BytesIO):
-        return source.getvalue()
     if isinstance(source, str) and source[:7].lower() == "file://":
         return url2pathname(urlsplit(source).path)
-    if isinstance(source, torch.Tensor):
-        # Channels come first in tensors, last in arrays.
-        first = source.ndim >= 3 and source.shape[-3] in (1, 3, 4) and source.shape[-1] > 4
-        return (source.movedim(-3, -1) if first else source).cpu().numpy()
-    return source
+    return as_source(source, place)
 
 
 def _from_base64(text: Any, place: str) -> bytes:

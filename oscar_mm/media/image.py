@@ -359,9 +359,10 @@ def _from_array(array: np.ndarray, limits: MediaLimits, label: str) -> Image.Ima
     shape = array.shape
     if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in (1, 3, 4)):
         hint = "; put the channels last" if array.ndim == 3 and shape[0] in (1, 3, 4) else ""
+        hint = "; pass a list of images" if array.ndim == 4 else hint
         raise InputError(
             f"{label}: an array of shape {shape} is not an image; use (H, W), (H, W, 1), "
-            f"(H, W, 3) or (H, W, 4){hint}"
+            f"(H, W, 3) or (H, W, 4), or a tensor (C, H, W){hint}"
         )
     limits.check_frame(shape[1], shape[0], label)
     if array.ndim == 3 and shape[2] == 1:

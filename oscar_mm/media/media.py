@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits, load_audio, load_image, load_video
-from oscar_mm.media.audio import audio_outline
-from oscar_mm.media.image import Exactly, Fit, ImageOutline, image_outline
+from oscar_mm.media.audio import AudioSource, audio_outline
+from oscar_mm.media.image import Exactly, Fit, ImageOutline, ImageSource, image_outline
 from oscar_mm.media.limits import LARGE_BYTES, MediaCount
 from oscar_mm.media.memory import decoding_memory
 from oscar_mm.media.options import SizeRule
 from oscar_mm.media.part import MediaPart
 from oscar_mm.media.resample import RATE, Audio
-from oscar_mm.media.source import NamedBytes, is_address, read_bytes
-from oscar_mm.media.video import Video, frame_pixels, video_outline
+from oscar_mm.media.source import NamedBytes, is_address, is_open_file, read_bytes, read_file
+from oscar_mm.media.video import Video, VideoSource, frame_pixels, video_outline
 from oscar_mm.modality import Modality
 from oscar_mm.thread_pool import parallel_map, thread_count
 
+ImageInput = ImageSource | torch.Tensor | IO[bytes]
+VideoInput = VideoSource | torch.Tensor | Sequence[torch.Tensor] | IO[bytes]
+AudioInput = AudioSource | tuple[torch.Tensor, int] | Mapping[str, Any] | IO[bytes]
+"""Sources that requests accept, beyond those of the ``load_`` functions; see ``as_source``."""
 _KINDS = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 _BLOCK_BYTES = 1 << 24
 """Number of bytes of samples or frames that one thread hashes at a time; four minutes of audio."""
@@ -430,20 +435,24 @@ class MediaReader:
         return _SOUND_BYTES + int(_SECOND_BYTES * min(seconds, limit))
 
     def _fetched(self, parts: Sequence[MediaPart]) -> list[MediaPart]:
-        """Download the parts that are URLs, and replace each URL by its bytes.
+        """Download the parts that are URLs, read those that are open files, and replace each by its
+        bytes.
 
         Downloads run one after the other in the calling thread: a thread of the shared pool must
         not wait for a remote server.
         """
         fetched, left = list[MediaPart](), self.limits.max_decoding_bytes
         for part in parts:
+            limits = replace(self.limits, max_file_bytes=min(left, self.limits.max_file_bytes))
+            name, data = part.described, None
             if is_address(part.source):
-                limits = self.limits
-                limits = replace(limits, max_file_bytes=min(left, limits.max_file_bytes))
-                how: dict[str, Any] = {"limits": limits, "label": part.described}
+                how: dict[str, Any] = {"limits": limits, "label": name}
                 data = read_bytes(part.source, allow_remote=self.allow_remote, **how)
+            elif is_open_file(part.source):
+                data = read_file(part.source, limits, name)
+            if data is not None:
                 left = max(1, left - len(data))
-                part = replace(part, source=NamedBytes(data, part.described))
+                part = replace(part, source=NamedBytes(data, name))
             fetched.append(part)
         return fetched
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
+from oscar_mm.errors import InputError
 from oscar_mm.media.options import NO_OPTIONS, MediaOptions
 from oscar_mm.media.source import describe, is_address
 from oscar_mm.modality import Modality
+
+_CHANNELS = (1, 3, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,17 +71,58 @@ def media_parts(
         audio: a recording, a list of recordings, or None; a pair of samples and rate is one
             recording.
         sound: whether to use the audio tracks of the videos too.
+
+    All sources may be as in ``as_source``.
     """
     kinds = (
-        (Modality.IMAGE, "images", _listed(images)),
-        (Modality.VIDEO, "videos", _listed_videos(videos)),
-        (Modality.AUDIO, "audio", _listed_audio(audio)),
+        (Modality.IMAGE, "images", _listed(_as_sources(images, "images"))),
+        (Modality.VIDEO, "videos", _listed_videos(_as_sources(videos, "videos"))),
+        (Modality.AUDIO, "audio", _listed_audio(_as_sources(audio, "audio"))),
     )
     return [
         MediaPart(modality, source, f"{argument}[{index}]", sound and modality is Modality.VIDEO)
         for modality, argument, sources in kinds
         for index, source in enumerate(sources)
     ]
+
+
+def as_source(given: Any, place: str) -> Any:
+    """Convert tensors and the recordings of datasets to sources that media are read from.
+
+    Args:
+        given: a tensor on any device, which becomes an array: a picture (C, H, W), (H, W, C) or
+            (H, W), a video with T before these axes, or samples (N,), (N, channels) or
+            (channels, N); a dict with "array" (or "raw") and "sampling_rate" in Hz, which becomes a
+            pair of samples and rate; any other source stays as it is.
+        place: name of the argument, for error messages.
+
+    Raises:
+        InputError: if a tensor is sparse, quantized or without data.
+    """
+    if isinstance(given, Mapping):
+        samples = given.get("array", given.get("raw"))
+        is_recording = samples is not None and "sampling_rate" in given
+        return (as_source(samples, place), given["sampling_rate"]) if is_recording else given
+    if not isinstance(given, torch.Tensor):
+        return given
+    # Of tensors channels usually come first, of arrays last.
+    first = given.ndim >= 3 and given.shape[-3] in _CHANNELS and given.shape[-1] not in _CHANNELS
+    tensor = (given.movedim(-3, -1) if first else given).detach()
+    try:
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+    except (RuntimeError, TypeError) as error:  # sparse, quantized or without data
+        raise InputError(
+            f"{place}: a tensor of {given.dtype} on {given.device} cannot be read as media; pass "
+            "a dense tensor of uint8 or floats"
+        ) from error
+
+
+def _as_sources(given: Any, place: str, levels: int = 2) -> Any:
+    """Convert a source, a list of sources, or a list of pairs or of lists of frames."""
+    if levels and isinstance(given, list | tuple):
+        converted = [_as_sources(one, place, levels - 1) for one in given]
+        return tuple(converted) if isinstance(given, tuple) else converted
+    return as_source(given, place)
 
 
 def _listed(sources: Any) -> list[Any]:

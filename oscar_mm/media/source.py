@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, Self, TypeGuard, TypeVar
+from typing import IO, Any, Self, TypeGuard, TypeVar
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.limits import MediaLimits
@@ -49,6 +49,9 @@ def describe(source: object, argument: str) -> str:
     """Return a source's name for error messages: its path, URL or name, else ``argument``."""
     if isinstance(source, NamedBytes):
         return source.name
+    if is_open_file(source):
+        name = getattr(source, "name", None)
+        return describe(name, argument) if isinstance(name, str) and name else argument
     if isinstance(source, Path):
         return str(source)
     if isinstance(source, str):
@@ -56,6 +59,11 @@ def describe(source: object, argument: str) -> str:
             return f"{argument} (data URI)"
         return source if len(source) <= 200 else f"{source[:197]}..."
     return argument
+
+
+def is_open_file(source: object) -> TypeGuard[IO[Any]]:
+    """Whether a source is an open file or a stream in memory."""
+    return callable(getattr(source, "read", None)) and not isinstance(source, str | Path | bytes)
 
 
 def is_address(source: object) -> TypeGuard[str]:
@@ -205,6 +213,25 @@ def read_bytes(
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"{label}: cannot be read ({error.strerror})") from error
+
+
+def read_file(file: IO[Any], limits: MediaLimits, label: str) -> bytes:
+    """Read an open binary file from its beginning, or a stream that cannot seek from here on.
+
+    Raises:
+        InputError: if the file is open as text or closed, cannot be read, or has more than
+            ``limits.max_file_bytes``.
+    """
+    try:
+        if file.seekable():
+            file.seek(0)
+        data = file.read(limits.max_file_bytes + 1)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise InputError(f"{label}: cannot be read ({error})") from error
+    if not isinstance(data, bytes):
+        raise InputError(f"{label}: is not a binary file; open it with open(path, 'rb')")
+    limits.check_bytes(len(data), label)
+    return data
 
 
 def _data_uri(uri: str, limits: MediaLimits, label: str) -> bytes:
