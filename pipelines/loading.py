@@ -22,6 +22,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError
 from oscar_mm.models import check_source, remedy, source_of
+from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.registry import family_of, pipeline_of
 from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
 from oscar_mm.rank_watch import watch
@@ -51,7 +52,7 @@ contain rules for the talker that transformers cannot apply (5.23)."""
 
 
 def load(
-    model: str | Path | PreTrainedModel,
+    model: str | Path | torch.nn.Module,
     processor: Any,
     pipeline: str,
     *,
@@ -64,8 +65,9 @@ def load(
     """Load a checkpoint as a family, with the decoder's attention set to "oscar".
 
     Args:
-        model: name of a bundled model, hub id, folder, or a loaded model. The attention of a loaded
-            model's decoder is replaced; with caches of other classes it still behaves like "sdpa".
+        model: name of a bundled model, hub id, folder of a checkpoint or of a peft adapter, or a
+            loaded model, perhaps a ``PeftModel``. The attention of a loaded model's decoder is
+            replaced; with caches of other classes it still behaves like "sdpa".
         processor: processor of a loaded model; None loads it from the model's folder or hub id.
         pipeline: name of the pipeline, see ``pipeline_of``.
         placement: devices for the weights; a loaded model can only be moved to a single device.
@@ -79,6 +81,7 @@ def load(
     Raises:
         InputError: if the model does not exist or is not supported, or if arguments conflict.
     """
+    model = unwrapped(model)
     if isinstance(model, PreTrainedModel):
         for name, value in (
             ("dtype", dtype),
@@ -102,6 +105,9 @@ def load(
         return family(model.eval(), processor)
     if weights is not None:
         check_format(weights, placement.tp_plan)
+    model, adapter = adapter_base(model)
+    if adapter is not None and placement.tp_plan:
+        raise InputError("tp_plan cannot be used with an adapter: merge it and save the model")
     source = source_of(model, model_kwargs.get("subfolder") or "")
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
     config = config_of(source, shared)
@@ -129,6 +135,8 @@ def load(
         quantize(loaded, family.text_part(loaded).get_decoder(), weights, target)
     if target is not None:
         loaded = loaded.to(target)
+    if adapter is not None:
+        loaded = add_adapter(loaded, adapter)
     watch(TPGroup.of(loaded))
     _set_attention(family, loaded, towers)
     return family(loaded.eval(), processor)
@@ -143,7 +151,7 @@ def outline(model: str | Path) -> Family:
     Raises:
         InputError: if the model does not exist or is not supported.
     """
-    source = source_of(model)
+    source = source_of(adapter_base(model)[0])
     config = config_of(source, {})
     family = family_of(config.model_type)
     processor = _processor(source, {})
@@ -160,7 +168,7 @@ def reader(model: str | Path) -> str:
     Raises:
         InputError: if the model does not exist, or no pipeline supports it.
     """
-    return pipeline_of(family_of(config_of(source_of(model), {}).model_type))
+    return pipeline_of(family_of(config_of(source_of(adapter_base(model)[0]), {}).model_type))
 
 
 def config_of(source: str, options: dict[str, Any]) -> Any:

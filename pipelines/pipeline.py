@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Unpack
 
 import torch
-from transformers import PreTrainedModel
 
 from oscar_mm.admission.admission import Admission
 from oscar_mm.admission.capacity import KVBudget
@@ -56,7 +55,7 @@ class Pipeline:
 
     Args:
         model: hub id, local folder, name of a bundled model (``oscar_mm.models``), or a loaded
-            model.
+            model. A folder may hold a peft adapter, and a loaded model may be a ``PeftModel``.
         processor: processor of a loaded model; None loads it from the model's folder or hub id.
         policy: how keys and values are stored: a ``KVPolicy`` or the name of a preset.
         device: "cuda", "cpu", ...; by default a GPU if there is one.
@@ -102,7 +101,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel,
+        model: str | Path | torch.nn.Module,
         *,
         processor: Any = None,
         policy: str | KVPolicy = DEFAULT,
@@ -167,7 +166,7 @@ class Pipeline:
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path | PreTrainedModel, **arguments: Any
+        cls, pretrained_model_name_or_path: str | Path | torch.nn.Module, **arguments: Any
     ) -> Self:
         """Create a pipeline: the constructor under the name that it has in transformers.
 
