@@ -163,6 +163,16 @@ class Pipeline:
         thread = self.admission.thread
         self.engine = Engine(self.family, self.store, self.admission, self.prefixes, thread)
         warn_of_hard_layers(self.model, self.policy)
+        name = model if isinstance(model, str | Path) else self.model.name_or_path or "loaded model"
+        devices = ", ".join(dict.fromkeys(map(str, self.family.layer_devices.values())))
+        dtype_name = str(self.model.dtype).removeprefix("torch.")
+        self._loaded = f"{str(name)!r}, device={devices}, dtype={dtype_name}, context={context:,}"
+
+    def __repr__(self) -> str:
+        """Describe model, devices, dtype, context and policy in one line, as they were loaded."""
+        if (loaded := getattr(self, "_loaded", None)) is None:
+            return f"{type(self).__name__}(not loaded)"
+        return f"{type(self).__name__}({loaded}, policy={self.policy.name or 'custom'})"
 
     @classmethod
     def from_pretrained(

@@ -26,6 +26,7 @@ from oscar_mm.errors import InputError
 from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.quant.balance import sigmas_of_model
+from oscar_mm.sizes import format_bytes
 from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.torch_modes import autocast_dtype, eager
 
@@ -377,6 +378,21 @@ class OscarCache(Cache):
     def memory(self) -> MemoryReport:
         """Return the memory usage in bytes, by modality and by kind."""
         return measure(self.kv_manager, self.packed_layers, self.linear_layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots that the cache uses, without tables and free slots."""
+        return self.store.bytes_of(SlotSet.of(self.kv_manager.streams()).counts)
+
+    def __repr__(self) -> str:
+        """Describe policy, rows, tokens and memory in one line."""
+        try:
+            rows, tokens = len(self.kv_manager.sequences), self.kv_manager.length
+            size = f"rows={rows}, tokens={tokens:,}, memory={format_bytes(self.slot_bytes)}"
+            state = "closed" if self.closed else size
+            return f"{type(self).__name__}(policy={self.policy.name or 'custom'}, {state})"
+        except Exception:  # The cache is half built, or another thread is changing it.
+            return f"{type(self).__name__}(in use)"
 
     def shrink(self) -> None:
         """Release memory reserved for the next tokens; call it after an answer, between forward

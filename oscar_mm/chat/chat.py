@@ -42,10 +42,13 @@ from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
+from oscar_mm.sizes import format_bytes
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
 Result = TypeVar("Result")
+_GLANCE_S = 0.05
+"""Maximum seconds that ``repr`` waits for the engine."""
 _ARGUMENTS = "prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"
 
 
@@ -98,6 +101,27 @@ class Chat:
         """Thread that reads the pieces of the latest asynchronous stream."""
         # Acquired before calls to the engine thread, never in that thread; see ``_alone``.
         self._calls = threading.RLock()
+
+    def __repr__(self) -> str:
+        """Describe turns, media, tokens and memory in one line.
+
+        The memory is unknown while the engine is busy.
+        """
+        try:
+            now = self._spillable.conversation
+        except (AttributeError, RuntimeError):  # half built or closed
+            return f"{type(self).__name__}(closed)"
+        media = sum(len(turn.media) - sum(turn.forgotten) for turn in now.turns)
+        counts = f"turns={len(now.turns)}, media={media}, tokens={now.stored:,}"
+        return f"{type(self).__name__}({counts}, memory={self._shown_memory(now)})"
+
+    def _shown_memory(self, now: Conversation) -> str:
+        if (cache := now.kv) is None:
+            return "on disk"
+        try:
+            return format_bytes(self.pipe.engine.call(lambda: cache.slot_bytes, timeout=_GLANCE_S))
+        except Exception:  # The engine is busy or has ended.
+            return "unknown"
 
     def ask(
         self,
