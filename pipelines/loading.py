@@ -86,7 +86,7 @@ def load(
         for name, value in (
             ("dtype", dtype),
             ("weights", weights),
-            ("model_kwargs", model_kwargs),
+            (", ".join(model_kwargs), model_kwargs),
             ("device_map", placement.device_map),
             ("tp_plan", placement.tp_plan),
         ):

@@ -51,7 +51,7 @@ class OscarOmniPipeline(Pipeline):
         print(answer.text)
         print(answer.memory)
 
-    Arguments are the same as in ``Pipeline``.
+    The arguments are those of ``Pipeline.__init__``.
     """
 
     name = "OscarOmniPipeline"

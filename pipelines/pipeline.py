@@ -51,50 +51,7 @@ _REASONING = 8192
 
 
 class Pipeline:
-    """Base class of pipelines, which load a checkpoint, validate requests and generate answers.
-
-    Args:
-        model: hub id, local folder, name of a bundled model (``oscar_mm.models``), or a loaded
-            model. A folder may hold a peft adapter, and a loaded model may be a ``PeftModel``.
-        processor: processor of a loaded model; None loads it from the model's folder or hub id.
-        policy: how keys and values are stored: a ``KVPolicy`` or the name of a preset.
-        device: "cuda", "cpu", ...; by default a GPU if there is one.
-        device_map: "auto", or a dict from module to device, to put layers on different GPUs, each
-            layer with its keys and values.
-        tp_plan: "auto" for tensor parallelism: each process started by torchrun stores a part of
-            every layer, and the keys and values of its own heads. All processes must make the same
-            requests in the same order, and get the same answers (``oscar_mm.pipelines.loading``).
-        dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
-        weights: "fp8" or "int4" quantizes the decoder's weights while the model is loaded, which
-            halves or quarters their memory; by default they stay as in the checkpoint. Products are
-            computed in ``dtype``.
-        attn_implementation: attention of the vision and audio towers ("sdpa", "flash_attention_2",
-            "eager"); by default "sdpa", or the implementation that a loaded model already uses.
-        max_context: maximum tokens of a conversation, including its answer; by default, and at
-            most, the model's context length. A larger request is refused before prefill.
-        prefill_chunk: number of tokens in each chunk of a prompt's prefill. Chunks bound activation
-            memory and let other prompts run in between, but later chunks attend to packed pages.
-            None prefills the full prompt in one pass, with exact attention. "auto", meant for
-            servers, is 1,024 on a CPU and 32,768 on a GPU.
-        allow_remote: allow http(s) URLs as media.
-        limits: limits on media.
-        video_fps: frames per second to sample from videos.
-        prefix_cache: memory ("2GB") for cached prompt prefixes, so that the same media after the
-            same system prompt are prefilled once. None, the default, turns it off, because it uses
-            memory beyond what the requests need, and tokens after a shared prefix attend to packed
-            pages.
-        kv_budget: memory limit ("8GB") for all chats and requests together. To stay within it, idle
-            chats are moved to disk; a request that still does not fit is refused before prefill.
-            None sets no limit.
-        spill: folder for idle chats; True for a temporary folder; False to refuse requests instead.
-        model_kwargs: arguments of ``from_pretrained`` that are not in ``LoadingOptions``, such as
-            ``{"variant": "fp16"}``.
-        options: quantization_config, generation_config, revision, subfolder, token, ...; see
-            ``oscar_mm.pipelines.loading_options.LoadingOptions``.
-
-    Raises:
-        InputError: if an argument is invalid; the message says what would be valid.
-    """
+    """Base class of pipelines, which load a checkpoint, validate requests and generate answers."""
 
     name: ClassVar[str]
     """Name of the pipeline, see ``oscar_mm.pipelines.registry.pipeline_of``."""
@@ -122,6 +79,54 @@ class Pipeline:
         model_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[LoadingOptions],
     ) -> None:
+        """Load a checkpoint, or use a loaded model.
+
+        Args:
+            model: hub id, local folder, name of a bundled model (``oscar_mm.models``), or a loaded
+                model. A folder may hold a peft adapter, and a loaded model may be a ``PeftModel``.
+            processor: processor of a loaded model; None loads it from the model's folder or hub id.
+            policy: how keys and values are stored: a ``KVPolicy`` or the name of a preset.
+            device: "cuda", "cpu", ...; by default a GPU if there is one.
+            device_map: "auto", or a dict from module to device, to put layers on different GPUs,
+                each layer with its keys and values.
+            tp_plan: "auto" for tensor parallelism: each process started by torchrun stores a part
+                of every layer, and the keys and values of its own heads. All processes must make
+                the same requests in the same order, and get the same answers
+                (``oscar_mm.pipelines.loading``).
+            dtype: dtype of the weights; by default the checkpoint's on a GPU, float32 on a CPU.
+            weights: "fp8" or "int4" quantizes the decoder's weights while the model is loaded,
+                which halves or quarters their memory; by default they stay as in the checkpoint.
+                Products are computed in ``dtype``.
+            attn_implementation: attention of the vision and audio towers ("sdpa",
+                "flash_attention_2", "eager"); by default "sdpa", or the implementation that a
+                loaded model already uses.
+            max_context: maximum tokens of a conversation, including its answer; by default, and at
+                most, the model's context length. A larger request is refused before prefill.
+            prefill_chunk: number of tokens in each chunk of a prompt's prefill. Chunks bound
+                activation memory and let other prompts run in between, but later chunks attend to
+                packed pages. None prefills the full prompt in one pass, with exact attention.
+                "auto", meant for servers, is 1,024 on a CPU and 32,768 on a GPU.
+            allow_remote: allow http(s) URLs as media.
+            limits: limits on media.
+            video_fps: frames per second to sample from videos.
+            prefix_cache: memory ("2GB") for cached prompt prefixes, so that the same media after
+                the same system prompt are prefilled once. None, the default, turns it off, because
+                it uses memory beyond what the requests need, and tokens after a shared prefix
+                attend to packed pages.
+            kv_budget: memory limit ("8GB") for all chats and requests together. To stay within it,
+                idle chats are moved to disk; a request that still does not fit is refused before
+                prefill. None sets no limit.
+            spill: folder for idle chats; True for a temporary folder; False to refuse requests
+                instead.
+            model_kwargs: arguments of ``from_pretrained`` that are not in ``LoadingOptions``, such
+                as ``{"variant": "fp16"}``.
+            options: torch_dtype, quantization_config, generation_config, revision, subfolder,
+                trust_remote_code, token, cache_dir and local_files_only, as in transformers; see
+                ``oscar_mm.pipelines.loading_options.LoadingOptions``.
+
+        Raises:
+            InputError: if an argument is invalid; the message says what would be valid.
+        """
         dtype, kwargs = loading_arguments(
             dtype, model_kwargs, options, signature(Pipeline).parameters
         )

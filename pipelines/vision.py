@@ -25,7 +25,8 @@ class OscarVLPipeline(Pipeline):
         print(answer.text)
         print(answer.memory)
 
-    The family is chosen by the checkpoint's model type. Arguments are the same as in ``Pipeline``.
+    The family is chosen by the checkpoint's model type. The arguments are those of
+    ``Pipeline.__init__``.
     """
 
     name = "OscarVLPipeline"

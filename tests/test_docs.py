@@ -1,7 +1,9 @@
 """README and docs/ name files, sections, commands and options that exist."""
 
+import pydoc
 import re
 import shlex
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import typer
 
 import oscar_mm
 from benchmarks.memory import page_bits
-from oscar_mm import KVPolicy
+from oscar_mm import KVPolicy, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.cli import app
+from oscar_mm.pipelines.loading_options import LoadingOptions
+from oscar_mm.pipelines.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,6 +76,20 @@ def test_the_table_of_presets_has_their_bits() -> None:
     assert set(presets) == set(KVPolicy.preset_names())
     for name, bits in presets.items():
         assert page_bits(KVPolicy.preset(name)) == pytest.approx(bits, abs=0.006)
+
+
+def test_the_table_of_arguments_is_the_signature() -> None:
+    parameters = list(signature(Pipeline.__init__).parameters.values())[1:-1]
+    expected = [
+        (one.name, "" if one.default is one.empty else f"`{one.default!r}`") for one in parameters
+    ]
+    expected += [(name, "`None`") for name in LoadingOptions.__annotations__]
+    page = (ROOT / "docs" / "usage.md").read_text()
+    section = page.partition("## Arguments of pipelines")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \| (\S*) ?\| .+ \|$", section, re.MULTILINE) == expected
+    for kind in (OscarVLPipeline, OscarOmniPipeline):
+        shown = pydoc.plain(pydoc.render_doc(kind))
+        assert not [name for name, _ in expected if not re.search(rf" {name}\b", shown)]
 
 
 def test_all_examples_are_listed() -> None:

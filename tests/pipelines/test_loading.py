@@ -87,7 +87,8 @@ def test_two_pipelines_share_a_model(loaded, expected) -> None:
 
 def test_loaded_model_with_arguments_of_loading(loaded) -> None:
     refused(loaded, "dtype", "loaded", dtype="bfloat16")
-    refused(loaded, "model_kwargs", "loaded", model_kwargs={"revision": "main"})
+    refused(loaded, "revision", "loaded", model_kwargs={"revision": "main"})
+    refused(loaded, "^revision", "loaded", revision="main")
     refused(loaded, "device 'nowhere'", device="nowhere")
     refused(loaded, "attn_implementation", "nothing", attn_implementation="nothing")
     refused(loaded, "processor", "int", "no tokenizer", processor=5)
