@@ -219,9 +219,10 @@ class MeasuredChat:
 
     def forget(self, index: int) -> None:
         """Drop the media item of the segment with this index."""
+        if any(one.index == index and one.forgotten for one in self.segments):
+            return  # The button was pressed twice.
         self.chat.forget(index)
-        if not self.segments[index].forgotten:
-            self.forgotten.append((self.tokens, self.segments[index].label))
+        self.forgotten.append((self.tokens, self.segments[index].label))
         self.measure()
 
     def _measure_progress(self, before: int) -> None:

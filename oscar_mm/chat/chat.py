@@ -42,6 +42,7 @@ from oscar_mm.engine.sampling import Sampling
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
+from oscar_mm.modality import Modality
 from oscar_mm.sizes import format_bytes
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
@@ -338,32 +339,38 @@ class Chat:
         """
         return self._spillable.answering
 
-    def forget(self, index: int) -> None:
+    @property
+    def images(self) -> list[Segment]:
+        """Segments of the images that are not forgotten, oldest first."""
+        return self._media(Modality.IMAGE)
+
+    @property
+    def videos(self) -> list[Segment]:
+        """Segments of the videos that are not forgotten, oldest first."""
+        return self._media(Modality.VIDEO)
+
+    @property
+    def audio(self) -> list[Segment]:
+        """Segments of the recordings that are not forgotten, oldest first."""
+        return self._media(Modality.AUDIO)
+
+    def _media(self, kind: Modality) -> list[Segment]:
+        return [one for one in self.segments if one.modality is kind and not one.forgotten]
+
+    def forget(self, segment: int | Segment) -> None:
         """Remove an image, video or recording from the cache and free its pages at once.
 
-        Questions and answers about the media item stay, and later tokens keep their positions. A
-        second call has no effect.
+        Questions and answers about the media item stay, and later tokens keep their positions.
 
         Args:
-            index: index of the media item's segment.
+            segment: the media item's segment, such as ``chat.images[2]``, or its index.
 
         Raises:
-            InputError: if there is no such segment, or the segment is text.
+            InputError: if there is no such segment, if it is text, or if it is already forgotten.
         """
 
         def forget(now: Conversation) -> None:
-            places = now.places()
-            if type(index) is not int or not 0 <= index < len(places):
-                known = f"0 to {len(places) - 1}" if places else "none yet"
-                raise InputError(f"forget({index!r}): no such segment; there are {known}")
-            turn, medium = places[index]
-            if medium is None:
-                raise InputError(
-                    f"forget({index}): the segment is text, but only images, videos and recordings "
-                    "can be forgotten; to remove the last turn, call undo()"
-                )
-            if now.turns[turn].forgotten[medium]:
-                return
+            turn, medium = now.place_of(segment)
             span = now.turns[turn].media[medium]
             cache = now.cache.fork()
             cache.forget(span.start, span.stop)

@@ -23,7 +23,7 @@ from oscar_mm.engine.family import Family
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import Sampling
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, shown
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
 from oscar_mm.policy import KVPolicy
@@ -229,6 +229,37 @@ class Conversation:
             for index, turn in enumerate(self.turns)
             for medium in [None, *range(len(turn.media))]
         ]
+
+    def place_of(self, segment: int | Segment) -> tuple[int, int]:
+        """Return the indices of the turn and of the media item within it.
+
+        Args:
+            segment: a media item that is not forgotten, as its segment or the segment's index.
+
+        Raises:
+            InputError: if it is something else.
+        """
+        index = segment.index if isinstance(segment, Segment) else segment
+        places = self.places()
+        if type(index) is not int or not 0 <= index < len(places):
+            known = f"0 to {len(places) - 1}" if places else "none yet"
+            raise InputError(f"forget({shown(index)}): no such segment; there are {known}")
+        turn, medium = places[index]
+        if medium is None:
+            raise InputError(
+                f"forget({index}): the segment is text, but only images, videos and recordings "
+                "can be forgotten; to remove the last turn, call undo()"
+            )
+        span = self.turns[turn].media[medium]
+        here = span.modality, span.label
+        if isinstance(segment, Segment) and (segment.modality, segment.label) != here:
+            raise InputError(
+                f"forget: segment {index} is now {span.label}, not {segment.label}, which belongs "
+                "to another chat or to a turn that was undone"
+            )
+        if self.turns[turn].forgotten[medium]:
+            raise InputError(f"forget({index}): {span.label} is already forgotten")
+        return turn, medium
 
     def segments(self) -> list[Segment]:
         """Return the segments: for each turn its text, then its media."""

@@ -34,8 +34,8 @@ class MediaLimits:
         max_request_media: number of images, videos and recordings per request.
         max_image_side_ratio: long side / short side. Qwen's processors reject more than 200.
         max_file_bytes: encoded bytes of one source that is read into memory: an image file, an open
-            file, ``bytes``, a data URI or a download. Video and audio files on disk are streamed and are
-            not limited.
+            file, ``bytes``, a data URI or a download. Video and audio files on disk are streamed
+            and are not limited.
         max_video_seconds: length of a video.
         max_video_frames: number of frames to keep from a video, at least 2. A file with more is
             sampled at a lower rate; a list with more is rejected.

@@ -180,7 +180,8 @@ def test_forgotten_is_masked(name, pipes, monkeypatch) -> None:
     span = chat.turns[0].media[0]
     before = pipe.store.memory().used_bytes
     chat.forget(1)
-    chat.forget(1)
+    with pytest.raises(InputError, match=r"forget\(1\): .*\[0\] is already forgotten"):
+        chat.forget(1)
     assert pipe.store.memory().used_bytes < before
     gone = chat.segments[1]
     assert (gone.label, gone.modality) == (segment.label, segment.modality)
@@ -218,6 +219,29 @@ def test_only_media_can_be_forgotten(packed) -> None:
     for index in (-1, 2, "1", True):
         with pytest.raises(InputError, match="no such segment; there are 0 to 1"):
             chat.forget(index)
+
+
+def test_media_by_kind(pipes) -> None:
+    chat = pipes["omni"].chat()
+    pictures = [noise(64, 96), noise(64, 96, 1)]
+    chat.ask("What?", images=pictures, audio=[tone(1)], max_new_tokens=1)
+    chat.ask("And this?", images=noise(64, 96, 2), videos=[clip(4)], max_new_tokens=1)
+    kinds = {"images": 3, "audio": 1, "videos": 1}
+    assert {name: len(getattr(chat, name)) for name in kinds} == kinds
+    third, index = chat.images[2], chat.images[2].index
+    chat.forget(third)
+    assert chat.segments[index].forgotten and len(chat.images) == 2
+    chat.forget(chat.audio[0])
+    assert not chat.audio and len(chat.videos) == 1
+    with pytest.raises(InputError, match=r"already forgotten"):
+        chat.forget(third)
+    movie = chat.videos[0]
+    chat.undo()
+    with pytest.raises(InputError, match="no such segment"):
+        chat.forget(movie)
+    chat.ask("And?", audio=[tone(1), tone(2)], images=pictures[:1], max_new_tokens=1)
+    with pytest.raises(InputError, match=r"is now audio\[\d\], not videos\[0\]"):
+        chat.forget(movie)
 
 
 def test_a_later_turn_about_what_the_model_does_not_read(pipes) -> None:

@@ -218,9 +218,13 @@ class Walk:
         turn, medium = self.pick.choice(shown)
         index = medium + 1 + sum(1 + len(said.shown) for said in talk.script.turns[:turn])
         self.note(f"{talk.name}.forget({index})")
+        if medium in dict(talk.script.turns[turn].forgotten):
+            with self.live, pytest.raises(InputError, match=r"already forgotten|kv_budget"):
+                talk.chat.forget(index)
+            return
         with self.live, self.budget_allows() as done:
             talk.chat.forget(index)
-        if done and medium not in dict(talk.script.turns[turn].forgotten):
+        if done:
             talk.script = talk.script.forgetting(turn, medium, talk.length)
 
     def undo(self, talk: Talk) -> None:
