@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oscar_mm.cache.cache import OscarCache
+    from oscar_mm.cache.cache import OscarCache, as_argument
     from oscar_mm.cache.memory import MemoryReport
     from oscar_mm.engine.answer import Answer
     from oscar_mm.engine.grammar import Grammar
@@ -44,6 +44,7 @@ __all__ = [
     "OscarVLPipeline",
     "Span",
     "__version__",
+    "as_argument",
     "roundtrip",
 ]
 
@@ -59,6 +60,7 @@ _HOME = {
     "OscarOmniPipeline": "oscar_mm.pipelines",
     "OscarVLPipeline": "oscar_mm.pipelines",
     "Span": "oscar_mm.modality",
+    "as_argument": "oscar_mm.cache.cache",
     "roundtrip": "oscar_mm.inspect.quantization_errors",
 }
 _MODELS = "transformers.modeling_utils"

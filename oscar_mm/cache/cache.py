@@ -96,7 +96,7 @@ class OscarCache(Cache):
         policy: a KVPolicy or a preset's name.
         model: model whose keys and values the cache will store; the query-key balancing vectors
             are computed from its weights. If omitted, keys are stored unbalanced, and the cache
-            warns once.
+            warns when it first packs any.
         store: page store to share with other caches of the same model and policy; by default, a new
             store.
 
@@ -191,6 +191,8 @@ class OscarCache(Cache):
             sigma = self._sigma(layer_idx)
             layer.sigma = None if sigma is None else sigma.to(layer.device)
         step = self._step_for(layer, key_states)
+        if step.pack_jobs and layer.sigma is None:
+            self._warn_if_unbalanced()
         if step.from_pages is None:
             step.from_pages = self._expected.take_packed()
         if step.from_pages:
@@ -216,12 +218,13 @@ class OscarCache(Cache):
 
     def _sigma(self, layer_idx: int) -> torch.Tensor | None:
         """Return the balancing vector of a layer that receives its first keys."""
-        if self.sigmas is not None:
-            return self.sigmas.get(layer_idx)
-        if self.policy.balances and not self._warned:
+        return None if self.sigmas is None else self.sigmas.get(layer_idx)
+
+    def _warn_if_unbalanced(self) -> None:
+        """Warn once if keys are packed that a policy would balance, had the model been given."""
+        if self.sigmas is None and self.policy.balances and not self._warned:
             self._warned = True
             warnings.warn(_UNBALANCED, stacklevel=_USER + 1)
-        return None
 
     def _step_for(self, layer: OscarLayer, key_states: torch.Tensor) -> StepPlan:
         """Return the plan of this forward pass; the first layer of the pass creates the plan."""
@@ -431,6 +434,7 @@ class OscarCache(Cache):
         if self.step is not None:
             twin.replayed(StepPlan())
         twin._expected, twin.unchecked = copy.copy(self._expected), self.unchecked
+        twin._warned = self._warned
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:

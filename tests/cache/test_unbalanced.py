@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from oscar_mm import KVPolicy, OscarCache
 from oscar_mm.cache.cache import as_argument
+from oscar_mm.policy import PLAIN
 from tests.checkpoints import build_decoder
 
 
@@ -48,13 +49,38 @@ def test_with_the_model_any_attention_balances(model, implementation: str) -> No
 def test_the_warning_points_at_the_caller(model) -> None:
     model.set_attn_implementation("sdpa")
     with pytest.warns(UserWarning, match="without query-key balancing") as found, torch.no_grad():
-        model(torch.arange(3, 9)[None], **as_argument(OscarCache()))
+        model(torch.arange(3, 203)[None], **as_argument(OscarCache()))
     assert found[0].filename.endswith(f"modeling_{model.config.model_type}.py")
 
 
 def test_nothing_is_said_where_nothing_is_missed(model) -> None:
     for policy in (KVPolicy.preset("channel", balance=None), "bf16", "oscar", "kivi"):
         assert warned(model, OscarCache(policy), "sdpa") == []
+
+
+def test_nothing_is_said_before_keys_are_packed(model) -> None:
+    """Tokens in 16-bit precision lose nothing: those of a short prompt, or of modalities that the
+    policy does not pack."""
+    model.set_attn_implementation("sdpa")
+    text = {"text": 16}
+    for policy in (
+        KVPolicy(window=100),
+        KVPolicy(bits=text),
+        KVPolicy.preset("channel", bits=text),
+    ):
+        cache = OscarCache(policy)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error", UserWarning)
+            model(torch.arange(3, 99)[None], **as_argument(cache))
+            if policy.bits.text == PLAIN:
+                model(torch.arange(3, 203)[None], **as_argument(cache))
+    cache = OscarCache(KVPolicy(window=100))
+    with torch.no_grad():
+        model(torch.arange(3, 99)[None], **as_argument(cache))
+        twin = cache.fork()
+        for one in (cache, twin):
+            with pytest.warns(UserWarning, match="without query-key balancing"):
+                model(torch.arange(3, 203)[None], **as_argument(one))
 
 
 def test_unbalanced_is_the_policy_without_balancing(model) -> None:

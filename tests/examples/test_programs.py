@@ -65,8 +65,9 @@ def test_several_gpus(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out.startswith("93015\n")
 
 
-def test_generate(monkeypatch, capsys) -> None:
+def test_generate(monkeypatch, capsys, recwarn) -> None:
     run("generate.py", [], monkeypatch)
+    assert not [one for one in recwarn if "OscarCache" in str(one.message)]
     assert capsys.readouterr().out == "7KQ2\n"
 
 
