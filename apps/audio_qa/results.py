@@ -24,7 +24,8 @@ from oscar_mm.sizes import format_bytes
 Result = dict[str, Any]
 """Line of the output file, with these fields:
 
-- id, group: id and group of the row. digest: ``Row.digest``.
+- id, group, question: as in the row. digest: ``Row.digest``. files: ``Row.files``.
+- expected: list of the row's right answers; empty if they are unknown.
 - answer: text of the answer or of the selected choice. choice: index of that choice, from 0.
 - correct: whether the answer is right; null if the row has no known answer.
 - scores: log-likelihood of each choice; null if a server answered, since it only names a choice.
@@ -96,6 +97,9 @@ def _result(row: Row, memory: MemoryReport | None, **values: Any) -> Result:
     kv_bytes = 0 if memory is None else memory.kv_bytes - memory.by_kind["unused"]
     return {
         "id": row.id,
+        "question": row.question,
+        "files": row.files,
+        "expected": list(row.answer),
         **empty,
         "tokens": 0,
         "kv_bytes": kv_bytes,

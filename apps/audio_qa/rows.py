@@ -11,7 +11,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from oscar_mm.errors import InputError
 from oscar_mm.media.kinds import KIND, kind_of
 from oscar_mm.media.limits import MediaLimits
-from oscar_mm.media.source import has_scheme, is_address
+from oscar_mm.media.source import describe, has_scheme, is_address
 
 MEDIA = ("audio", "images", "videos")
 _SINGULAR = {"image": "images", "video": "videos"}
@@ -63,6 +63,11 @@ class Row:
         return {kind: list(getattr(self, kind)) for kind in MEDIA if getattr(self, kind)}
 
     @property
+    def files(self) -> list[str]:
+        """Paths and URLs of the row's media, without the content of data URIs."""
+        return [describe(source, kind) for kind, given in self.media.items() for source in given]
+
+    @property
     def recording(self) -> tuple[tuple[str, ...], ...]:
         """Key of the row's media, which is the same for all rows about the same media."""
         return tuple(getattr(self, kind) for kind in MEDIA)
@@ -97,11 +102,12 @@ def read_rows(
 
     Returns:
         Rows in the order of the source. A row with unusable fields has an ``error``. So has a line
-        that is not a JSON object, with an id such as "line 7".
+        that is not a JSON object, with an id such as "line 7", and a row with the id "5" of an
+        earlier row, with an id such as "5 (line 7)".
 
     Raises:
-        InputError: if there are no rows, no line is a JSON object, a CSV file has unbalanced
-            quotes, or two rows have the same id; the message names the file and the line.
+        InputError: if there are no rows, no line is a JSON object, or a CSV file has unbalanced
+            quotes; the message names the file and the line.
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -122,12 +128,22 @@ def read_rows(
         rows = _rows(records, Path.cwd(), question, group_by)
     if not rows:
         raise InputError(f"{source}: contains no questions")
+    return _with_own_ids(rows)
+
+
+def _with_own_ids(rows: Sequence[Row]) -> list[Row]:
+    """Turn each row whose id an earlier row has into an error with an id of its own."""
     first: dict[str, Row] = {}
+    taken, checked = {row.id for row in rows}, list[Row]()
     for row in rows:
-        if row.id in first:
-            raise InputError(f"{row.where}: id {row.id!r} already occurs at {first[row.id].where}")
-        first[row.id] = row
-    return rows
+        earlier = first.setdefault(row.id, row)
+        if earlier is not row:
+            place = row.where.rpartition(", ")[2]
+            error = f"id {row.id!r} already occurs at {earlier.where}; give each row its own id"
+            row = replace(row, id=_unused_id(taken, f"{row.id} ({place})"), error=error)
+            taken.add(row.id)
+        checked.append(row)
+    return checked
 
 
 def check_overwrites(

@@ -42,6 +42,11 @@ def test_summary_and_samples(loaded, recordings, tmp_path) -> None:
     rows = read_lines(out)
     assert (summary["rows"], summary["failed"], summary["marked"]) == (7, 1, 6)
     assert "gone.wav: no such file" in rows["bad"]["error"]
+    for record in records:
+        row, right = rows[record["id"]], record.get("answer", [])
+        assert row["question"] == record["question"]
+        assert row["files"] == [str(recordings / record["audio"])]
+        assert row["expected"] == (right if isinstance(right, list) else [right])
     assert summary["failures"] == {"bad": rows["bad"]["error"]}
     right = [row["correct"] for row in rows.values() if row["choice"] is not None]
     assert summary["choice_accuracy"] == round(sum(right) / 2, 4) and summary["exact_match"] == 0
