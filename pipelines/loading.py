@@ -110,10 +110,11 @@ def load(
         raise InputError("tp_plan cannot be used with an adapter: merge it and save the model")
     source = source_of(model, model_kwargs.get("subfolder") or "")
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
-    config = config_of(source, shared)
+    shared = check_source(source, shared)
+    config = _config(source, shared)
     family = family_of(config.model_type, pipeline)
     target = placement.target
-    options = {**model_kwargs, **placement.arguments(family.auto_class, config)}
+    options = {**model_kwargs, **shared, **placement.arguments(family.auto_class, config)}
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
     quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
     if quantized and weights is not None:
@@ -123,6 +124,10 @@ def load(
     if quantized and target is not None:
         # Quantized weights (bitsandbytes) may not be movable after loading.
         options["device_map"], target = {"": target}, None
+    if shared.get("local_files_only"):
+        # transformers does not pass it on where it looks for an adapter.
+        local = {key: shared[key] for key in ("local_files_only", "cache_dir") if key in shared}
+        options["adapter_kwargs"] = local | (options.get("adapter_kwargs") or {})
     if processor is None:
         processor = _processor(source, shared)
     _check_processor(processor)
@@ -152,9 +157,10 @@ def outline(model: str | Path) -> Family:
         InputError: if the model does not exist or is not supported.
     """
     source = source_of(adapter_base(model)[0])
-    config = config_of(source, {})
+    options = check_source(source)
+    config = _config(source, options)
     family = family_of(config.model_type)
-    processor = _processor(source, {})
+    processor = _processor(source, options)
     _check_processor(processor)
     return family(meta_model(family.auto_class, config).eval(), processor)
 
@@ -181,7 +187,10 @@ def config_of(source: str, options: dict[str, Any]) -> Any:
     Raises:
         InputError: if the configuration is missing or unreadable.
     """
-    check_source(source, options)
+    return _config(source, check_source(source, options))
+
+
+def _config(source: str, options: dict[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError) as error:

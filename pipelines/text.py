@@ -111,7 +111,7 @@ def load_text_model(
     # A folder with a GGUF file has no configuration.
     source = str(model) if "gguf_file" in given else source_of(model)
     if "gguf_file" not in given:
-        check_source(source, given)
+        given = check_source(source, given)
     tokenizer = _tokenizer(source, given)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -8,7 +8,9 @@ describes what the model can do.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -80,26 +82,30 @@ def source_of(model: Any, subfolder: str = "") -> str:
     return str(model)
 
 
-def check_source(model: str | Path, options: Mapping[str, Any] | None = None) -> None:
+def check_source(model: str | Path, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Refuse a model that is not available, within two seconds.
 
-    transformers would keep trying for half a minute. Only the configuration is looked up: in the
-    folder, in the hub's cache, then on the hub.
+    transformers would keep trying for minutes. Only the configuration is looked up: in the folder,
+    or on the hub and in its cache.
 
     Args:
         model: name of a bundled model, folder or hub id.
         options: options for ``from_pretrained``, of which only cache_dir, local_files_only,
             revision, subfolder and token are used.
 
+    Returns:
+        The options; with local_files_only if the hub does not answer but its cache has the
+        configuration, so that transformers reads the cache at once.
+
     Raises:
         InputError: if there is no such model, access to it is restricted, or the hub does not
             answer.
     """
-    given = options or {}
+    given = dict(options or {})
     revision, folder = given.get("revision"), given.get("subfolder") or ""
     source = source_of(model, folder)
     if Path(source).is_dir() or given.get("local_files_only"):
-        return  # In offline mode, transformers fails at once.
+        return given  # In offline mode, transformers fails at once.
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -114,12 +120,12 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
     connection_error: Any = HfHubHTTPError.__bases__[0]
     seconds = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
     name = f"{folder}/config.json" if folder else "config.json"
+    known: Any = None
     try:
         known = try_to_load_from_cache(source, name, given.get("cache_dir"), revision)
-        if isinstance(known, str):
-            return
         url = hf_hub_url(source, name, revision=revision)
-        get_hf_file_metadata(url, token=given.get("token"), timeout=seconds)
+        token = given.get("token")
+        _within(seconds, lambda: get_hf_file_metadata(url, token=token, timeout=seconds))
     except HFValidationError:
         problem = "not a valid hub id"
     except OfflineModeIsEnabled:
@@ -132,13 +138,36 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
         problem = "has no config.json on the hub, so it is not a checkpoint"
     except HfHubHTTPError as error:
         problem = f"the hub returned {error.response.status_code}; try again"
-    except connection_error as error:
+    except (connection_error, TimeoutError) as error:
         problem = f"not on this machine, and the hub cannot be reached ({type(error).__name__})"
         if "Timeout" in type(error).__name__:
             problem += f" in {seconds:g} s; set {_TIMEOUT_VARIABLE}=10 to wait longer"
     else:
-        return
+        return given
+    if isinstance(known, str):
+        return given | {"local_files_only": True}
     raise InputError(f"model {source}: {problem}; {remedy(source)}")
+
+
+def _within(seconds: float, ask: Callable[[], object]) -> None:
+    """Wait for a function in a thread of its own.
+
+    The hub's client has further waits that its timeout does not bound: for the lookup of the host's
+    name, and for three seconds of another request before the first.
+
+    Raises:
+        Exception: the function's error, or ``TimeoutError``.
+    """
+    answer: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="oscar-hub", daemon=True).start()
+    answer.result(seconds)
 
 
 def remedy(name: str = "") -> str:

@@ -1,5 +1,6 @@
 """Names of models: what they stand for, and what is said of one that cannot be had."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -62,9 +63,32 @@ def test_what_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "config.json").touch()
     for name in ("pocket-vl", str(tmp_path), "oscar-mm-tests/of-no-model"):
         check_source(name)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", pytest.fail)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
-    check_source("oscar-mm-tests/in-the-cache")
+    assert check_source("oscar-mm-tests/in-the-cache", {"token": "a"}) == {"token": "a"}
+
+
+@pytest.mark.parametrize("kind", [HTTP_ERROR, errors.OfflineModeIsEnabled, errors.HfHubHTTPError])
+def test_without_the_hub_its_cache_is_read(kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise answer(kind)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
+    given = {"token": "a"}
+    assert check_source("owner/model", given) == {"token": "a", "local_files_only": True}
+    assert given == {"token": "a"}
+
+
+def test_a_client_that_does_not_heed_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As during the lookup of the host's name, which has no timeout."""
+    over = threading.Event()
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.2")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: over.wait(20))
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"cannot be reached \(TimeoutError\) in 0.2 s; set HF_"):
+        check_source("owner/no-model")
+    assert time.monotonic() - start < 2
+    over.set()
 
 
 @pytest.fixture
@@ -124,8 +148,28 @@ def test_where_the_files_are_is_heeded(silent_hub: list[str], tmp_path: Path) ->
     refs = tmp_path / "models--owner--no-model" / "refs"
     refs.mkdir()
     (refs / "v2").write_text("abc")
-    check_source("owner/no-model", given)
-    assert len(silent_hub) == 1
+    assert check_source("owner/no-model", given) == {**given, "local_files_only": True}
+    assert len(silent_hub) == 2
+
+
+def test_a_cached_model_without_a_network(silent_hub: list[str], tmp_path: Path) -> None:
+    """Whole, it is loaded; without its weights, it is refused; each with one question to the hub,
+    where transformers asks for minutes."""
+    from oscar_mm import OscarVLPipeline
+    from oscar_mm.models import bundled
+
+    repository = tmp_path / "models--owner--model"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    shutil.copytree(bundled("pocket-vl"), snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    OscarVLPipeline("owner/model", cache_dir=tmp_path, device="cpu")
+    (snapshot / "model.safetensors").unlink()
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"owner/model: .*model\.safetensors"):
+        OscarVLPipeline("owner/model", cache_dir=tmp_path, device="cpu")
+    assert time.monotonic() - start < 2
+    assert silent_hub == ["/owner/model/resolve/main/config.json"] * 2
 
 
 @pytest.mark.parametrize(
