@@ -17,11 +17,14 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import stat
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,10 @@ from typing import Any
 from platformdirs import user_cache_path
 
 from oscar_mm.files import whole_file
+
+_SILENT_S = 1.0
+"""Seconds of compiling without a message."""
+_log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path | None:
@@ -115,6 +122,29 @@ def _warn_not_kept(folder: Path, reason: str | None) -> None:
     )
 
 
+@contextmanager
+def announced(kind: str) -> Iterator[None]:
+    """Log once why an answer takes so long if the block takes more than a second.
+
+    Args:
+        kind: kind of the kernels that the block compiles, or loads if they are cached.
+    """
+    timer = threading.Timer(_SILENT_S, _announce, [kind])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@functools.cache
+def _announce(kind: str) -> None:
+    _log.warning(
+        "compiling %s kernels, which are then cached: this answer takes seconds longer", kind
+    )
+
+
 STANDARD = "c++17"
 PTXAS_OPTIONS = ("-v",)
 _FILE_FORMAT = 1
@@ -179,7 +209,8 @@ def compile_kernel(source: str, arch: str, macros: Mapping[str, str | int]) -> C
     path = None if folder is None else folder / f"{Path(source).stem}-{arch}-{key}.bin"
     cubin = None if path is None else _load(path, key)
     if cubin is None:
-        cubin = replace(compile_text(source, texts[source], arch, macros), key=key)
+        with announced("CUDA"):
+            cubin = replace(compile_text(source, texts[source], arch, macros), key=key)
         if path is not None:
             _store(path, key, cubin)
     return cubin

@@ -23,6 +23,8 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+from oscar_mm.kernels.compile import announced
+
 _HOW = {"nogil": True, "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
 _LOCK = "oscar_mm.lock"
 """Name of the file that a process locks while it compiles."""
@@ -88,7 +90,8 @@ def _compile_alone(dispatcher: Any, types: Any) -> Any:
             compiled.patience_s = 0.0
             raise
     try:
-        return type(dispatcher).compile(dispatcher, types)
+        with announced("CPU"):
+            return type(dispatcher).compile(dispatcher, types)
     finally:
         lock.release()
 

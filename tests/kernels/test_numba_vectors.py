@@ -142,7 +142,7 @@ def test_no_process_runs_code_for_other_types(tmp_path: Path) -> None:
         with adds("float64") as second:
             assert second.stdout.readline() == b"calls\n"
             time.sleep(0.5)
-            assert first.end() == (0, b"28.0\n", b"")
+            assert first.end()[:2] == (0, b"28.0\n")  # It may say that it compiles.
             assert second.end() == (0, b"28.0\n", b"")
 
 
