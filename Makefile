@@ -11,13 +11,12 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 .PHONY: demo demo-web test lint bench clean
 
-# Small tensors gain nothing from threads.
 demo: $(RUN_STAMP)
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python examples/first_run.py
+	@HF_HUB_OFFLINE=1 $(BIN)/python examples/first_run.py
 
 # The demo in a browser: http://127.0.0.1:7860
 demo-web: $(RUN_STAMP)
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/oscar-mm demo
+	@HF_HUB_OFFLINE=1 $(BIN)/oscar-mm demo
 
 # Bytecode is written also where the environment forbids it, as in many containers: without it pytest
 # rewrites the assertions of each file anew, and each process that tests start compiles the package.

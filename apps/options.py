@@ -14,7 +14,7 @@ import typer
 
 from oscar_mm.errors import InputError
 from oscar_mm.media.kinds import kind_of
-from oscar_mm.models import BUNDLED, check_source, description
+from oscar_mm.models import BUNDLED, bundled, check_source, description
 from oscar_mm.policy import KVPolicy
 
 Model = Annotated[
@@ -228,10 +228,27 @@ def model_or_bundled(model: str | None, *, supports_audio: bool = False) -> str:
     """
     if model is not None:
         check_source(model)
+        use_one_thread(model)
         return model
     name = "pocket-omni" if supports_audio else "pocket-vl"
+    use_one_thread(name)
     print(f"oscar-mm: no --model given, so this is {description(name)}", file=sys.stderr)
     return name
+
+
+def use_one_thread(model: str) -> None:
+    """Let torch use one thread for a bundled model, unless OMP_NUM_THREADS is set.
+
+    Tensors of bundled models are too small for threads, which then mostly wait for each other.
+    Only for commands, because the number applies to the whole process.
+    """
+    if bundled(model) is None or "OMP_NUM_THREADS" in os.environ:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if (
+        "torch" in sys.modules
+    ):  # Detecting the kind of media imports it, and it has read the number.
+        sys.modules["torch"].set_num_threads(1)
 
 
 def api_key(file: Path | None) -> str | None:

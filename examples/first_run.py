@@ -3,6 +3,7 @@
 Exits with 1 if an answer is wrong.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from rich.table import Table
 
 from oscar_mm.sizes import format_bytes
 
+# Tensors of the bundled models are too small for threads. Said before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 MEDIA = Path(__file__).parent / "media"
 CARDS = sorted((MEDIA / "cards").glob("*.png"))
 CLIPS = sorted((MEDIA / "clips").glob("*.wav"))

@@ -68,6 +68,7 @@ def demo(
             "the demo requires gradio: run pip install '.[demo]' in a clone of the repository"
         )
     check_source(model)
+    options.use_one_thread(model)
     terminal.quiet_transformers()
     from oscar_mm.apps.demo.server import serve  # imports gradio and torch
 
