@@ -129,6 +129,7 @@ def test_weights_made_at_load(folder, request, weights, device) -> None:
                 assert 0 < (truth - weight).norm() < 0.05 * weight.norm()
                 weight.data.copy_(truth)
     assert changed == quantized_products(pipe) >= 4 * len(decoder.layers)
+    assert supports(pipe.model) == supports(plain.model)
     asked = [REQUEST.ask(one, max_new_tokens=12).token_ids for one in (pipe, plain)]
     assert asked[0] == asked[1]
 
