@@ -26,11 +26,12 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
     Returns:
         (..., width / 8), int32.
     """
-    eights = codes.to(torch.int64).unflatten(-1, (-1, _PER_WORD))
-    shifts = torch.tensor(_SHIFTS, device=codes.device)
-    words = (eights << shifts).sum(-1)
-    # From unsigned to signed words of 32 bits.
-    return (words - ((words >> 31) << 32)).to(torch.int32)
+    eights = codes.unflatten(-1, (-1, _PER_WORD))
+    words = torch.zeros_like(eights[..., 0], dtype=torch.int32)
+    # One after the other, since all codes as integers of 32 bits take eight times the memory.
+    for place, shift in enumerate(_SHIFTS):
+        words |= eights[..., place].to(torch.int32) << shift
+    return words
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:
