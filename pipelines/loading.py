@@ -23,6 +23,11 @@ from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError
 from oscar_mm.models import check_source, remedy, source_of
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
+from oscar_mm.pipelines.quantized_checkpoints import (
+    check_complete,
+    loading_arguments,
+    quantization_of,
+)
 from oscar_mm.pipelines.registry import family_of, pipeline_of
 from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
 from oscar_mm.rank_watch import watch
@@ -116,7 +121,7 @@ def load(
     target = placement.target
     options = {**model_kwargs, **shared, **placement.arguments(family.auto_class, config)}
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
-    quantized = options.get("quantization_config") or getattr(config, "quantization_config", None)
+    quantized = options.get("quantization_config") or quantization_of(config)
     if quantized and weights is not None:
         raise InputError(
             f"weights={weights!r}: the checkpoint is already quantized; leave the argument out"
@@ -132,7 +137,7 @@ def load(
         processor = _processor(source, shared)
     _check_processor(processor)
     try:
-        loaded = family.auto_class.from_pretrained(source, **options)
+        loaded = _loaded(family, source, config, placement.tp_plan, options)
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         raise InputError(f"model {source}: {first_line(error)}") from error
     adopt_fp8(loaded)
@@ -145,6 +150,20 @@ def load(
     watch(TPGroup.of(loaded))
     _set_attention(family, loaded, towers)
     return family(loaded.eval(), processor)
+
+
+def _loaded(
+    family: type[Family], source: str, config: Any, tp_plan: object, options: dict[str, Any]
+) -> Any:
+    """Load a model, if its weights are quantized in one of our formats with our own modules."""
+    own = None if "quantization_config" in options else loading_arguments(config, tp_plan)
+    if own is None:
+        return family.auto_class.from_pretrained(source, **options)
+    loaded, report = family.auto_class.from_pretrained(
+        source, **options, **own, output_loading_info=True
+    )
+    check_complete(report["missing_keys"])
+    return loaded
 
 
 def outline(model: str | Path) -> Family:

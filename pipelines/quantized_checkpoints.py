@@ -1,0 +1,325 @@
+"""Load checkpoints with quantized weights, in the formats of ``checkpoint_formats``.
+
+transformers loads such checkpoints with packages and kernels of others, many only on a GPU. Here it
+reads the tensors as they are: a quantizer of our own replaces each quantized ``nn.Linear`` by a
+module that has the tensors of the checkpoint, and after loading each of these by a
+``QuantizedLinear``.
+
+The checkpoint's tensors say which modules are quantized, and not the patterns of its configuration,
+since those match names that another version of transformers gave to the modules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
+from oscar_mm.weights.checkpoint_formats import CheckpointFormat, check_shape, formats_of
+
+_METHOD = "oscar_mm"
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Dtypes in the headers of safetensors files."""
+_PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class StoredWeights(QuantizationConfigMixin):
+    """Selects the quantizer of this module in ``from_pretrained``.
+
+    Attributes:
+        fields: ``quantization_config`` of the checkpoint's configuration.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.quant_method: Any = _METHOD
+        self.fields = fields
+
+
+register_quantization_config(_METHOD)(StoredWeights)
+
+
+def quantization_of(config: Any) -> Any:
+    """Return the ``quantization_config`` of a model's configuration; None if it has none."""
+    parts = config, config.get_text_config(decoder=True)
+    return next((x for one in parts if (x := getattr(one, "quantization_config", None))), None)
+
+
+def loading_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
+    """Return the arguments with which ``from_pretrained`` loads a checkpoint's quantized weights.
+
+    Args:
+        config: configuration of the checkpoint.
+        tp_plan: see ``Placement``.
+
+    Returns:
+        None if the checkpoint's weights are not in one of our formats.
+
+    Raises:
+        ValueError: if they cannot be loaded; the message says which field is not supported.
+    """
+    fields = quantization_of(config)
+    if not isinstance(fields, Mapping) or (formats := formats_of(fields)) is None:
+        return None
+    if tp_plan is not None:
+        raise ValueError(
+            f"tp_plan: weights in {formats[0].title} cannot be divided among processes; pass "
+            "device_map='auto', or use a checkpoint with 16-bit weights"
+        )
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    # For transformers the checkpoint is not quantized, so it keeps the dtypes of our modules.
+    return {"config": plain, "quantization_config": StoredWeights(fields)}
+
+
+def check_complete(missing: Sequence[str]) -> None:
+    """Check that a checkpoint had all tensors of a model, which otherwise has random ones.
+
+    Args:
+        missing: names of the missing tensors.
+
+    Raises:
+        ValueError: if any is missing.
+    """
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ValueError(f"the checkpoint lacks {min(missing)}{more}: download it again")
+
+
+@register_quantizer(_METHOD)
+class StoredWeightsQuantizer(HfQuantizer):
+    """Replaces modules before and after transformers loads the weights."""
+
+    @property
+    def _fields(self) -> Mapping[str, Any]:
+        config: Any = self.quantization_config
+        return config.fields
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> None:
+        """See the module's docstring.
+
+        Raises:
+            ValueError: if the headers of the checkpoint's files do not fit the model.
+        """
+        formats = formats_of(self._fields) or []
+        names = _Names(model)
+        for stem, tensors in _headers(checkpoint_files or ()).items():
+            if any(one.marks & tensors.keys() for one in formats):
+                _replace(model, names, formats, stem, tensors)
+            else:
+                names.check(stem, tensors)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        """See the module's docstring.
+
+        Raises:
+            ValueError: if values are invalid, or weights are offloaded.
+        """
+        stored = [name for name, one in model.named_modules() if isinstance(one, _StoredLinear)]
+        for name in stored:
+            # Nothing else holds the module, so its memory is free before the next is converted.
+            module: Any = model.get_submodule(name)
+            model.set_submodule(name, module.quantized())
+        model.config.quantization_config = self._fields
+
+    def is_serializable(self) -> bool:
+        """Return that the modules cannot be saved in the format of the checkpoint."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """That the modules cannot be trained."""
+        return False
+
+
+def _headers(files: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors of files, on the meta device, by module and name.
+
+    Raises:
+        ValueError: if a file or a dtype is of another kind.
+    """
+    found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise ValueError(f"{file}: quantized weights must be in safetensors files")
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no dict
+                part = opened.get_slice(name)
+                if (dtype := _DTYPES.get(part.get_dtype())) is None:
+                    raise ValueError(f"{name}: the dtype {part.get_dtype()} is not supported")
+                stem, _, last = name.rpartition(".")
+                found[stem][last] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+    return found
+
+
+class _Names:
+    """Names of a checkpoint's tensors in a model, which transformers may have renamed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [one for one in rules if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in rules if isinstance(one, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._tied = set(model.all_tied_weights_keys)
+        self._state = model.state_dict()
+
+    def module(self, stem: str) -> str | None:
+        """Return the name of the module that a checkpoint calls ``stem``; None if there is none.
+
+        Raises:
+            ValueError: if the model stacks its weights with others, or shares them.
+        """
+        found, is_merged = self._renamed(f"{stem}.weight")
+        if is_merged or ".experts." in stem:
+            raise ValueError(
+                f"{stem} is quantized, but weights of experts are not supported in this format; "
+                "use a checkpoint with FP8 experts (quant_method fp8) or with 16-bit weights"
+            )
+        if found in self._tied:
+            raise ValueError(f"{stem} is quantized, but the configuration ties it to embeddings")
+        return found.removesuffix(".weight") if found in self._state else None
+
+    def check(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check that tensors of a module that is not quantized have the dtypes and the shapes of
+        the model.
+
+        Raises:
+            ValueError: if they do not.
+        """
+        for last, tensor in tensors.items():
+            name = f"{stem}.{last}"
+            found, is_merged = self._renamed(name)
+            if is_merged or found not in self._state:
+                continue
+            own = self._state[found]
+            if own.is_floating_point() and tensor.dtype not in _PLAIN_DTYPES:
+                raise ValueError(f"{name} has codes in {tensor.dtype}, but its scales are missing")
+            if tensor.shape != own.shape:
+                raise ValueError(
+                    f"{name}: the shape is {list(tensor.shape)}, must be {list(own.shape)}"
+                )
+
+    def _renamed(self, name: str) -> tuple[str, bool]:
+        """Return a tensor's name in the model, and whether it is merged with others."""
+        found, pattern = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._state
+        )
+        # As transformers does: a name that the model knows stays as it is.
+        if found not in self._state and name in self._state:
+            return name, False
+        return found, pattern is not None
+
+
+def _replace(
+    model: PreTrainedModel,
+    names: _Names,
+    formats: Sequence[CheckpointFormat],
+    stem: str,
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Replace a module by one that has the tensors of a checkpoint.
+
+    Raises:
+        ValueError: if the tensors are not those of the module.
+    """
+    if (name := names.module(stem)) is None:
+        return
+    module = model.get_submodule(name)
+    if type(module) is not nn.Linear:
+        raise ValueError(
+            f"{stem} is quantized, but only Linear is supported, and not {type(module).__name__}"
+        )
+    chosen = max(formats, key=lambda one: len(one.needed & tensors.keys()))
+    model.set_submodule(name, _StoredLinear(stem, module, chosen, tensors))
+
+
+class _StoredLinear(nn.Module):
+    """The tensors of a quantized matrix, as a checkpoint has them, and the bias."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        stem: str,
+        module: nn.Linear,
+        chosen: CheckpointFormat,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """
+        Args:
+            stem: name of the module in the checkpoint.
+            module: the module to replace.
+            chosen: format of the tensors.
+            tensors: the tensors on the meta device.
+
+        Raises:
+            ValueError: if the tensors are not those of the module.
+        """
+        super().__init__()
+        self._stem, self._format = stem, chosen
+        self._shape, self._dtype = (module.out_features, module.in_features), module.weight.dtype
+        parts = {name: one for name, one in tensors.items() if name in chosen.dtypes}
+        bias = module.bias
+        if bias is None and "bias" in tensors:
+            # Some GPTQ checkpoints have biases where the model has none.
+            bias = torch.empty(module.out_features, dtype=self._dtype, device="meta")
+        try:
+            chosen.check(parts, *self._shape)
+            if bias is not None:
+                check_shape("bias", tensors.get("bias", bias), (module.out_features,))
+        except ValueError as error:
+            raise ValueError(f"{stem}.{error}") from error
+        self._names = tuple(parts)
+        for name, tensor in (*parts.items(), ("bias", bias)):
+            fixed = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, fixed)
+
+    def quantized(self) -> QuantizedLinear:
+        """Convert the loaded tensors.
+
+        Raises:
+            ValueError: if values are invalid, or weights are offloaded.
+        """
+        tensors = {name: getattr(self, name).detach() for name in self._names}
+        if any(tensor.is_meta for tensor in tensors.values()):
+            raise ValueError(
+                f"{self._stem} is offloaded, which {self._format.title} does not support; use more "
+                "or larger GPUs"
+            )
+        try:
+            matrix, permutation = self._format.matrix(tensors, *self._shape)
+        except ValueError as error:
+            raise ValueError(f"{self._stem}.{error}") from error
+        if {matrix.scales.dtype, self._dtype} == {torch.float16, torch.bfloat16}:
+            # Kernels read scales in the dtype of the activations or, without loss, in float32.
+            matrix = matrix._replace(scales=matrix.scales.float())
+        bias = None if self.bias is None else self.bias.detach()
+        return QuantizedLinear(matrix, bias, permutation)
