@@ -120,7 +120,9 @@ def _print(estimate: Any, policy: str, fits: dict[str, tuple[int, int]]) -> None
     console.print(by_modality)
     weights = format_bytes(estimate.shape.weight_bytes)
     millions = estimate.shape.parameters / 1e6
-    console.print(f"{estimate.family}, {millions:,.0f} million parameters: {weights} in 16-bit")
+    console.print(
+        f"{estimate.family}, {millions:,.0f} million parameters: {weights} in {estimate.weights}"
+    )
     console.print(sessions)
     console.print(f"A session fits if it and the weights leave {RESERVED:.0%} of the memory free.")
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedModel, Qwen3MoeCon
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from oscar_mm.engine.family import Family
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, shown
 from oscar_mm.models import check_source, remedy, source_of
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.quantized_checkpoints import (
@@ -32,6 +32,7 @@ from oscar_mm.pipelines.registry import family_of, pipeline_of
 from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
 from oscar_mm.rank_watch import watch
 from oscar_mm.tensor_parallel import TPGroup
+from oscar_mm.weights.checkpoint_formats import formats_of
 
 _CONFIG_KEYS = (
     "revision",
@@ -182,6 +183,27 @@ def outline(model: str | Path) -> Family:
     processor = _processor(source, options)
     _check_processor(processor)
     return family(meta_model(family.auto_class, config).eval(), processor)
+
+
+def stored_weights(source: str) -> tuple[str, int] | None:
+    """Return the format of a folder's quantized weights and their bytes; None for 16-bit weights
+    and for hub ids.
+
+    Args:
+        source: result of ``source_of``.
+
+    Raises:
+        InputError: if the format is not supported.
+    """
+    fields, files = quantization_of(config_of(source, {})), Path(source).glob("model*.safetensors")
+    if not fields or not Path(source).is_dir():
+        return None
+    try:
+        formats = formats_of(fields)
+    except ValueError as error:
+        raise InputError(f"model {source}: {error}") from error
+    names = [one.title for one in formats or ()] or [shown(fields.get("quant_method"))]
+    return " and ".join(names), sum(file.stat().st_size for file in files)
 
 
 def reader(model: str | Path) -> str:

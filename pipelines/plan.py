@@ -21,7 +21,7 @@ from oscar_mm.media.video import sampled
 from oscar_mm.modality import Modality
 from oscar_mm.models import source_of
 from oscar_mm.models.released import ReleasedModel, released_model
-from oscar_mm.pipelines.loading import meta_model, outline
+from oscar_mm.pipelines.loading import meta_model, outline, stored_weights
 from oscar_mm.pipelines.registry import family_of
 from oscar_mm.pipelines.text import context_of, is_text_model, outline_text_model
 from oscar_mm.policy import DEFAULT, KVPolicy
@@ -93,6 +93,7 @@ class Plan:
         policy: policy of the KV cache.
         tokens: token counts by modality: "text", "image", "video", "audio".
         context: context length of the model, in tokens.
+        weights: format of the weights: "16-bit", or that of a quantized checkpoint.
     """
 
     family: str
@@ -100,6 +101,7 @@ class Plan:
     policy: KVPolicy
     tokens: dict[str, int]
     context: int
+    weights: str = "16-bit"
 
     @property
     def total(self) -> int:
@@ -148,6 +150,7 @@ class Plan:
             "fits_context": self.total <= self.context,
             "kv_bytes": self.kv_bytes,
             "bf16_bytes": self.bf16_bytes,
+            "weights": self.weights,
             "weight_bytes": self.shape.weight_bytes,
             "parameters": self.shape.parameters,
         }
@@ -175,7 +178,8 @@ def plan(
         video_fps: frames per second to sample from videos.
 
     Raises:
-        InputError: if the model does not exist, or media are not supported or exceed the limits.
+        InputError: if the model does not exist, or media or the format of its weights are not
+            supported, or media exceed the limits.
     """
     chosen = KVPolicy.of(policy)
     media = session.media(limits, video_fps)
@@ -195,12 +199,15 @@ def plan(
         name = ", ".join(filter(None, (family.name, released and released.part)))
         parameters = family.outer_model.num_parameters()
     tokens["text"] += session.text_tokens
+    weights = None if released else stored_weights(source_of(model))
+    form, stored_bytes = weights or (Plan.weights, None)
     return Plan(
         family=name,
-        shape=ModelShape.of(network.config, parameters),
+        shape=ModelShape.of(network.config, parameters, stored_bytes),
         policy=chosen,
         tokens=tokens,
         context=context_of(network.config),
+        weights=form,
     )
 
 

@@ -151,12 +151,12 @@ class StoredWeightsQuantizer(HfQuantizer):
         model.config.quantization_config = self._fields
 
     def is_serializable(self) -> bool:
-        """Return that the modules cannot be saved in the format of the checkpoint."""
+        """Return whether the modules can be saved in the format of the checkpoint."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """That the modules cannot be trained."""
+        """Whether the modules can be trained."""
         return False
 
 

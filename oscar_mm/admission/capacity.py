@@ -64,15 +64,17 @@ class ModelShape:
         kv_heads: number of KV heads per layer.
         head_dim: channels per head.
         parameters: number of parameters of the full model, including its encoder towers.
+        stored_bytes: bytes of quantized weights; None in 16-bit precision.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     parameters: int
+    stored_bytes: int | None = None
 
     @classmethod
-    def of(cls, config: Any, parameters: int) -> ModelShape:
+    def of(cls, config: Any, parameters: int, stored_bytes: int | None = None) -> ModelShape:
         """Return the dimensions of a model from its transformers configuration."""
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -81,6 +83,7 @@ class ModelShape:
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             parameters=parameters,
+            stored_bytes=stored_bytes,
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
@@ -97,8 +100,8 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the weights in bytes, in 16-bit precision."""
-        return 2 * self.parameters
+        """Size of the weights in bytes."""
+        return 2 * self.parameters if self.stored_bytes is None else self.stored_bytes
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
         """Return the bytes of the pages and 16-bit tokens of a conversation that ends with text.

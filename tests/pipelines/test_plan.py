@@ -21,6 +21,7 @@ from oscar_mm.pipelines.pipeline import Pipeline
 from oscar_mm.pipelines.plan import Plan, Session, plan
 from oscar_mm.policy import PLAIN, Bits
 from tests.prompts import clip, noise, prepare, tone
+from tests.quantized_checkpoints import AWQ, awq, quantize_folder
 
 COUNTER = Path(__file__).parents[2] / "examples" / "media" / "counter.mp4"
 
@@ -193,3 +194,15 @@ def test_modalities_sum_to_all(qwen3_vl_folder: Path, policy: str) -> None:
     in_16_bit, packed = sizes["image"]
     # Window and sinks are of text.
     assert in_16_bit == packed if policy == "bf16" else in_16_bit > packed
+
+
+def test_quantized_weights_count_as_they_are_stored(qwen3_vl_folder, tmp_path) -> None:
+    quantize_folder(qwen3_vl_folder, tmp_path / "awq", AWQ, awq, shards=2)
+    plain, found = (plan(one, Session()) for one in (qwen3_vl_folder, tmp_path / "awq"))
+    assert (plain.weights, found.weights) == ("16-bit", "INT4 (AWQ)")
+    files = (tmp_path / "awq").glob("*.safetensors")
+    assert found.shape.weight_bytes == sum(file.stat().st_size for file in files)
+    assert plain.shape.weight_bytes == 2 * plain.shape.parameters == 2 * found.shape.parameters
+    quantize_folder(qwen3_vl_folder, tmp_path / "eight", AWQ | {"bits": 8}, awq)
+    with pytest.raises(InputError, match=r"model .*eight: quantization_config.bits is 8"):
+        plan(tmp_path / "eight", Session())
