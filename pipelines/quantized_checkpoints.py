@@ -45,6 +45,7 @@ _DTYPES = {
     "F64": torch.float64,
 }
 """Dtypes in the headers of safetensors files."""
+_OFFLOADED = "quantized weights cannot be offloaded; use more or larger GPUs"
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -83,7 +84,7 @@ def loading_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
         ValueError: if they cannot be loaded; the message says which field is not supported.
     """
     fields = quantization_of(config)
-    if not isinstance(fields, Mapping) or (formats := formats_of(fields)) is None:
+    if fields is None or (formats := formats_of(fields)) is None:
         return None
     if tp_plan is not None:
         raise ValueError(
@@ -120,6 +121,16 @@ class StoredWeightsQuantizer(HfQuantizer):
     def _fields(self) -> Mapping[str, Any]:
         config: Any = self.quantization_config
         return config.fields
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Check where the weights are to be.
+
+        Raises:
+            ValueError: if some are to be offloaded to the disk, or from GPUs to the CPU.
+        """
+        places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
+        if "disk" in places or {"cpu"} < places:
+            raise ValueError(f"device_map: {_OFFLOADED}")
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
@@ -310,10 +321,7 @@ class _StoredLinear(nn.Module):
         """
         tensors = {name: getattr(self, name).detach() for name in self._names}
         if any(tensor.is_meta for tensor in tensors.values()):
-            raise ValueError(
-                f"{self._stem} is offloaded, which {self._format.title} does not support; use more "
-                "or larger GPUs"
-            )
+            raise ValueError(f"{self._stem}: {_OFFLOADED}")
         try:
             matrix, permutation = self._format.matrix(tensors, *self._shape)
         except ValueError as error:

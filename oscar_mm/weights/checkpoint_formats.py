@@ -300,9 +300,10 @@ def formats_of(fields: Mapping[str, Any]) -> list[CheckpointFormat] | None:
     Raises:
         ValueError: if the method is known, but not this kind of it; the message names the field.
     """
+    given = _Fields("quantization_config", fields)
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}
     reader = readers.get(str(fields.get("quant_method")).lower())
-    return None if reader is None else reader(_Fields("quantization_config", fields))
+    return None if reader is None else reader(given)
 
 
 class _Fields:

@@ -272,3 +272,12 @@ def test_a_saved_chat_belongs_to_its_checkpoint(qwen3_vl_folder, tmp_path) -> No
     folder = stored("awq", qwen3_vl_folder, tmp_path / "awq")
     pipes = [OscarVLPipeline(x, device="cpu") for x in (qwen3_vl_folder, folder)]
     assert pipes[0].fingerprint != pipes[1].fingerprint
+
+
+@pytest.mark.parametrize("place", ["disk", "meta"])
+def test_offloaded_weights_are_refused(qwen3_vl_folder, tmp_path, place) -> None:
+    """A part on another device than the CPU stands for GPUs beside it."""
+    folder = stored("awq", qwen3_vl_folder, tmp_path / "awq")
+    places = {"": "cpu", "model.language_model.layers.1": place}
+    with pytest.raises(InputError, match="device_map: quantized weights cannot be offloaded; use"):
+        OscarVLPipeline(folder, device_map=places)

@@ -56,6 +56,7 @@ def ct(kind: str = "pack-quantized", weights: dict = INT4, **fields) -> dict:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (["gptq"], "quantization_config must be a dict, not list"),
         (GPTQ | {"bits": 8}, r"quantization_config.bits is 8; supported: 4"),
         (GPTQ | {"bits": None}, r"quantization_config.bits is None; supported: 4"),
         (GPTQ | {"bits": [4] * 1000}, r"quantization_config.bits is \[4, 4.{0,80}; supported: 4"),
