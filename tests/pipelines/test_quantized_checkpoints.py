@@ -1,6 +1,7 @@
 """Quantized checkpoints as they are released, against plain transformers with their weights
 dequantized number by number."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AwqConfig
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.fast_decode.decoder import supports
@@ -274,10 +276,85 @@ def test_a_saved_chat_belongs_to_its_checkpoint(qwen3_vl_folder, tmp_path) -> No
     assert pipes[0].fingerprint != pipes[1].fingerprint
 
 
-@pytest.mark.parametrize("place", ["disk", "meta"])
-def test_offloaded_weights_are_refused(qwen3_vl_folder, tmp_path, place) -> None:
-    """A part on another device than the CPU stands for GPUs beside it."""
+@pytest.mark.parametrize(
+    "places",
+    [{"": "disk"}, {"": "cpu", "lm_head": "meta"}],
+    ids=["disk", "cpu beside another device"],
+)
+def test_offloaded_weights_are_refused(qwen3_vl_folder, tmp_path, places) -> None:
     folder = stored("awq", qwen3_vl_folder, tmp_path / "awq")
-    places = {"": "cpu", "model.language_model.layers.1": place}
     with pytest.raises(InputError, match="device_map: quantized weights cannot be offloaded; use"):
         OscarVLPipeline(folder, device_map=places)
+
+
+def reconfigured(folder: Path, change: Callable[[dict], object]) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    change(fields)
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def test_names_of_a_newer_transformers(qwen2_5_vl_folder, tmp_path) -> None:
+    """Its modules have other names than in the checkpoints that were released."""
+    folder = stored("awq", qwen2_5_vl_folder, tmp_path / "old")
+    expected = REQUEST.ask(OscarVLPipeline(folder, device="cpu"), max_new_tokens=8).token_ids
+    newer = {"model.": "model.language_model.", "visual.": "model.visual."}
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            for old, new in newer.items():
+                if name.startswith(old):
+                    tensors[name.replace(old, new, 1)] = tensors.pop(name)
+                    break
+
+    altered(folder, rename)
+    found = REQUEST.ask(OscarVLPipeline(folder, device="cpu"), max_new_tokens=8).token_ids
+    assert found == expected
+
+
+def test_a_configuration_of_the_text_model(qwen3_vl_folder, tmp_path) -> None:
+    folder = stored("awq", qwen3_vl_folder, tmp_path / "awq")
+    reconfigured(
+        folder,
+        lambda fields: fields["text_config"].update(
+            quantization_config=fields.pop("quantization_config")
+        ),
+    )
+    model = OscarVLPipeline(folder, device="cpu").model
+    assert any(type(one) is QuantizedLinear for one in modules_of(model))
+    assert model.config.quantization_config == AWQ
+
+
+def test_an_output_layer_that_is_tied(qwen3_vl_folder, tmp_path) -> None:
+    folder = stored("awq", qwen3_vl_folder, tmp_path / "tied")
+    reconfigured(folder, lambda fields: fields.update(tie_word_embeddings=True))
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        parts, _ = awq(tensors.pop("lm_head.weight")[:496])
+        tensors |= {f"lm_head.{part}": tensor for part, tensor in parts.items()}
+
+    altered(folder, quantize)
+    with pytest.raises(InputError, match="lm_head is quantized, but the configuration ties it"):
+        OscarVLPipeline(folder, device="cpu")
+
+
+def test_columns_without_groups(qwen3_vl_folder, tmp_path) -> None:
+    """compressed-tensors stores -1 for each column where it has not changed the order."""
+    folder = stored("int4", qwen3_vl_folder, tmp_path / "int4")
+    expected = REQUEST.ask(OscarVLPipeline(folder, device="cpu"), max_new_tokens=8).token_ids
+    none = {
+        name.replace("weight_packed", "weight_g_idx"): torch.full((8 * one.shape[1],), -1)
+        for name, one in load_file(folder / "model.safetensors").items()
+        if name.endswith("weight_packed")
+    }
+    altered(folder, lambda tensors: tensors.update(none))
+    found = REQUEST.ask(OscarVLPipeline(folder, device="cpu"), max_new_tokens=8).token_ids
+    assert found == expected
+
+
+def test_a_quantization_that_the_user_chose(qwen3_vl_folder, tmp_path) -> None:
+    """It is transformers' to load: AWQ needs a package there."""
+    folder = stored("awq", qwen3_vl_folder, tmp_path / "awq")
+    with pytest.raises(InputError, match="gptqmodel"):
+        OscarVLPipeline(
+            folder, device="cpu", model_kwargs={"quantization_config": AwqConfig(group_size=32)}
+        )
