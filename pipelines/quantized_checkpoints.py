@@ -243,9 +243,6 @@ class _Names:
         found, pattern = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._state
         )
-        # As transformers does: a name that the model knows stays as it is.
-        if found not in self._state and name in self._state:
-            return name, False
         return found, pattern is not None
 
 
