@@ -83,6 +83,7 @@ def test_a_question_that_fails_is_named_and_the_others_go_on(tmp_path: Path, cap
         {"id": "right", **CODE},
         {"id": "short", "question": "Hello?"},
         {"id": "long", "question": "word " * 400_000},
+        {"id": "short", "question": "Who?"},
     )
     out = tmp_path / "out.json"
     chosen = ["--questions", str(questions), "--model", "pocket-llava", "--out", str(out)]
@@ -90,17 +91,19 @@ def test_a_question_that_fails_is_named_and_the_others_go_on(tmp_path: Path, cap
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert [line.split(": ")[1] for line in lines] == [
-        f"{questions}, line {n}" for n in (1, 2, 3, 6)
+        f"{questions}, line {n}" for n in (1, 2, 3, 6, 7)
     ]
     assert "gone.png: no such file" in lines[0] and "audio" in lines[2] and "context" in lines[3]
+    assert "id 'short' already occurs at" in lines[4]
     assert 'a line must be an object such as {"images"' in lines[1]
     record = json.loads(out.read_text())
-    assert record["complete"] and (record["asked"], record["failed"]) == (6, 4)
+    assert record["complete"] and (record["asked"], record["failed"]) == (7, 5)
     failed = {entry["id"]: entry["error"] for entry in record["answers"] if "error" in entry}
-    assert list(failed) == ["gone", "line 2", "deaf", "long"] and all(failed.values())
+    assert [*failed] == ["gone", "line 2", "deaf", "long", "short (line 7)"]
+    assert all(failed.values())
     assert record["rows"][1]["prompts"] == 2 and record["rows"][1]["right"] == 1
     assert record["source"] == "questions.jsonl"
-    assert "2 of 6 questions" in captured.out and "| 2 of 6, " in captured.out
+    assert "2 of 7 questions" in captured.out and "| 2 of 7, " in captured.out
 
 
 def test_prompts_too_short_to_pack_are_reported(tmp_path: Path, capsys) -> None:
@@ -121,7 +124,6 @@ def test_prompts_too_short_to_pack_are_reported(tmp_path: Path, capsys) -> None:
         (None, ["--questions", "."], ".: is not a file; pass a JSONL or CSV file"),
         ([], [], "contains no questions"),
         (["nothing"], [], "line 1: is not valid JSON: Expecting value at character 1; a line must"),
-        (['{"question": "?", "id": 1}'] * 2, [], "line 2: id '1' already occurs at"),
         (["{}"], ["--formats", "stanard"], "unknown policy 'stanard': choose one of standard"),
         (["{}"], ["--formats", "compact:window=-1"], "window='-1': must be a number of tokens"),
         (["{}"], ["--formats", "standard,bf16"], "bf16: packs nothing, and a 16-bit cache is"),

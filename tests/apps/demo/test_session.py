@@ -158,10 +158,10 @@ def test_stop_before_the_first_word_ends_the_reading(
     pipe, chat = session.sessions.pipe, session.conversation.chat
     turns, call_with_memory = chat.turns, pipe.engine.call_with_memory
 
-    def called_after_stop(begin: Callable[[], Any]) -> Any:
+    def called_after_stop(begin: Callable[[], Any], *client: Any) -> Any:
         if "Chat._answer." in repr(begin):
             session.stop()
-        return call_with_memory(begin)
+        return call_with_memory(begin, *client)
 
     if when == "waits for others":
         monkeypatch.setattr(pipe.engine, "call_with_memory", called_after_stop)
