@@ -25,8 +25,8 @@ from oscar_mm.models import check_source, remedy, source_of
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.quantized_checkpoints import (
     check_complete,
-    loading_arguments,
     quantization_of,
+    quantized_arguments,
 )
 from oscar_mm.pipelines.registry import family_of, pipeline_of
 from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
@@ -157,7 +157,7 @@ def _loaded(
     family: type[Family], source: str, config: Any, tp_plan: object, options: dict[str, Any]
 ) -> Any:
     """Load a model, if its weights are quantized in one of our formats with our own modules."""
-    own = None if "quantization_config" in options else loading_arguments(config, tp_plan)
+    own = None if "quantization_config" in options else quantized_arguments(config, tp_plan)
     if own is None:
         return family.auto_class.from_pretrained(source, **options)
     loaded, report = family.auto_class.from_pretrained(

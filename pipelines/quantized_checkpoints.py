@@ -70,7 +70,7 @@ def quantization_of(config: Any) -> Any:
     return next((x for one in parts if (x := getattr(one, "quantization_config", None))), None)
 
 
-def loading_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
+def quantized_arguments(config: Any, tp_plan: object) -> dict[str, Any] | None:
     """Return the arguments with which ``from_pretrained`` loads a checkpoint's quantized weights.
 
     Args:
