@@ -46,7 +46,9 @@ static_assert(SPAN % 32 == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fragm
 
 struct Params {
   const ELEMENT* x;    // (rows, width), width a multiple of 32
-  Matrices matrices;   // GROUPED: those of the first expert; the output is (places, total)
+  // GROUPED: those of the first expert; the output is (places, total); with FP8, `total` is a
+  // multiple of the rows of a scale.
+  Matrices matrices;
   const Group* groups; // GROUPED
   const int* count;    // number of groups
   const int* rows_of;  // (places): rows of x; null: the row of a place has the same number

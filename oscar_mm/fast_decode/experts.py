@@ -306,8 +306,9 @@ class GroupedKernels(
         """
         choice, columns, bits = specialization
         kinds = [1, 2, 3, *[0] * (columns + 2)]
-        between = 64 if bits == 16 else BLOCK
-        problem = clear_choices(kinds, choice, 544, between, device, fp8=bits == 8)
+        # In FP8, the rows of an expert's matrices are multiples of a block.
+        width, between = (544, 64) if bits == 16 else (5 * BLOCK, BLOCK)
+        problem = clear_choices(kinds, choice, width, between, device, fp8=bits == 8)
         return error_of(kernel, problem)
 
 

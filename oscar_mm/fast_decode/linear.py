@@ -124,7 +124,8 @@ def _has_kernel_format(arguments: LinearArguments) -> bool:
     """Return whether the kernels support the scales, zero points and codes of the weights."""
     x, weights, scales = arguments.x, arguments.weights, arguments.scales
     if not arguments.zeros:
-        return all(codes.dtype == fp8.CODES for codes in weights)
+        exact = all(one.dtype == torch.float32 for one in scales)
+        return exact and all(codes.dtype == fp8.CODES for codes in weights)
     dtypes, groups = {one.dtype for one in scales}, {one.shape[1] for one in scales}
     return (
         dtypes in ({x.dtype}, {torch.float32})
@@ -395,8 +396,10 @@ def linear_of(arguments: LinearArguments) -> torch.Tensor:
     kernel = kernel_for(arguments)
     if kernel is not None:
         return kernel(arguments)
-    if arguments.scales and MAX_COLUMNS < len(arguments.x) <= MAX_SPLIT and arguments.x.is_cuda:
-        return torch.cat([linear_of(part) for part in arguments.split(MAX_COLUMNS)])
+    if arguments.scales and MAX_COLUMNS < len(arguments.x) <= MAX_SPLIT:
+        parts = arguments.split(MAX_COLUMNS)
+        if kernel_for(parts[0]) is not None:
+            return torch.cat(list(map(linear_of, parts)))
     if arguments.norm is not None:
         x = Norm(arguments.norm, arguments.epsilon).at_once(arguments.x)
         arguments = arguments._replace(x=x, norm=None)
@@ -428,6 +431,8 @@ def _check_formats(arguments: LinearArguments) -> tuple[torch.dtype, int]:
     """Check scales and zero points; return the dtype and the columns that weights must have."""
     x, weights, scales, zeros = arguments.x, arguments.weights, arguments.scales, arguments.zeros
     if not scales:
+        if zeros:
+            _checker.refuse("zeros", f"{len(zeros)} tensors without scales", "given with scales")
         return x.dtype, x.shape[1]
     for name, tensors in (("scales", scales), ("zeros", zeros)):
         if len(tensors) != len(weights) and (name == "scales" or tensors):
@@ -437,7 +442,10 @@ def _check_formats(arguments: LinearArguments) -> tuple[torch.dtype, int]:
         matrix = QuantizedMatrix(codes, scales[at], zeros[at] if zeros else None)
         matrix.check()
         dtypes = STATES if zeros else torch.float32
-        _checker.check("scales", matrix.scales, tuple(matrix.scales.shape), dtypes, x.device)
+        shape = tuple(matrix.scales.shape)
+        _checker.check("scales", matrix.scales, shape, dtypes, x.device)
+        if matrix.zeros is not None:
+            _checker.check("zeros", matrix.zeros, shape, torch.uint8, x.device)
     return (int4.CODES, x.shape[1] // 8) if zeros else (fp8.CODES, x.shape[1])
 
 

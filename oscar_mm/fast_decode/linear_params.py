@@ -113,28 +113,38 @@ def worst_error(
             (False, ((), None, None)),
             (True, (biases, Norm(random(width), 1e-5), residual)),
         ):
-            formats = _formats(weights, weight_bits, scales_dtype, coarse)
+            formats = _formats(weights, weight_bits, scales_dtype, coarse, random)
             arguments = LinearArguments.of(x, formats[0], *around, gated, *formats[1:])
             errors.append(relative_error(kernel(arguments), linear_by_torch(arguments)))
     return worst(errors)
 
 
 def _formats(
-    weights: Sequence[torch.Tensor], bits: int, scales_dtype: torch.dtype, coarse: bool
+    weights: Sequence[torch.Tensor],
+    bits: int,
+    scales_dtype: torch.dtype,
+    coarse: bool,
+    random: Callable[..., torch.Tensor],
 ) -> tuple[Sequence[torch.Tensor], ...]:
     """Return weights, scales and zero points in a format, see ``worst_error``.
 
     Args:
         coarse: whether FP8 rows have their own scales, or INT4 groups are as wide as the matrix.
+        random: function that returns random numbers of a shape.
     """
+
+    def varied(scales: torch.Tensor) -> torch.Tensor:
+        """Return scales that differ so much that a kernel's error shows if it reads another."""
+        return scales * random(*scales.shape).float().sigmoid().mul(4).exp2().div(4)
+
     if bits == 8:
         codes, scales = zip(*map(fp8.quantized, weights), strict=True)
         if coarse:
             pairs = zip(codes, scales, strict=True)
             scales = [by_row.repeat_interleave(fp8.BLOCK, 0)[: len(w)] for w, by_row in pairs]
-        return codes, scales
+        return codes, [varied(one) for one in scales]
     if bits == 4:
         made = [int4.quantized(w, w.shape[1] if coarse else 64) for w in weights]
         codes, scales, zeros = zip(*made, strict=True)
-        return codes, [one.to(scales_dtype) for one in scales], zeros
+        return codes, [varied(one).to(scales_dtype) for one in scales], zeros
     return (weights,)

@@ -6,9 +6,11 @@ from torch import nn
 from torch.nn.functional import silu
 
 from oscar_mm.fast_decode.linear import linear, linear_operation
-from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.linear_params import WORST_ERROR, worst_error
+from oscar_mm.fast_decode.linear_torch import Norm, linear_by_torch
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.weights.fp8 import dequantized, expanded, quantized
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,6 +108,45 @@ def test_bad_arguments_are_named() -> None:
         linear_operation(*given, [scales[1], scales[1]], [])
     with pytest.raises(TypeError, match="weights"):
         linear_operation(*given, [], [])
+    with pytest.raises(ValueError, match="zeros is 1 tensors without scales"):
+        linear_operation(*given, [], [scales[0].byte()])
+
+
+def test_zero_points_are_checked_like_scales() -> None:
+    x, weight = torch.randn(2, 256), torch.randn(64, 256)
+    words, scales, zeros = QuantizedMatrix.of(weight, 4)
+    given = x, [words], [None], None, 0.0, None, False, [scales]
+    linear_operation(*given, [zeros])
+    for wrong in (zeros.int(), zeros[:, :1], zeros.T.contiguous().T):
+        with pytest.raises((TypeError, ValueError), match="zeros"):
+            linear_operation(*given, [wrong])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_kernel_that_reads_the_scales_of_another_block_is_not_used(bits, gated) -> None:
+    """Of the last columns, and of each row its neighbour's."""
+
+    def last_columns(scales):
+        scales[:, -1] = scales[:, -2]
+
+    def off_by_one(scales):
+        scales.copy_(scales.roll(1, 0))
+
+    def by(change):
+        def kernel(arguments):
+            scales = [one.clone() for one in arguments.scales]
+            for one in scales:
+                if min(one.shape) > 1 and len(one) > 4:
+                    change(one)
+            return linear_by_torch(arguments._replace(scales=scales))
+
+        problems = [(3, 4096 + 64, (900, 900) if gated else (3000, 7, 31))]
+        return worst_error(kernel, gated, torch.float32, torch.device("cpu"), problems, bits)
+
+    assert by(lambda _: None) == 0
+    for change in (last_columns, off_by_one):
+        assert by(change) > 2 * WORST_ERROR
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
