@@ -56,14 +56,14 @@ all inputs, 1 if it computes partial sums of all outputs from some inputs."""
 def supports(model: Any) -> bool:
     """Return whether the decoder is of a supported kind and its modules run unmodified."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    layers = getattr(decoder, "layers", ())
+    layers, modules = getattr(decoder, "layers", ()), modules_of(decoder)
     return (
         type(head) is nn.Linear
         and model.config.get_text_config(decoder=True).hidden_act == "silu"
         and has_full_attention(model)
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
-        and run_as_written((model, head, *(x for x in modules_of(decoder) if not is_lora(x))))
-        and all(computes_as_known(x) for x in modules_of(decoder) if is_lora(x))
+        and run_as_written((model, head, *(x for x in modules if not is_lora(x))))
+        and all(computes_as_known(x) for x in modules if is_lora(x))
         and all(len(devices(layer)) == 1 and _has_known_parts(layer) for layer in layers)
         and all(map(_is_sharded_as_known, layers))
         and all(map(_is_quantized_as_known, layers))

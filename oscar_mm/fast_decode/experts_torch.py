@@ -82,15 +82,36 @@ def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
     x, weight, epsilon, router, gate_and_up, down, count, normalized, scales = arguments
     normed = Norm(weight, epsilon)(x)
     shares, chosen = _choices(linear(normed, router), count, normalized)
-    inward, outward = gate_and_up[chosen], down[chosen]
+    return x + of_chosen_experts(normed, chosen, shares, (gate_and_up, down), scales, silu)
+
+
+def of_chosen_experts(
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    act_fn: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the (rows, width) sum of each row's experts; copies their weights, and waits for
+    nothing.
+
+    Args:
+        rows: (rows, width).
+        chosen, shares: (rows, count) indices and factors of each row's experts.
+        weights: ``gate_and_up`` and ``down``, see ``Experts``.
+        scales: see ``Experts``.
+        act_fn: activation of the gate.
+    """
+    inward, outward = (weight[chosen] for weight in weights)
     if scales:
         inward, outward = (
-            dequantized(codes, of_all[chosen], x.dtype)
+            dequantized(codes, of_all[chosen], rows.dtype)
             for codes, of_all in zip((inward, outward), scales, strict=True)
         )
-    gates, ups = (inward @ normed[:, None, :, None])[..., 0].chunk(2, -1)
-    outputs = (outward @ (silu(gates) * ups)[..., None])[..., 0]
-    return x + (outputs * shares.to(x.dtype)[..., None]).sum(1)
+    gates, ups = (inward @ rows[:, None, :, None])[..., 0].chunk(2, -1)
+    outputs = (outward @ (act_fn(gates) * ups)[..., None])[..., 0]
+    return (outputs * shares.to(rows.dtype)[..., None]).sum(1)
 
 
 def _choices(

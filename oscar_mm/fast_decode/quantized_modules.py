@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from oscar_mm.fast_decode.experts_torch import of_chosen_experts
 from oscar_mm.fast_decode.linear import linear
-from oscar_mm.weights.fp8 import dequantized, expanded, quantized
+from oscar_mm.weights.fp8 import expanded, quantized
 from oscar_mm.weights.matrix import QuantizedMatrix
 
 _MAX_GATHERED = 16
@@ -131,7 +132,9 @@ class QuantizedExperts(nn.Module):
             (tokens, width), in the dtype of the hidden states.
         """
         if len(hidden_states) <= _MAX_GATHERED:
-            return self._gathered(hidden_states, top_k_index, top_k_weights)
+            weights = self.gate_up_proj, self.down_proj
+            choices = top_k_index, top_k_weights
+            return of_chosen_experts(hidden_states, *choices, weights, self.scales, self.act_fn)
         found = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
@@ -146,18 +149,3 @@ class QuantizedExperts(nn.Module):
         gate, up = linear(rows, [into], scales=[of_into]).chunk(2, -1)
         between = self.act_fn(gate) * up
         return linear(between, [self.down_proj[expert]], scales=[self.down_scales[expert]])
-
-    def _gathered(
-        self, rows: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
-        """Run ``forward`` on a few tokens without waiting for the device."""
-        into, out_of = (
-            dequantized(codes[experts], scales[experts], rows.dtype)
-            for codes, scales in (
-                (self.gate_up_proj, self.gate_up_scales),
-                (self.down_proj, self.down_scales),
-            )
-        )
-        gate, up = (into @ rows[:, None, :, None])[..., 0].chunk(2, -1)
-        outputs = (out_of @ (self.act_fn(gate) * up)[..., None])[..., 0]
-        return (outputs * shares.to(outputs.dtype)[..., None]).sum(1)
