@@ -55,6 +55,22 @@ def filled(model: nn.Module, policy: str) -> OscarCache:
     return cache
 
 
+def both(
+    model: nn.Module,
+    layers: FastDecoder,
+    caches: list[OscarCache],
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a step, by the modules on the first cache and by the layers on the second."""
+    for cache in caches:
+        cache.expect(torch.zeros(len(ids), 1, dtype=torch.long))
+    expected = model(
+        input_ids=ids, position_ids=positions, **as_argument(caches[0]), use_cache=True
+    ).logits[:, -1]
+    return expected, layers(ids, positions, caches[1])
+
+
 @pytest.mark.parametrize("policy", ["bf16", "channel"])
 @torch.inference_mode()
 def test_logits_are_those_of_the_modules(model, policy: str) -> None:
@@ -68,12 +84,7 @@ def test_logits_are_those_of_the_modules(model, policy: str) -> None:
         positions = torch.full((*axes(model), ROWS, 1), PAST + step)
         if positions.ndim == 3:
             positions[1:] += torch.arange(3)[:, None, None]
-        for cache in caches:
-            cache.expect(torch.zeros(ROWS, 1, dtype=torch.long))
-        expected = model(
-            input_ids=ids, position_ids=positions, **as_argument(caches[0]), use_cache=True
-        ).logits[:, -1]
-        found = layers(ids, positions, caches[1])
+        expected, found = both(model, layers, caches, ids, positions)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     keys = [
         cache.layers[-1].unpacked(cache.kv_manager.sequences, PAST + steps)[0] for cache in caches

@@ -12,7 +12,7 @@ from oscar_mm.fast_decode.decoder import FastDecoder, supports
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.modality import Modality
 from oscar_mm.pipelines.weight_formats import quantize
-from tests.fast_decode.test_decoder import PAST, ROWS, axes, filled
+from tests.fast_decode.test_decoder import PAST, ROWS, axes, both, filled
 
 peft = pytest.importorskip("peft")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -50,12 +50,7 @@ def steps(model: nn.Module) -> float:
     for step in range(3):
         ids = torch.arange(20, 20 + ROWS)[:, None] + step
         positions = torch.full((*axes(model), ROWS, 1), PAST + step)
-        for cache in caches:
-            cache.expect(torch.zeros(ROWS, 1, dtype=torch.long))
-        expected = model(
-            input_ids=ids, position_ids=positions, **as_argument(caches[0]), use_cache=True
-        ).logits[:, -1]
-        found = layers(ids, positions, caches[1])
+        expected, found = both(model, layers, caches, ids, positions)
         worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
     return worst
 

@@ -58,6 +58,13 @@ class Simulation:
             self.send(client)
         return slot.client
 
+    def admitted_in(self, steps: int) -> Counter[Client]:
+        """Let answers end; return how many slots each client got meanwhile."""
+        before = len(self.admitted)
+        for _ in range(steps):
+            self.step()
+        return Counter(client for client, _ in self.admitted[before:])
+
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 
@@ -156,10 +163,7 @@ def test_idle_time_is_not_saved_up() -> None:
     simulation.again = lambda client: client
     for _ in range(60):
         simulation.send(MODEST)
-    before = len(simulation.admitted)
-    for _ in range(20):
-        simulation.step()
-    latest = Counter(client for client, _ in simulation.admitted[before:])
+    latest = simulation.admitted_in(20)
     assert latest[MODEST] == pytest.approx(10, abs=1)
 
 
@@ -170,10 +174,7 @@ def test_use_of_idle_slots_is_not_held_against_a_client() -> None:
         simulation.step()
     for client in (*[MODEST] * 60, *[GREEDY] * 59):
         simulation.send(client)
-    before = len(simulation.admitted)
-    for _ in range(40):
-        simulation.step()
-    latest = Counter(client for client, _ in simulation.admitted[before:])
+    latest = simulation.admitted_in(40)
     assert latest[GREEDY] == pytest.approx(20, abs=3)
 
 
