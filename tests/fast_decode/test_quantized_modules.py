@@ -125,7 +125,8 @@ def test_zero_points_are_checked_like_scales() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_kernel_that_reads_the_scales_of_another_block_is_not_used(bits, gated) -> None:
-    """Of the last columns, and of each row its neighbour's."""
+    """Errors that must show: the last columns with the scales of those before, and each row with
+    the scales of its neighbour."""
 
     def last_columns(scales):
         scales[:, -1] = scales[:, -2]

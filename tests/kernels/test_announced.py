@@ -1,4 +1,4 @@
-"""Whoever waits for a compiler is told so, once, and only then."""
+"""A first call that waits for kernels to be compiled says so, once."""
 
 import logging
 import time
@@ -37,7 +37,7 @@ def test_not_said_of_what_is_quick_or_fails_at_once(caplog: pytest.LogCaptureFix
 
 
 def test_cpu_kernels(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a file that nobody has compiled yet, on the way of their first call."""
+    """Functions of a file with an empty cache, which their first call compiles."""
     import numpy as np
 
     from oscar_mm.kernels import numba_vectors

@@ -1,4 +1,4 @@
-"""Who counts as one client."""
+"""Which requests count as those of one client."""
 
 import pytest
 from starlette.datastructures import Address
