@@ -30,8 +30,8 @@ NOTES = [
     "Random weights of the released shapes in bfloat16, written to a checkpoint and loaded from it "
     "in each way. one: on one GPU. layers: device_map='auto', whole layers on each GPU. heads: "
     "tp_plan='auto', a part of each layer on each GPU, by processes of torchrun.",
-    "Pictures of noise and a question, policy compact; the last of three such requests is timed. "
-    "ms: time of a token, from how much longer an answer takes than one of half as many tokens. "
+    "Pictures of noise and a question, policy compact; the second of two such requests is timed. "
+    "ms: time of a token of the answer after the first. "
     "GB: most bytes that the allocator had handed out, and the KV cache as reported, GPU by GPU.",
     "same: tokens of the answer before the first that differs from one GPU's. heads rounds sums of "
     "parts, one GPU rounds the full sums, and random weights prefer no token by much.",
@@ -63,12 +63,10 @@ def measure_placement(
     count, tokens = pictures
     side = TOKEN_SIDE * round(tokens**0.5)
     noise = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-    lengths = (answer, answer // 2, answer)  # The first answer is a warm-up.
-    *_, half, result = (
-        pipe(images=list(noise), prompt="What is it?", max_new_tokens=tokens, temperature=0)
-        for tokens in lengths
-    )
-    seconds = result.timings.decode_s - half.timings.decode_s
+    for _ in range(2):  # The first answer is a warm-up.
+        result = pipe(
+            images=list(noise), prompt="What is it?", max_new_tokens=answer, temperature=0
+        )
     peaks = {
         str(device): torch.cuda.max_memory_allocated(device) + bytes_in_ranges(device)[1]
         for device in devices
@@ -78,7 +76,7 @@ def measure_placement(
         "load_s": loaded,
         "prompt_tokens": result.prompt_tokens,
         "prefill_s": result.timings.prefill_s,
-        "ms": 1e3 * seconds / (len(result.token_ids) - len(half.token_ids)),
+        "ms": 1e3 / result.timings.tokens_per_s,
         "token_ids": result.token_ids,
         "kv": {name: n for name, n in result.memory.by_device.items() if name != "cpu"},
         "peak": {name: peak for name, peak in peaks.items() if peak},

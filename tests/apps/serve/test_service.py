@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import io
+import itertools
 import json
 import signal
 import socket
@@ -433,15 +434,27 @@ def stopping(pipe: Any, grace_s: float, tokens: int) -> Iterator[tuple[list[str]
     Yields:
         the lines of the stream, and what the one that waited got.
     """
+    from oscar_mm.apps.serve.server import create_app
+    from oscar_mm.apps.serve.service import ServerLimits
+
     lines: list[str] = []
     waited: list[Any] = []
-    limits = {"running": 1, "grace_s": grace_s, "max_new_tokens": 5000}
+    passes = itertools.count()
+    app = create_app(pipe, "tiny", ServerLimits(running=1, grace_s=grace_s, max_new_tokens=5000))
 
     def wait(address: str) -> None:
         waited.extend(together(1, lambda _: ask(client_of(address), user("Why?"))))
 
     with ExitStack() as connections:
-        with served(pipe, **limits) as address:
+        with started(app) as (server, address):
+
+            def hold(*_: Any) -> None:
+                """Keep the stream from its end until the server stops."""
+                while next(passes) > 3 and not server.should_exit:
+                    time.sleep(0.01)
+
+            layer = pipe.model.get_decoder().layers[0]
+            connections.callback(layer.register_forward_pre_hook(hold).remove)
             sent = asking(address, stream=True, max_tokens=tokens)
             answer = connections.enter_context(sent).getresponse()
             lines.append(answer.readline().decode())
