@@ -268,7 +268,7 @@ def test_segments_of_many_turns_take_one_look(held) -> None:
     )
     start = time.perf_counter()
     assert len(dataclasses.replace(held, kv=cache, turns=turns).segments()) == 20_000
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
 
 
 def test_fingerprint_notices_a_changed_weight(qwen3_vl_folder) -> None:

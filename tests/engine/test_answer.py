@@ -92,7 +92,7 @@ def test_an_answer(tokenizer) -> None:
     assert answer.text == "What is written on the sign?" and answer.finish_reason == "stop"
     assert answer.prompt_tokens == 7 and answer.memory.kv_bytes == 0
     timings = answer.timings
-    assert 5 <= timings.prefill_s < 6 and timings.decode_s > 0
+    assert 5 <= timings.prefill_s < 10 and timings.decode_s > 0
     assert timings.tokens_per_s == pytest.approx((len(answer.token_ids) - 1) / timings.decode_s)
 
 

@@ -87,7 +87,7 @@ def test_a_client_that_does_not_heed_its_timeout(monkeypatch: pytest.MonkeyPatch
     start = time.monotonic()
     with pytest.raises(InputError, match=r"cannot be reached \(TimeoutError\) in 0.2 s; set HF_"):
         check_source("owner/no-model")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
     over.set()
 
 
@@ -126,7 +126,7 @@ def test_from_python_too(silent_hub: list[str], tmp_path: Path, name: str) -> No
     start = time.monotonic()
     with pytest.raises(InputError, match=r"owner/no-model: .* cannot be reached .* in 0.2 s"):
         load("owner/no-model")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
     assert silent_hub == ["/owner/no-model/resolve/main/config.json"]
 
 
@@ -168,7 +168,7 @@ def test_a_cached_model_without_a_network(silent_hub: list[str], tmp_path: Path)
     start = time.monotonic()
     with pytest.raises(InputError, match=r"owner/model: .*model\.safetensors"):
         OscarVLPipeline("owner/model", cache_dir=tmp_path, device="cpu")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
     assert silent_hub == ["/owner/model/resolve/main/config.json"] * 2
 
 

@@ -22,7 +22,7 @@ POST = (
 @pytest.fixture(scope="module")
 def hasty(omni) -> Iterator[str]:
     """A server that waits for no client for long."""
-    with served(omni, head_s=0.3, body_s=0.3) as address:
+    with served(omni, head_s=0.8, body_s=0.8) as address:
         yield address
 
 
@@ -43,24 +43,24 @@ def hasty(omni) -> Iterator[str]:
 def test_a_request_that_does_not_say_what_it_wants(hasty, sent: bytes, trickle: bytes) -> None:
     with connected(hasty) as connection:
         connection.sendall(sent)
-        assert 0.2 < seconds_until_closed(connection, trickle) < 3
+        assert 0.5 < seconds_until_closed(connection, trickle) < 8
 
 
 def test_a_client_that_asks_in_time_may_ask_again(hasty) -> None:
     """Each head has its own time, and an answer takes as long as it takes."""
     connection = http.client.HTTPConnection(hasty.removeprefix("http://"), timeout=20)
     start, ports = time.monotonic(), set()
-    while time.monotonic() - start < 0.8:
+    while time.monotonic() - start < 1.2:
         connection.request("GET", "/health")
         ports.add(connection.sock.getsockname())
         assert connection.getresponse().read() == b"ok"
         time.sleep(0.1)
     assert len(ports) == 1
-    body = json.dumps({"messages": [user("Why?")], "max_tokens": 300, "stream": True})
+    body = json.dumps({"messages": [user("Why?")], "max_tokens": 800, "stream": True})
     connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
     start = time.monotonic()
     assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
-    assert time.monotonic() - start > 0.4
+    assert time.monotonic() - start > 0.8
     connection.close()
 
 

@@ -356,7 +356,7 @@ class Pages(BaseHTTPRequestHandler):
             for _ in range(100):
                 self.wfile.write(b"x")
                 self.wfile.flush()
-                time.sleep(0.02)
+                time.sleep(0.05)
         self.wfile.write(png())
 
     def handle(self) -> None:
@@ -439,7 +439,7 @@ def test_time_and_sizes_are_bounded(site) -> None:
     here, begin = f"http://127.0.0.1:{site.server_port}", time.monotonic()
     with pytest.raises(FieldError):
         fetched(f"{here}/slow", "127.0.0.1", limits=MediaLimits(remote_timeout_s=0.2))
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 4
     with pytest.raises(FieldError):
         fetched(f"{here}/a.png", "127.0.0.1", limits=MediaLimits(max_file_bytes=len(png()) - 1))
 
