@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -107,7 +107,7 @@ class Scheduler:
         """Number of requests admitted ahead of the current head of the queue so far."""
         self._turns = 0
         self._latest: dict[tuple[str, ...], int] = {}
-        """Number of the latest turn of each client, earliest first; see ``_in_turn``."""
+        """Number of the latest turn of each client, earliest first; see ``_turn``."""
         thread.add(self)
 
     @property
@@ -277,7 +277,7 @@ class Scheduler:
         Args:
             taken: list that a dequeued request is added to.
         """
-        for place, entry in enumerate(self._in_turn()):
+        for place, entry in enumerate(sorted(self._queue, key=self._turn())):
             if place > 0 and self._skipped_head >= _OVERTAKES:
                 return False
             if self._take(entry, taken):
@@ -289,7 +289,7 @@ class Scheduler:
         """Dequeue the next requests that get memory and fit into the same prefill pass."""
         tokens = taken[0].unread.tokens
         while self._is_short(taken[0]) and self.running + len(taken) < self.max_rows:
-            following = next(iter(self._in_turn(taken)), None)
+            following = min(self._queue, key=self._turn(taken), default=None)
             if (
                 not isinstance(following, Request)
                 or tokens + following.prompt.tokens > self.reader.max_varlen_tokens
@@ -299,10 +299,14 @@ class Scheduler:
                 return
             tokens += following.unread.tokens
 
-    def _in_turn(self, taken: Sequence[Request] = ()) -> list[Request | Call]:
-        """Return the queue in the order of turns; requests in ``taken`` count as running.
+    def _turn(
+        self, taken: Sequence[Request] = ()
+    ) -> Callable[[Request | Call], list[tuple[int, int]]]:
+        """Return the sort key of the queue's order of turns; requests in ``taken`` count as
+        running.
 
-        Between requests of a client, and without clients, it is the order of arrival.
+        Requests of one client, and those without a client, have equal keys: they keep the order of
+        arrival.
         """
         running = Counter(
             name for request in (*self._begun, *taken) for name in _prefixes(request.client)
@@ -311,7 +315,7 @@ class Scheduler:
         def turn(entry: Request | Call) -> list[tuple[int, int]]:
             return [(running[name], self._latest.get(name, 0)) for name in _prefixes(entry.client)]
 
-        return sorted(self._queue, key=turn)
+        return turn
 
     def _take(self, entry: Request | Call, taken: list[Request]) -> bool:
         """Reserve memory for a request, or run a call, and dequeue the entry; return False if it
