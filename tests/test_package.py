@@ -37,7 +37,7 @@ def test_import_leaves_torch_alone(module: str) -> None:
     )
     seconds, torch_there, transformers_there = run_python(program).split()
     assert (torch_there, transformers_there) == ("False", "False")
-    assert float(seconds) < 1
+    assert float(seconds) < 3
 
 
 @pytest.mark.parametrize("name", oscar_mm.__all__)

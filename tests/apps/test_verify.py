@@ -205,7 +205,8 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path: Path) -> None:
         code, printed, errors = process.end()
     record = json.loads(out.read_text())
     assert (code, printed) == (130, b"")
-    assert errors.decode() == f"oscar-mm: interrupted; {out} has the results so far\n"
+    [*_, last] = errors.decode().splitlines()  # Kernels that compile say so before.
+    assert last == f"oscar-mm: interrupted; {out} has the results so far"
     assert not record["complete"] and 1 <= record["asked"] < 13
     assert len(record["answers"]) == record["asked"] == record["rows"][0]["prompts"]
     assert list(out.parent.iterdir()) == [out]

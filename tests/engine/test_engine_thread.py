@@ -197,7 +197,10 @@ def test_a_call_that_does_not_begin_in_time_never_runs() -> None:
     assert not ran
 
 
-def test_an_interrupt_ends_the_wait_and_not_the_step() -> None:
+def test_an_interrupt_ends_the_wait_and_not_the_step(request: pytest.FixtureRequest) -> None:
+    # A background job ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     thread = EngineThread()
     steps = Steps(thread, 1)
     inside, over = threading.Event(), threading.Event()
@@ -220,8 +223,8 @@ def test_an_interrupt_ends_the_wait_and_not_the_step() -> None:
     inside.clear()
     killer = threading.Thread(target=interrupt)
     killer.start()
-    inside.set()
     with pytest.raises(KeyboardInterrupt):
+        inside.set()
         thread.call(lambda: ran.append(1))
     over.set()
     thread.run_until(lambda: not steps.left)
