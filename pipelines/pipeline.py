@@ -290,7 +290,8 @@ class Pipeline:
 
         ::
 
-            for result in pipe.batch([{"images": ["a.png"], "prompt": "What is it?"}, ...]):
+            requests = [{"images": ["a.png"], "prompt": "What is it?"}, {"prompt": "Why?"}]
+            for result in pipe.batch(requests):
                 print(result.error or result.answer)
 
         A request is a dict of the arguments of a single call: prompt, images, videos (for

@@ -80,7 +80,7 @@ class OscarCache(Cache):
     A drop-in cache for any decoder of transformers::
 
         cache = OscarCache("compact", model=model)
-        model.generate(**inputs, cache=cache)  # past_key_values before transformers 5.24
+        model.generate(**inputs, **as_argument(cache))
 
     With attention "oscar" (``model.set_attn_implementation("oscar")``) the past is read from its
     pages; with any other implementation, it is unpacked for each layer in turn, with the same

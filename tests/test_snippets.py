@@ -1,0 +1,50 @@
+"""The Python of README, docs/ and docstrings runs as it is written."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests import snippets
+from tests.checkpoints import build_decoder
+from tests.tool_template import TOOL_TEMPLATE
+
+MODULES = [f"{module}.{name}" for name, module in snippets.DOCUMENTED.items()]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str | None]]:
+    """The error of each program, or None, from a process whose hub cache is ours."""
+    from transformers import AutoTokenizer
+
+    from oscar_mm.models import bundled
+
+    folder = tmp_path_factory.mktemp("snippets")
+    tokenizer = AutoTokenizer.from_pretrained(bundled("pocket-vl"))
+    text_model, hub, results = folder / "text", folder / "hub", folder / "results.json"
+    build_decoder("qwen3", vocab_size=len(tokenizer)).save_pretrained(text_model)
+    tokenizer.save_pretrained(text_model)
+    snippets.make_hub(hub, text_model, TOOL_TEMPLATE)
+    (folder / "work").mkdir()
+    environment = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, "-m", "tests.snippets", str(folder / "work"), str(results)]
+    done = subprocess.run(
+        line, cwd=snippets.ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert results.exists(), done.stderr
+    yield json.loads(results.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*snippets.pages(), *MODULES])
+def test_snippets_run(errors: dict[str, str | None], name: str) -> None:
+    assert errors[name] is None
+
+
+def test_programs_are_all_python_of_a_page() -> None:
+    page = "Text\n\n```python\na = 1\n```\n\n```\nnot this\n```\n\n```python\nprint(a)\n```\n"
+    assert snippets.python_of(page) == "a = 1\n\nprint(a)\n"
+    assert len(snippets.pages()) > 5
