@@ -1,4 +1,4 @@
-# make demo | demo-web | test | lint | bench | clean
+# make demo | demo-web | test | lint | bench | docs | release | clean
 # Needs Python 3.11 or newer; PYTHON=... names another one.
 PYTHON ?= python3
 # Processes that share the tests. The tests of a file stay together, and so do their fixtures. Files
@@ -8,8 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: demo demo-web test lint bench clean
+.PHONY: demo demo-web test lint bench docs release clean
 
 demo: $(RUN_STAMP)
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/first_run.py
@@ -31,6 +32,14 @@ lint: $(DEV_STAMP)
 
 bench: $(RUN_STAMP)
 	$(BIN)/python -m benchmarks
+
+# The documentation as a site: build/site/index.html
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file .mkdocs.yml
+
+# make release VERSION=1.2.3
+release: $(DEV_STAMP)
+	$(BIN)/python .ci/release $(VERSION)
 
 # The environment stays, because it takes minutes to make. `rm -r .venv` removes it.
 clean:
@@ -60,4 +69,8 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/pip
 
 $(DEV_STAMP): $(RUN_STAMP)
 	@$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+$(DOCS_STAMP): $(RUN_STAMP)
+	@$(BIN)/python -m pip install --disable-pip-version-check -e ".[docs]"
 	@touch $@

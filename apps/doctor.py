@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 DISTRIBUTION = "oscar-mm"
-DEVELOPER_EXTRAS = ("test", "dev")
+DEVELOPER_EXTRAS = ("test", "dev", "docs")
 
 # Maximum relative error |x^ - x| / |x| of Gaussian keys and values, by bits per code. The range of
 # 128 Gaussian numbers is about 5.5 sigma, so the error with 2^bits levels is 0.53 (2 bits) and 0.11
@@ -294,7 +294,7 @@ def _format_report(report: dict[str, Any]) -> str:
         lines.append(f"  unknown: {DISTRIBUTION} is not installed, this is a bare checkout")
     for extra, missing in (report["extras"] or {}).items():
         if missing:
-            state = f"missing {', '.join(missing)}: pip install '{DISTRIBUTION}[{extra}]'"
+            state = f"missing {', '.join(missing)}: run pip install '.[{extra}]' in a clone"
         else:
             state = "present"
         lines.append(f"  {extra:<13} {state}")

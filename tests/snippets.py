@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 MEDIA = ROOT / "examples" / "media"
 FILES = {
-    "cards/01.png": ("a.png", "before.png", "page.png"),
+    "cards/01.png": ("a.png", "before.png", "page.png", "report/1.png"),
     "cards/02.png": ("b.png", "after.png"),
     "cards/03.png": ("c.png",),
     "receipt.jpg": ("receipt.jpg",),
@@ -101,6 +101,7 @@ def make_files(folder: Path) -> None:
     import av
     import numpy as np
 
+    (folder / "report").mkdir()
     for source, names in FILES.items():
         for name in names:
             shutil.copy(MEDIA / source, folder / name)

@@ -18,7 +18,7 @@ from oscar_mm.pipelines.loading_options import LoadingOptions
 from oscar_mm.pipelines.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALL_TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
@@ -51,6 +51,15 @@ def test_benchmarks_are_commands_and_all_are_listed() -> None:
     }
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert names <= commands == set(re.findall(r"^\| `([a-z_]+)` \| [^|]* \|$", page, re.MULTILINE))
+
+
+def test_troubleshooting_names_options_that_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    root: Any = typer.main.get_command(app)
+    commands = [*root.commands.values()]
+    commands += [one for command in commands for one in getattr(command, "commands", {}).values()]
+    known = {option for one in commands for parameter in one.params for option in parameter.opts}
+    assert set(re.findall(r"`(--[\w-]+)", page)) <= known
 
 
 def command_lines() -> list[str]:
@@ -90,6 +99,17 @@ def test_the_table_of_arguments_is_the_signature() -> None:
     for kind in (OscarVLPipeline, OscarOmniPipeline):
         shown = pydoc.plain(pydoc.render_doc(kind))
         assert not [name for name, _ in expected if not re.search(rf" {name}\b", shown)]
+
+
+def test_troubleshooting_quotes_messages_that_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sections = re.findall(r"^## (?:Errors|Warnings)\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (`.*?) \|", "".join(sections), re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"`(.+?)`", row)]
+    folders = [ROOT / name for name in ("oscar_mm", "apps", "pipelines")]
+    code = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    code = re.sub(r'"\n\s+f?"', "", code)  # Parts of one string.
+    assert len(quoted) > 10 and not [text for text in quoted if text not in code]
 
 
 def test_all_examples_are_listed() -> None:

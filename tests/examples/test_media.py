@@ -108,7 +108,7 @@ def test_cards_are_drawn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
 def test_clips_are_spoken_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("soundfile", reason="needs oscar-mm[audio]")
+    pytest.importorskip("soundfile", reason="needs soundfile: run pip install '.[audio]'")
     run("make_clips.py", tmp_path, monkeypatch)
     for clip in CLIPS:
         spoken, shipped = load_audio(tmp_path / "clips" / clip.name), load_audio(clip)

@@ -36,7 +36,7 @@ def actors() -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_same_rows_with_a_killed_worker(worker, recordings, tmp_path) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'oscar-mm[batch]'")
+    pytest.importorskip("ray", reason="needs ray: run pip install '.[batch]'")
     records = [*questions(6, 9), {"id": "bad\ud800", "audio": "gone.wav", "question": "?"}]
     file = write_lines(recordings / "q.jsonl", records)
     expected = {row["id"]: row for row in worker.run(by_recording(read_rows(file)))}
@@ -120,7 +120,7 @@ def test_shares_of_requests(plan) -> None:
 
 
 def test_no_such_cluster(plan, recordings: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'oscar-mm[batch]'")
+    pytest.importorskip("ray", reason="needs ray: run pip install '.[batch]'")
     file = write_lines(recordings / "q.jsonl", questions(1))
     with pytest.raises(InputError, match="no cluster can be reached"):
         audio_qa(file, tmp_path / "a.jsonl", plan.model, ray="127.0.0.1:1", **OPTIONS)

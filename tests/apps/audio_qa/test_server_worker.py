@@ -519,7 +519,7 @@ def test_a_worker_of_a_cluster(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_cluster_of_workers(tmp_path) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'oscar-mm[batch]'")
+    pytest.importorskip("ray", reason="needs ray: run pip install '.[batch]'")
     with scripted() as server:
         rows, summary = asked(clips(4), tmp_path, server.url, ray="local", workers=2)
     assert [row["answer"] for row in rows.values()] == ["seven"] * 4

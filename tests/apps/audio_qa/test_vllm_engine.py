@@ -266,7 +266,7 @@ def test_what_a_server_is_started_with() -> None:
 @pytest.mark.slow
 def test_on_a_cluster(pids, tmp_path, monkeypatch) -> None:
     """Two workers with a server each, one of which dies; Ray starts another for it."""
-    pytest.importorskip("ray", reason="needs ray: pip install 'oscar-mm[batch]'")
+    pytest.importorskip("ray", reason="needs ray: run pip install '.[batch]'")
     monkeypatch.setenv("STAND_IN_S", "0.2")
     records = clips(10)
     records[3]["question"] = "It dies."
@@ -281,7 +281,7 @@ def test_on_a_cluster(pids, tmp_path, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_no_server_on_a_cluster(pids, tmp_path, monkeypatch) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'oscar-mm[batch]'")
+    pytest.importorskip("ray", reason="needs ray: run pip install '.[batch]'")
     monkeypatch.setenv("STAND_IN", "broken")
     with pytest.raises(InputError, match=r"^Ray: vLLM's server ended .*: the model does not fit$"):
         asked(texts(1), tmp_path, ray="local", workers=1)

@@ -1,0 +1,24 @@
+"""Files outside of docs/ that its pages show or link to, as a hook of the site."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+_LINK = re.compile(r"\]\(\.\./((?:benchmarks|examples)/[^)#]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files to the site, under the paths that they have in the repository."""
+    docs = Path(config.docs_dir)
+    for path in sorted(
+        {path for page in docs.glob("*.md") for path in _LINK.findall(page.read_text())}
+    ):
+        files.append(File(path, str(docs.parent), config.site_dir, use_directory_urls=False))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links lead to them."""
+    return _LINK.sub(r"](\1", markdown)
