@@ -39,7 +39,7 @@ docs: $(DOCS_STAMP)
 
 # make release VERSION=1.2.3
 release: $(DEV_STAMP)
-	$(BIN)/python .ci/release $(VERSION)
+	$(BIN)/python .ci/release.py $(VERSION)
 
 # The environment stays, because it takes minutes to make. `rm -r .venv` removes it.
 clean:

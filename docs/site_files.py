@@ -12,9 +12,8 @@ _LINK = re.compile(r"\]\(\.\./((?:benchmarks|examples)/[^)#]+)")
 def on_files(files: Files, config: Any) -> Files:
     """Add the files to the site, under the paths that they have in the repository."""
     docs = Path(config.docs_dir)
-    for path in sorted(
-        {path for page in docs.glob("*.md") for path in _LINK.findall(page.read_text())}
-    ):
+    pages = "".join(page.read_text() for page in docs.glob("*.md"))
+    for path in sorted(set(_LINK.findall(pages))):
         files.append(File(path, str(docs.parent), config.site_dir, use_directory_urls=False))
     return files
 

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
-"""Make a release: .ci/release VERSION
+"""Make a release: make release VERSION=1.2.3
 
-Sets the version, dates the changelog, builds dist/ anew, checks the files, tries the wheel in an empty
-environment, commits and tags. Nothing is pushed or published: `git push --follow-tags` does that, and a
-workflow publishes the tag. A failure leaves files, commits and tags as they were.
+Sets the version, dates the changelog, builds dist/ anew, checks the files, tries the wheel in an
+empty environment, commits and tags. Nothing is pushed or published: `git push --follow-tags` does
+that, and a workflow publishes the tag. A failure leaves files, commits and tags as they were.
 """
 
 import re
@@ -17,9 +16,8 @@ from shutil import rmtree
 from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULE, CHANGELOG, DIST = (
-    ROOT / path for path in ("oscar_mm/__init__.py", "docs/changelog.md", "dist")
-)
+MODULE, CHANGELOG = ROOT / "oscar_mm" / "__init__.py", ROOT / "docs" / "changelog.md"
+DIST = ROOT / "dist"
 CARD = ROOT / "examples" / "media" / "cards" / "01.png"
 EXTRAS = "demo,audio,serve"
 UNRELEASED = "## [Unreleased]\n"
@@ -53,7 +51,10 @@ def check(text: str, module: str, changelog: str) -> None:
 
 
 def build() -> Path:
-    """Build and check dist/, and return the wheel; it is built from the sdist, so neither lacks a file."""
+    """Build and check dist/, and return the wheel.
+
+    The wheel is built from the sdist, so a file that the sdist lacks is missing in both.
+    """
     rmtree(DIST, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", DIST)
     run(sys.executable, "-m", "twine", "check", "--strict", *DIST.iterdir())
