@@ -5,6 +5,7 @@ empty environment, commits and tags. Nothing is pushed or published: `git push -
 that, and a workflow publishes the tag. A failure leaves files, commits and tags as they were.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -25,9 +26,14 @@ UNRELEASED = "## [Unreleased]\n"
 
 def run(*line: str | Path, folder: Path = ROOT) -> str:
     """Run a command and return its output; end the release if it fails."""
-    done = subprocess.run([*map(str, line)], cwd=folder, stdout=subprocess.PIPE, text=True)
+    # Modules of the caller would hide what the new environment lacks.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [*map(str, line)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
-        sys.exit(f"release: {' '.join(map(str, line))} failed with {done.returncode}")
+        sys.exit(f"release: {' '.join(command)} failed with {done.returncode}")
     return done.stdout
 
 
