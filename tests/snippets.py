@@ -1,4 +1,4 @@
-"""Run the Python snippets of README, docs/ and docstrings as they are written.
+"""Run the Python of README, docs/, docstrings and notebooks as it is written.
 
 The snippets of a page are one program, from top to bottom. Hub ids are found in a cache whose
 repositories hold bundled models and tiny checkpoints; files that snippets name are made first.
@@ -52,6 +52,16 @@ def pages() -> dict[str, str]:
 def python_of(page: str) -> str:
     """The Python blocks of a page, one after the other."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+
+
+def notebooks() -> dict[str, str]:
+    """The program of each notebook, by the name of its file."""
+    programs = {}
+    for path in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        programs[str(path.relative_to(ROOT))] = "\n".join(sources)
+    return programs
 
 
 def docstrings() -> dict[str, str]:
@@ -149,7 +159,7 @@ def main(folder: Path, results: Path) -> None:
     model = "Qwen/Qwen3-Omni-30B-A3B-Instruct"
     app = create_app(OscarOmniPipeline(model), model, ServerLimits(max_new_tokens=64))
     with started(app) as (_, address):
-        for name, program in {**pages(), **docstrings()}.items():
+        for name, program in {**pages(), **docstrings(), **notebooks()}.items():
             try:
                 with redirect_stdout(sys.stderr):
                     run(program.replace("http://127.0.0.1:8000", address), name)

@@ -1,4 +1,4 @@
-"""The Python of README, docs/ and docstrings runs as it is written."""
+"""The Python of README, docs/, docstrings and notebooks runs as it is written."""
 
 import json
 import os
@@ -30,6 +30,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str |
     snippets.make_hub(hub, text_model, TOOL_TEMPLATE)
     (folder / "work").mkdir()
     environment = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
+    environment["MPLBACKEND"] = "Agg"
     line = [sys.executable, "-m", "tests.snippets", str(folder / "work"), str(results)]
     done = subprocess.run(
         line, cwd=snippets.ROOT, env=environment, capture_output=True, text=True, timeout=200
@@ -39,7 +40,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str |
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*snippets.pages(), *MODULES])
+@pytest.mark.parametrize("name", [*snippets.pages(), *MODULES, *snippets.notebooks()])
 def test_snippets_run(errors: dict[str, str | None], name: str) -> None:
     assert errors[name] is None
 
