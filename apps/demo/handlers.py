@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
@@ -13,7 +14,9 @@ import gradio as gr
 
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.apps.demo.charts import inspection_view
+from oscar_mm.apps.demo.conversation_list import conversation_list, ids_in
 from oscar_mm.apps.demo.examples import Example
+from oscar_mm.apps.demo.measured_chat import UPDATES_PER_S
 from oscar_mm.apps.demo.memory_panel import (
     MODELS,
     capacity,
@@ -129,14 +132,12 @@ class Handlers:
         yield _UNCHANGED if past == sent else past, *parts, box
 
     def example(self, example: Example) -> Callable[..., Iterator[tuple]]:
-        """Return a handler that begins a new conversation and asks the questions of an example."""
+        """Return a handler that asks the questions of an example."""
 
         def play(
             request: gr.Request, temperature: float, longest: float, *scenario: str
         ) -> Iterator[tuple]:
             session = self._session(request)
-            with _errors_as_messages():
-                session.begin()
             options = self._options(temperature, longest)
             for message in example.messages:
                 steps = session.ask(message.text, message.paths, **options)
@@ -191,16 +192,18 @@ class Handlers:
             session.show_error(error)
         yield self.all_parts(session, *scenario)
 
-    def action(self, name: str) -> Callable[..., tuple]:
-        """Return a handler that calls the session method with this name: "undo" or "begin"."""
+    def undo(self, request: gr.Request, *scenario: str) -> tuple:
+        """Undo the last question."""
+        session = self._session(request)
+        with _errors_in_chat(session):
+            session.undo()
+        return self.all_parts(session, *scenario)
 
-        def act(request: gr.Request, *scenario: str) -> tuple:
-            session = self._session(request)
-            with _errors_in_chat(session):
-                getattr(session, name)()
-            return self.all_parts(session, *scenario)
-
-        return act
+    def begin(self, request: gr.Request, *scenario: str) -> tuple:
+        """Begin a new conversation; also return its id."""
+        with _errors_as_messages():
+            session = self.sessions.begin(str(request.session_hash))
+        return *self.all_parts(session, *scenario), session.id
 
     def stop(self, request: gr.Request) -> None:
         """End the running answer."""
@@ -219,12 +222,13 @@ class Handlers:
         compare: bool,
         *scenario: str,
     ) -> tuple:
-        """Begin a new conversation with the page's settings."""
+        """Begin a new conversation with the page's settings; also return its id."""
         session = self._session(request)
         bits = {"text": text, "image": image, "video": video, "audio": audio}
         with _errors_in_chat(session):
-            session.begin(SessionSettings.of_fields(preset, bits, window, system, compare))
-        return self.all_parts(session, *scenario)
+            settings = SessionSettings.of_fields(preset, bits, window, system, compare)
+            session = self.sessions.begin(str(request.session_hash), settings)
+        return *self.all_parts(session, *scenario), session.id
 
     def forget(self, request: gr.Request, event: gr.EventData, *scenario: str) -> tuple:
         """Free the memory of the segment whose button was pressed."""
@@ -234,12 +238,35 @@ class Handlers:
         return self.all_parts(session, *scenario)
 
     def load(self, request: gr.Request, path: str | None, *scenario: str) -> tuple:
-        """Replace the conversation with a saved conversation."""
+        """Open a saved conversation; also return its id."""
         session = self._session(request)
         with _errors_in_chat(session):
             if path:
-                session.load(path)
-        return self.all_parts(session, *scenario)
+                session = self.sessions.load(str(request.session_hash), path)
+        return *self.all_parts(session, *scenario), session.id
+
+    def listed(self, request: gr.Request, ids: str) -> str:
+        """List the conversations with these ids."""
+        return conversation_list(self.sessions.summaries(ids_in(ids)), self._session(request).id)
+
+    def change_listed(self, request: gr.Request, event: gr.EventData, ids: str) -> tuple[str, Any]:
+        """Rename or delete a conversation of the list; return the list, and "" if the conversation
+        of this page is gone."""
+        session, chosen = self._session(request), str(event.id)
+        if event.action == "rename":
+            self.sessions.rename(chosen, str(event.name))
+        elif event.action == "delete":
+            self.sessions.delete(chosen)
+        is_gone = chosen == session.id and session not in self.sessions
+        return self.listed(request, ids), "" if is_gone else _UNCHANGED
+
+    def follow(self, request: gr.Request, *scenario: str) -> Iterator[tuple]:
+        """Show the conversation as it is now, and an answer that is running until it ends."""
+        session = self._session(request)
+        while session.is_answering:
+            yield self.all_parts(session, *scenario)
+            time.sleep(1 / UPDATES_PER_S)
+        yield self.all_parts(session, *scenario)
 
     def save(self, request: gr.Request) -> tuple[Any, Any]:
         """Save the conversation to a file; return the path of the file and the history.
@@ -289,7 +316,7 @@ class Handlers:
         """Continue with a copy of the conversation; also return the id of the copy."""
         with _errors_as_messages():
             session = self.sessions.fork(str(request.session_hash))
-        gr.Info("This is a copy. The browser's Back button leads to the original.")
+        gr.Info("This is a copy. The Back button and the tab Chats lead to the original.")
         return *self.all_parts(session, *scenario), session.id
 
     def _session(self, request: gr.Request) -> Session:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from oscar_mm.apps.demo import visitor_input
 from oscar_mm.apps.demo.charts import NOT_INSPECTED
+from oscar_mm.apps.demo.conversation_list import LIST_SCRIPT, conversation_list
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, format_label
@@ -44,17 +45,35 @@ if (kept) document.body.classList.toggle('dark', kept === 'dark');
 const field = document.querySelector('#message textarea');
 if (field) field.setAttribute('aria-label', 'Message');
 """
-_THUMBNAIL_SCRIPT = """() => {
+_THUMBNAIL_SCRIPT = """(message) => {
+  const names = (message?.files ?? []).map((file) => file.orig_name ?? '');
+  document.querySelectorAll('#message .thumbnail-item').forEach((item, place) => {
+    item.dataset.name = names[place] ?? '';
+  });
   for (const item of document.querySelectorAll('#message [role=listitem]')) item.role = 'group';
 }"""
-"""Script that corrects ARIA roles: gradio marks a message's files as list items without a list."""
-_OPENED_SCRIPT = """(id) => {
-  history.replaceState(null, '', '#' + id);
+"""Script that names a message's files, and corrects their ARIA roles: gradio shows no names, and
+marks the files as list items without a list."""
+_ADDRESS_SCRIPT = """(id) => {
+  const key = 'oscar-mm-conversations', hash = '#' + id;
+  if (!id) history.replaceState(null, '', location.pathname);
+  if (!id) return location.reload();
+  if (location.hash !== hash) {
+    history[window.onhashchange ? 'pushState' : 'replaceState'](null, '', hash);
+  }
   window.onhashchange = () => location.reload();
+  const others = (localStorage.getItem(key) ?? '').split(' ').filter((one) => one && one !== id);
+  localStorage.setItem(key, [id, ...others].slice(0, 50).join(' '));
 }"""
-_FORKED_SCRIPT = "(id) => history.pushState(null, '', '#' + id)"
 """Script that puts the conversation's id into the URL fragment, which browsers do not send to
-servers."""
+servers, and into the browser's list. No id: the conversation was deleted."""
+_IDS_SCRIPT = "() => [localStorage.getItem('oscar-mm-conversations') ?? '']"
+_RETURN_SCRIPT = """
+document.addEventListener('visibilitychange', () => {
+  if (!document.hidden && window.onhashchange) document.getElementById('follow').click();
+});
+"""
+"""Script that shows what another tab of the same conversation has changed."""
 GPU, MODEL, LENGTH = "H100", "Qwen3-VL-8B", "32K tokens"
 """Initial scenario of the capacity estimate."""
 _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None)
@@ -95,7 +114,7 @@ def _header(handlers: Handlers) -> None:
         f'2-bit KV cache</p><span class="chip">{escape(card.title)}</span>'
         '<button id="theme" type="button" aria-label="Switch between dark and light">◐</button>'
         "</header>",
-        js_on_load=_THEME_SCRIPT,
+        js_on_load=_THEME_SCRIPT + _RETURN_SCRIPT,
         elem_id="head",
     )
 
@@ -211,6 +230,8 @@ def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
             )
         for name in ("saved", "reported", "written"):
             parts[name] = gr.DownloadButton(name, elem_id=name, visible="hidden")
+    with gr.Tab("Chats", id="chats") as parts["chats"]:
+        parts["list"] = _HTML(conversation_list((), ""), js_on_load=LIST_SCRIPT, elem_id="chats")
     with gr.Tab("Compare", id="compare"):
         parts["compare"] = gr.Checkbox(
             initial["compare"], label="Also answer with a 16-bit cache", elem_id="compare"
@@ -263,6 +284,8 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
 
 def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
     all_outputs = [parts[name] for name in handlers.part_names]
+    address = gr.Textbox(label="Address", visible="hidden")
+    moved = [*all_outputs, address]
     scenario = [parts[name] for name in ("gpu", "model", "length")]
     options = [parts["temperature"], parts["longest"]]
     private: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
@@ -273,27 +296,28 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         "show_progress_on": parts["message"],
     }
     box = parts["message"]
-    box.change(None, None, None, js=_THUMBNAIL_SCRIPT, **private)
+    box.change(None, box, None, js=_THUMBNAIL_SCRIPT, **private)
     box.submit(handlers.ask, [box, *options, *scenario], [*all_outputs, box], **answer)
     for button, example in parts["examples"]:
-        button.click(
+        begun = button.click(handlers.begin, scenario, moved, **private)
+        begun.success(
             handlers.example(example), [*options, *scenario], [*all_outputs, box], **answer
         )
     parts["compare"].input(handlers.compare, [parts["compare"], *scenario], all_outputs, **answer)
     parts["retry"].click(handlers.retry, [*options, *scenario], [*all_outputs, box], **answer)
     parts["edit"].click(handlers.edit, scenario, [*all_outputs, box], **private)
     parts["stop"].click(handlers.stop, queue=False, **private)
-    parts["undo"].click(handlers.action("undo"), scenario, all_outputs, **private)
-    parts["clear"].click(handlers.action("begin"), scenario, all_outputs, **private)
+    parts["undo"].click(handlers.undo, scenario, all_outputs, **private)
+    parts["clear"].click(handlers.begin, scenario, moved, **private)
     fields = [
         parts[name] for name in ("preset", *(modality.label for modality in Modality), "window")
     ]
     fields += [parts["system"], parts["compare"], *scenario]
-    parts["apply"].click(handlers.begin_with, fields, all_outputs, **private)
+    parts["apply"].click(handlers.begin_with, fields, moved, **private)
     parts["segments"].click(handlers.forget, scenario, all_outputs, **private)
     for field in scenario:
         field.input(handlers.capacity, scenario, parts["capacity"], **private)
-    parts["load"].upload(handlers.load, [parts["load"], *scenario], all_outputs, **private)
+    parts["load"].upload(handlers.load, [parts["load"], *scenario], moved, **private)
     for button, handler, outputs, target in (
         ("save", handlers.save, [parts["saved"], parts["history"]], "saved"),
         ("report", handlers.report, [parts["reported"]], "reported"),
@@ -302,18 +326,30 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         done = parts[button].click(handler, None, outputs, **private)
         done.success(None, None, None, js=_press(target), **private)
     parts["inspect"].click(handlers.inspect, None, parts["why"], **answer)
-    address = gr.Textbox(label="Address", visible="hidden")
     opened = page.load(
         handlers.open_page,
         [address, *scenario],
-        [*all_outputs, address],
+        moved,
         js="(_, ...rest) => [location.hash.slice(1), ...rest]",
         **private,
     )
-    opened.success(None, address, None, js=_OPENED_SCRIPT, **private)
-    forked = parts["fork"].click(handlers.fork, scenario, [*all_outputs, address], **private)
-    forked.success(None, address, None, js=_FORKED_SCRIPT, **private)
+    follow = gr.Button("Follow", elem_id="follow", visible="hidden")
+    opened.success(handlers.follow, scenario, all_outputs, **answer)
+    follow.click(handlers.follow, scenario, all_outputs, **answer)
+    parts["fork"].click(handlers.fork, scenario, moved, **private)
+    address.change(None, address, None, js=_ADDRESS_SCRIPT, **private)
+    _wire_list(handlers, parts, address, private)
     page.unload(handlers.leave)
+
+
+def _wire_list(
+    handlers: Handlers, parts: dict[str, Any], address: gr.Textbox, private: dict[str, Any]
+) -> None:
+    ids = gr.Textbox(label="Conversations", visible="hidden")
+    listing: dict[str, Any] = private | {"js": _IDS_SCRIPT}
+    parts["chats"].select(handlers.listed, ids, parts["list"], **listing)
+    address.change(handlers.listed, ids, parts["list"], **listing)
+    parts["list"].click(handlers.change_listed, ids, [parts["list"], address], **listing)
 
 
 def _press(name: str) -> str:

@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oscar_mm.apps.demo.conversation_list import MAX_TITLE, Summary, title_of
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
 from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
 from oscar_mm.apps.demo.visitor_input import (
@@ -43,6 +45,7 @@ class Session:
 
     Args:
         sessions: all sessions of the page.
+        settings: settings of the conversation; by default those of the page.
 
     Attributes:
         id: unguessable id of the session in the page's URL.
@@ -52,12 +55,13 @@ class Session:
         exchanges: questions and answers to show in the transcript.
         active: exchange whose answer is being generated, or None.
         baseline_exchange: exchange that is being answered with the 16-bit cache, or None.
+        name: title that the visitor gave the conversation, or "".
         last_active: ``time.monotonic()`` of the visitor's last action.
         is_unsaved: whether the conversation has changed since it was written to, or read from, the
             conversation folder.
     """
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, settings: SessionSettings | None = None) -> None:
         self.id, self.sessions, self.last_active = (
             secrets.token_urlsafe(24),
             sessions,
@@ -66,7 +70,8 @@ class Session:
         self._turn, self._stop, self._closed = threading.Lock(), threading.Event(), False
         # Acquired before ``_turn``, so that questions wait while the conversation is being written.
         self._writing, self.is_unsaved = threading.Lock(), False
-        self._begin(sessions.settings)
+        self.name = ""
+        self._begin(settings or sessions.settings)
 
     def _begin(self, settings: SessionSettings) -> None:
         conversation = self._new_chat(settings.policy, settings)
@@ -88,6 +93,19 @@ class Session:
     def converses(self) -> bool:
         """Whether any question has been answered or is being answered."""
         return self._turn.locked() or bool(self.turns)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether an answer is being generated."""
+        return self.active is not None or self.baseline_exchange is not None
+
+    @property
+    def summary(self) -> Summary:
+        """Title, media and size of the conversation."""
+        turns = self.turns
+        media = Counter(preview.kind for turn in turns for preview in turn.previews)
+        first = turns[0].question if turns else ""
+        return Summary(self.id, self.name or title_of(first), dict(media), self.used_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -289,6 +307,7 @@ class Session:
             fork.conversation, fork.settings = self.conversation.fork(), self.settings
             fork.baseline = self.baseline.fork() if self.baseline is not None else None
             fork.exchanges = [replace(exchange) for exchange in self.exchanges]
+            fork.name = f"Copy of {self.summary.title}"[:MAX_TITLE]
             fork.is_unsaved = True
             return fork
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oscar_mm.apps.demo.conversation_list import ID, MAX_TITLE, Summary, title_of
 from oscar_mm.apps.demo.measured_chat import MemorySample
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.transcript import PreviewStore
@@ -48,7 +48,6 @@ MAX_BYTES = 4 * 2**30
 """Maximum total bytes of the files in the conversation folder."""
 MAX_AGE_S = 7 * 24 * 3600.0
 """Maximum age in seconds of a conversation in the conversation folder."""
-_ID = re.compile(r"[A-Za-z0-9_-]{32}")
 _MAX_SAMPLES = 160
 _PATIENCE_S = 60.0
 """Maximum seconds that ``save`` waits for a running answer."""
@@ -146,15 +145,80 @@ class Sessions:
             session = Session(self)
         return session
 
+    def begin(self, key: str, settings: SessionSettings | None = None) -> Session:
+        """Move a browser to a new conversation; an earlier one keeps its URL.
+
+        Args:
+            key: the browser's session hash.
+            settings: settings of the new conversation; by default those of the earlier one.
+
+        Raises:
+            InputError: if the demo has reached its session limit, or is closed.
+        """
+        session = self.session(key)
+        session.stop()
+        if session.converses:
+            return self._admit(key, Session(self, settings or session.settings), apart=True)
+        session.begin(settings)
+        return session
+
+    def load(self, key: str, path: str | Path) -> Session:
+        """Move a browser to a conversation from an uploaded file; an earlier one keeps its URL.
+
+        Raises:
+            InputError: if the file is no conversation of this model, or ``begin`` would fail.
+        """
+        loaded = Session(self, self.session(key).settings)
+        try:
+            loaded.load(path)
+        except BaseException:
+            loaded.close()
+            raise
+        loaded = self._admit(key, loaded, apart=True)
+        self.save_later(loaded)
+        return loaded
+
     def fork(self, key: str) -> Session:
         """Move a browser to a copy of its conversation; the original keeps its URL.
 
         Raises:
             InputError: if the demo has reached its session limit, or is closed.
         """
-        fork = self._admit(key, self.session(key).fork(), is_fork=True)
+        fork = self._admit(key, self.session(key).fork(), apart=True)
         self.save_later(fork)
         return fork
+
+    def summaries(self, ids: Sequence[str]) -> list[Summary]:
+        """Describe the conversations with these ids that exist and are not empty, in order."""
+        found = []
+        for session_id in ids:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                found += [session.summary] if session.turns else []
+            elif self.folder is not None and (stored := self.folder.summary(session_id)):
+                found.append(stored)
+        return found
+
+    def rename(self, session_id: str, title: str) -> None:
+        """Set the title of a conversation, shortened to ``MAX_TITLE`` characters; "" is the
+        default title. Do nothing if there is no such conversation."""
+        name = title_of(title) if title.strip() else ""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.name, session.is_unsaved = name, True
+            self.save_later(session)
+        elif self.folder is not None:
+            self.folder.rename(session_id, name)
+
+    def delete(self, session_id: str) -> None:
+        """End a conversation and delete its files; do nothing if there is no such conversation."""
+        with self._lock:
+            session = self._sessions.pop(session_id, None)
+        if session is not None:
+            session.stop()
+            self._give_up([session])
+        elif self.folder is not None and ID.fullmatch(session_id):
+            self.folder.remove(session_id)
 
     def save_later(self, session: Session) -> None:
         """Write a session to the conversation folder, if there is a folder, in the background."""
@@ -169,8 +233,12 @@ class Sessions:
         self._former_visits.pop(key, None)
         _set_latest(self._visits, key, session_id)
 
-    def _admit(self, key: str, new: Session, *, is_fork: bool = False) -> Session:
-        """Add a new session, unless another thread has just added one with the same key or id."""
+    def _admit(self, key: str, new: Session, *, apart: bool = False) -> Session:
+        """Add a new session and let a browser visit it.
+
+        If another thread has just added one with the same key or id, the browser visits that one
+        unless the new session is ``apart`` from what the browser visits now.
+        """
         evicted: list[Session] = []
         admitted = None
         try:
@@ -178,7 +246,7 @@ class Sessions:
                 if self._closed:
                     raise InputError("the page is being closed")
                 visited = new.id if new.id in self._sessions else self._visits.get(key, "")
-                if not is_fork and visited in self._sessions:
+                if not apart and visited in self._sessions:
                     admitted = self._sessions[visited]
                 else:
                     if len(self._sessions) >= MAX_SESSIONS:
@@ -313,7 +381,7 @@ class ConversationFolder:
         with writing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in path.glob(".*.part"):  # Left over from a process that ended while writing.
-            if _ID.fullmatch(part.name[1:33]):
+            if ID.fullmatch(part.name[1:33]):
                 self._remove(part)
         self._writer = ThreadPoolExecutor(1, "conversation-writer")
         self._refused: deque[Session] = deque()
@@ -368,6 +436,10 @@ class ConversationFolder:
         media = [span for turn in chat.chat.turns for span in turn.media]
         settings = session.settings
         record = {
+            "name": session.name,
+            "title": session.summary.title,
+            "media": session.summary.media,
+            "bytes": session.used_bytes,
             "preset": settings.preset,
             "bits": settings.policy.bits._asdict(),
             "window": settings.policy.window,
@@ -383,7 +455,7 @@ class ConversationFolder:
 
     def load(self, session: Session, session_id: str) -> bool:
         """Load a conversation from the folder into a new session; return whether it was loaded."""
-        if not _ID.fullmatch(session_id) or not self._path(session_id, "json").is_file():
+        if not ID.fullmatch(session_id) or not self._path(session_id, "json").is_file():
             return False
         try:
             record: dict[str, Any] = json.loads(self._path(session_id, "json").read_text())
@@ -400,7 +472,30 @@ class ConversationFolder:
             _log.warning("a conversation cannot be read: %s", error)
             return False
         session.id, session.is_unsaved = session_id, False
+        session.name = str(record.get("name", ""))
         return True
+
+    def summary(self, session_id: str) -> Summary | None:
+        """Describe a stored conversation; None if there is none, or an earlier version wrote it."""
+        record = self._record(session_id)
+        if record is None or not isinstance(record.get("media"), dict):
+            return None
+        title = str(record.get("name") or record.get("title"))[:MAX_TITLE]
+        return Summary(session_id, title, record["media"], int(record.get("bytes", 0)))
+
+    def rename(self, session_id: str, name: str) -> None:
+        """Set the title of a stored conversation; do nothing if there is none."""
+        if (record := self._record(session_id)) is not None:
+            path = self._path(session_id, "json")
+            with writing(path), whole_file(path, private=True) as new:
+                new.write_text(json.dumps(record | {"name": name}))
+
+    def _record(self, session_id: str) -> dict[str, Any] | None:
+        if not ID.fullmatch(session_id):
+            return None
+        with suppress(OSError, ValueError, RecursionError):
+            return json.loads(self._path(session_id, "json").read_text())
+        return None
 
     def remove(self, session_id: str) -> None:
         """Remove the files of a conversation; files that cannot be removed are logged."""
@@ -411,7 +506,7 @@ class ConversationFolder:
         """Remove conversations that are too old, then the oldest ones beyond the limits."""
         size, count = 0, 0
         for path in sorted(self.path.glob("*.safetensors"), key=_age):
-            if not _ID.fullmatch(path.stem):
+            if not ID.fullmatch(path.stem):
                 continue
             age = _age(path)
             with suppress(OSError):

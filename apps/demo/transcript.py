@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from markdown_it import MarkdownIt
 from PIL import Image
 
 from oscar_mm.chat.conversation import Turn
@@ -32,11 +33,26 @@ NOTES = {
 """Note to show below an answer that the model did not end by itself, by finish reason."""
 _THUMBNAIL_SIZE = (144, 96)
 _WAVEFORM_BARS = 28
+_FETCHING = ["image", "link", "autolink", "reference"]
+"""Markdown that leads to other servers: it stays text."""
 KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
 """Names of the modalities as shown on the page."""
 SCROLL_SCRIPT = """
 const box = document.getElementById('transcript');
+const there = (selector) => box.querySelector(selector) !== null;
+const enable = (id, can) => {
+  const button = document.getElementById(id);
+  if (button) button.disabled = !can;
+};
 watch('value', () => {
+  enable('stop', there('.live'));
+  enable('undo', there('.asked, .said:not(.live)'));
+  for (const id of ['retry', 'edit']) enable(id, there('.asked'));
+  for (const id of ['fork', 'clear']) enable(id, there('.said'));
+  const asked = box.querySelectorAll('.asked').length;
+  // A new question is shown wherever the visitor was reading.
+  if (asked > Number(box.dataset.asked ?? 0)) box.dataset.away = 'no';
+  box.dataset.asked = asked;
   for (const text of box.querySelectorAll('.asked > p')) {
     // Makes a long question scrollable by keyboard.
     if (text.scrollHeight > text.clientHeight) text.tabIndex = 0;
@@ -56,7 +72,7 @@ if (!box.dataset.away) {
   };
   box.addEventListener('click', (event) => {
     const copy = event.target.closest('button.copy');
-    if (copy) navigator.clipboard?.writeText(copy.previousElementSibling.textContent).then(() => {
+    if (copy) navigator.clipboard?.writeText(copy.dataset.text).then(() => {
       copy.classList.add('copied');
     }, () => {});
     const button = event.target.closest('button[data-sound]');
@@ -76,8 +92,12 @@ if (!box.dataset.away) {
   });
 }
 """
-"""Script that keeps the end of the transcript in view unless the visitor has scrolled up, copies
-answers, and plays one recording at a time."""
+"""Script that keeps the end of the transcript in view unless the visitor has scrolled up since the
+latest question, disables buttons that would do nothing, copies answers, and plays one recording at
+a time."""
+_MARKDOWN = (
+    MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("table").disable(_FETCHING)
+)
 _EMPTY = (
     '<div class="welcome"><b>Show something and ask about it</b>'
     "<p>What the model has seen stays in a packed cache: later questions cost only their own "
@@ -260,10 +280,18 @@ def live(exchange: Exchange | None) -> str:
         return ""
     reasoning = _reasoning(exchange, is_open=not exchange.answer)
     if exchange.answer:
-        text = f"<p>{escape(exchange.answer)}</p>"
+        text = markdown(exchange.answer)
     else:
         text = f'<p class="dots">{"thinking" if reasoning else "reading"}</p>'
     return f'<article class="said live" aria-busy="true">{reasoning}{text}</article>'
+
+
+def markdown(text: str) -> str:
+    """Return the HTML of an answer: Markdown without HTML, links and pictures, which stay text.
+
+    Line breaks are kept, because models separate lines of an answer by single ones.
+    """
+    return _MARKDOWN.render(text).strip()
 
 
 def _question(exchange: Exchange, numbers: Counter[str] | None) -> str:
@@ -290,17 +318,28 @@ def _figure(preview: Preview, numbers: Counter[str] | None) -> str:
                 f'<button type="button" class="play" data-sound="{address}" aria-pressed="false" '
                 f'aria-label="Play {name}">{body}</button>'
             )
+        elif preview.kind == "video":
+            body = (
+                f'<video controls preload="none" src="{address}" poster="{_source(preview.html)}" '
+                f'aria-label="{name}"></video>'
+            )
         else:
             body = f'<a href="{address}" target="_blank" rel="noopener" title="{name}">{body}</a>'
     return f'<figure class="{preview.kind}">{body}<figcaption>{caption}</figcaption></figure>'
 
 
+def _source(picture: str) -> str:
+    """Return the data URI of a preview's picture."""
+    return picture.partition('src="')[2].partition('"')[0]
+
+
 def _answer(exchange: Exchange) -> str:
     parts = [_reasoning(exchange)] if exchange.reasoning else []
     if exchange.answer:
-        parts.append(f"<p>{escape(exchange.answer)}</p>")
+        parts.append(f'<div class="text">{markdown(exchange.answer)}</div>')
         parts.append(
-            '<button type="button" class="copy" aria-label="Copy the answer">'
+            f'<button type="button" class="copy" data-text="{escape(exchange.answer)}" '
+            'aria-label="Copy the answer">'
             '<svg viewBox="0 0 16 16" aria-hidden="true"><path d="M5 5h8v9H5zM3 11V2h8"/></svg>'
             "</button>"
         )
