@@ -91,7 +91,7 @@ def chart(
         readouts: texts in ascending order of x; the text nearest to the pointer is shown.
     """
     points = [point for line in lines for point in line.points]
-    top = _round_up(max(max((y for _, y in points), default=0), min_y) or 1)
+    top = round_up(max(max((y for _, y in points), default=0), min_y) or 1)
     right = max(max((x for x, _ in points), default=0), min_x) or 1
     below: Sequence[tuple[float, float]] = ()
     drawn = []
@@ -151,7 +151,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
 
 
-def _round_up(value: float) -> float:
+def round_up(value: float) -> float:
     """Return the next round number whose quarters are also round."""
     power = 10.0 ** math.floor(math.log10(value / 4))
     return next(4 * step * power for step in _STEPS if 4 * step * power >= value * 0.999)

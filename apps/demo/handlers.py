@@ -15,6 +15,7 @@ import gradio as gr
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.apps.demo.charts import inspection_view
 from oscar_mm.apps.demo.conversation_list import conversation_list, ids_in
+from oscar_mm.apps.demo.curve_picture import curve_picture
 from oscar_mm.apps.demo.examples import Example
 from oscar_mm.apps.demo.measured_chat import UPDATES_PER_S
 from oscar_mm.apps.demo.memory_panel import (
@@ -284,6 +285,20 @@ class Handlers:
         path = self._new_file("memory.json")
         path.write_text(memory_report(self._session(request)))
         return str(path)
+
+    def curve(self, request: gr.Request) -> str:
+        """Draw the memory curve into a file, and return its path."""
+        session, path = self._session(request), self._new_file("memory.png")
+        settings = session.settings
+        picture = curve_picture(
+            session.conversation.curve, self.sessions.card.name, settings.preset
+        )
+        path.write_bytes(picture)
+        return str(path)
+
+    def share(self) -> None:
+        """Say what a copied link is good for."""
+        gr.Info("The link is copied: whoever has it can continue this conversation.")
 
     def transcript(self, request: gr.Request) -> str:
         """Write the questions and answers to a file, and return its path."""

@@ -184,7 +184,7 @@ def memory_chart(
         title="Memory of keys and values",
         summary=_readout(now).text,
         x_label="tokens of the conversation",
-        show_y=_axis_bytes,
+        show_y=axis_bytes,
         min_x=_MIN_TOKENS,
         min_y=_MIN_BYTES,
         events=events,
@@ -199,7 +199,7 @@ def _readout(sample: MemorySample, events: Sequence[Note] = ()) -> Note:
     return Note(sample.tokens, "; ".join([text, *latest]))
 
 
-def _axis_bytes(count: float) -> str:
+def axis_bytes(count: float) -> str:
     """Format a number of bytes for a tick of the vertical axis."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:

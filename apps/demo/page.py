@@ -68,6 +68,7 @@ _ADDRESS_SCRIPT = """(id) => {
 """Script that puts the conversation's id into the URL fragment, which browsers do not send to
 servers, and into the browser's list. No id: the conversation was deleted."""
 _IDS_SCRIPT = "() => [localStorage.getItem('oscar-mm-conversations') ?? '']"
+_COPY_SCRIPT = "() => navigator.clipboard.writeText(location.href)"
 _RETURN_SCRIPT = """
 document.addEventListener('visibilitychange', () => {
   if (!document.hidden && window.onhashchange) document.getElementById('follow').click();
@@ -228,7 +229,9 @@ def _panel_tabs(handlers: Handlers, initial: dict[str, Any]) -> dict[str, Any]:
             parts["transcript"] = gr.Button(
                 "Transcript", elem_id="as-text", size="sm", min_width=80
             )
-        for name in ("saved", "reported", "written"):
+            parts["curve"] = gr.Button("Picture", elem_id="curve", size="sm", min_width=70)
+            parts["share"] = gr.Button("Copy link", elem_id="share", size="sm", min_width=80)
+        for name in ("saved", "reported", "written", "drawn"):
             parts[name] = gr.DownloadButton(name, elem_id=name, visible="hidden")
     with gr.Tab("Chats", id="chats") as parts["chats"]:
         parts["list"] = _HTML(conversation_list((), ""), js_on_load=LIST_SCRIPT, elem_id="chats")
@@ -322,9 +325,12 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         ("save", handlers.save, [parts["saved"], parts["history"]], "saved"),
         ("report", handlers.report, [parts["reported"]], "reported"),
         ("transcript", handlers.transcript, [parts["written"]], "written"),
+        ("curve", handlers.curve, [parts["drawn"]], "drawn"),
     ):
         done = parts[button].click(handler, None, outputs, **private)
         done.success(None, None, None, js=_press(target), **private)
+    copied = parts["share"].click(None, None, None, js=_COPY_SCRIPT, **private)
+    copied.success(handlers.share, queue=False, **private)
     parts["inspect"].click(handlers.inspect, None, parts["why"], **answer)
     opened = page.load(
         handlers.open_page,

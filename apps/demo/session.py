@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.demo.conversation_list import MAX_TITLE, Summary, title_of
 from oscar_mm.apps.demo.measured_chat import MeasuredChat
+from oscar_mm.apps.demo.media_hint import media_hint
 from oscar_mm.apps.demo.transcript import NOTES, Exchange, load_previews
 from oscar_mm.apps.demo.visitor_input import (
     MAX_FILES,
@@ -185,7 +186,11 @@ class Session:
         exchange.note = NOTES.get(self.conversation.finish_reason, "")
         if not exchange.answer:
             exchange.note = "the answer is empty"
-        exchange.hint = self.sessions.card.hint(exchange.question)
+        hints = (
+            media_hint(exchange.question, self.conversation.segments),
+            self.sessions.card.hint(exchange.question),
+        )
+        exchange.hint = ". ".join(filter(None, hints))
 
     def _check_length(self, tokens: Any) -> None:
         longest = self.sessions.pipe.longest_answer(MAX_NEW_TOKENS)

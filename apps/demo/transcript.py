@@ -44,7 +44,7 @@ const enable = (id, can) => {
   const button = document.getElementById(id);
   if (button) button.disabled = !can;
 };
-watch('value', () => {
+const update = () => {
   enable('stop', there('.live'));
   enable('undo', there('.asked, .said:not(.live)'));
   for (const id of ['retry', 'edit']) enable(id, there('.asked'));
@@ -58,7 +58,11 @@ watch('value', () => {
     if (text.scrollHeight > text.clientHeight) text.tabIndex = 0;
   }
   if (box.dataset.away !== 'yes') box.scrollTop = box.scrollHeight;
-});
+};
+watch('value', update);
+// The buttons below the transcript are made after it.
+const first = () => document.getElementById('clear') ? update() : requestAnimationFrame(first);
+first();
 if (!box.dataset.away) {
   box.dataset.away = 'no';
   box.tabIndex = 0;

@@ -482,3 +482,96 @@ def test_keyboard_alone(browser, uploads) -> None:
     assert {"undo", "clear"} <= passed and "stop" not in passed
     focused.send_keys(Keys.ENTER)
     browser.wait(lambda: "forgotten" in browser.text("#segments"), "the segment to go")
+
+
+def is_in_sight(browser: Browser, selector: str) -> bool:
+    """Whether the last such element of the transcript is within it."""
+    script = """
+    const box = document.querySelector('#transcript').getBoundingClientRect();
+    const one = [...document.querySelectorAll(arguments[0])].at(-1).getBoundingClientRect();
+    return one.top < box.bottom && one.bottom > box.top;
+    """
+    return browser.run(script, selector)
+
+
+def titles(browser: Browser) -> list[str]:
+    script = "return [...document.querySelectorAll('.conversations a')].map(a => a.textContent)"
+    return browser.run(script)
+
+
+def test_a_new_chat_keeps_the_old_one(browser, uploads) -> None:
+    set_length(browser, 6)
+    browser.run("localStorage.removeItem('oscar-mm-conversations')")
+    browser.ask("First of all?", uploads / "0.png")
+    first = browser.run("return location.hash")
+    browser.press("New chat")
+    browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
+    browser.wait(lambda: browser.run("return location.hash") != first, "its address")
+    browser.ask("Second of all?")
+    browser.press("Chats")
+    browser.wait(lambda: titles(browser) == ["Second of all?"], "the list")
+    browser.driver.back()
+    browser.wait(lambda: browser.text("#history .asked p") == "First of all?", "the old one")
+    assert browser.run("return location.hash") == first
+    browser.press("Chats")
+    both = ["First of all?", "Second of all?"]
+    browser.wait(lambda: titles(browser) == both, "both")
+    assert "1 picture" in browser.text(".conversations small")
+    browser.all(".conversations [data-action=rename]")[0].click()
+    prompt = browser.driver.switch_to.alert
+    prompt.send_keys("A picture")
+    prompt.accept()
+    browser.wait(lambda: titles(browser)[0] == "A picture", "the title")
+    browser.all(".conversations [data-action=delete]")[1].click()
+    browser.driver.switch_to.alert.accept()
+    browser.wait(lambda: titles(browser) == ["A picture"], "one less")
+    browser.all(".conversations [data-action=delete]")[0].click()
+    browser.driver.switch_to.alert.accept()
+    browser.wait(lambda: browser.run("return location.hash") != first, "a new address")
+    browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
+
+
+def test_two_tabs_of_one_address(browser, served, uploads) -> None:
+    set_length(browser, 6)
+    browser.ask("What is it?", uploads / "0.png")
+    with closing(Browser(browser.driver.current_url)) as other:
+        other.wait(lambda: len(other.all("#history .asked")) == 1, "the conversation")
+        browser.ask("And now?")
+        other.run("document.dispatchEvent(new Event('visibilitychange'))")
+        other.wait(lambda: len(other.all("#history .asked")) == 2, "what the first tab asked")
+        assert other.text("#history .said:last-child p") == browser.text(
+            "#history .said:last-child p"
+        )
+
+
+def test_a_question_is_shown_wherever_one_was_reading(browser, uploads) -> None:
+    for _ in range(3):
+        browser.ask("What is it?", uploads / "0.png", uploads / "1.png")
+    transcript = "document.querySelector('#transcript')"
+    browser.run(f"{transcript}.scrollTop = 0")
+    browser.wait(lambda: browser.run(f"return {transcript}.dataset.away") == "yes", "scrolling")
+    assert not is_in_sight(browser, "#history .asked")
+    browser.say("And now?")
+    browser.wait(lambda: len(browser.all("#history .asked")) == 4, "the question")
+    browser.wait(lambda: is_in_sight(browser, "#history .asked"), "the question in sight")
+    browser.wait_for_the_end()
+
+
+def enabled(browser: Browser) -> set[str]:
+    script = "return [...document.querySelectorAll('#actions button:enabled')].map(one => one.id)"
+    return set(browser.run(script))
+
+
+def test_actions_that_do_something(browser, uploads) -> None:
+    browser.wait(lambda: enabled(browser) == set(), "nothing to do")
+    browser.show(uploads / "0.png", uploads / "1.png")
+    names = (
+        "return [...document.querySelectorAll('#message .thumbnail-item')]"
+        ".map(one => one.dataset.name)"
+    )
+    browser.wait(lambda: browser.run(names) == ["0.png", "1.png"], "names of the pictures")
+    browser.say("What is it?")
+    browser.wait(lambda: "stop" in enabled(browser), "an answer to stop")
+    browser.wait_for_the_end()
+    everything = {"undo", "retry", "edit", "fork", "clear"}
+    browser.wait(lambda: enabled(browser) == everything, "all but stop")
