@@ -298,7 +298,7 @@ class Handlers:
 
     def share(self) -> None:
         """Say what a copied link is good for."""
-        gr.Info("The link is copied: whoever has it can continue this conversation.")
+        gr.Info("The link is copied: whoever has it can continue and delete this conversation.")
 
     def transcript(self, request: gr.Request) -> str:
         """Write the questions and answers to a file, and return its path."""

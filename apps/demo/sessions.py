@@ -411,14 +411,17 @@ class ConversationFolder:
         with session.unchanging(patience) as is_ready:
             if not (is_ready and session.is_unsaved):
                 return
+            # A change of the title during the write sets it again.
+            session.is_unsaved = False
             try:
                 self._write(session)
-                session.is_unsaved = False
             except InputError as error:
+                session.is_unsaved = True
                 if isinstance(error, MemoryBusy):
                     self._refused.append(session)
                 _log.warning("a conversation could not be stored: %s", error)
             except Exception:
+                session.is_unsaved = True
                 _log.exception("a conversation could not be stored")
             if session not in session.sessions:  # Evicted while it was being written.
                 self.remove(session.id)

@@ -93,6 +93,25 @@ def test_stored_conversations_are_listed_renamed_and_deleted(pipe, uploads, tmp_
     made.close()
 
 
+def test_a_title_given_during_a_write_is_stored(pipe, uploads, tmp_path, monkeypatch) -> None:
+    made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
+    session, write = made.session("a"), made.folder._write
+    asked(session, "What is it?", uploads / "0.png")
+
+    def write_and_rename(written) -> None:
+        write(written)
+        monkeypatch.setattr(made.folder, "_write", write)
+        made.rename(session.id, "Late")
+
+    monkeypatch.setattr(made.folder, "_write", write_and_rename)
+    session.is_unsaved = True
+    made.folder.save(session)
+    made.close()
+    made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
+    assert made.summaries([session.id])[0].title == "Late"
+    made.close()
+
+
 @pytest.mark.parametrize("record", ["{", '{"preset": "compact"}'])
 def test_records_of_earlier_versions_are_left_out(pipe, uploads, tmp_path, record: str) -> None:
     made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
