@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,6 +162,7 @@ class MeasuredChat:
         media: Mapping[str, list[Path]],
         options: Mapping[str, Any],
         stop: threading.Event,
+        parts: Sequence[Any] = (),
     ) -> Generator[str]:
         """Yield the answer so far, several times during generation and once at the end.
 
@@ -170,13 +171,15 @@ class MeasuredChat:
             media: files by kind, see ``visitor_input.files_by_kind``.
             options: options for the answer, such as max_new_tokens and temperature.
             stop: event that ends the answer; the text so far is kept.
+            parts: texts and media of the question in order, if not all media precede the text.
 
         Raises:
             InputError: see ``Chat.stream``; the chat remains unchanged.
         """
         before, turns = self.tokens, len(self.chat.turns)
-        files = {kind: paths or None for kind, paths in media.items()}
-        stream = self.chat.stream(question, **files, **options)
+        asked: dict[str, Any] = {"prompt": question}
+        asked |= {kind: paths or None for kind, paths in media.items()}
+        stream = self.chat.stream(**({"parts": parts} if parts else asked), **options)
         text, updated, self.reasoning = "", 0.0, ""
         try:
             if stop.is_set():

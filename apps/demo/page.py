@@ -46,14 +46,25 @@ const field = document.querySelector('#message textarea');
 if (field) field.setAttribute('aria-label', 'Message');
 """
 _THUMBNAIL_SCRIPT = """(message) => {
-  const names = (message?.files ?? []).map((file) => file.orig_name ?? '');
+  const names = (message?.files ?? []).map((file) => file.path.split(/[\\\\/]/).pop());
+  const text = document.querySelector('#message textarea');
   document.querySelectorAll('#message .thumbnail-item').forEach((item, place) => {
-    item.dataset.name = names[place] ?? '';
+    const name = names[place] ?? '', placed = `[${name}]`;
+    item.dataset.name = name;
+    item.title = `Click to put ${placed} into the text, where the model shall see it`;
+    item.draggable = true;
+    item.ondragstart = (event) => event.dataTransfer.setData('text/plain', placed);
+    item.onclick = (event) => {
+      if (event.target.closest('button')) return;
+      text.setRangeText(placed, text.selectionStart, text.selectionEnd, 'end');
+      text.dispatchEvent(new Event('input', {bubbles: true}));
+      text.focus();
+    };
   });
   for (const item of document.querySelectorAll('#message [role=listitem]')) item.role = 'group';
 }"""
-"""Script that names a message's files, and corrects their ARIA roles: gradio shows no names, and
-marks the files as list items without a list."""
+"""Script that names a message's files, lets visitors place them between words, and corrects their
+ARIA roles: gradio shows no names, and marks the files as list items without a list."""
 _ADDRESS_SCRIPT = """(id) => {
   const key = 'oscar-mm-conversations', hash = '#' + id;
   if (!id) history.replaceState(null, '', location.pathname);

@@ -153,6 +153,7 @@ class Session:
             self._check_length(exchange.options.get("max_new_tokens"))
             exchange.media = files_by_kind(files, self.sessions.folders)
             exchange.previews = load_previews(exchange.media, self.sessions.pipe.limits)
+            exchange.place_previews()
             yield
             before = len(self.conversation.chat.turns)
             try:
@@ -200,7 +201,9 @@ class Session:
             )
 
     def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
-        return chat.answer(exchange.question, exchange.media, exchange.options, self._stop)
+        return chat.answer(
+            exchange.question, exchange.media, exchange.options, self._stop, _placed(exchange)
+        )
 
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:
         """Answer with the 16-bit cache as well; end the comparison if this answer is incomplete."""
@@ -454,3 +457,12 @@ class Session:
                 yield not self._closed
             finally:
                 self._free_turn()
+
+
+def _placed(exchange: Exchange) -> list[Any]:
+    """Return the parts of a question that places its media, for ``Chat.stream``; else none."""
+    kinds = {"picture": "image", "video": "video", "clip": "audio"}
+    return [
+        part if isinstance(part, str) else {"type": kinds[part.kind], kinds[part.kind]: part.path}
+        for part in exchange.parts
+    ]

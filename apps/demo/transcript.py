@@ -18,6 +18,7 @@ import numpy as np
 from markdown_it import MarkdownIt
 from PIL import Image
 
+from oscar_mm.apps.demo.visitor_input import place_files
 from oscar_mm.chat.conversation import Turn
 from oscar_mm.errors import InputError
 from oscar_mm.media import MediaLimits
@@ -119,7 +120,7 @@ class Exchange:
         files: paths of the uploaded files of the question.
         media: the same files by kind, after they have been checked.
         previews: previews of the media, in the order of the turn's segments.
-        parts: texts and media of a loaded question, in order; empty if all media precede the text.
+        parts: texts and media of the question, in order; empty if all media precede the text.
         options: sampling options for the answer.
         reasoning: a thinking model's reasoning so far.
         answer: text of the answer so far.
@@ -158,6 +159,13 @@ class Exchange:
             note=NOTES.get(turn.finish_reason, ""),
             counts=True,
         )
+
+    def place_previews(self) -> None:
+        """Put the media where the question names them; see ``place_files``."""
+        parts = place_files(self.question, [preview.name for preview in self.previews])
+        if any(isinstance(part, int) for part in parts[len(self.previews) :]):
+            self.parts = [part if isinstance(part, str) else self.previews[part] for part in parts]
+            self.previews = [part for part in self.parts if isinstance(part, Preview)]
 
     @property
     def asked(self) -> list[str | Preview]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,35 @@ def bounded_text(name: str, text: str) -> str:
             f"{name}: {len(text):,} characters are more than the {MAX_CHARACTERS:,} allowed here"
         )
     return text.strip()
+
+
+def place_files(text: str, names: Sequence[str]) -> list[str | int]:
+    """Split a message at the names of its files in brackets: "Before: [a.png] after: [b.png]".
+
+    Args:
+        text: text of the message.
+        names: names of the files; of several files with a name, the first one is placed first.
+
+    Returns:
+        Texts and indexes of files, in order. Files that the text does not name come first.
+    """
+    left = dict(enumerate(names))
+    parts: list[str | int] = []
+    for piece in re.split(r"(\[[^\[\]\n]{1,255}\])", text):
+        index = next((index for index, name in left.items() if piece == f"[{name}]"), None)
+        if index is None:
+            parts.append(piece)
+        else:
+            del left[index]
+            parts.append(index)
+    found: list[str | int] = []
+    for part in parts:
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] = f"{found[-1]}{part}"
+        else:
+            found.append(part)
+    stripped = (part.strip() if isinstance(part, str) else part for part in found)
+    return [*left, *(part for part in stripped if part != "")]
 
 
 @dataclass(frozen=True)

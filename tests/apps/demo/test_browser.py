@@ -570,8 +570,14 @@ def test_actions_that_do_something(browser, uploads) -> None:
         ".map(one => one.dataset.name)"
     )
     browser.wait(lambda: browser.run(names) == ["0.png", "1.png"], "names of the pictures")
-    browser.say("What is it?")
+    [field] = browser.all("#message textarea")
+    field.send_keys("Before ")
+    browser.all("#message .thumbnail-item img")[1].click()
+    browser.wait(lambda: field.get_attribute("value") == "Before [1.png]", "the picture's name")
+    browser.say(" what is it?")
     browser.wait(lambda: "stop" in enabled(browser), "an answer to stop")
     browser.wait_for_the_end()
+    shown = [one.get_attribute("class") for one in browser.all("#history .asked > *")]
+    assert shown == ["media", "", "media", ""]
     everything = {"undo", "retry", "edit", "fork", "clear"}
     browser.wait(lambda: enabled(browser) == everything, "all but stop")

@@ -44,6 +44,26 @@ def test_answers_are_those_of_the_library(sessions, session, uploads) -> None:
     assert [one.kind for one in session.exchanges[0].previews] == ["picture", "video", "clip"]
 
 
+def test_pictures_between_words(sessions, session, uploads) -> None:
+    """The model reads them where the text names them."""
+    files = [uploads / "0.png", uploads / "tone.wav", uploads / "1.png"]
+    asked(session, "First [1.png] then [tone.wav] what?", *files)
+    [exchange] = session.turns
+    names = [part if isinstance(part, str) else part.name for part in exchange.asked]
+    assert names == ["0.png", "First", "1.png", "then", "tone.wav", "what?"]
+    parts = [
+        *({"type": "image", "image": uploads / "0.png"}, "First"),
+        *({"type": "image", "image": uploads / "1.png"}, "then"),
+        *({"type": "audio", "audio": uploads / "tone.wav"}, "what?"),
+    ]
+    with sessions.pipe.chat() as chat:
+        seed = exchange.options["seed"]
+        answer = chat.ask(parts=parts, max_new_tokens=6, temperature=0.0, seed=seed)
+        assert exchange.answer == answer.text
+        assert chat.turns[0].messages == session.conversation.chat.turns[0].messages
+    assert session.take_back() == ("First [1.png] then [tone.wav] what?", files)
+
+
 def test_a_page_is_updated_at_most_so_often(session, uploads, monkeypatch) -> None:
     monkeypatch.setattr(chat_module, "UPDATES_PER_S", 0.001)
     # The question, its media, the first word, the whole answer, its end.

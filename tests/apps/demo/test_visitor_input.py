@@ -7,7 +7,7 @@ from PIL import Image
 
 from oscar_mm.apps.demo import visitor_input as module
 from oscar_mm.apps.demo.transcript import load_previews
-from oscar_mm.apps.demo.visitor_input import bounded_text, files_by_kind
+from oscar_mm.apps.demo.visitor_input import bounded_text, files_by_kind, place_files
 from oscar_mm.errors import InputError
 from tests.prompts import tone
 from tests.recordings import write_sound
@@ -45,6 +45,22 @@ def test_other_files_are_not_read(uploads: Path, tmp_path: Path) -> None:
     link.unlink()
     with pytest.raises(InputError, match=r"gone\.png is no longer available"):
         files_by_kind([uploads / "gone.png"], [uploads])
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("What is it?", [0, 1, 2, "What is it?"]),
+        ("Before: [a.png] after: [b.wav]", [2, "Before:", 0, "after:", 1]),
+        ("[b.wav][a.png]", [2, 1, 0]),
+        ("[a.png] and [a.png] and [a.png]", [1, 0, "and", 2, "and [a.png]"]),
+        ("[c.png] [A.PNG] [[a.png]]", [1, 2, "[c.png] [A.PNG] [", 0, "]"]),
+        ("", [0, 1, 2]),
+        ("[" * 1000, [0, 1, 2, "[" * 1000]),
+    ],
+)
+def test_files_are_placed_by_name(text: str, parts: list) -> None:
+    assert place_files(text, ["a.png", "b.wav", "a.png"]) == parts
 
 
 def test_bounds(uploads: Path, monkeypatch) -> None:
