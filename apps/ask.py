@@ -57,7 +57,7 @@ def ask(
     given = options.by_kind(media or [])
     given["videos"] += video or []
     given["audio"] += audio or []
-    _check_request(prompt, given)
+    _check_request(prompt, given, model)
     for name in given["videos"]:
         existing_file(name, name)
     pictures, sounds = (
@@ -110,11 +110,13 @@ def ask(
     )
 
 
-def _check_request(prompt: str, given: dict[str, list[str]]) -> None:
+def _check_request(prompt: str, given: dict[str, list[str]], model: str | None) -> None:
     if not prompt.strip():
         raise InputError("--prompt is empty: pass the question as text")
-    if not any(given.values()):
-        raise InputError("nothing to ask about: pass an image, a video or a recording")
+    if model is None and not any(given.values()):
+        raise InputError(
+            "nothing to ask about: pass an image, a video or a recording, or a model with --model"
+        )
 
 
 def _file_or_bytes(name: str, allow_remote: bool) -> Path | bytes:

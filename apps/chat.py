@@ -266,7 +266,7 @@ def _check_reads(pipe: "Pipeline", modality: Modality) -> None:
     from oscar_mm.pipelines.registry import readers  # Slow to import.
 
     if modality not in pipe.family.reads:
-        labels = ", ".join(sorted(readable.label for readable in pipe.family.reads))
+        labels = ", ".join(sorted(readable.label for readable in pipe.family.reads)) or "text only"
         remedy = f"use {readers(modality)}"
         raise InputError(f"{pipe.family.name} supports {labels}, not {modality.label}; {remedy}")
 

@@ -29,6 +29,7 @@ from oscar_mm.pipelines.quantized_checkpoints import (
     quantized_arguments,
 )
 from oscar_mm.pipelines.registry import family_of, pipeline_of
+from oscar_mm.pipelines.requirements import check_fits, check_logits, check_modules
 from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
 from oscar_mm.rank_watch import watch
 from oscar_mm.tensor_parallel import TPGroup
@@ -100,15 +101,15 @@ def load(
                 raise InputError(
                     f"{name} cannot be used with a model that is already loaded: leave it out"
                 )
-        family = family_of(model.config.model_type, pipeline)
+        family = _fitting(str(model.name_or_path), model.config, pipeline, model)
         if processor is None:
             processor = _processor(str(model.name_or_path), {})
-        _check_processor(processor)
+        processor = _adapted(family, processor)
         if "device" in placement.given:
             torch.nn.Module.to(model, placement.target)
         adopt_fp8(model)
         _set_attention(family, model, towers)
-        return family(model.eval(), processor)
+        return _checked(str(model.name_or_path), family(model.eval(), processor))
     if weights is not None:
         check_format(weights, placement.tp_plan)
     model, adapter = adapter_base(model)
@@ -118,7 +119,7 @@ def load(
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
     shared = check_source(source, shared)
     config = _config(source, shared)
-    family = family_of(config.model_type, pipeline)
+    family = _fitting(source, config, pipeline)
     target = placement.target
     options = {**model_kwargs, **shared, **placement.arguments(family.auto_class, config)}
     options["dtype"] = dtype_of(dtype, placement.on_cpu)
@@ -136,7 +137,7 @@ def load(
         options["adapter_kwargs"] = local | (options.get("adapter_kwargs") or {})
     if processor is None:
         processor = _processor(source, shared)
-    _check_processor(processor)
+    processor = _adapted(family, processor)
     try:
         loaded = _loaded(family, source, config, placement.tp_plan, options)
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
@@ -150,7 +151,7 @@ def load(
         loaded = add_adapter(loaded, adapter)
     watch(TPGroup.of(loaded))
     _set_attention(family, loaded, towers)
-    return family(loaded.eval(), processor)
+    return _checked(source, family(loaded.eval(), processor))
 
 
 def _loaded(
@@ -179,10 +180,32 @@ def outline(model: str | Path) -> Family:
     source = source_of(adapter_base(model)[0])
     options = check_source(source)
     config = _config(source, options)
-    family = family_of(config.model_type)
-    processor = _processor(source, options)
-    _check_processor(processor)
+    family = _fitting(source, config)
+    processor = _adapted(family, _processor(source, options))
     return family(meta_model(family.auto_class, config).eval(), processor)
+
+
+def _fitting(
+    source: str, config: Any, pipeline: str | None = None, model: PreTrainedModel | None = None
+) -> type[Family]:
+    """Return the family of a checkpoint or a loaded model, whose attention fits the cache."""
+    family = family_of(config.model_type, pipeline)
+    check_fits(source, config)
+    if config.model_type in family.model_types:
+        return family  # A family of its own, whose modules are known.
+    try:
+        model = meta_model(family.auto_class, config) if model is None else model
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+        raise InputError(f"model {source}: {first_line(error)}") from error
+    check_modules(source, model, family.text_part(model))
+    return family
+
+
+def _checked(source: str, family: Family) -> Family:
+    """Return a family whose model computes the same with the cache; tested families do."""
+    if family.outer_model.config.model_type not in family.model_types:
+        check_logits(source, family.model)
+    return family
 
 
 def stored_weights(source: str) -> tuple[str, int] | None:
@@ -251,12 +274,15 @@ def _set_attention(family: type[Family], model: PreTrainedModel, towers: str | N
         raise InputError(f"attn_implementation {towers!r}: {first_line(error)}") from error
 
 
-def _check_processor(processor: Any) -> None:
+def _adapted(family: type[Family], processor: Any) -> Any:
+    """Return the processor that a family uses, see ``Family.adapt``."""
+    processor = family.adapt(processor)
     if not hasattr(processor, "tokenizer"):
         raise InputError(
             f"processor: {type(processor).__name__} has no tokenizer; pass the result of "
             "AutoProcessor.from_pretrained, or leave it out"
         )
+    return processor
 
 
 def _processor(source: str, options: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from oscar_mm.engine.family import Family
@@ -12,6 +13,8 @@ from oscar_mm.models.released import add_released
 
 F = TypeVar("F", bound=Family)
 _FAMILIES: dict[str, type[Family]] = {}
+_GENERAL: dict[str, type[Family]] = {}
+"""Families by model type for the types without a family of their own."""
 
 
 def register_family(family: type[F]) -> type[F]:
@@ -33,6 +36,20 @@ def register_family(family: type[F]) -> type[F]:
     return family
 
 
+def register_general(model_types: Iterable[str]) -> Callable[[type[F]], type[F]]:
+    """Return a class decorator that registers a family for model types of transformers.
+
+    A family that ``register_family`` registers for one of the types takes precedence.
+    """
+
+    def register(family: type[F]) -> type[F]:
+        _GENERAL.update(dict.fromkeys(model_types, family))
+        KNOWN_LAYERS.update(family.fast_layers)
+        return family
+
+    return register
+
+
 def family_of(model_type: str, pipeline: str | None = None) -> type[Family]:
     """Return the family that supports a model type.
 
@@ -43,7 +60,7 @@ def family_of(model_type: str, pipeline: str | None = None) -> type[Family]:
     Raises:
         InputError: if no family supports the model type, or the pipeline does not.
     """
-    family = _FAMILIES.get(model_type)
+    family = find_family(model_type)
     if family is None or pipeline not in (None, pipeline_of(family)):
         by = f" by {pipeline}" if pipeline else ""
         raise InputError(f"model type {model_type!r} is not supported{by}: {_reading()}")
@@ -55,9 +72,9 @@ def pipeline_of(family: type[Family]) -> str:
     return "OscarOmniPipeline" if Modality.AUDIO in family.reads else "OscarVLPipeline"
 
 
-def is_registered(model_type: str) -> bool:
-    """Return whether any family supports a model type."""
-    return model_type in _FAMILIES
+def find_family(model_type: str) -> type[Family] | None:
+    """Return the family that supports a model type; None if no family does."""
+    return _FAMILIES.get(model_type) or _GENERAL.get(model_type)
 
 
 def readers(modality: Modality) -> str:
@@ -75,4 +92,5 @@ def _reading() -> str:
     by_pipeline: dict[str, list[str]] = {}
     for model_type, family in _FAMILIES.items():
         by_pipeline.setdefault(pipeline_of(family), []).append(model_type)
-    return "; ".join(f"{name} supports {', '.join(kinds)}" for name, kinds in by_pipeline.items())
+    own = "; ".join(f"{name} supports {', '.join(kinds)}" for name, kinds in by_pipeline.items())
+    return f"{own}; and text-only models of transformers run in OscarVLPipeline"

@@ -1,7 +1,7 @@
-"""Text-only models: any causal language model in transformers, with its tokenizer.
+"""Language models with their tokenizers, for texts without a conversation.
 
-The compare and inspect commands support these models in addition to those of the pipelines. To
-chat with such a model, pass an ``OscarCache`` to its ``generate``.
+The compare and inspect commands read texts with these models, which need no chat template. To chat
+with a language model, load it with a pipeline (``oscar_mm.pipelines.families.text``).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from oscar_mm.admission.capacity import layers_of_states
 from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.errors import InputError
 from oscar_mm.models import check_source, source_of
+from oscar_mm.pipelines.families.text import TextFamily
 from oscar_mm.pipelines.loading import config_of, device_of, dtype_of, first_line, meta_model
-from oscar_mm.pipelines.registry import is_registered
+from oscar_mm.pipelines.registry import find_family
+from oscar_mm.pipelines.requirements import LATENT, check_fits
 
 _CHARACTERS = 16
 """Upper bound on the average number of characters per token of a text."""
@@ -76,7 +76,7 @@ class TextModel:
 
 
 def is_text_model(model: str | Path) -> bool:
-    """Return whether a checkpoint is a causal language model that no pipeline supports.
+    """Return whether a checkpoint is a causal language model, which reads text only.
 
     Args:
         model: name of a bundled model, hub id or folder; only its configuration is read.
@@ -84,8 +84,8 @@ def is_text_model(model: str | Path) -> bool:
     Raises:
         InputError: if the model does not exist.
     """
-    kind = config_of(source_of(model), {}).model_type
-    return not is_registered(kind) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    family = find_family(config_of(source_of(model), {}).model_type)
+    return family is not None and issubclass(family, TextFamily)
 
 
 def load_text_model(
@@ -104,8 +104,8 @@ def load_text_model(
         options: ``from_pretrained`` arguments for model and tokenizer, such as ``gguf_file``.
 
     Raises:
-        InputError: if the model does not exist, has no tokenizer, or has linear attention, which
-            keeps states instead of keys and values.
+        InputError: if the model does not exist, has no tokenizer, or does not fit the cache, see
+            ``check_fits``.
     """
     given, target = dict(options or {}), device_of(device)
     # A folder with a GGUF file has no configuration.
@@ -119,11 +119,7 @@ def load_text_model(
         )
     except (*_UNREADABLE, SafetensorError) as error:
         raise InputError(f"model {source}: {first_line(error)}") from error
-    if states := layers_of_states(loaded.config):
-        raise InputError(
-            f"model {source}: has layers of {', '.join(sorted(set(states)))}, which keep states "
-            "instead of keys and values; use a model whose layers all have attention"
-        )
+    check_fits(source, loaded.config)
     try:
         loaded.set_attn_implementation(IMPLEMENTATION)
     except (ValueError, KeyError) as error:
@@ -156,8 +152,8 @@ def outline_text_model(model: str | Path) -> PreTrainedModel:
     config = config_of(source, {})
     if getattr(config, "kv_lora_rank", None):
         raise InputError(
-            f"model {source}: has keys and values of different sizes (latent attention), which the "
-            "packed cache does not support; use a model with multi-head or grouped-query attention"
+            f"model {source}: has {LATENT}, which the packed cache does not support; use a model "
+            "with multi-head or grouped-query attention"
         )
     return meta_model(AutoModelForCausalLM, config)
 

@@ -16,7 +16,7 @@ _ARGUMENTS = ("images", "prompt", "videos", "system", "messages")
 
 
 class OscarVLPipeline(Pipeline):
-    """Pipeline for LLaVA-v1.6, Qwen2.5-VL and Qwen3-VL: images and videos, with a packed KV cache.
+    """Pipeline for models of images, videos and text, or of text only, with a packed KV cache.
 
     ::
 

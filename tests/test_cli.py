@@ -192,7 +192,6 @@ def a_text_file_named_png(tmp_path: Path) -> str:
         (["PICTURE", "--video", "gone.mp4"], "gone.mp4: no such file"),
         (["PICTURE", "--policy", "tiny"], "policy 'tiny': choose one of standard, compact"),
         (["PICTURE", "--prompt", "  "], "--prompt is empty"),
-        ([], "pass an image, a video or a recording"),
         (["gone.WAV"], "gone.WAV: no such file"),
         (["https://example.org/a.wav"], "(--allow-remote) or download the file"),
         (["--audio", "gone.wav"], "gone.wav: no such file"),

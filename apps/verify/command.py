@@ -103,6 +103,11 @@ def verify(
     )
     if questions is None:
         rows = supported(pipe, rows)
+        if not rows:
+            raise InputError(
+                f"{model} reads text only, and the questions in the package are about media: pass "
+                "your own with --questions FILE"
+            )
     source = "the package" if questions is None else questions.name
     verification = Verification(pipe, name, source, policies, max_new_tokens, path)
     try:

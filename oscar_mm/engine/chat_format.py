@@ -42,7 +42,7 @@ class ChatFormat:
         InputError: if the processor has no chat template.
     """
 
-    name: ClassVar[str]
+    name: str
     """Common name of the model family."""
 
     reads: ClassVar[frozenset[Modality]]
@@ -76,7 +76,7 @@ class ChatFormat:
         """
         for medium in media:
             if medium.modality not in self.reads:
-                known = ", ".join(sorted(modality.label for modality in self.reads))
+                known = ", ".join(sorted(modality.label for modality in self.reads)) or "text only"
                 raise InputError(
                     f"{medium.label}: {self.name} does not support {medium.modality.label}; "
                     f"it supports {known}"

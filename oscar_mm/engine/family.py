@@ -135,6 +135,11 @@ class Family(ChatFormat, ABC):
         processor.chat_template = cls.plain_template
         return processor
 
+    @classmethod
+    def adapt(cls, processor: Any) -> Any:
+        """Return the processor that the family uses in place of the checkpoint's."""
+        return processor
+
     @property
     def device(self) -> torch.device:
         """Device that prompts are moved to."""
@@ -385,7 +390,9 @@ class Family(ChatFormat, ABC):
         placeholders = self.placeholders
         pattern = "|".join(re.escape(token) for token in placeholders)
         left = {modality: [m for m in media if m.modality is modality] for modality in Modality}
-        called = [placeholders[token] for token in re.findall(pattern, text)]
+        # An empty pattern would match everywhere.
+        found = re.findall(pattern, text) if placeholders else []
+        called = [placeholders[token] for token in found]
         if sorted(called) != sorted(medium.modality for medium in media):
             raise InputError(
                 "the chat template of this checkpoint does not write one placeholder for each "

@@ -59,7 +59,7 @@ def supports(model: Any) -> bool:
     layers, modules = getattr(decoder, "layers", ()), modules_of(decoder)
     return (
         type(head) is nn.Linear
-        and model.config.get_text_config(decoder=True).hidden_act == "silu"
+        and getattr(model.config.get_text_config(decoder=True), "hidden_act", None) == "silu"
         and has_full_attention(model)
         and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
         and run_as_written((model, head, *(x for x in modules if not is_lora(x))))

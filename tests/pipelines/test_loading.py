@@ -10,7 +10,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    ViTConfig,
+    ViTModel,
+)
 
 from oscar_mm import InputError, OscarOmniPipeline, OscarVLPipeline
 from oscar_mm.models import bundled
@@ -19,7 +25,6 @@ from oscar_mm.pipelines.families.qwen3_omni import Qwen3Omni
 from oscar_mm.pipelines.families.qwen3_vl import Qwen3VL
 from oscar_mm.pipelines.loading import Placement, meta_model, tensor_plan
 from oscar_mm.policy import DEFAULT
-from tests.checkpoints import build_decoder
 from tests.prompts import REQUESTS
 
 REQUEST = REQUESTS["two images"]
@@ -99,13 +104,15 @@ def test_loaded_model_with_arguments_of_loading(loaded) -> None:
 
 
 def test_other_models(tmp_path: Path) -> None:
-    llama = build_decoder("llama")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vit = ViTModel(ViTConfig(**sizes, num_hidden_layers=1, image_size=28, patch_size=14))
     words = (
-        "'llama' is not supported",
+        "'vit' is not supported",
         "OscarVLPipeline supports llava_next, qwen2_5_vl, qwen3_vl, qwen3_vl_moe",
+        "and text-only models of transformers",
     )
-    refused(llama, *words)
-    llama.save_pretrained(tmp_path)
+    refused(vit, *words)
+    vit.save_pretrained(tmp_path)
     refused(tmp_path, *words)
 
 
