@@ -189,8 +189,8 @@ def _fitting(
     source: str, config: Any, pipeline: str | None = None, model: PreTrainedModel | None = None
 ) -> type[Family]:
     """Return the family of a checkpoint or a loaded model, whose attention fits the cache."""
-    family = family_of(config.model_type, pipeline)
     check_fits(source, config)
+    family = family_of(config.model_type, pipeline)
     if config.model_type in family.model_types:
         return family  # A family of its own, whose modules are known.
     try:

@@ -121,11 +121,11 @@ def _of_config(config: Any) -> Iterator[str]:
         yield "layers that share keys and values"
     if config.model_type in _TWO_WAY or getattr(text, "use_bidirectional_attention", False):
         yield "two-way attention among tokens"
-    if not getattr(text, "max_position_embeddings", None):
-        yield "no context length in its configuration (max_position_embeddings)"
 
 
 def _of_modules(model: PreTrainedModel, writer: PreTrainedModel) -> Iterator[str]:
+    if not getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None):
+        yield "no context length in its configuration (max_position_embeddings)"
     if not writer._supports_attention_backend:
         yield "attention of its own, not transformers' interface"
     layers = getattr(writer.get_decoder(), "layers", ())

@@ -54,6 +54,10 @@ def check_turns(
             raise ValueError(f"a turn has the unknown finish_reason {turn.finish_reason[:40]!r}")
 
 
+_WITHIN = {Modality.IMAGE: {Modality.TEXT}, Modality.VIDEO: {Modality.TEXT, Modality.AUDIO}}
+"""Modalities of further tokens within a media item: ends of rows, timestamps, sound."""
+
+
 def _forgotten(conversation: Conversation) -> np.ndarray:
     """Return (tokens,) bool: whether each token is forgotten according to the turns."""
     found = np.zeros(conversation.tokens, dtype=bool)
@@ -71,7 +75,7 @@ def _check_media(conversation: Conversation, kinds: np.ndarray) -> None:
             found = kinds[span.start : span.stop]
             named[span.start : span.stop] = True
             inside = set(np.unique(found).tolist())
-            others = {Modality.TEXT, Modality.AUDIO} if span.modality is Modality.VIDEO else set()
+            others = _WITHIN.get(span.modality, set())
             ends = found[0], found[-1]
             if Modality.TEXT in ends or not {span.modality} <= inside <= {span.modality, *others}:
                 raise ValueError("the tokens of a media item have a different modality")

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
@@ -261,8 +262,14 @@ class Family(ChatFormat, ABC):
         return self._prompt(text, media, lead, list(pending), past_tokens, next_position)
 
     def join_media(self, name: str, parts: Sequence[Any]) -> Any:
-        """Join a forward argument of several prompts along the media dimension."""
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        """Join a forward argument of several prompts along the media dimension, the first one.
+
+        Images of different sizes or numbers of tiles are padded with zeros, which have no effect.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        sizes = [max(sides) for sides in zip(*(part.shape[1:] for part in parts), strict=True)]
+        return torch.cat([pad(part, _missing(part.shape[1:], sizes)) for part in parts])
 
     def concatenate(self, prompts: Sequence[Prompt]) -> Prompt:
         """Concatenate single-row prompts into one row, without changing their positions."""
@@ -399,6 +406,12 @@ class Family(ChatFormat, ABC):
                 f"media item: {len(media)} media items, {len(called)} placeholders"
             )
         return [left[modality].pop(0) for modality in called]
+
+
+def _missing(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the padding of the last dimensions to ``sizes``, as ``pad`` takes it."""
+    pairs = zip(reversed(shape), reversed(sizes), strict=True)
+    return [side for have, want in pairs for side in (0, want - have)]
 
 
 def _spans(

@@ -22,6 +22,8 @@ class InputLayout:
             modality of the media.
         per_patch: forward argument with one row per patch -> modality of the media, and the name of
             the argument with their grids, (media, 3), which give the number of patches.
+        per_tile: forward argument with one row per tile -> modality of the media; all tiles have
+            the same number of tokens.
         padded: forward argument among ``per_medium`` whose last dimension is padded to the longest
             media item -> name of the argument with the padding mask.
         video_grids: name of the argument with the grids of videos, for towers that take patches and
@@ -34,6 +36,7 @@ class InputLayout:
 
     per_medium: Mapping[str, Modality] = field(default_factory=dict)
     per_patch: Mapping[str, tuple[Modality, str]] = field(default_factory=dict)
+    per_tile: Mapping[str, Modality] = field(default_factory=dict)
     padded: Mapping[str, str] = field(default_factory=dict)
     video_grids: str | None = None
     features: Mapping[str, str] = field(default_factory=dict)

@@ -227,6 +227,14 @@ def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
     return counts
 
 
+def _tiles(prompt: Prompt, kind: Modality, tiles: int) -> torch.Tensor:
+    """Return the number of tiles of each media item of a modality, from its number of tokens."""
+    spans = [span for span in prompt.media if span.modality is kind]
+    shown = prompt.modalities[0] == kind
+    tokens = torch.stack([shown[span.start : span.stop].sum() for span in spans])
+    return tokens * tiles // tokens.sum()
+
+
 def _taken(
     prompt: Prompt, before: dict[Modality, int], counts: dict[Modality, int]
 ) -> dict[str, Any]:
@@ -241,6 +249,9 @@ def _taken(
         elif name in layout.per_patch:
             kind, grids = layout.per_patch[name]
             rows = prompt.inputs[grids].prod(-1).cpu()
+        elif name in layout.per_tile:
+            kind = layout.per_tile[name]
+            rows = _tiles(prompt, kind, len(tensor))
         else:
             raise NotImplementedError(
                 "cannot reuse the cached beginning of a prompt: the media in the model's argument "

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers import LlavaNextImageProcessor
 from transformers.image_processing_utils import select_best_resolution
 
@@ -70,13 +69,6 @@ class LlavaNext(Family):
             positions=torch.arange(ids.shape[1])[None],
             media_tokens=[self.min_tokens(medium) for medium in media],
         )
-
-    def join_media(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See ``Family.join_media``; images are padded with empty tiles, which have no effect."""
-        if name == "pixel_values":
-            tiles = max(part.shape[1] for part in parts)
-            parts = [pad(part, (0, 0) * 3 + (0, tiles - part.shape[1])) for part in parts]
-        return super().join_media(name, parts)
 
     def largest_image(self, width: int, height: int) -> tuple[int, int]:
         """See ``Family.largest_image``: about twice the width and height of the image's tiles.

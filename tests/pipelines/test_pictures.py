@@ -1,0 +1,166 @@
+"""Models of images by the uniform interface: prompts, logits and answers of plain transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm.engine import prefill as prefill_module
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prefill import read_prompt
+from oscar_mm.modality import Modality
+from tests.prompts import clip, noise
+from tests.tiny_pictures import PICTURES, build_pictures
+
+NEVER = 1 << 20
+"""An end token that no model chooses."""
+END = "<|im_end|>\n"
+SHOWN = [noise(96, 70), noise(60, 200, 2), noise(150, 150, 3)]
+
+
+class Pictures:
+    """A checkpoint in a pipeline that loses nothing, and in plain transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pipe = OscarVLPipeline(folder, policy="bf16", device="cpu")
+        self.pipe.model.generation_config.eos_token_id = NEVER
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self.processor: Any = AutoProcessor.from_pretrained(folder)
+
+    def inputs(self, text: str, images: Sequence[np.ndarray]) -> dict[str, Any]:
+        shown = {"images": [[Image.fromarray(one) for one in images]]} if images else {}
+        return dict(self.processor(text=[text], **shown, return_tensors="pt"))
+
+    def asked(self, *parts: str | None) -> str:
+        """A rendered turn; None is an image."""
+        content = [{"type": "text", "text": one} if one else {"type": "image"} for one in parts]
+        return self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+
+    def greedy(self, inputs: dict[str, Any], tokens: int) -> list[int]:
+        """The next tokens, by passes over all tokens without a cache."""
+        given, ids = dict(inputs), inputs["input_ids"]
+        for _ in range(tokens):
+            given |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if "mm_token_type_ids" in inputs:
+                given["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
+            with torch.no_grad():
+                logits = self.model(**given, use_cache=False).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        return ids[0, -tokens:].tolist()
+
+
+@pytest.fixture(scope="module", params=PICTURES)
+def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pictures:
+    if request.param == "smolvlm":
+        pytest.importorskip("num2words", reason="SmolVLM's processor needs num2words")
+    return Pictures(build_pictures(request.param, tmp_path_factory.mktemp(request.param), seed=1))
+
+
+def test_answers_are_those_of_transformers(one: Pictures, monkeypatch) -> None:
+    requests, expected = [], []
+    for images in ([], SHOWN[:1], SHOWN):
+        inputs = one.inputs(one.asked(*[None] * len(images), "What is it?"), images)
+        media = one.pipe.read_media(images)
+        prompt = one.pipe.family.prompt(first_turn("What is it?", media.parts), media)
+        assert torch.equal(prompt.inputs["input_ids"], inputs["input_ids"])
+        if "mm_token_type_ids" in inputs:
+            positions = one.model.model.get_rope_index(
+                inputs["input_ids"],
+                mm_token_type_ids=inputs["mm_token_type_ids"],
+                image_grid_thw=inputs.get("image_grid_thw"),
+            )[0]
+            assert torch.equal(prompt.positions[1:], positions)
+        with torch.inference_mode():
+            logits = one.model(**inputs).logits[:, -1]
+        # Whole, and with towers and chunks of few images at a time.
+        for most, chunk in ((prefill_module.MAX_TOKENS, None), (10, 7)):
+            monkeypatch.setattr(prefill_module, "MAX_TOKENS", most)
+            found = read_prompt(one.pipe.model, prompt, one.pipe.new_cache(), chunk)
+            torch.testing.assert_close(found, logits, atol=2e-4, rtol=2e-4)
+        monkeypatch.undo()
+        requests.append({"images": images, "prompt": "What is it?", "max_new_tokens": 6})
+        expected.append(one.greedy(inputs, 6))
+    assert len({tuple(tokens) for tokens in expected}) > 1, "the images change nothing"
+    assert [one.pipe(**request).token_ids for request in requests] == expected
+    answers = [made.answer for made in one.pipe.batch(requests)]
+    assert [answer and answer.token_ids for answer in answers] == expected
+
+
+def test_images_between_texts(one: Pictures) -> None:
+    text = one.asked("First: ", None, "Then: ", None, "Which one?")
+    expected = one.greedy(one.inputs(text, SHOWN[:2]), 6)
+    content = [
+        {"type": "text", "text": "First: "},
+        {"type": "image", "image": SHOWN[0]},
+        {"type": "text", "text": "Then: "},
+        {"type": "image", "image": SHOWN[1]},
+        {"type": "text", "text": "Which one?"},
+    ]
+    turn = {"role": "user", "content": content}
+    assert one.pipe(messages=[turn], max_new_tokens=6).token_ids == expected
+
+
+def test_turns_are_those_of_transformers(one: Pictures, tmp_path: Path) -> None:
+    """Each after the tokens of all earlier turns; the last in a chat that was saved."""
+    chat, ids = one.pipe.chat(), list[torch.Tensor]()
+    [placeholder] = one.pipe.family.placeholders
+    for turn, image in enumerate(SHOWN):
+        text = (END if turn else "") + one.asked(None, "And this?")
+        ids.append(one.inputs(text, [image])["input_ids"])
+        inputs = one.inputs(placeholder * (turn + 1), SHOWN[: turn + 1])
+        expected = one.greedy(inputs | {"input_ids": torch.cat(ids, dim=1)}, 4)
+        ids.append(torch.tensor([expected]))
+        if turn == 2:
+            chat.save(tmp_path / "chat.oscar")
+            chat = one.pipe.load_chat(tmp_path / "chat.oscar")
+        assert chat.ask("And this?", [image], max_new_tokens=4).token_ids == expected
+
+
+def test_forget_an_image(one: Pictures, tmp_path: Path) -> None:
+    chat = one.pipe.chat()
+    chat.ask("What is it?", SHOWN[:2], max_new_tokens=4)
+    spans = [each for each in chat.segments if each.modality is Modality.IMAGE]
+    shown = chat.ask("Why?", max_new_tokens=4).memory.tokens["image"]
+    chat.forget(spans[0])
+    chat.save(tmp_path / "chat.oscar")
+    again = one.pipe.load_chat(tmp_path / "chat.oscar")
+    answers = [each.ask("And now?", max_new_tokens=6) for each in (chat, again)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert 0 < answers[0].memory.tokens["image"] < shown
+
+
+def test_questions_share_an_image(one: Pictures) -> None:
+    pipe = OscarVLPipeline(
+        one.pipe.model, processor=one.pipe.processor, policy="bf16", prefix_cache="100MB"
+    )
+    for number, question in enumerate(("What is it?", "How many are there?")):
+        expected = one.pipe(SHOWN * 2, question, max_new_tokens=4).token_ids
+        assert pipe(SHOWN * 2, question, max_new_tokens=4).token_ids == expected
+        assert pipe.prefixes is not None
+        assert (pipe.prefixes.tokens_saved > 0) == (number > 0)
+
+
+def test_packed_pages(one: Pictures) -> None:
+    pipe = OscarVLPipeline(one.pipe.model, processor=one.pipe.processor, policy="compact")
+    report = pipe(SHOWN * 4, "What is it?", max_new_tokens=6).memory
+    assert report.kv_bytes < report.bf16_bytes
+
+
+def test_videos_are_refused(one: Pictures) -> None:
+    with pytest.raises(InputError, match="does not support video; it supports image"):
+        one.pipe(prompt="What?", videos=[clip(4)])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "molmo2", "paligemma"])
+def test_two_way_attention_is_refused(name: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"{name} has two-way attention among tokens"):
+        OscarVLPipeline(tmp_path, device="cpu")

@@ -1,0 +1,207 @@
+"""Tiny models of ``pipelines/families/pictures.py``, with the processors of the released models."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tests.tiny import qwen_tokenizer, save_qwen
+
+_TEMPLATE = """
+{%- for message in messages -%}
+{{ '<|im_start|>' ~ message.role ~ '\\n' }}
+{%- for part in message.content -%}
+{{ 'IMAGE' if part.type == 'image' else part.text }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+""".strip()
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_BOUNDS: Any = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
+
+
+def _tokenizer(template: str, *special: str, **named: str) -> Any:
+    """A tokenizer with a chat template; ``named`` tokens are attributes of it."""
+    tokens = (*_SPECIAL, *special, *named.values())
+    return qwen_tokenizer(
+        500,
+        tokens,
+        chat_template=_TEMPLATE.replace("IMAGE", template),
+        model_specific_special_tokens=named,
+    )
+
+
+def _internvl() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    tokenizer = _tokenizer(
+        "<IMG_CONTEXT>\\n",
+        start_image_token="<img>",
+        end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )
+    size: Any = {"height": 56, "width": 56}
+    processor = transformers.InternVLProcessor(
+        transformers.GotOcr2ImageProcessor(size=size, max_patches=4),
+        tokenizer,
+        transformers.InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    )
+    vision = _TOWER | {"image_size": [56, 56], "patch_size": [14, 14]}
+    return processor, "<IMG_CONTEXT>", vision, {"image_seq_length": 4}
+
+
+def _mistral3() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    tokenizer = _tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    processor = transformers.PixtralProcessor(
+        transformers.PixtralImageProcessor(patch_size=14, size={"longest_edge": 112}),
+        tokenizer,
+        patch_size=14,
+        spatial_merge_size=2,
+        chat_template=tokenizer.chat_template,
+    )
+    vision = _TOWER | {"model_type": "pixtral", "image_size": 112, "head_dim": 16}
+    return processor, "[IMG]", vision, {"spatial_merge_size": 2}
+
+
+def _tiles(kind: str) -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    places = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
+    tokenizer = _tokenizer(
+        "<image>",
+        *places,
+        "<fake_token_around_image>",
+        "<global-img>",
+        "<end_of_utterance>",
+        "<image>",
+    )
+    sizes: Any = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+    parts = [getattr(transformers, f"{kind}ImageProcessor")(**sizes), tokenizer]
+    if kind == "SmolVLM":
+        parts.append(transformers.SmolVLMVideoProcessor(**sizes))
+    processor = getattr(transformers, f"{kind}Processor")(
+        *parts, image_seq_len=4, chat_template=tokenizer.chat_template
+    )
+    return processor, "<image>", _TOWER | {"image_size": 56}, {"scale_factor": 2}
+
+
+def _glm4v() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    tokenizer = _tokenizer(
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|begin_of_video|>",
+        "<|end_of_video|>",
+        "<|image|>",
+        "<|video|>",
+    )
+    processor = transformers.Glm4vProcessor(
+        transformers.Glm4vImageProcessor(size=_BOUNDS),
+        tokenizer,
+        transformers.Glm4vVideoProcessor(size=_BOUNDS),
+        chat_template=tokenizer.chat_template,
+    )
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 128,
+        "image_size": 112,
+    }
+    names = ("image", "video"), ("start", "end")
+    ids = {
+        f"{kind}_{place}_token_id": tokenizer.convert_tokens_to_ids(
+            f"<|{'begin' if place == 'start' else place}_of_{kind}|>"
+        )
+        for kind in names[0]
+        for place in names[1]
+    }
+    ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video|>")
+    return processor, "<|image|>", vision, ids
+
+
+def _paddleocr_vl() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    tokenizer = _tokenizer(
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        "<|IMAGE_START|>",
+        "<|IMAGE_END|>",
+        image_token="<|IMAGE_PLACEHOLDER|>",
+    )
+    processor = transformers.PaddleOCRVLProcessor(
+        transformers.PaddleOCRVLImageProcessor(size=_BOUNDS),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    ids = {
+        f"vision_{place}_token_id": tokenizer.convert_tokens_to_ids(f"<|IMAGE_{place.upper()}|>")
+        for place in ("start", "end")
+    }
+    vision = _TOWER | {"image_size": 112}
+    return processor, "<|IMAGE_PLACEHOLDER|>", vision, ids
+
+
+_MROPE = {"rope_parameters": _ROPE | {"mrope_section": [8, 12, 12]}}
+_HALF = {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}}
+PICTURES: dict[str, tuple[Callable[[], tuple[Any, str, dict[str, Any], dict[str, Any]]], dict]] = {
+    "internvl": (_internvl, {"model_type": "qwen3"}),
+    "mistral3": (_mistral3, {"model_type": "mistral", "sliding_window": None}),
+    "idefics3": (lambda: _tiles("Idefics3"), {"model_type": "llama"}),
+    "smolvlm": (lambda: _tiles("SmolVLM"), {"model_type": "llama"}),
+    "glm4v": (_glm4v, _HALF),
+    "glm4v_moe": (
+        _glm4v,
+        _HALF
+        | {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "paddleocr_vl": (_paddleocr_vl, _MROPE),
+}
+"""Model type -> processor, placeholder, vision and other fields; fields of the text model."""
+
+
+def build_pictures(model_type: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a tiny checkpoint of a model type in ``PICTURES`` with its processor."""
+    parts, text = PICTURES[model_type]
+    processor, placeholder, vision, fields = parts()
+    tokenizer = processor.tokenizer
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    name = "image_token_index" if model_type == "mistral3" else "image_token_id"
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=sizes | text,
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **{name: tokenizer.convert_tokens_to_ids(placeholder)},
+        **fields,
+    )
+    model = AutoModelForImageTextToText.from_config(config).float().eval()
+    save_qwen(model, processor, folder, seed)
+    return folder
