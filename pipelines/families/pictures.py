@@ -130,9 +130,9 @@ class GridFamily(PictureFamily):
 
 @register_family
 class Glm4V(GridFamily):
-    """Family of GLM-4.1V, GLM-4.5V and GLM-4.6V, dense and with experts."""
+    """Family of GLM-4.1V and GLM-4.5V, dense and with experts."""
 
-    model_types = ("glm4v", "glm4v_moe", "glm46v")
+    model_types = ("glm4v", "glm4v_moe")
     name = "GLM-4V"
 
 
