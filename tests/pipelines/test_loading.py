@@ -119,7 +119,7 @@ def test_other_models(tmp_path: Path) -> None:
 def test_the_other_pipelines_models(qwen3_vl_folder, qwen3_omni_folder) -> None:
     refused(qwen3_omni_folder, "'qwen3_omni_moe'", "OscarOmniPipeline supports qwen3_omni_moe")
     with pytest.raises(
-        InputError, match="OscarVLPipeline supports llava_next, .*, qwen2_5_vl, qwen3_vl"
+        InputError, match=r"OscarVLPipeline supports llava_next, .*, qwen2_5_vl, qwen3_vl"
     ):
         OscarOmniPipeline(qwen3_vl_folder)
 

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.engine import prefill as prefill_module
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefill import read_prompt
+from oscar_mm.engine.prompt import remaining
 from oscar_mm.modality import Modality
-from tests.prompts import clip, noise
+from tests.prompts import clip, noise, prepare
 from tests.tiny_pictures import PICTURES, build_pictures
 
 NEVER = 1 << 20
@@ -94,6 +95,26 @@ def test_answers_are_those_of_transformers(one: Pictures, monkeypatch) -> None:
     assert [answer and answer.token_ids for answer in answers] == expected
 
 
+def features(one: Pictures, inputs: dict[str, Any]) -> torch.Tensor:
+    """What the tower makes of a prompt's images, row after row."""
+    tensors = {name: value for name, value in inputs.items() if name != "input_ids"}
+    with torch.no_grad():
+        made = one.model.model.get_image_features(**tensors).pooler_output
+    return torch.cat([each.flatten(0, -2) for each in made])
+
+
+def test_prompts_in_one_pass(one: Pictures) -> None:
+    """Images of unequal sizes and numbers of tiles are joined, and have the same features."""
+    rows = [prepare(one.pipe, "What?", one.pipe.read_media(x)) for x in (SHOWN[:1], SHOWN[1:])]
+    joined = one.pipe.family.concatenate(rows)
+    expected = torch.cat([features(one, row.inputs) for row in rows])
+    torch.testing.assert_close(features(one, joined.inputs), expected, atol=1e-5, rtol=1e-5)
+    last = remaining(joined, rows[0].tokens)
+    torch.testing.assert_close(
+        features(one, last.inputs), features(one, rows[1].inputs), atol=1e-5, rtol=1e-5
+    )
+
+
 def test_images_between_texts(one: Pictures) -> None:
     text = one.asked("First: ", None, "Then: ", None, "Which one?")
     expected = one.greedy(one.inputs(text, SHOWN[:2]), 6)
@@ -159,7 +180,8 @@ def test_videos_are_refused(one: Pictures) -> None:
         one.pipe(prompt="What?", videos=[clip(4)])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "molmo2", "paligemma"])
+# Transformers 5.17 has no Molmo 2.
+@pytest.mark.parametrize("name", sorted({"gemma3", "molmo2", "paligemma"} & {*CONFIG_MAPPING}))
 def test_two_way_attention_is_refused(name: str, tmp_path: Path) -> None:
     AutoConfig.for_model(name).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"{name} has two-way attention among tokens"):
