@@ -11,6 +11,7 @@ from PIL import Image
 
 from oscar_mm.engine.family import Encoding, Family
 from oscar_mm.engine.input_layout import InputLayout
+from oscar_mm.errors import InputError
 from oscar_mm.media.media import Medium
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.pipelines.families.qwen import longer_sides
@@ -34,11 +35,11 @@ class PictureFamily(Family):
         if not media:
             ids = self.tokenize(text)
             return Encoding(ids, {}, self.positions(ids, {}), [])
+        counts = [self.min_tokens(medium) for medium in media]
         inputs = self._processed(text, [medium.content for medium in media])
         layout, ids = self.layout, inputs["input_ids"]
         names = {*layout.per_medium, *layout.per_patch, *layout.per_tile} & inputs.keys()
         tensors = {name: self.rows(name, inputs[name]) for name in sorted(names)}
-        counts = [self.min_tokens(medium) for medium in media]
         return Encoding(ids, tensors, self.positions(ids, tensors), counts)
 
     def _processed(self, text: str, images: Sequence[Any]) -> Any:
@@ -55,8 +56,19 @@ class PictureFamily(Family):
         return torch.arange(ids.shape[1])[None]
 
     def min_tokens(self, medium: Medium) -> int:
-        """See ``Family.min_tokens``: the tokens of a black image of the same size."""
-        return self._tokens_of(medium.content.width, medium.content.height)
+        """See ``Family.min_tokens``: the tokens of a black image of the same size.
+
+        Raises:
+            InputError: if the processor refuses the size.
+        """
+        width, height = medium.content.width, medium.content.height
+        try:
+            return self._tokens_of(width, height)
+        except ValueError as error:
+            raise InputError(
+                f"{medium.label}: the processor of {self.name} refuses {width}x{height} pixels; "
+                "crop, tile or pad the image to a lower side ratio"
+            ) from error
 
     @cached_property
     def _tokens_of(self) -> Any:
@@ -86,6 +98,21 @@ class Mistral3(PictureFamily):
     model_types = ("mistral3",)
     name = "Mistral 3"
     layout = InputLayout(per_medium={"pixel_values": Modality.IMAGE, "image_sizes": Modality.IMAGE})
+
+    def min_tokens(self, medium: Medium) -> int:
+        """See ``PictureFamily.min_tokens``.
+
+        Raises:
+            InputError: also if the image is a single token, which the model's code cannot split.
+        """
+        if (tokens := super().min_tokens(medium)) > 1:
+            return tokens
+        side = self.processor.patch_size * self.processor.spatial_merge_size
+        size = f"{medium.content.width}x{medium.content.height}"
+        raise InputError(
+            f"{medium.label}: {size} pixels are too few for {self.name}; scale the image up to "
+            f"more than {side} pixels in width or height"
+        )
 
 
 @register_family

@@ -175,6 +175,18 @@ def test_packed_pages(one: Pictures) -> None:
     assert report.kv_bytes < report.bf16_bytes
 
 
+def test_tiny_images(one: Pictures) -> None:
+    is_mistral = one.pipe.family.name == "Mistral 3"
+    refused = {(1, 1): "1x1 pixels are too few.*than 28", (2, 400): "processor.*400x2 pixels; crop"}
+    for size in ((1, 1), (2, 400), (30, 20)):
+        ask: dict[str, Any] = {"images": [noise(*size)], "prompt": "What?", "max_new_tokens": 2}
+        if is_mistral and size in refused:
+            with pytest.raises(InputError, match=rf"images\[0\]: .*{refused[size]}"):
+                one.pipe(**ask)
+        else:
+            assert len(one.pipe(**ask).token_ids) == 2
+
+
 def test_videos_are_refused(one: Pictures) -> None:
     with pytest.raises(InputError, match="does not support video; it supports image"):
         one.pipe(prompt="What?", videos=[clip(4)])
