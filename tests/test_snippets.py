@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import snippets
-from tests.checkpoints import build_decoder
+from tests.languages import CHATML, build_language_model
 from tests.tool_template import TOOL_TEMPLATE
 
 MODULES = [f"{module}.{name}" for name, module in snippets.DOCUMENTED.items()]
@@ -18,15 +18,9 @@ MODULES = [f"{module}.{name}" for name, module in snippets.DOCUMENTED.items()]
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str | None]]:
     """The error of each program, or None, from a process whose hub cache is ours."""
-    from transformers import AutoTokenizer
-
-    from oscar_mm.models import bundled
-
     folder = tmp_path_factory.mktemp("snippets")
-    tokenizer = AutoTokenizer.from_pretrained(bundled("pocket-vl"))
-    text_model, hub, results = folder / "text", folder / "hub", folder / "results.json"
-    build_decoder("qwen3", vocab_size=len(tokenizer)).save_pretrained(text_model)
-    tokenizer.save_pretrained(text_model)
+    hub, results = folder / "hub", folder / "results.json"
+    text_model = build_language_model("qwen3", folder / "text", template=CHATML)
     snippets.make_hub(hub, text_model, TOOL_TEMPLATE)
     (folder / "work").mkdir()
     environment = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
