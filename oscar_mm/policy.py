@@ -46,13 +46,16 @@ class ModalityBits(NamedTuple):
     audio: Bits
 
 
+WHOLE_HEAD = "head"
+"""Value of ``key_group``: all channels of a head are one group."""
+_KEY_GROUPS = (32, 64, 128)
 FITS = ("minmax", "lsq")
 NORMS = ("plain", "refit", "unbiased")
 VALUE_SCALES = ("plain", "unbiased")
 TOKEN_SCALINGS = (None, "per_head", "shared")
 """Allowed values of policy fields; a value's index is the value of the kernels' macro."""
 _ALLOWED: dict[str, tuple] = {
-    "key_group": (32, 64, 128),
+    "key_group": (WHOLE_HEAD, *_KEY_GROUPS),
     "value_group": (32, 64, 128),
     "fit": FITS,
     "norm": NORMS,
@@ -73,7 +76,10 @@ class Limit(NamedTuple):
 
 
 KEY_AXES: dict[str, tuple[Limit, ...]] = {
-    "channel": (Limit("center", (False,), "a channel's zero point is its center"),),
+    "channel": (
+        Limit("center", (False,), "a channel's zero point is its center"),
+        Limit("key_group", _KEY_GROUPS, "a key group is a number of tokens of a channel"),
+    ),
     "token": (
         Limit("token_scaling", (None,), "each token has its own scale anyway"),
         Limit("norm", ("plain", "unbiased"), "keys have a scale, but no norm"),
@@ -116,9 +122,11 @@ class KVPolicy:
             tokens would take as much memory as the page in 16-bit precision. "channel" quantizes
             each key channel over a group of tokens (KIVI, OScaR), in full pages of 128 tokens.
             Other formats may be registered (``oscar_mm.pages.codecs.registry``).
-        key_group: tokens per key group (channels with ``key_axis="token"``): 32, 64 or 128.
-        value_group: channels per value group: 32, 64 or 128. If head_dim is not divisible by the
-            group, the largest divisor of head_dim below it is used.
+        key_group: with ``key_axis="token"``, "head" for one group with all channels of a head, or
+            channels per key group: 32, 64 or 128. With ``key_axis="channel"``, tokens per key
+            group: 32, 64 or 128. The kernels support only "head" or as many channels as a head has.
+        value_group: channels per value group: 32, 64 or 128. If head_dim is not divisible by a
+            number of channels, the largest divisor of head_dim below it is used.
         fit: "minmax" spans the group's range, "lsq" minimizes the squared error.
         norm: what the stored keys preserve once their codes are fixed. "plain" keeps the norm of
             each key; "refit" stores the norm with the least squared error; "unbiased" stores the
@@ -150,7 +158,7 @@ class KVPolicy:
 
     bits: _Bits = _Bits()
     key_axis: str = "token"
-    key_group: int = 128
+    key_group: int | str = WHOLE_HEAD
     value_group: int = 128
     fit: str = "lsq"
     norm: str = "unbiased"
@@ -321,7 +329,7 @@ def _checked_width(name: str, width: Any) -> Bits:
 
 DEFAULT = "standard"
 """Name of the default preset."""
-_WHOLE_PAGES: dict[str, Any] = {"key_axis": "channel", "center": False}
+_WHOLE_PAGES: dict[str, Any] = {"key_axis": "channel", "key_group": 128, "center": False}
 _PRESETS: dict[str, dict[str, Any]] = {
     # Keys benefit more from extra bits than values do; 2.8 bits per element overall.
     "standard": {"bits": (3, 2)},
@@ -354,7 +362,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "balance": None,
         "sinks": 0,
     },
-    # QuaRot (arXiv:2404.00456): rotated, keys and values per token over all 128 channels of a head.
+    # QuaRot (arXiv:2404.00456): rotated, keys per token over all channels of a head, values
+    # over up to 128.
     "quarot": {
         "fit": "minmax",
         "norm": "plain",

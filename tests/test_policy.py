@@ -10,7 +10,7 @@ from oscar_mm.policy import DEFAULT, PLAIN, Bits
 
 CHOICES = {
     "key_axis": ("channel", "token"),
-    "key_group": (32, 64, 128),
+    "key_group": ("head", 32, 64, 128),
     "value_group": (32, 64, 128),
     "fit": ("minmax", "lsq"),
     "norm": ("plain", "refit", "unbiased"),
@@ -20,7 +20,7 @@ CHOICES = {
     "token_scaling": (None, "shared", "per_head"),
     "center": (True, False),
 }
-BY_CHANNEL = {"key_axis": "channel", "center": False}
+BY_CHANNEL = {"key_axis": "channel", "key_group": 128, "center": False}
 NEEDS = {
     # What a choice needs of other fields.
     ("key_axis", "channel"): BY_CHANNEL,
@@ -163,7 +163,14 @@ def test_every_documented_choice_is_taken(field: str) -> None:
             {"norm": "refit"},
             "norm='refit' with key_axis='token': must be 'plain' or 'unbiased', because keys have",
         ),
-        ({"key_axis": "channel"}, "center=True with key_axis='channel': must be False"),
+        (
+            {"key_axis": "channel", "key_group": 128},
+            "center=True with key_axis='channel': must be False",
+        ),
+        (
+            {"key_axis": "channel", "center": False},
+            "key_group='head' with key_axis='channel': must be 32 or 64 or 128, because a",
+        ),
     ],
 )
 def test_fields_that_exclude_each_other(fields: dict[str, object], message: str) -> None:
@@ -229,7 +236,7 @@ def test_presets() -> None:
     quarot = presets["quarot"]
     assert quarot.key_axis == "token" and quarot.rotate and not quarot.center
     assert quarot.token_scaling is None
-    assert (quarot.key_group, quarot.value_group) == (128, 128)
+    assert (quarot.key_group, quarot.value_group) == ("head", 128)
     assert {name for name, p in presets.items() if p.value_scale == "plain"} == {
         *("oscar", "kivi", "quarot")
     }

@@ -59,8 +59,10 @@ template <int BITS, int COUNT>
 __device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
                                                   const float (&x)[COUNT], const Fit& fit,
                                                   ScoreShared& shared, int lane) {
-  static_assert(COUNT <= 32, "a bit each");
+  static_assert(COUNT <= 64, "two words have a bit each");
   constexpr int PAIRS = COUNT / 2, STEPS = (1 << BITS) - 1;
+  constexpr int WORDS = (COUNT + 31) / 32;
+  constexpr uint32_t ELEMENTS = 32 * WORDS - 1, NAME = 8 * ELEMENTS + 7;  // masks
   const int quad = lane & 3;
   float weights[PAIRS], total = 0.0f;
 #pragma unroll
@@ -77,13 +79,14 @@ __device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) weights[i] = (weights[i] + floor) * NORM;
   // A bit for each element: whether its code is the smallest, or the largest.
-  uint32_t bottom = 0, top = 0;
+  uint32_t bottom[WORDS] = {}, top[WORDS] = {};
   float gradient[2][PAIRS];
 #pragma unroll
   for (int i = COUNT - 1; i >= 0; --i) {
     const float code = raw.code(i);
     gradient[i / PAIRS][i % PAIRS] = fmaf(code, fit.scale, fit.zero) - x[i];
-    bottom = with_sign(bottom, code - 0.5f), top = with_sign(top, STEPS - 0.5f - code);
+    bottom[i / 32] = with_sign(bottom[i / 32], code - 0.5f);
+    top[i / 32] = with_sign(top[i / 32], STEPS - 0.5f - code);
   }
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
@@ -101,31 +104,40 @@ __device__ __forceinline__ void lower_score_error(RawCodes<BITS, true>& raw,
   const float least = fit.scale > 0.0f ? 0.5f * fit.scale * shared.pairs[lane & ~3] : INFINITY;
 #pragma unroll 1
   for (int change = 1;; ++change) {
-    uint32_t negative = 0;  // elements whose codes should increase
+    uint32_t negative[WORDS] = {}, blocked[WORDS];  // negative: elements whose codes should increase
 #pragma unroll
     for (int i = COUNT - 1; i >= 0; --i)
-      negative = with_sign(negative, gradient[i / PAIRS][i % PAIRS]);
-    const uint32_t blocked = negative & top | ~negative & bottom;
+      negative[i / 32] = with_sign(negative[i / 32], gradient[i / PAIRS][i % PAIRS]);
+#pragma unroll
+    for (int word = 0; word < WORDS; ++word)
+      blocked[word] = negative[word] & top[word] | ~negative[word] & bottom[word];
     // The largest gradient, as an integer whose low bits are replaced by: element, lane, up.
     // Blocked elements are negative.
     int best = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const uint32_t bits = __float_as_uint(gradient[i / PAIRS][i % PAIRS]);
-      const uint32_t named = chosen(bits, i * 8, 0x7fffff00u);
-      best = max(best, static_cast<int>(chosen(named, blocked << (31 - i), 0x7fffffffu)));
+      const uint32_t named = chosen(bits, i * 8, 0x7fffffffu - NAME);
+      const uint32_t sign = blocked[i / 32] << (31 - i % 32);
+      best = max(best, static_cast<int>(chosen(named, sign, 0x7fffffffu)));
     }
-    best |= quad * 2 | negative >> (best >> 3 & 31) & 1;
+    const uint32_t ups = best >> 3 & ELEMENTS & 32 ? negative[WORDS - 1] : negative[0];
+    best |= quad * 2 | ups >> (best >> 3 & 31) & 1;
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) best = max(best, __shfl_xor_sync(~0u, best, step));
     const bool gains = __int_as_float(best) > least;
-    const uint32_t element = best >> 3 & 31, owner = best >> 1 & 3;
+    const uint32_t element = best >> 3 & ELEMENTS, owner = best >> 1 & 3;
     const int sign = best & 1 ? 1 : -1;
     const bool is_here = gains && owner == quad;
     const int code = raw.change(element, is_here ? sign : 0);
     if (change == SCORE_CHANGES || !__any_sync(~0u, gains)) return;
-    const uint32_t bit = is_here ? 1u << element : 0u;
-    bottom = bottom & ~bit | (code == 0 ? bit : 0u), top = top & ~bit | (code == STEPS ? bit : 0u);
+#pragma unroll
+    for (int word = 0; word < WORDS; ++word) {
+      const bool is_in = WORDS == 1 || element / 32 == word;
+      const uint32_t bit = is_here && is_in ? 1u << element % 32 : 0u;
+      bottom[word] = bottom[word] & ~bit | (code == 0 ? bit : 0u);
+      top[word] = top[word] & ~bit | (code == STEPS ? bit : 0u);
+    }
     const float by = gains ? sign * fit.scale : 0.0f;
     const float first = element < PAIRS ? by : 0.0f, second = by - first;
     const int place = element % PAIRS * 32 + (lane ^ owner);

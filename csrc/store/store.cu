@@ -381,7 +381,9 @@ __device__ __forceinline__ void store_jobs(const Work& work, const Layer& layer)
 }
 
 // Thread blocks per multiprocessor: the compiler's own choice spills a register on some GPUs.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#if HEAD_DIM > 128
+constexpr int BLOCKS = 2;  // a lane has twice as many elements
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int BLOCKS = 3;
 #else
 constexpr int BLOCKS = 4;

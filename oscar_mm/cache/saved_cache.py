@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ from oscar_mm.cache.page_store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.cache.snapshot import fill
 from oscar_mm.cache.tables_file import SavedTables, renumbered
 from oscar_mm.errors import InputError
+from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PageFormat, all_finite
-from oscar_mm.policy import PLAIN, Bits, KVPolicy
+from oscar_mm.policy import PLAIN, WHOLE_HEAD, Bits, KVPolicy
 
 FORMAT_VERSION = 2
 """Version number, increased with any change to the file's tensors or to the bytes of a page."""
@@ -198,8 +200,11 @@ class SavedCache:
 
         def accept(texts: dict[str, str], kinds: dict[str, Kind]) -> None:
             text = _text_of(texts, path)
-            _check_text(text, path, fingerprint, wanted)
+            _check_text(text, path, fingerprint)
             found = _policy_of(text, path)
+            with _as_damaged(path):
+                found = _with_names(found, wanted, kinds)
+            _check_policy(found, wanted, path)
             with _as_damaged(path):
                 accepted.append((text, found, _checked_shapes(kinds, text, found, layers)))
 
@@ -325,9 +330,7 @@ def _text_of(texts: dict[str, str], path: str | Path) -> dict[str, Any]:
     raise InputError(f"{path} is a safetensors file, but not a saved cache")
 
 
-def _check_text(
-    text: dict[str, Any], path: str | Path, fingerprint: str, policy: KVPolicy | None
-) -> None:
+def _check_text(text: dict[str, Any], path: str | Path, fingerprint: str) -> None:
     if text["version"] != FORMAT_VERSION:
         raise InputError(
             f"{path} has format version {str(text['version'])[:20]}; this version of oscar_mm "
@@ -338,7 +341,9 @@ def _check_text(
             f"{path} was saved with another model (fingerprint {text.get('fingerprint')!s:.80}, "
             f"here {fingerprint!s:.80}): load it with the same model"
         )
-    found = _policy_of(text, path)
+
+
+def _check_policy(found: KVPolicy, policy: KVPolicy | None, path: str | Path) -> None:
     if policy is not None and found != policy:
         if found.name is not None and policy.name is not None:
             raise InputError(
@@ -360,6 +365,24 @@ def _policy_of(text: dict[str, Any], path: str | Path) -> KVPolicy:
         return KVPolicy(**_ADDED | policy | _balance_now(policy))
     except InputError as error:
         raise InputError(f"{path} is damaged: {str(error)[:_SHOWN]}") from None
+
+
+def _with_names(found: KVPolicy, wanted: KVPolicy | None, kinds: Mapping[str, Kind]) -> KVPolicy:
+    """Return the policy of a file, with whole heads as key groups under the name that the caller
+    uses: earlier files have a number that is at least the number of channels."""
+    names = [name for name in kinds if re.fullmatch(r"layer\.\d+\.recent", name)]
+    widths = [kinds[name].shape[3] for name in names]
+    if wanted is not None and _whole_heads(found, widths) == _whole_heads(wanted, widths):
+        return wanted
+    return _whole_heads(found, widths) if widths else found
+
+
+def _whole_heads(policy: KVPolicy, widths: Sequence[int]) -> KVPolicy:
+    codec = codec_of(policy)
+    whole = all(codec.key_group(policy.key_group, width) == width for width in widths)
+    if codec.appends_tokens and whole:
+        return dataclasses.replace(policy, key_group=WHOLE_HEAD)
+    return policy
 
 
 def _balance_now(policy: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,8 +110,9 @@ def multiprocessors(device: torch.device) -> int:
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Supported dtypes of keys and values, and the value of the kernels' macro ELEMENT for each."""
 OUT_OF_ORDER = (
-    f"the kernels support a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel', the same 2 or "
-    "4 bits for keys and values; with 'token', one key group for the whole head"
+    f"the kernels support a head_dim of {KERNEL_HEAD_DIMS}; with key_axis 'channel', up to 128 and "
+    "the same 2 or 4 bits for keys and values; with 'token', one key group for the whole head "
+    "(key_group='head')"
 )
 """Error text for page formats that are not in fragments, which the kernels do not support."""
 _MAX_CONFIGS = 256
@@ -414,7 +415,7 @@ def recipe_macros(recipe: Recipe, dtype: torch.dtype) -> dict[str, str | int]:
 
 def check_pages(page_format: PageFormat, dtype: torch.dtype) -> None:
     """Raise KernelError unless the kernels support the page format and the dtype of states."""
-    if not page_format.in_fragments:
+    if not page_format.in_fragments or page_format.head_dim not in KERNEL_HEAD_DIMS:
         raise KernelError(OUT_OF_ORDER)
     if dtype not in ELEMENTS:
         raise KernelError(f"the kernel supports bfloat16 and float16, not {dtype}")

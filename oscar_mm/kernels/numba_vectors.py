@@ -397,23 +397,37 @@ _SIGNS = np.array(
 
 
 @inlined
+def rotation_block(count):
+    """Return the size of the first of the rotation's blocks that ``count`` channels have left, a
+    multiple of 16 (``oscar_mm.quant.basis.rotation_blocks``)."""
+    size = LANES
+    while 2 * size <= count:
+        size *= 2
+    return size
+
+
+@inlined
 def rotate_vector(vector):
-    """Multiply a contiguous float32 array by the normalized Hadamard matrix; its length must be a
-    power of two and at least 16."""
-    count, width = len(vector), LANES
-    for index in range(0, count, LANES):
+    """Multiply a contiguous float32 array by the normalized Hadamard matrix
+    (``oscar_mm.quant.basis.hadamard``); its length must be a multiple of 16."""
+    for index in range(0, len(vector), LANES):
         x = load(vector, index)
         x = _SWAP_1(x, x) + x * load(_SIGNS, 0)
         x = _SWAP_2(x, x) + x * load(_SIGNS, LANES)
         x = _SWAP_4(x, x) + x * load(_SIGNS, 2 * LANES)
         store(vector, index, _SWAP_8(x, x) + x * load(_SIGNS, 3 * LANES))
-    while width < count:
-        for start in range(0, count, 2 * width):
-            for index in range(start, start + width, LANES):
-                one, two = load(vector, index), load(vector, index + width)
-                store(vector, index, one + two)
-                store(vector, index + width, one - two)
-        width *= 2
-    factor = splat(np.float32(1 / np.sqrt(np.float64(count))))
-    for index in range(0, count, LANES):
-        store(vector, index, load(vector, index) * factor)
+    begin = 0
+    while begin < len(vector):
+        count, width = rotation_block(len(vector) - begin), LANES
+        end = begin + count
+        while width < count:
+            for start in range(begin, end, 2 * width):
+                for index in range(start, start + width, LANES):
+                    one, two = load(vector, index), load(vector, index + width)
+                    store(vector, index, one + two)
+                    store(vector, index + width, one - two)
+            width *= 2
+        factor = splat(np.float32(1 / np.sqrt(np.float64(count))))
+        for index in range(begin, end, LANES):
+            store(vector, index, load(vector, index) * factor)
+        begin = end

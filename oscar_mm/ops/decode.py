@@ -100,7 +100,9 @@ class Specialization(NamedTuple):
         if not formats:
             # Everything is in 16-bit precision. The kernel still needs some page format, which it
             # never reads.
-            unseen = PageFormat(Bits(2, 2), 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
+            channel = PageFormat(Bits(2, 2), 1, head_dim, "channel", PAGE_TOKENS, head_dim, None)
+            token = replace(channel, key_axis="token", key_group=head_dim)
+            unseen = channel if channel.in_fragments else token
             return cls.of((unseen,), head_dim, False, dtype, columns)
         if not all(page_format.in_fragments for page_format in formats):
             return OUT_OF_ORDER
@@ -154,7 +156,7 @@ class Specialization(NamedTuple):
 
     def shape(self, limit: int) -> tuple[int, int] | None:
         """Return the numbers of warps and buffers for a shared memory limit in bytes; None if not
-        even 8 warps and 4 buffers fit.
+        even 8 warps and 4 buffers fit, or 2 buffers of the larger pages of more than 128 channels.
 
         With one buffer per warp and a few more, pages arrive while all warps compute; beyond 20
         buffers the kernel gets no faster (measured on an H200). With fewer buffers than warps, as
@@ -163,7 +165,7 @@ class Specialization(NamedTuple):
         """
         is_stream = page_macros(self.formats[0])["STREAM"]
         of_16 = [(16, 20)] if is_stream and self.narrow else []
-        for warps, fewest in (*of_16, (12, 12), (8, 4)):
+        for warps, fewest in (*of_16, (12, 12), (8, 4 if self.head_dim <= 128 else 2)):
             for buffers in range(20, fewest - 1, -1):
                 if self.shared_bytes(warps, buffers) <= limit:
                     return warps, buffers

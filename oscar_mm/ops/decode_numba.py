@@ -56,6 +56,10 @@ _PRODUCTS_OF_PAGES, _PRODUCTS_OF_TOKENS = 20_000, 5_000
 """Approximate number of scalar multiplications per microsecond, over pages and 16-bit tokens."""
 _ZIP_LOW = shuffle(*(lane // 2 + lane % 2 * 16 for lane in range(LANES)))
 _ZIP_HIGH = shuffle(*(8 + lane // 2 + lane % 2 * 16 for lane in range(LANES)))
+_FIRST_WORDS, _SECOND_WORDS = (
+    shuffle(*(lane // 4 * 4 + run * 2 + lane % 4 // 2 + lane % 2 * 16 for lane in range(LANES)))
+    for run in range(2)
+)
 _FIRST_HALVES = shuffle(*(lane + lane // 8 * 8 for lane in range(LANES)))
 _SECOND_HALVES = shuffle(*(lane + 8 + lane // 8 * 8 for lane in range(LANES)))
 
@@ -253,7 +257,7 @@ def _fetch(words, start, stop):
 @inlined
 def _plane_words(keys):
     """Return the number of words of scratch memory that ``_transpose`` needs."""
-    halves = 2 * keys.steps + 1
+    halves = 3 * keys.steps
     return halves * _BLOCKS * keys.words // 2 * LANES + LANES * LANES
 
 
@@ -266,16 +270,20 @@ def _transpose(words, base, keys, planes):
     the first bit of a word's index in the block to the end.
     """
     room = len(planes) - LANES * LANES
-    for step in range(keys.steps + (keys.high > 0)):
-        count, tile, start = keys.words, keys.steps * GROUPS * keys.words, keys.start
-        if step == keys.steps:
-            count, tile, start = keys.words // 2, GROUPS * keys.words // 2, keys.high
-        else:
-            start += step * GROUPS * keys.words
+    low_words = keys.steps * keys.words
+    high_runs = low_words // 2 // keys.high_words if keys.high else 0
+    for step in range(keys.steps + high_runs):
+        count, tile, start, before = keys.words, GROUPS * low_words, keys.start, step * keys.words
+        if step >= keys.steps:
+            count, tile, start = keys.high_words, tile // 2, keys.high
+            before = (step - keys.steps) * count
+        start += before * GROUPS
+        if step >= keys.steps:
+            before += low_words
         half = count // 2
         for block in range(_BLOCKS):
             first = base + start + 2 * block * tile
-            source, target = room, (step * _BLOCKS * keys.words + block * count) * LANES
+            source, target = room, (before * _BLOCKS + block * count) * LANES
             for index in range(half):
                 one = load(words, first + index * LANES)
                 two = load(words, first + index * LANES + tile)
@@ -364,6 +372,8 @@ def _add_dots(planes, keys, table, first, last, sums):
     columns, head_dim = table.shape
     mask, high_mask = splat(keys.mask), splat(0x44444444)
     number = 0
+    # Adjacent words of a lane, in both planes; words of a quad's lane in all runs count in order.
+    near, high_near = keys.words // 4, keys.high_words // 4
     for step in range(keys.steps):
         for word in range(keys.words):
             for part in range(keys.parts):
@@ -371,7 +381,10 @@ def _add_dots(planes, keys, table, first, last, sums):
                     start = ((step * _BLOCKS + block) * keys.words + word) * LANES
                     found = (load(planes, start) >> 2 * part) & mask
                     if keys.high:
-                        start = _BLOCKS * keys.words + block * (keys.words // 2) + word // 2
+                        place = (step * near + word % near) // 2
+                        start = keys.steps * keys.words + place // high_near * keys.high_words
+                        start = _BLOCKS * start + block * keys.high_words
+                        start += word // near * high_near + place % high_near
                         above = load(planes, start * LANES) >> word % 2
                         found = found | ((above << 2 - 2 * part) & high_mask)
                     a, b, c, d = _code(found, 0), _code(found, 1), _code(found, 4), _code(found, 5)
@@ -423,9 +436,16 @@ def _add_values(words, base, values, weights, table, sums):
                 for part in range(values.parts):
                     found = (low >> 2 * part) & mask
                     if values.high:
-                        start = base + values.high + (tile * vectors + vector) * LANES // 2
-                        above = load(words, start)
-                        above = _ZIP_LOW(above, above >> 1)
+                        start = base + values.high
+                        if values.high_words < values.words:
+                            above = load(words, start + (run * vectors + vector) * LANES // 2)
+                            above = _ZIP_LOW(above, above >> 1)
+                        else:
+                            above = load(words, start + (run // 2 * vectors + vector) * LANES)
+                            if step % 2:
+                                above = _SECOND_WORDS(above, above >> 1)
+                            else:
+                                above = _FIRST_WORDS(above, above >> 1)
                         found = found | ((above << 2 - 2 * part) & high_mask)
                     a, b, c, d = _code(found, 0), _code(found, 2), _code(found, 4), _code(found, 6)
                     e, f, g, h = _code(found, 1), _code(found, 3), _code(found, 5), _code(found, 7)

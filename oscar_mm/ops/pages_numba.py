@@ -12,6 +12,7 @@ at a time.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,8 @@ class CodesLayout(NamedTuple):
         high: first word of the plane of high bits; 0 if there is none.
         steps: number of runs of words per tile; a run has the words of 8 groups.
         words: number of words per group in a run: 8 or 16.
+        high_words: the same for the plane of high bits: half as many, or as many, where a run has
+            the high bits of two runs of low bits.
         parts: number of words of eight codes that a stored word becomes: 1, or 2 (its even and its
             odd codes).
         mask: bit mask of the low bits in a word of eight codes.
@@ -52,6 +55,7 @@ class CodesLayout(NamedTuple):
     high: int
     steps: int
     words: int
+    high_words: int
     parts: int
     mask: int
     channels: np.ndarray
@@ -122,7 +126,7 @@ def _codes_layout(page_format: PageFormat, side: str) -> CodesLayout:
     head_dim, group = page_format.head_dim, page_format.value_group
     parts = 4 // bits
     of_lane = head_dim * bits // 64  # words
-    steps = -(-of_lane // 4)
+    steps = of_lane // gcd(4, of_lane)
     stored = page_format.orders[name].elements().numpy() % head_dim
     # run, word, k2, k1, k0, part of the first tile
     stored = stored.reshape(TILES, steps, -1, 2, 2, 2, parts)[0]
@@ -133,14 +137,15 @@ def _codes_layout(page_format: PageFormat, side: str) -> CodesLayout:
     else:
         by_vector = stored[:, :, 0, 0].reshape(steps, -1, LANES, 2, parts)
         channels = by_vector.transpose(0, 1, 4, 3, 2)
-        of_lane = by_vector[:, 0, :, 0, 0] // group
-        scales = of_lane[:, None] == np.arange(head_dim // group)[:, None]
+        scale_of = by_vector[:, 0, :, 0, 0] // group
+        scales = scale_of[:, None] == np.arange(head_dim // group)[:, None]
     fields = page_format.fields
     return CodesLayout(
         start=fields[name].offset // 4,
         high=fields[high[0][0]].offset // 4 if high else 0,
         steps=steps,
         words=words,
+        high_words=4 * gcd(4, of_lane // 2),
         parts=parts,
         mask=0x33333333 if parts == 2 else 0xFFFFFFFF,
         channels=channels.ravel(),
@@ -210,9 +215,11 @@ def _sides(page_format: PageFormat) -> tuple[tuple[Any, ...], ...]:
     return tuple(_Side.of(page_format, "key")), tuple(_Side.of(page_format, "value"))
 
 
-def reads(page_format: PageFormat) -> bool:
-    """Return whether there is a CPU kernel for a page format."""
-    return page_format.in_fragments and _scales_tokens(page_format)
+def reads(page_format: PageFormat, rotate: bool) -> bool:
+    """Return whether there is a CPU kernel for a page format; rotation blocks must be whole
+    vectors."""
+    rotates = not rotate or page_format.head_dim % LANES == 0
+    return page_format.codec.has_kernels and _scales_tokens(page_format) and rotates
 
 
 def _scales_tokens(page_format: PageFormat) -> bool:

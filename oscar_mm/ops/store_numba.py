@@ -20,6 +20,7 @@ from oscar_mm.kernels.numba_vectors import (
     inlined,
     read_floats,
     rotate_vector,
+    rotation_block,
     shares,
     widen,
 )
@@ -27,7 +28,6 @@ from oscar_mm.kernels.run_parallel import run_parallel
 from oscar_mm.ops.store_torch import HEAD, NOTHING, TILE, StoreArguments, begin_by_torch
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.pages.quantize import Recipe
-from oscar_mm.quant.basis import rotation_blocks
 from oscar_mm.quant.fit import CHANGES, FLOOR, LSQ_ROUNDS, MIN_SCALE, first_range
 
 
@@ -103,10 +103,9 @@ def _sides(recipe: Recipe) -> tuple[tuple[Any, ...], ...]:
 
 
 def rotates(recipe: Recipe) -> bool:
-    """Return whether there is a CPU kernel for a recipe: one without rotation, or with a single
-    rotation block of whole vectors."""
-    head_dim = recipe.page_format.head_dim
-    return not recipe.rotate or (len(rotation_blocks(head_dim)) == 1 and head_dim >= LANES)
+    """Return whether there is a CPU kernel for a recipe: one without rotation, or with rotation
+    blocks of whole vectors."""
+    return not recipe.rotate or recipe.page_format.head_dim % LANES == 0
 
 
 @torch.no_grad()
@@ -317,30 +316,38 @@ def _weigh(weights, center):
 def _lower_score_error(codes, gradient, steps, weights, turned, side):
     """Apply ``lower_score_error``; ``gradient`` holds the codes' errors and is overwritten."""
     count, most = len(codes), np.float32((1 << side.bits) - 1)
-    factor = np.float32(1 / np.sqrt(np.float64(count)))
-    # Element (i, j) of H D H is element i ^ j of (D H) / sqrt(n).
-    for index in range(count):
-        turned[index] = weights[index] * factor
+    # Element (i, j) of H D H, within a block of n channels, is element i ^ j of (D H) / sqrt(n). A
+    # block begins at a multiple of 2 n, so that i ^ j counts from its beginning.
+    begin = 0
+    while begin < count:
+        size = rotation_block(count - begin)
+        factor = np.float32(1 / np.sqrt(np.float64(size)))
+        for index in range(begin, begin + size):
+            turned[index] = weights[index] * factor
+        begin += size
     rotate_vector(turned)
     rotate_vector(gradient)
     for index in range(count):
         gradient[index] *= weights[index]
     rotate_vector(gradient)
     for _ in range(side.changes):
-        best, chosen = np.float32(0), -1
-        for index in range(count):
-            changed = codes[index] + (np.float32(-1) if gradient[index] > 0 else np.float32(1))
-            step = steps[index]
-            gain = step * (np.float32(2) * abs(gradient[index]) - turned[0] * step)
-            if gain > best and changed >= 0 and changed <= most:
-                best, chosen = gain, index
+        best, chosen, first, last, begin = np.float32(0), -1, 0, 0, 0
+        while begin < count:
+            end = begin + rotation_block(count - begin)
+            for index in range(begin, end):
+                changed = codes[index] + (np.float32(-1) if gradient[index] > 0 else np.float32(1))
+                step = steps[index]
+                gain = step * (np.float32(2) * abs(gradient[index]) - turned[begin] * step)
+                if gain > best and changed >= 0 and changed <= most:
+                    best, chosen, first, last = gain, index, begin, end
+            begin = end
         if chosen < 0:
             break
         change = np.float32(-1) if gradient[chosen] > 0 else np.float32(1)
         codes[chosen] += change
         change *= steps[chosen]
-        for index in range(count):
-            gradient[index] += change * turned[index ^ chosen]
+        for index in range(first, last):
+            gradient[index] += change * turned[first + (index ^ chosen)]
 
 
 @inlined

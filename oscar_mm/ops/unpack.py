@@ -156,7 +156,7 @@ def _unpack(arguments: UnpackArguments) -> Sides:
         # Imported on first use, since it loads a compiler.
         from oscar_mm.ops.pages_numba import reads, unpack_on_cpu
 
-        if reads(arguments.page_format):
+        if reads(arguments.page_format, arguments.rotate):
             return unpack_on_cpu(arguments)
     keys, values = arguments.result()
     for result, side in zip((keys, values), slots_by_torch(arguments), strict=True):

@@ -13,11 +13,11 @@ fragment or of a value fragment's rows. Then:
 
 A 32-bit word holds the codes of one lane and tile for one step (4 bits) or two (2 bits). Within a
 word, the order from the lowest bit is chalf (for values: half), then step % 2 (2 bits only), then
-half (thalf), then odd. Up to four words (16 bytes) of a lane are adjacent, followed by the words of
-the next lane. So the bit position of a code depends only on indices that a kernel can fold into the
-query or undo in the result. A word of high bits (of 3-bit codes) covers four steps: within a byte,
-step / 2 % 2 comes first, then chalf (half) and step % 2, so that a shift of the word moves each
-high bit next to the other two bits of its code.
+half (thalf), then odd. Up to four words (16 bytes) of a lane, as many as divide all of its words,
+are adjacent, followed by the words of the next lane. So the bit position of a code depends only on
+indices that a kernel can fold into the query or undo in the result. A word of high bits (of 3-bit
+codes) covers four steps: within a byte, step / 2 % 2 comes first, then chalf (half) and step % 2,
+so that a shift of the word moves each high bit next to the other two bits of its code.
 
 Scales and zeros are stored in runs of 32 channels (per-channel keys, a page's center) or tokens
 (values), in the order quad, step % 2, half, odd. Norms, and scales and zeros of per-token keys, are
@@ -33,7 +33,10 @@ import torch
 
 from oscar_mm.policy import PAGE_TOKENS, Bits
 
-KERNEL_HEAD_DIMS = (64, 128)
+KERNEL_HEAD_DIMS = (64, 128, 256)
+"""Channels per head that the CUDA kernels support."""
+FRAGMENT_CHANNELS = 64
+"""Channels whose codes fill a lane's words, whatever the number of bits."""
 CODE_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 """Bits per code -> bits per code in each array that stores it, lowest bits first."""
 
@@ -129,7 +132,7 @@ _OF_WORD = {1: (2, 2), 2: (1, 2), 4: (1, 1)}
 def _key_codes(bits: int, head_dim: int) -> Order:
     pairs, parities = _OF_WORD[bits]
     words = head_dim // 16 // (pairs * parities)
-    near = min(4, words)  # number of adjacent words of a lane
+    near = math.gcd(4, words)  # number of adjacent words of a lane
     # tile, half, group, far, near, pair, parity, chalf, quad, odd
     return Order(
         (PAGE_TOKENS, head_dim),
@@ -141,7 +144,7 @@ def _key_codes(bits: int, head_dim: int) -> Order:
 def _value_codes(bits: int, head_dim: int) -> Order:
     pairs, parities = _OF_WORD[bits]
     words = head_dim // 16 // (pairs * parities)
-    near = min(4, words)
+    near = math.gcd(4, words)
     # If a word covers one step, two adjacent words cover the steps of a pair.
     after = 2 // parities
     # tile, thalf, quad, odd, far, near, pair, group / 2, step % 2, half, group % 2

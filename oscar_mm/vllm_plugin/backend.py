@@ -43,7 +43,6 @@ from oscar_mm.kernels.launch import ELEMENTS
 from oscar_mm.ops.decode import MAX_QUERY_TOKENS
 from oscar_mm.ops.rings import RingShape
 from oscar_mm.pages.codecs.registry import codec_of
-from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import KVPolicy
 from oscar_mm.quant.balance import rotary_angles, sigma_of_layer
@@ -97,8 +96,8 @@ class OscarBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return the head sizes that the kernels support."""
-        return list(KERNEL_HEAD_DIMS)
+        """Return the head sizes with which the plugin has been tested."""
+        return [64, 128]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

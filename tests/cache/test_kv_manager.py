@@ -20,7 +20,7 @@ from tests.cache.invariants import STREAM
 from tests.cache.numbers import Numbers, check_slots
 
 MODALITIES = st.sampled_from([PADDING, *Modality])
-WHOLE = {"key_axis": "channel", "token_scaling": "per_head", "center": False}
+WHOLE = {"key_axis": "channel", "key_group": 128, "token_scaling": "per_head", "center": False}
 TWO = Bits(2, 2)
 RECENT = {
     "window": st.sampled_from([0, 1, 32, 100, 300]),
@@ -30,6 +30,7 @@ WHOLE_PAGES = st.builds(
     KVPolicy,
     bits=st.sampled_from([2, 16, {"text": 4}, {"image": 16, "video": 4}]),
     key_axis=st.just("channel"),
+    key_group=st.just(128),
     center=st.just(False),
     **RECENT,
 )

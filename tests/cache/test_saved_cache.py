@@ -372,6 +372,34 @@ def test_a_file_from_before_values_could_be_unbiased(tmp_path: Path) -> None:
         load_cache(path, fingerprint="f")
 
 
+def grouped(head_dim: int, path: Path) -> OscarCache:
+    """Save a cache whose policy has 128 channels per key group, as files did before "head"."""
+    cache = OscarCache(KVPolicy.preset("standard", key_group=128))
+    for layer in range(LAYERS):
+        attend_oscar(cache, chunk(layer, 300, batch=3, head_dim=head_dim), layer=layer)
+    save_cache(cache, path, fingerprint="f")
+    return cache
+
+
+@pytest.mark.parametrize("policy", [None, "standard", KVPolicy.preset("standard", key_group=128)])
+def test_a_group_of_128_is_a_whole_head_of_64(policy: KVPolicy | None, tmp_path: Path) -> None:
+    cache = grouped(64, tmp_path / "old")
+    loaded, _ = load_cache(tmp_path / "old", fingerprint="f", policy=policy)
+    assert loaded.policy == KVPolicy.of(policy or "standard")
+    same(loaded, cache)
+
+
+def test_a_group_of_128_is_half_of_a_head_of_256(tmp_path: Path) -> None:
+    cache = grouped(256, tmp_path / "old")
+    loaded, _ = load_cache(tmp_path / "old", fingerprint="f")
+    assert loaded.policy == cache.policy
+    for layer in range(LAYERS):
+        for found, expected in zip(loaded.unpacked(layer), cache.unpacked(layer), strict=True):
+            assert torch.equal(found, expected)
+    with pytest.raises(InputError, match=r"another policy: key_group=128, here 'head'$"):
+        load_cache(tmp_path / "old", fingerprint="f", policy="standard")
+
+
 def with_float32_tokens(path: Path) -> dict[str, torch.Tensor]:
     """Rewrite a file as in versions where unpacked tokens had the model's dtype."""
     with safe_open(path, "pt") as file:

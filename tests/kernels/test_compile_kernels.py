@@ -53,12 +53,15 @@ USUAL = (*DEFAULTS, "oscar", "quarot", "mixed", "stream 2/2", "stream 4/2", "str
 
 def is_usual(name: str, head_dim: int, columns: int) -> bool:
     """Whether it is compiled every day: the defaults, and of others what takes more registers."""
+    if head_dim == 256:
+        return name == "stream 3/2"
     return head_dim == 128 and name in (USUAL if columns == max(COLUMNS) else DEFAULTS)
 
 
 EVERY = [
     pytest.param(*one, marks=() if is_usual(*one) else pytest.mark.soak)
-    for one in product(POLICIES, (64, 128), COLUMNS)
+    for one in product(POLICIES, (64, 128, 256), COLUMNS)
+    if one[1] <= 128 or POLICIES[one[0]].key_axis == "token"
 ]
 """The usual ones every day; the tests on a GPU compile the others too."""
 
@@ -104,6 +107,16 @@ def test_defaults_on_every_other_architecture(
     compiled: Callable[..., Report | None], arch: str, name: str, columns: int
 ) -> None:
     report = compiled(arch, POLICIES[name], 128, columns)
+    assert report is not None
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("arch", OTHERS)
+def test_larger_heads_on_every_other_architecture(
+    compiled: Callable[..., Report | None], arch: str, columns: int
+) -> None:
+    report = compiled(arch, POLICIES["stream 3/2"], 256, columns)
     assert report is not None
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 

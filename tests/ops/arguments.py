@@ -40,7 +40,8 @@ OPERATIONS = {
 
 def channel_policy(**changes: Any) -> KVPolicy:
     """Return a policy of pages whose keys are scaled by channel."""
-    fields = {"bits": 2, "key_axis": "channel", "token_scaling": "per_head", "center": False}
+    fields = {"bits": 2, "key_axis": "channel", "token_scaling": "per_head"}
+    fields |= {"key_group": 128, "center": False}
     return KVPolicy(**(fields | changes))
 
 

@@ -54,7 +54,7 @@ def kernels(request, monkeypatch) -> None:
     monkeypatch.setenv("OSCAR_MM_KERNELS", request.param)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("bits", [((2, 2),), ((4, 4),), ((2, 2), (4, 4)), ((3, 2), (2, 3))])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("rows", [(), (2,)], ids=["one balancing", "balancing by row"])
@@ -79,6 +79,23 @@ def test_equals_plain_attention(
             torch.cat([side, states[at][row : row + 1]], dim=2)
             for at, side in zip((1, 2), past, strict=True)
         )
+        expected = plain_attention(queries[row : row + 1], *whole)
+        torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_any_number_of_query_heads(head_dim: int, group: int) -> None:
+    page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, head_dim)
+    (_, *states), *tables = random_past([page_format], True, torch.float32, CPU, 1)
+    queries = torch.randn(2, 2 * group, 3, head_dim)
+    keys, values, pages, recent, sigma = states
+    how = (*tables, head_dim**-0.5, numbers_of(page_format), True)
+    found = decode(queries, *states, *how)
+    for row in range(2):
+        past = past_of(row, pages, recent, sigma, *tables[:3], [page_format], True)
+        new = (side[row : row + 1] for side in (keys, values))
+        whole = (torch.cat(both, dim=2) for both in zip(past, new, strict=True))
         expected = plain_attention(queries[row : row + 1], *whole)
         torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=1e-5, atol=1e-5)
 

@@ -75,6 +75,18 @@ def test_the_same_bytes(name, bits, head_dim, rows, dtype) -> None:
     assert flag == expected_flag == 0
 
 
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 192, 256])
+@pytest.mark.parametrize("bits", [(3, 2), (4, 4)])
+def test_heads_of_other_sizes(bits: tuple[int, int], head_dim: int) -> None:
+    """The rotation of 48, 80, 96 and 192 channels has two blocks; codes change in one of them."""
+    arguments = random_arguments(POLICIES["standard"], Bits(*bits), head_dim, torch.float32)
+    assert rotates(arguments.recipe)
+    (found, flag), (expected, expected_flag) = stored(arguments)
+    changed = (expected != arguments.pages).sum()
+    assert (found != expected).sum() <= 0.01 * changed and changed > 200
+    assert flag == expected_flag == 0
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e6])
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_what_cannot_be_stored_is_noted(side: str, value: float) -> None:

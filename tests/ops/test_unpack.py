@@ -32,7 +32,8 @@ EVERY = [
     (name, bits, head_dim, rotate)
     for name, policy in POLICIES.items()
     for bits in (STREAM_BITS if policy.key_axis == "token" else CHANNEL_BITS)
-    for head_dim, rotate in product((64, 128), (True, False))
+    for head_dim, rotate in product((64, 128, 256), (True, False))
+    if head_dim <= 128 or policy.key_axis == "token"
 ]
 COMPILED = [
     pytest.param(*one, marks=() if one[2] == 128 else pytest.mark.soak)
@@ -54,7 +55,7 @@ def test_slots(name: str, rotate: bool) -> None:
     found = unpack_slots(pages, slots, basis.sigma, numbers, rotate, torch.float32)
     expected = unpack_by_torch(pages, page_format, basis, torch.float32)
     for one, every in zip(found, expected, strict=True):
-        assert torch.equal(one, every[[3, 1, 1]])
+        torch.testing.assert_close(one, every[[3, 1, 1]], rtol=1e-5, atol=1e-4)
         # Pages of a head follow each other in memory.
         assert one.transpose(0, 1).is_contiguous()
 
@@ -76,7 +77,7 @@ def test_cpu_kernels_equal_torch(
     name: str, bits: tuple[int, int], head_dim: int, rotate: bool
 ) -> None:
     page_format = PageFormat.of(POLICIES[name], Bits(*bits), 3, head_dim)
-    assert reads(page_format) == name.startswith("stream")
+    assert reads(page_format, rotate) == name.startswith("stream")
     pages, basis = random_pages(4, page_format, CPU), random_basis(page_format, rotate, CPU)
     slots = torch.tensor([2, 0, 3, 2], dtype=torch.int32)
     for sigma in (None, basis.sigma, basis.sigma[:1].contiguous()):
@@ -112,7 +113,8 @@ def compiled(arch: str, policy: KVPolicy, bits: tuple[int, int], head_dim: int) 
     made = Specialization(page_format, policy.rotate, torch.bfloat16).macros
     report = compile_once("unpack/unpack.cu", text, arch, made)["unpack"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    assert report.registers <= 64, "so that a multiprocessor holds all its threads"
+    # So that a multiprocessor holds all its threads, or with larger heads half of them.
+    assert report.registers <= (64 if head_dim <= 128 else 128)
 
 
 @pytest.mark.parametrize("arch", architectures(("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")))

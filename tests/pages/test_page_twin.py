@@ -25,7 +25,7 @@ FORMATS = [
     *(
         PageFormat(Bits(*bits), KV_HEADS, head_dim, "token", head_dim, value_group, None, center)
         for head_dim, value_group, center, bits in product(
-            (64, 128), (32, 64, 128), (True, False), product((2, 3, 4), repeat=2)
+            (64, 128, 256), (32, 64, 128), (True, False), product((2, 3, 4), repeat=2)
         )
         if value_group <= head_dim
     ),
@@ -81,7 +81,7 @@ def source(formats: list[PageFormat], more: int = 0) -> str:
 
 
 def test_page_twin() -> None:
-    assert len(FORMATS) == 90 + 90
+    assert len(FORMATS) == 90 + 144
     compile_text("page_twin.cu", source(FORMATS), "sm_80", {})
 
 

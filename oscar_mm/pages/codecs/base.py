@@ -175,10 +175,10 @@ class PageCodec(ABC):
                 f"use {instead}policy 'bf16' for this model"
             )
 
-    def key_group(self, group: int, head_dim: int) -> int:
+    def key_group(self, group: int | str, head_dim: int) -> int:
         """Return the size of a key group for the policy's ``key_group``; by default, a number of
         channels of one token."""
-        return divided_group(group, head_dim)
+        return head_dim if isinstance(group, str) else divided_group(group, head_dim)
 
     def centers_keys(self, policy: KVPolicy) -> bool:
         """Return whether a page stores the common part of its keys separately and exactly."""

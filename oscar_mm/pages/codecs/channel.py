@@ -8,7 +8,6 @@ import torch
 
 from oscar_mm.pages.codecs.base import Arrays, Fitting, PageShape
 from oscar_mm.pages.codecs.groups import GroupCodec, decoded
-from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS
 from oscar_mm.policy import KEY_AXES, PAGE_TOKENS, Bits, KVPolicy
 from oscar_mm.quant.basis import Basis
 from oscar_mm.quant.fit import (
@@ -21,6 +20,9 @@ from oscar_mm.quant.fit import (
     token_rms,
     unbiased_scale,
 )
+
+_HEAD_DIMS = (64, 128)
+"""Channels per head for which the kernels support the format."""
 
 
 class ChannelCodec(GroupCodec):
@@ -35,8 +37,9 @@ class ChannelCodec(GroupCodec):
     appends_tokens: ClassVar[bool] = False
     stream: ClassVar[bool] = False
 
-    def key_group(self, group: int, head_dim: int) -> int:
+    def key_group(self, group: int | str, head_dim: int) -> int:
         """Return the number of tokens per key group."""
+        assert isinstance(group, int), "see ``limits``"
         return group
 
     def key_scales(self, page: PageShape) -> tuple[int, int]:
@@ -49,7 +52,7 @@ class ChannelCodec(GroupCodec):
 
     def in_fragments(self, page: PageShape) -> bool:
         """Return whether the kernels support the page's head_dim and bits."""
-        return page.head_dim in KERNEL_HEAD_DIMS and page.bits in (Bits(2, 2), Bits(4, 4))
+        return page.head_dim in _HEAD_DIMS and page.bits in (Bits(2, 2), Bits(4, 4))
 
     def encode(
         self,

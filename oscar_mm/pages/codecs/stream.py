@@ -8,7 +8,7 @@ import torch
 
 from oscar_mm.pages.codecs.base import Arrays, Fitting, PageShape
 from oscar_mm.pages.codecs.groups import GroupCodec, decoded
-from oscar_mm.pages.fragments import KERNEL_HEAD_DIMS, Order, by_group
+from oscar_mm.pages.fragments import FRAGMENT_CHANNELS, Order, by_group
 from oscar_mm.policy import KEY_AXES, PAGE_TOKENS
 from oscar_mm.quant.basis import Basis, hadamard
 from oscar_mm.quant.fit import (
@@ -36,8 +36,8 @@ class StreamCodec(GroupCodec):
         return PAGE_TOKENS, page.head_dim // page.key_group
 
     def in_fragments(self, page: PageShape) -> bool:
-        """Return whether a key is one group and the kernels support its number of channels."""
-        return page.head_dim in KERNEL_HEAD_DIMS and page.key_group == page.head_dim
+        """Return whether a key is one group, of a number of channels that fills whole words."""
+        return page.head_dim % FRAGMENT_CHANNELS == 0 and page.key_group == page.head_dim
 
     def orders(self, page: PageShape) -> dict[str, Order]:
         """Return the orders that the kernels read; in other pages, scales are stored by group."""
