@@ -13,7 +13,8 @@ from oscar_mm import OscarCache
 from oscar_mm.attention import attend
 from oscar_mm.cache import layer as layer_module
 from oscar_mm.cache import paged_attention
-from oscar_mm.cache.paged_attention import attend_stored
+from oscar_mm.cache.block_table import SequenceTable
+from oscar_mm.cache.paged_attention import LayerCall, attend_stored
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import PADDING
 from tests.cache.invariants import (
@@ -169,6 +170,33 @@ def test_sliding_window(policy: str, window: int) -> None:
     check_chunk(cache, chunk(0, 400, batch=2), ids=ids, window=window)
     new = torch.zeros(2, 20, dtype=torch.int64)
     check_chunk(cache, chunk(1, 20, batch=2), ids=new, past_real=ids != PADDING, window=window)
+
+
+@pytest.mark.parametrize("policy", ["standard", "channel", "bf16"])
+@pytest.mark.parametrize("window", [2, 50, 200, 420])
+def test_a_token_reads_only_what_its_window_has(
+    policy: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without unpacking the past, whatever the modalities and the padding of the rows."""
+    ids = left_padded(random_ids(3, 100, 300), 400, 250)
+    cache, read = OscarCache(policy), list[list[int] | None]()
+    check_chunk(cache, chunk(0, 400, batch=2), ids=ids, window=window)
+    monkeypatch.setattr(layer_module.OscarLayer, "with_past", None)
+    latest = LayerCall._latest
+
+    def recorded(self: LayerCall, visible: torch.Tensor) -> list[SequenceTable] | None:
+        rows = latest(self, visible)
+        read.append(None if rows is None else [row.stored for row in rows])
+        return rows
+
+    monkeypatch.setattr(LayerCall, "_latest", recorded)
+    past_real = ids != PADDING
+    for seed in range(1, 4):
+        new = torch.zeros(2, 1, dtype=torch.int64)
+        check_chunk(cache, chunk(seed, 1, batch=2), ids=new, past_real=past_real, window=window)
+        inside = past_real[:, -window + 1 :].sum(1).tolist()
+        assert read[seed - 1 :] == ([inside] if window < 400 else [])
+        past_real = torch.cat([past_real, torch.ones(2, 1, dtype=torch.bool)], dim=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -314,6 +314,14 @@ class ModalityTable:
             self.stops = (*self.stops[:-1], self.stops[-1] - count)
         return list(pages), slots
 
+    def without_first(self, count: int) -> ModalityTable:
+        """Return a copy without the first ``count`` tokens, for reading only: it owns no slots."""
+        twin, packed = self.copy(), min(count, self.packed)
+        if packed:
+            twin.cut_pages(0, packed)
+        twin.slots = twin.slots[count - packed :]
+        return twin
+
     def cut_pages(self, start: int, stop: int) -> tuple[list[int], list[int]]:
         """Remove the packed tokens start to stop - 1 of the stream.
 
@@ -413,6 +421,15 @@ class SequenceTable:
             return pages[0], np.array(slots, np.int32)
         found = np.concatenate(pages) if pages else np.zeros((0, 2), np.int32)
         return found, np.array(slots, np.int32)
+
+    def since(self, first: int) -> SequenceTable:
+        """Return a snapshot of the streams without the tokens before sequence index ``first``."""
+        streams = {}
+        for code, stream in self.streams.items():
+            count = int(np.searchsorted(self.positions(code), first))
+            streams[code] = stream.without_first(min(count, stream.tokens))
+        stored = sum(stream.tokens for stream in streams.values())
+        return SequenceTable(self.codes, streams, stored)
 
     def before(self) -> SequenceTable:
         """Return a snapshot of the streams.

@@ -43,6 +43,7 @@ def attend_stored(
     values: torch.Tensor,
     scaling: float,
     step: StepPlan,
+    inside: list[SequenceTable] | None = None,
 ) -> torch.Tensor:
     """Compute attention of a chunk of new tokens over the past and, causally, over the chunk.
 
@@ -55,6 +56,8 @@ def attend_stored(
         keys, values: (batch, KV heads, tokens, head_dim) of the chunk.
         scaling: factor that the scores are multiplied by.
         step: plan with which ``append`` will store the chunk.
+        inside: for a chunk of one token per row, the part of each row's past that it attends to; by
+            default, the whole past.
 
     Returns:
         (batch, query heads, tokens, head_dim); 0 for queries that are padding.
@@ -65,7 +68,7 @@ def attend_stored(
     empty = not any(sequence.stored for sequence in step.past)
     if empty and step.real is None and step.lengths is None:
         return _causal(queries, keys, values, scaling)
-    chunk = _ChunkAttention(layer, step, queries, keys, values, scaling)
+    chunk = _ChunkAttention(layer, step, queries, keys, values, scaling, inside)
     # A single new token is either padding or real, so its row's output can be masked afterwards.
     if step.lengths is not None:
         return chunk.varlen() if can_attend_varlen(queries) else chunk.by_rows()
@@ -94,6 +97,7 @@ class _ChunkAttention:
     keys: torch.Tensor
     values: torch.Tensor
     scaling: float
+    inside: list[SequenceTable] | None
 
     def max_decoded(self, rows: Sequence[SequenceTable]) -> int:
         """Return the maximum number of new tokens per row that attend to the packed pages."""
@@ -140,6 +144,8 @@ class _ChunkAttention:
         columns = keys.shape[2] * (queries.shape[1] // keys.shape[1])
 
         def tables(attention: AttentionShape) -> Tables:
+            if self.inside is not None:
+                return tables_of(*attention.over(self.inside), layer.device)
             if row is None:
                 return step.tables(attention, layer.device)
             return tables_of(*attention.over([step.past[row]]), layer.device)
@@ -159,7 +165,8 @@ class _ChunkAttention:
             )
 
         layers_alike = (layer.device, layer.dtype, layer.kv_heads, layer.head_dim, columns, row)
-        return step.once(layers_alike, make)
+        # The step keeps the lists, so that their ids differ.
+        return step.once((*layers_alike, id(self.inside)), make)
 
     def varlen(self) -> torch.Tensor:
         """Attend in varlen batches: consecutive rows share a launch."""
@@ -279,8 +286,9 @@ class LayerCall:
         """
         layer, step, asked = self._layer, self._step, query.dtype
         query = query.to(key.dtype)
-        if visible is None:
-            output = attend_stored(layer, query, key, value, scaling, step)
+        inside = None if visible is None else self._inside(visible)
+        if visible is None or inside is not None:
+            output = attend_stored(layer, query, key, value, scaling, step, inside)
         else:
             keys, values = layer.with_past(step, key, value)
             output = scaled_dot_product_attention(
@@ -289,6 +297,36 @@ class LayerCall:
         # A step that packs at its end never writes to a slot that it reads.
         layer.append(key, value, step, beside=step.packs_at_end)
         return output.to(asked)
+
+    def _inside(self, visible: torch.Tensor) -> list[SequenceTable] | None:
+        """Return the past that a mask leaves to the only new token of each row, if that is all from
+        some token on, as in a sliding window; None for other masks and for several new tokens."""
+        step = self._step
+        if visible.shape[1:3] != (1, 1) or visible.dtype != torch.bool:
+            return None
+        if step.real is not None or step.lengths is not None or step.fixed is not None:
+            return None
+
+        def make() -> tuple[torch.Tensor, list[SequenceTable] | None]:
+            return visible, self._latest(visible[:, 0, 0].cpu())
+
+        # The step keeps the mask, which all layers with the same window share.
+        return step.once(("inside", id(visible)), make)[1]
+
+    def _latest(self, visible: torch.Tensor) -> list[SequenceTable] | None:
+        """Return each row's past from its first visible token on, if later ones are visible too.
+
+        Args:
+            visible: (batch, all tokens) bool on the CPU.
+        """
+        real = self._layer.cache.real_tokens(visible.shape[1])
+        seen = visible & real
+        first = seen.int().argmax(1, keepdim=True)
+        if not torch.equal(seen, real & (torch.arange(seen.shape[1]) >= first)):
+            return None
+        past = self._step.past
+        rows = [row.since(start) for row, start in zip(past, first[:, 0].tolist(), strict=True)]
+        return rows if all(row.stored for row in rows) else None
 
     def _stored(self, visible: torch.Tensor) -> torch.Tensor:
         """Return the mask with tokens that are not stored (padding, forgotten tokens) hidden."""
