@@ -163,7 +163,8 @@ class Exchange:
     def place_previews(self) -> None:
         """Put the media where the question names them; see ``place_files``."""
         parts = place_files(self.question, [preview.name for preview in self.previews])
-        if any(isinstance(part, int) for part in parts[len(self.previews) :]):
+        # The names of placed files are no longer in the texts.
+        if "".join(part for part in parts if isinstance(part, str)) != self.question:
             self.parts = [part if isinstance(part, str) else self.previews[part] for part in parts]
             self.previews = [part for part in self.parts if isinstance(part, Preview)]
 

@@ -474,3 +474,24 @@ def test_media_of_refused_messages_have_no_number(session, uploads) -> None:
         )
         assert captions == ["picture 1", "not seen", "picture 2"][: len(captions)]
     assert len(captions) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[1.png][0.png] Which?", ["1.png", "0.png", "Which?"]),
+        ("[0.png] Which?", ["1.png", "0.png", "Which?"]),
+        ("[1.png]", ["0.png", "1.png"]),
+        ("Which?", ["0.png", "1.png", "Which?"]),
+    ],
+)
+def test_files_that_are_named_first_are_in_this_order(session, uploads, text, parts) -> None:
+    """The names are not part of the text that the model reads."""
+    asked(session, text, uploads / "0.png", uploads / "1.png")
+    [exchange] = session.exchanges
+    assert exchange.counts, exchange.error
+    shown = [part if isinstance(part, str) else part.name for part in exchange.asked]
+    assert [part for part in shown if part] == parts
+    [turn] = session.conversation.chat.turns
+    assert [span.label for span in turn.media] == [part for part in parts if part != "Which?"]
+    assert turn.prompt == ("Which?" if "Which?" in parts else "")
