@@ -51,13 +51,15 @@ class Summary:
 
 def title_of(text: str) -> str:
     """Return a text in one line, shortened to a title; a default title for an empty text."""
-    line = " ".join(text[: 4 * MAX_TITLE].split())
+    # Half a surrogate pair cannot be sent to browsers.
+    whole = text[: 4 * MAX_TITLE].encode(errors="replace").decode()
+    line = " ".join(whole.split())
     return (line if len(line) <= MAX_TITLE else f"{line[: MAX_TITLE - 1]}…") or "Conversation"
 
 
-def ids_in(text: str) -> list[str]:
+def ids_in(text: str | None) -> list[str]:
     """Return the different ids in a browser's text, at most ``MAX_LISTED``, in order."""
-    return [*dict.fromkeys(ID.findall(text[: 40 * MAX_LISTED]))][:MAX_LISTED]
+    return [*dict.fromkeys(ID.findall((text or "")[: 40 * MAX_LISTED]))][:MAX_LISTED]
 
 
 def conversation_list(summaries: Sequence[Summary], current: str) -> str:

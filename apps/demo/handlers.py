@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,6 +36,7 @@ from oscar_mm.errors import InputError
 
 THIS_MODEL = "the model of this page"
 _UNCHANGED = gr.skip()
+_log = logging.getLogger(__name__)
 
 
 class Handlers:
@@ -255,7 +257,11 @@ class Handlers:
         of this page is gone."""
         session, chosen = self._session(request), str(event.id)
         if event.action == "rename":
-            self.sessions.rename(chosen, str(event.name))
+            try:
+                self.sessions.rename(chosen, str(event.name))
+            except InputError as error:  # It names the folder, which visitors must not see.
+                _log.warning("a title could not be stored: %s", error)
+                raise gr.Error("the title could not be stored", print_exception=False) from None
         elif event.action == "delete":
             self.sessions.delete(chosen)
         is_gone = chosen == session.id and session not in self.sessions

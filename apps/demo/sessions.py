@@ -257,7 +257,8 @@ class Sessions:
         finally:
             if admitted is not new:
                 new.close()
-            self._give_up(evicted)
+            # The conversation that a browser leaves may be one too many without a visitor.
+            self._give_up([*evicted, *(self._expired() if apart else ())])
 
     def _longest_idle(self) -> str:
         """Return the id of the session to evict: the session that has been idle longest.
@@ -383,6 +384,8 @@ class ConversationFolder:
         for part in path.glob(".*.part"):  # Left over from a process that ended while writing.
             if ID.fullmatch(part.name[1:33]):
                 self._remove(part)
+        # So that a title is not given to a conversation whose files have just been removed.
+        self._changing = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "conversation-writer")
         self._refused: deque[Session] = deque()
         self.prune()
@@ -480,30 +483,34 @@ class ConversationFolder:
 
     def summary(self, session_id: str) -> Summary | None:
         """Describe a stored conversation; None if there is none, or an earlier version wrote it."""
-        record = self._record(session_id)
-        if record is None or not isinstance(record.get("media"), dict):
-            return None
-        title = str(record.get("name") or record.get("title"))[:MAX_TITLE]
-        return Summary(session_id, title, record["media"], int(record.get("bytes", 0)))
+        record = self._record(session_id) or {}
+        with suppress(KeyError, ValueError, TypeError, AttributeError):
+            title = str(record.get("name") or record["title"])[:MAX_TITLE]
+            media = {str(kind): int(count) for kind, count in record["media"].items()}
+            return Summary(session_id, title, media, int(record["bytes"]))
+        return None
 
     def rename(self, session_id: str, name: str) -> None:
         """Set the title of a stored conversation; do nothing if there is none."""
-        if (record := self._record(session_id)) is not None:
-            path = self._path(session_id, "json")
-            with writing(path), whole_file(path, private=True) as new:
-                new.write_text(json.dumps(record | {"name": name}))
+        with self._changing:
+            if (record := self._record(session_id)) is not None:
+                path = self._path(session_id, "json")
+                with writing(path), whole_file(path, private=True) as new:
+                    new.write_text(json.dumps(record | {"name": name}))
 
     def _record(self, session_id: str) -> dict[str, Any] | None:
         if not ID.fullmatch(session_id):
             return None
         with suppress(OSError, ValueError, RecursionError):
-            return json.loads(self._path(session_id, "json").read_text())
+            record = json.loads(self._path(session_id, "json").read_text())
+            return record if isinstance(record, dict) else None
         return None
 
     def remove(self, session_id: str) -> None:
         """Remove the files of a conversation; files that cannot be removed are logged."""
-        for suffix in ("json", "safetensors"):
-            self._remove(self._path(session_id, suffix))
+        with self._changing:
+            for suffix in ("json", "safetensors"):
+                self._remove(self._path(session_id, suffix))
 
     def prune(self) -> None:
         """Remove conversations that are too old, then the oldest ones beyond the limits."""

@@ -2,10 +2,15 @@
 
 import io
 import json
+import threading
+from types import SimpleNamespace
+from typing import Any
 
+import gradio as gr
 import pytest
 from PIL import Image
 
+from oscar_mm.apps.demo import sessions as sessions_module
 from oscar_mm.apps.demo.conversation_list import (
     MAX_LISTED,
     MAX_TITLE,
@@ -15,6 +20,7 @@ from oscar_mm.apps.demo.conversation_list import (
     title_of,
 )
 from oscar_mm.apps.demo.curve_picture import COLORS, SIZE, curve_picture
+from oscar_mm.apps.demo.handlers import Handlers
 from oscar_mm.apps.demo.measured_chat import MemoryCurve
 from oscar_mm.apps.demo.media_hint import media_hint
 from oscar_mm.apps.demo.sessions import Sessions
@@ -112,12 +118,72 @@ def test_a_title_given_during_a_write_is_stored(pipe, uploads, tmp_path, monkeyp
     made.close()
 
 
-@pytest.mark.parametrize("record", ["{", '{"preset": "compact"}'])
+RECORDS = (
+    *("{", "[]", "null", "3", '{"preset": "compact"}'),
+    '{"title": "t", "media": {}, "bytes": "x"}',
+    '{"title": "t", "media": {"picture": null}, "bytes": 1}',
+)
+
+
+@pytest.mark.parametrize("record", RECORDS)
 def test_records_of_earlier_versions_are_left_out(pipe, uploads, tmp_path, record: str) -> None:
+    """Damaged ones too, whoever names them."""
     made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
     (tmp_path / f"{'x' * 32}.json").write_text(record)
+    made.rename("x" * 32, "Title")
     assert made.summaries(["x" * 32]) == []
     made.close()
+
+
+def test_a_title_does_not_bring_back_what_is_deleted(pipe, uploads, tmp_path, monkeypatch) -> None:
+    made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
+    session = made.session("a")
+    asked(session, "What is it?", uploads / "0.png")
+    made.close()
+    made = Sessions(pipe, COMPACT, (uploads,), tmp_path)
+    read = made.folder._record
+    other = threading.Thread(target=made.delete, args=[session.id])
+
+    def read_while_it_is_deleted(session_id: str) -> dict | None:
+        record = read(session_id)
+        other.start()
+        other.join(0.3)
+        return record
+
+    monkeypatch.setattr(made.folder, "_record", read_while_it_is_deleted)
+    made.rename(session.id, "Title")
+    other.join()
+    made.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_title_that_cannot_be_stored(pipe, uploads, tmp_path, monkeypatch) -> None:
+    """The visitor is told, without the folder's path."""
+    made = Sessions(pipe, COMPACT, (uploads,), tmp_path / "kept")
+    session = made.session("a")
+    asked(session, "What is it?", uploads / "0.png")
+    made.close()
+    made = Sessions(pipe, COMPACT, (uploads,), tmp_path / "kept")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(sessions_module, "whole_file", fail)
+    handlers = Handlers(made, tmp_path / "files")
+    request: Any = SimpleNamespace(session_hash="a")
+    event: Any = SimpleNamespace(id=session.id, action="rename", name="Title")
+    with pytest.raises(gr.Error, match="the title could not be stored") as caught:
+        handlers.change_listed(request, event, session.id)
+    assert str(tmp_path) not in caught.value.message
+    made.close()
+
+
+def test_new_chats_keep_no_more_than_visitors_may_leave(sessions, uploads, monkeypatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_UNVISITED_BYTES", 1)
+    for _ in range(3):
+        asked(sessions.session("a"), "What is it?", uploads / "0.png")
+        latest = sessions.begin("a")
+    assert [*sessions._sessions.values()] == [latest]
 
 
 def test_a_loaded_file_is_a_conversation_of_its_own(sessions, uploads, tmp_path) -> None:
@@ -138,12 +204,14 @@ def test_ids_of_a_browser_are_bounded() -> None:
     assert ids_in(" ".join([*ids, ids[0]])) == ids[:MAX_LISTED]
     assert ids_in(f"{ids[0]} {ids[0]} short <script>") == ids[:1]
     assert ids_in("x" * 10_000_000) == ["x" * 32]
+    assert ids_in(None) == []
 
 
 def test_titles() -> None:
     assert title_of("  What\n is  it? ") == "What is it?"
     assert title_of("") == title_of("\n") == "Conversation"
     assert len(title_of("word " * 1000)) == MAX_TITLE
+    assert title_of("half \ud800 a pair") == "half ? a pair"
 
 
 def test_the_list_escapes_what_visitors_write() -> None:
