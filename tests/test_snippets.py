@@ -27,13 +27,15 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str |
     environment["MPLBACKEND"] = "Agg"
     line = [sys.executable, "-m", "tests.snippets", str(folder / "work"), str(results)]
     done = subprocess.run(
-        line, cwd=snippets.ROOT, env=environment, capture_output=True, text=True, timeout=200
+        line, cwd=snippets.ROOT, env=environment, capture_output=True, text=True, timeout=550
     )
     assert results.exists(), done.stderr
     yield json.loads(results.read_text())
 
 
+# All programs run before the first test, on busy machines for minutes.
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [*snippets.pages(), *MODULES, *snippets.notebooks()])
 def test_snippets_run(errors: dict[str, str | None], name: str) -> None:
     assert errors[name] is None

@@ -19,9 +19,12 @@ from tests.apps.demo.conftest import COMPACT
 pytest.importorskip("selenium")
 pytest.importorskip("selenium_axe_python")
 from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.alert import Alert
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.expected_conditions import alert_is_present
+from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.apps.demo.browser import Browser, browsers
+from tests.apps.demo.browser import PATIENCE_S, Browser, browsers
 
 pytestmark = [
     pytest.mark.browser,
@@ -499,6 +502,18 @@ def titles(browser: Browser) -> list[str]:
     return browser.run(script)
 
 
+def press_listed(browser: Browser, action: str, place: int) -> Alert:
+    """Click a button of the list, which may be written anew at any moment; return its dialog."""
+    browser.run(
+        "const selector = `.conversations [data-action=${arguments[0]}]`;"
+        "const place = arguments[1];"
+        "setTimeout(() => document.querySelectorAll(selector)[place].click())",
+        action,
+        place,
+    )
+    return WebDriverWait(browser.driver, PATIENCE_S, 0.05).until(alert_is_present())
+
+
 def test_a_new_chat_keeps_the_old_one(browser, uploads) -> None:
     set_length(browser, 6)
     browser.run("localStorage.removeItem('oscar-mm-conversations')")
@@ -517,16 +532,13 @@ def test_a_new_chat_keeps_the_old_one(browser, uploads) -> None:
     both = ["First of all?", "Second of all?"]
     browser.wait(lambda: titles(browser) == both, "both")
     assert "1 picture" in browser.text(".conversations small")
-    browser.all(".conversations [data-action=rename]")[0].click()
-    prompt = browser.driver.switch_to.alert
+    prompt = press_listed(browser, "rename", 0)
     prompt.send_keys("A picture")
     prompt.accept()
     browser.wait(lambda: titles(browser)[0] == "A picture", "the title")
-    browser.all(".conversations [data-action=delete]")[1].click()
-    browser.driver.switch_to.alert.accept()
+    press_listed(browser, "delete", 1).accept()
     browser.wait(lambda: titles(browser) == ["A picture"], "one less")
-    browser.all(".conversations [data-action=delete]")[0].click()
-    browser.driver.switch_to.alert.accept()
+    press_listed(browser, "delete", 0).accept()
     browser.wait(lambda: browser.run("return location.hash") != first, "a new address")
     browser.wait(lambda: browser.all("#history .welcome"), "an empty conversation")
 
@@ -537,11 +549,12 @@ def test_two_tabs_of_one_address(browser, served, uploads) -> None:
     with closing(Browser(browser.driver.current_url)) as other:
         other.wait(lambda: len(other.all("#history .asked")) == 1, "the conversation")
         browser.ask("And now?")
+        # Its address is set after the conversation is shown; before, it does not look again.
+        other.wait(lambda: other.run("return Boolean(window.onhashchange)"), "its address")
         other.run("document.dispatchEvent(new Event('visibilitychange'))")
         other.wait(lambda: len(other.all("#history .asked")) == 2, "what the first tab asked")
-        assert other.text("#history .said:last-child p") == browser.text(
-            "#history .said:last-child p"
-        )
+        last = "#history .said:last-child p"
+        other.wait(lambda: other.text(last) == browser.text(last), "its answer")
 
 
 def test_a_question_is_shown_wherever_one_was_reading(browser, uploads) -> None:
