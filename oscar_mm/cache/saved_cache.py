@@ -372,6 +372,8 @@ def _with_names(found: KVPolicy, wanted: KVPolicy | None, kinds: Mapping[str, Ki
     uses: earlier files have a number that is at least the number of channels."""
     names = [name for name in kinds if re.fullmatch(r"layer\.\d+\.recent", name)]
     widths = [kinds[name].shape[3] for name in names]
+    if not all(width > 0 for width in widths):
+        raise ValueError("a layer has no channels")
     if wanted is not None and _whole_heads(found, widths) == _whole_heads(wanted, widths):
         return wanted
     return _whole_heads(found, widths) if widths else found

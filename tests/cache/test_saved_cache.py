@@ -400,6 +400,17 @@ def test_a_group_of_128_is_half_of_a_head_of_256(tmp_path: Path) -> None:
         load_cache(tmp_path / "old", fingerprint="f", policy="standard")
 
 
+def test_heads_without_channels_are_refused(tmp_path: Path) -> None:
+    grouped(64, tmp_path / "old")
+    with safe_open(tmp_path / "old", "pt") as file:
+        text = file.metadata()["oscar_mm.cache"]
+    tensors = load_file(tmp_path / "old")
+    tensors["layer.0.recent"] = tensors["layer.0.recent"][..., :0].contiguous()
+    write_checked(tmp_path / "old", tensors, {"oscar_mm.cache": text})
+    with pytest.raises(InputError, match="is damaged: a layer has no channels"):
+        load_cache(tmp_path / "old", fingerprint="f")
+
+
 def with_float32_tokens(path: Path) -> dict[str, torch.Tensor]:
     """Rewrite a file as in versions where unpacked tokens had the model's dtype."""
     with safe_open(path, "pt") as file:
