@@ -1,4 +1,4 @@
-"""Files outside of docs/ that its pages show or link to, as a hook of the site."""
+"""Hooks of the site: files outside of docs/ that pages need, and code in docstrings."""
 
 import re
 from pathlib import Path
@@ -21,3 +21,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Let links lead to them."""
     return _LINK.sub(r"](\1", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Remove the marks of code in docstrings, which are not Markdown."""
+    return html.replace("<p>::</p>\n", "").replace("::</p>", ":</p>")
