@@ -23,6 +23,13 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.imported"])
 
 
+def without_notes(errors: bytes) -> bytes:
+    """What a process said on stderr, besides that it compiles kernels: that depends on what has run
+    on this machine before."""
+    lines = errors.splitlines(keepends=True)
+    return b"".join(line for line in lines if not line.startswith(b"compiling "))
+
+
 class Forked:
     """A process that calls a function; killed where its ``with`` block ends, if it still runs.
 
