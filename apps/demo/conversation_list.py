@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from oscar_mm.apps.demo.transcript import counted
 from oscar_mm.sizes import format_bytes
 
 MAX_TITLE = 80
@@ -77,7 +78,7 @@ def conversation_list(summaries: Sequence[Summary], current: str) -> str:
 
 def _row(summary: Summary, *, is_current: bool) -> str:
     title = escape(summary.title)
-    counts = [f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in summary.media.items() if n]
+    counts = [counted(n, kind) for kind, n in summary.media.items() if n]
     about = escape(" · ".join([*counts, format_bytes(summary.used_bytes)]))
     link = f'<a href="#{summary.id}"{" aria-current=page" if is_current else ""}>{title}</a>'
     buttons = "".join(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from oscar_mm.apps.demo.transcript import KINDS
+from oscar_mm.apps.demo.transcript import KINDS, counted
 from oscar_mm.modality import Modality
 
 if TYPE_CHECKING:
@@ -47,4 +47,4 @@ def media_hint(question: str, segments: Sequence[Segment]) -> str:
 def _count(number: int, kind: str) -> str:
     if number == 0:
         return f"there is no {kind}"
-    return f"there is 1 {kind}" if number == 1 else f"there are {number} {kind}s"
+    return f"there {'is' if number == 1 else 'are'} {counted(number, kind)}"

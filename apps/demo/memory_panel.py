@@ -22,7 +22,7 @@ from oscar_mm.apps.demo.measured_chat import (
     MemorySample,
 )
 from oscar_mm.apps.demo.session import Session
-from oscar_mm.apps.demo.transcript import KINDS, Exchange
+from oscar_mm.apps.demo.transcript import KINDS, Exchange, counted
 from oscar_mm.chat.conversation import Segment
 from oscar_mm.engine.answer import Timings
 from oscar_mm.modality import Modality
@@ -153,7 +153,7 @@ def curve_events(chat: MeasuredChat) -> list[Note]:
     events = []
     for turn in chat.chat.turns:
         counts = Counter(KINDS[span.modality] for span in turn.media)
-        shown = ", ".join(f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items())
+        shown = ", ".join(counted(n, kind) for kind, n in counts.items())
         if shown:
             events.append(Note(turn.start, f"{shown} shown at {turn.start:,} tokens"))
     events += [

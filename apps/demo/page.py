@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from oscar_mm.apps.demo import visitor_input
 from oscar_mm.apps.demo.charts import NOT_INSPECTED
-from oscar_mm.apps.demo.conversation_list import LIST_SCRIPT, conversation_list
+from oscar_mm.apps.demo.conversation_list import LIST_SCRIPT, MAX_LISTED, conversation_list
 from oscar_mm.apps.demo.examples import EXAMPLES, QUESTIONS, Example
 from oscar_mm.apps.demo.handlers import THIS_MODEL, Handlers
 from oscar_mm.apps.demo.memory_panel import FORGET_SCRIPT, LENGTHS, MODELS, format_label
@@ -74,8 +74,8 @@ _ADDRESS_SCRIPT = """(id) => {
   }
   window.onhashchange = () => location.reload();
   const others = (localStorage.getItem(key) ?? '').split(' ').filter((one) => one && one !== id);
-  localStorage.setItem(key, [id, ...others].slice(0, 50).join(' '));
-}"""
+  localStorage.setItem(key, [id, ...others].slice(0, LISTED).join(' '));
+}""".replace("LISTED", str(MAX_LISTED))
 """Script that puts the conversation's id into the URL fragment, which browsers do not send to
 servers, and into the browser's list. No id: the conversation was deleted."""
 _IDS_SCRIPT = "() => [localStorage.getItem('oscar-mm-conversations') ?? '']"

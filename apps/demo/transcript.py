@@ -38,6 +38,13 @@ _FETCHING = ["image", "link", "autolink", "reference"]
 """Markdown that leads to other servers: it stays text."""
 KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "clip"}
 """Names of the modalities as shown on the page."""
+
+
+def counted(number: int, kind: str) -> str:
+    """Return a number of media in words: "1 picture", "3 pictures"."""
+    return f"{number} {kind}{'' if number == 1 else 's'}"
+
+
 SCROLL_SCRIPT = """
 const box = document.getElementById('transcript');
 const there = (selector) => box.querySelector(selector) !== null;
