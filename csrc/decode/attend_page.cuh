@@ -80,6 +80,7 @@ __device__ __forceinline__ void attend_part(State& state, const uint8_t* page, i
                                             const Queries& query, int start, int stop, int lane) {
   constexpr uint32_t ONES = 0x3c003c00;
   constexpr int VALUE_STEPS = VALUE_GROUP / TILE, LOW = P::Values::LOW;
+  static_assert(VALUE_GROUPS <= 4, "a value group has its products below");
   const int quad = lane & 3;
   const bool is_partial = start > part * PART_TOKENS || stop < (part + 1) * PART_TOKENS;
   // For the first value group, the state accumulates probability * zero; other groups are added

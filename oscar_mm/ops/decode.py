@@ -51,6 +51,8 @@ _MAX_COLUMNS = 128
 """Queries per KV head up to which a CPU attends to packed pages faster than it unpacks them and
 attends to the copy. Both are equally fast at 224 queries with float32 states, and at 165 with
 bfloat16 states on a CPU with AMX; heads, head_dim and past hardly matter."""
+_MAX_VALUE_GROUPS = 4
+"""Value groups of a head that the GPU kernel has registers for."""
 _checker = ArgumentChecker("decode")
 
 
@@ -109,6 +111,11 @@ class Specialization(NamedTuple):
         first, last = formats[0], formats[-1]
         if replace(last, bits=first.bits) != first:
             return "pages of different bit widths also differ in their groups or scaling"
+        if (groups := head_dim // first.value_group) > _MAX_VALUE_GROUPS:
+            return (
+                f"value_group {first.value_group} makes {groups} groups of a head of {head_dim} "
+                f"channels; the kernel supports up to {_MAX_VALUE_GROUPS}"
+            )
         of_one_head = tuple(replace(page_format, kv_heads=1) for page_format in formats)
         return cls(of_one_head, rotate, dtype, columns <= COLUMNS // 2)
 
