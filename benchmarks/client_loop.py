@@ -30,7 +30,7 @@ from benchmarks.random_model import RANDOM_MODELS, endless_pipeline, words
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
 from benchmarks.vllm_attention import engine_options, model_folder, tokens_of
 from benchmarks.vllm_process import CHILD, rows_of_child, vllm_versions, write_rows
-from oscar_mm.apps.server_process import short_thread_turns
+from oscar_mm.apps.server_process import freeze_loaded, short_thread_turns
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.warm_up import warm_up
@@ -197,6 +197,7 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
         loop: the load.
     """
     warm_up(pipe.engine, loop.clients or _AT_ONCE)
+    freeze_loaded()  # As in the server.
     numbers = count()
 
     def request(most: int) -> Request:
@@ -208,19 +209,20 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
     started = request(2)  # Compiles what is still missing.
     pipe.engine.submit(started)
     started.complete()
-    running, arrived = dict[int, Request](), SimpleQueue[Arrival]()
+    running, arrived = dict[int, Request](), SimpleQueue[list[Arrival]]()
     seen = dict[int, int]()
 
     def look() -> None:
         """Note the new tokens after a step, in the engine thread."""
-        now = perf_counter()
+        now, arrivals = perf_counter(), list[Arrival]()
         for number, answer in list(running.items()):
             ended, tokens = answer.ended, len(answer.tokens)
             if ended:
                 del running[number]
             if ended or tokens > seen[number]:
-                arrived.put(Arrival(number, tokens - seen[number], ended, now))
+                arrivals.append(Arrival(number, tokens - seen[number], ended, now))
                 seen[number] = tokens
+        arrived.put(arrivals)
 
     with (
         short_thread_turns(),  # As in the server.
@@ -241,9 +243,9 @@ def ours(pipe: Pipeline, texts: Sequence[str], loop: Loop) -> Row:
 
         def step(idle: float) -> Iterator[Arrival]:
             with suppress(Empty):
-                yield arrived.get(timeout=max(idle, 1e-3))
+                yield from arrived.get(timeout=max(idle, 1e-3))
                 while True:
-                    yield arrived.get_nowait()
+                    yield from arrived.get_nowait()
 
         row = run(loop, send, step)
         for answer in (*list(running.values()), *(future.result() for future in ahead)):

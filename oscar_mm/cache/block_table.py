@@ -87,10 +87,11 @@ class SlotPool:
         """Allocate planned slots, which must not have been allocated or planned for others
         since."""
         for slot in slots:
-            if self._free[-1] == slot:
-                self._free.pop()
-            else:
-                self._free.remove(slot)
+            # Planned slots are near the end, and often last; ``list.remove`` starts at the front.
+            place = len(self._free) - 1
+            while self._free[place] != slot:
+                place -= 1
+            del self._free[place]
         self._own(slots)
 
     def _own(self, slots: Iterable[int]) -> None:

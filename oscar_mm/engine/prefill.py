@@ -27,6 +27,7 @@ from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.prompt import Prompt, by_frames, forward, segments
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.fast_decode.prompt_layers import MAX_RECORDED
+from oscar_mm.ops.decode_tables import upload
 
 MAX_TOKENS = 1 << 13
 """Maximum number of tokens at a time in the decoder's MLPs and norms, and per part of the media."""
@@ -366,7 +367,8 @@ def _prefill_in_chunks(
             if logprobs is not None:
                 vocabulary = model.config.get_text_config(decoder=True).vocab_size
                 logprobs.read(states, head, vocabulary)
-            states = states[:, list(last)].flatten(0, 1)
+            # A list as index would wait for the device.
+            states = states[:, upload(np.array(last), states.device)].flatten(0, 1)
         del arguments  # Free their memory before the towers continue.
         yield None if unread else head(states)
 
