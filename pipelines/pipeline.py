@@ -30,8 +30,10 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.request_options import RequestOptions, split_media, split_template
 from oscar_mm.engine.sampling import Sampling
+from oscar_mm.engine.speech import Speech
+from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.engine.template import USUAL, TemplateFields, TemplateOptions
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, shown
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.media.options import MediaOptions
@@ -573,6 +575,8 @@ class Pipeline:
         sampling: Sampling,
         start: float,
         tools: ToolOffer | None = None,
+        *,
+        speaker: str | None = None,
     ) -> AnswerStream:
         """Return the answer to a prompt as a stream.
 
@@ -581,8 +585,11 @@ class Pipeline:
             sampling: sampling options.
             start: ``time.perf_counter()`` when the request arrived.
             tools: tools that the model may call.
+            speaker: see ``new_request``.
         """
-        running_request = self.new_request(prompt, sampling, start, tools)
+        return self._stream(self.new_request(prompt, sampling, start, tools, speaker=speaker))
+
+    def _stream(self, running_request: Request) -> AnswerStream:
         running = weakref.ref(running_request)
 
         def cancel() -> None:
@@ -597,6 +604,8 @@ class Pipeline:
         sampling: Sampling,
         start: float,
         tools: ToolOffer | None = None,
+        *,
+        speaker: str | None = None,
     ) -> Request:
         """Create a request without submitting it.
 
@@ -605,11 +614,50 @@ class Pipeline:
             sampling: sampling options.
             start: ``time.perf_counter()`` when the request arrived.
             tools: tools that the model may call.
+            speaker: voice that says the answer, from ``check_speech``; None for an answer in text.
         """
-        return Request(self.engine, prompt, self.new_cache(), sampling, start, tools=tools)
+        arguments = self.engine, prompt, self.new_cache(), sampling, start
+        if speaker is None:
+            return Request(*arguments, tools=tools)
+        talker = self.family.talker
+        assert talker is not None, "check_speech returned the speaker"
+        voice = talker.voice(prompt, speaker, sampling.seed)
+        return SpokenRequest(*arguments, talker=talker, voice=voice)
+
+    def check_speech(self, speaker: Any, sampling: Sampling | None = None) -> str:
+        """Check that answers can be said, and return the name of the voice in lower case.
+
+        Args:
+            speaker: name of a voice, in upper or lower case; None for the default.
+            sampling: sampling options of the answer.
+
+        Raises:
+            InputError: if the model has no talker or no such voice, or an option does not allow
+                speech.
+        """
+        talker = self.family.talker
+        if talker is None:
+            raise InputError(
+                "speak=True: this checkpoint has no talker (or it was disabled), so it answers in "
+                "text only; use an Instruct checkpoint with audio output"
+            )
+        if self.store.ranks.count > 1:
+            raise InputError(
+                "speak=True: not supported with tensor parallelism (tp_plan); use one GPU"
+            )
+        if sampling is not None and sampling.stop:
+            raise InputError("stop cannot be used with speak=True: leave it out")
+        if not talker.speakers:
+            raise InputError("speak=True: this checkpoint's configuration lists no speakers")
+        if speaker is None:
+            return talker.speakers[0]
+        if not isinstance(speaker, str) or speaker.lower() not in talker.speakers:
+            known = ", ".join(talker.speakers)
+            raise InputError(f"speaker {shown(speaker)}: must be one of {known}")
+        return speaker.lower()
 
 
-def _pieces(running_request: Request) -> Generator[Piece | Answer, None, None]:
+def _pieces(running_request: Request) -> Generator[Piece | Speech | Answer, None, None]:
     yield from running_request
     answer = running_request.answer()
     # Free the pages of a cancelled request even if the caller keeps the stream.

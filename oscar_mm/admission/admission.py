@@ -340,6 +340,41 @@ class Admission:
         self.budget.free_memory(int(added.max()))
         return self.budget.reserve(cache, prompt.tokens, added)
 
+    def reserve_speech(
+        self, model: Any, cache: OscarCache, tokens: int, frames: int
+    ) -> Reservation | None:
+        """Check that the longest speech fits on the talker's device, and reserve its memory in the
+        budget.
+
+        Args:
+            model: talker, a transformers model for generation.
+            cache: empty cache of the speech.
+            tokens: number of tokens that the talker reads before it speaks.
+            frames: maximum number of frames, each of which is a token.
+
+        Returns:
+            The reservation, in effect while it is referenced; None without a budget.
+
+        Raises:
+            MemoryBusy: if there is not enough memory at present; then nothing changes.
+        """
+        policy, store, shape = cache.policy, cache.store, ModelShape.of(model.config, 0)
+        sizes = shape.slot_bytes(policy, unpacked_dtype(policy, model.dtype).itemsize)
+        growth = slot_forecast(policy, np.full(tokens, Modality.TEXT, np.int8), frames)
+        added = shape.layers * bytes_over_time(growth.added, sizes)
+        needed, free = int(added.max()), free_bytes(model.device)
+        unused = {bits: allocator.free for bits, allocator in store.allocators.items()}
+        if free is not None and needed > (available := free + store.bytes_of(unused)):
+            raise MemoryBusy(
+                f"the speech needs about {format_bytes(needed)}, but only "
+                f"{format_bytes(available)} is free on {model.device}: close() some chats"
+            )
+        if self.budget is None:
+            return None
+        self.budget.stores.add(store)
+        self.budget.free_memory(needed)
+        return self.budget.reserve(cache, tokens, added)
+
     def shortage(self, needed: int, what: str) -> str | None:
         """Return an error text if more bytes do not fit into the budget without spilling.
 

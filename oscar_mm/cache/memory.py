@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from oscar_mm.sizes import format_bytes
 
 KINDS = ("codes", "scales", "norms", "tails", "states", "tables", "unused")
 _SHARED = "shared"
+_SPEECH = "speech"
 _TAILS = "tails: tokens outside of pages, not packed"
 
 
@@ -37,8 +38,8 @@ class MemoryReport:
         bf16_bytes: bytes that the same tokens would take as plain 16-bit keys and values, plus the
             states.
         values: number of stored key and value elements (2 * layers * KV heads * head_dim * tokens).
-        by_modality: bytes by modality: "text", "image", "video", "audio", and "shared" (tables,
-            balancing vectors, states and free slots).
+        by_modality: bytes by modality: "text", "image", "video", "audio", of spoken answers also
+            "speech", and "shared" (tables, balancing vectors, states and free slots).
         by_kind: bytes by kind: "codes", "scales" (and zeros), "norms", "tails" (unpacked tokens:
             the window, sinks, tokens waiting for a page), "states" (linear attention), "tables"
             (page tables, token map, balancing vectors), "unused" (free slots of the pools, and
@@ -49,6 +50,8 @@ class MemoryReport:
         by_device: bytes by device; page tables and the token map are on "cpu".
         ranks: number of processes that store the heads of the same layers; 1 without tensor
             parallelism. The report covers one process.
+        speech_values: number of ``values`` that a talker stores for its speech; see
+            ``with_speech``.
     """
 
     kv_bytes: int
@@ -60,6 +63,24 @@ class MemoryReport:
     shared_bytes: int = 0
     by_device: dict[str, int] = field(default_factory=dict)
     ranks: int = 1
+    speech_values: int = 0
+
+    def with_speech(self, talker: MemoryReport) -> MemoryReport:
+        """Return a report that also includes a talker's cache, as modality "speech"."""
+        shared = talker.by_modality[_SHARED]
+        own = {_SPEECH: talker.kv_bytes - shared, _SHARED: self.by_modality[_SHARED] + shared}
+        return replace(
+            self,
+            kv_bytes=self.kv_bytes + talker.kv_bytes,
+            bf16_bytes=self.bf16_bytes + talker.bf16_bytes,
+            values=self.values + talker.values,
+            by_modality=self.by_modality | own,
+            by_kind={kind: size + talker.by_kind[kind] for kind, size in self.by_kind.items()},
+            tokens=self.tokens | {_SPEECH: sum(talker.tokens.values())},
+            shared_bytes=self.shared_bytes + talker.shared_bytes,
+            by_device=dict(Counter(self.by_device) + Counter(talker.by_device)),
+            speech_values=talker.values,
+        )
 
     @property
     def ratio(self) -> float:
@@ -91,12 +112,13 @@ class MemoryReport:
         """Format the report as a short table."""
         if not self.kv_bytes:
             return "KV cache: empty"
-        per_token = 2 * self.values / max(1, sum(self.tokens.values()))
+        others = sum(self.tokens.values()) - self.tokens.get(_SPEECH, 0)
+        per_token = 2 * (self.values - self.speech_values) / max(1, others)
         rows = [("KV cache", "tokens", "stored", "16-bit", "ratio")]
         for name, stored in self.by_modality.items():
             tokens = self.tokens.get(name, 0)
             if stored and name != _SHARED:
-                plain = per_token * tokens
+                plain = 2 * self.speech_values if name == _SPEECH else per_token * tokens
                 rows.append(
                     (
                         name,

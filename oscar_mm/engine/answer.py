@@ -11,6 +11,7 @@ import numpy as np
 
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.engine.async_pieces import AsyncPieces
+from oscar_mm.engine.speech import Speech
 from oscar_mm.tool_parsers.calls import ToolCall
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -70,6 +71,7 @@ class Answer:
         prompt_tokens: number of prompt tokens, including media.
         speech: (samples,) float32, mono: the spoken answer; None without ``speak``.
         sample_rate: samples per second of ``speech``.
+        speech_tokens: number of tokens of the speech, one for each frame of it.
         tool_calls: calls to the offered tools; they are not part of ``text``.
         reasoning: text a thinking model wrote before the answer; None if it did not think.
         reasoning_tokens: number of ``token_ids`` before the text.
@@ -88,6 +90,7 @@ class Answer:
     prompt_tokens: int
     speech: np.ndarray | None = field(default=None, compare=False)
     sample_rate: int | None = None
+    speech_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
     reasoning_tokens: int = 0
@@ -115,8 +118,9 @@ class Delivery:
 class AnswerStream:
     """Iterator over the text chunks of an answer; ``result`` is the answer once it is exhausted.
 
-    It skips the reasoning of a thinking model. ``with_reasoning`` includes the reasoning, and
-    ``pieces`` also includes tool calls. ``async for`` yields the same chunks in a coroutine, see
+    It skips the reasoning of a thinking model. ``with_reasoning`` includes the reasoning,
+    ``with_speech`` the speech of a spoken answer, and ``pieces`` also includes tool calls.
+    ``async for`` yields the same chunks in a coroutine, see
     ``oscar_mm.engine.async_pieces.AsyncPieces``.
 
     Args:
@@ -129,7 +133,7 @@ class AnswerStream:
 
     def __init__(
         self,
-        pieces: Generator[Piece | Answer, None, None],
+        pieces: Generator[Piece | Speech | Answer, None, None],
         cancel: Callable[[], None] | None = None,
         taken: Callable[[threading.Thread], None] | None = None,
         delivery: Delivery | None = None,
@@ -164,8 +168,26 @@ class AnswerStream:
             if isinstance(piece, str):
                 yield piece
 
+    def with_speech(self) -> Iterator[str | Speech]:
+        """Yield the remaining chunks of text, without reasoning, and the speech as ``Speech``.
+
+        Text and speech come as they are ready; a word is usually said after it is written.
+        """
+        for piece in self._spoken_pieces():
+            if isinstance(piece, Speech) or type(piece) is str:
+                yield piece
+
+    def async_with_speech(self) -> AsyncPieces[str | Speech]:
+        """Return ``with_speech`` as an asynchronous iterator."""
+        return AsyncPieces(self.with_speech(), self._cancel, self._taken)
+
     def pieces(self) -> Iterator[Piece]:
         """Yield all remaining non-empty pieces, with tool calls as ``ToolCallDelta``."""
+        for piece in self._spoken_pieces():
+            if not isinstance(piece, Speech):
+                yield piece
+
+    def _spoken_pieces(self) -> Iterator[Piece | Speech]:
         for piece in self._pieces:
             if isinstance(piece, Answer):
                 self._result = piece

@@ -19,6 +19,7 @@ from oscar_mm.engine.chat_format import ANSWER, QUESTION, ChatFormat
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.speech import Talker
 from oscar_mm.engine.template import USUAL, TemplateOptions
 from oscar_mm.errors import InputError, shown
 from oscar_mm.media.media import Media, Medium
@@ -83,6 +84,9 @@ class Family(ChatFormat, ABC):
     fast_layers: ClassVar[frozenset[str]] = frozenset()
     """Names of decoder layer classes that compute what ``oscar_mm.fast_decode`` does, in
     addition to the layer classes of language models that it already supports."""
+
+    talker: Talker | None = None
+    """Talker that says answers; None if the checkpoint answers only in text."""
 
     undivided: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Model type -> part of the names of modules that each rank keeps whole."""

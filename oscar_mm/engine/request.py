@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from oscar_mm.engine.output_processor import OutputProcessor
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.engine.sampling import Sampling, token_sequences
+from oscar_mm.engine.speech import Speech, Voice
 from oscar_mm.tool_parsers.offer import ToolOffer
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -84,6 +86,9 @@ class Request(RequestState):
         written: the output so far.
     """
 
+    voice: Voice | None = None
+    """Speech of the answer; None for an answer in text."""
+
     def __init__(
         self,
         engine: RequestEngine,
@@ -122,21 +127,35 @@ class Request(RequestState):
         self.client: tuple[str, ...] = ()
         top = sampling.prompt_logprobs
         self.prompt_logprobs = None if top is None else PromptLogprobs(ids, top)
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[Piece | Speech] = deque()
         self._keeps_cache = keeps_cache
         self._memory: MemoryReport | None = None
 
     @property
+    def is_over(self) -> bool:
+        """Whether no more pieces will be queued."""
+        return self.ended
+
+    @property
     def is_ready(self) -> bool:
-        """Whether pieces are queued or the request has ended."""
-        return self.ended or (bool(self._pieces) and not self.delivery.at_end)
+        """Whether pieces are queued or the request is over."""
+        return self.is_over or (bool(self._pieces) and not self.delivery.at_end)
+
+    @property
+    def is_read_alone(self) -> bool:
+        """Whether no other prompt may share the prefill pass."""
+        return self.prompt_logprobs is not None
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Within the block, the model reads the prompt or a chunk of it; a hook for subclasses."""
+        return nullcontext()
 
     @property
     def max_total_tokens(self) -> int:
         """Maximum total number of tokens of prompt and output."""
         return self.prompt.tokens + self.sampling.max_new_tokens
 
-    def take_pieces(self) -> list[Piece]:
+    def take_pieces(self) -> list[Piece | Speech]:
         """Remove and return the queued pieces of the iterator; the result may be empty.
 
         Call this only from the thread that consumes the request.
@@ -157,7 +176,11 @@ class Request(RequestState):
         since it was not meant for the thread that waits for the request."""
         super().fail(error if isinstance(error, Exception) else RuntimeError(_INTERRUPTED))
 
-    def __iter__(self) -> Iterator[Piece]:
+    def queue(self, piece: Speech) -> None:
+        """Queue a piece that is not part of the text."""
+        self._pieces.append(piece)
+
+    def __iter__(self) -> Iterator[Piece | Speech]:
         """Submit the request unless it is already submitted, and yield its pieces; the model runs
         as they are consumed."""
         if not self.submitted:
@@ -166,7 +189,7 @@ class Request(RequestState):
             ended = False
             while not ended:
                 self.engine.run_until(lambda: self.is_ready)
-                ended = self.ended
+                ended = self.is_over
                 while self._pieces:
                     yield self._pieces.popleft()
             self._raise_error()
@@ -201,7 +224,7 @@ class Request(RequestState):
 
         Safe to call from any thread, including from a finalizer.
         """
-        if not self.ended:
+        if not self.is_over:
             self.cancelled = self.ended = True
             self.engine.abort()
 

@@ -21,6 +21,8 @@ from oscar_mm.engine.prompt import Prompt, remaining
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.running_batches import RunningBatches
 from oscar_mm.engine.sampling import SampledTokens, Sampler
+from oscar_mm.engine.spoken_request import SpokenRequest
+from oscar_mm.engine.voices import SpeechMemory, Voices
 from oscar_mm.errors import Cancelled, MemoryBusy
 from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.torch_modes import eager
@@ -35,7 +37,7 @@ _Beginning = tuple[list[Request], SampledTokens]
 """Requests whose prompts are complete, and their first tokens."""
 
 
-class Reservations(Protocol):
+class Reservations(SpeechMemory, Protocol):
     """Reserves memory for requests; implemented by ``oscar_mm.admission.admission.Admission``."""
 
     @property
@@ -101,6 +103,7 @@ class Scheduler:
         """Requests whose memory is reserved and whose prompts are prefilled in chunks."""
         self._batches = RunningBatches(family, store, thread, self.runnable_count)
         self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._batches)
+        self._voices = Voices(store.policy, admission)
         self._blocked = False
         """Whether the queue waits for memory."""
         self._skipped_head = 0
@@ -126,7 +129,11 @@ class Scheduler:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests decode or are partly prefilled."""
+        """Whether requests decode, are partly prefilled or are being said."""
+        return self._reads_or_decodes or bool(self._voices.live)
+
+    @property
+    def _reads_or_decodes(self) -> bool:
         return bool(self._reading) or self._batches.is_running
 
     @property
@@ -145,7 +152,10 @@ class Scheduler:
 
     def add(self, entry: Request | Call) -> None:
         """Add a request, or a call that needs memory, to the queue. Safe from any thread."""
-        self._queue.append(entry)
+        if isinstance(entry, SpokenRequest) and entry.script is not None:
+            self._voices.add(entry)
+        else:
+            self._queue.append(entry)
 
     def runnable_count(self) -> int:
         """Count the waiting requests that could run now; while the queue is blocked, its requests
@@ -163,7 +173,7 @@ class Scheduler:
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
-        for entry in (*list(self._queue), *self._begun):
+        for entry in (*list(self._queue), *self._begun, *self._voices.live):
             entry.fail(error)
         self.drop_ended()
 
@@ -179,6 +189,7 @@ class Scheduler:
                 self._reading.remove(request)
                 request.settle()
         self._batches.settle_ended()
+        self._batches.freed |= self._voices.drop_ended()
 
     def _dequeue(self, entry: Request | Call) -> None:
         """Remove an entry from the queue and retry the other entries, which it may have
@@ -200,6 +211,8 @@ class Scheduler:
         if not self._read_on() and others:
             self._batches.step()
         self._batches.settle_ended()
+        if self._voices.live:
+            self._voices.step(others=self._reads_or_decodes)
 
     def _prepare(self) -> None:
         """Prepare to leave the idle state: return surplus pool memory, and drop the graphs if the
@@ -354,7 +367,7 @@ class Scheduler:
         shares = self.prefixes is not None and request.prompt.media
         return (
             request.prompt.tokens <= self.reader.max_varlen_tokens
-            and request.prompt_logprobs is None
+            and not request.is_read_alone
             and not (shares or request.cache.linear_layers)
             and self._batches.joins(request)
         )
@@ -400,6 +413,8 @@ class Scheduler:
                 if not request.ended:  # The request may have been cancelled during prefill.
                     request.next_logprob = logprobs.get(place)
                     request.take(token)
+                    if isinstance(request, SpokenRequest):
+                        self._voices.add(request)
                 if self.prefixes is not None and not request.has_past and request.error is None:
                     state = self._reader_state()
                     if state == request.reader_state:  # Weights and settings are unchanged.
@@ -483,7 +498,8 @@ class Scheduler:
             request.chunks = self.reader.read_in_chunks(
                 request.unread, request.cache, lambda: request.ended, request.prompt_logprobs
             )
-        logits = next(request.chunks)
+        with request.listening():
+            logits = next(request.chunks)
         if logits is None:
             return []
         found = [(requests, self._sample_first(requests, logits))]

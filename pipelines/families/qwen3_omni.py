@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from itertools import groupby
@@ -14,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import Qwen2VLVideoProcessor, Qwen3OmniMoeForConditionalGeneration
 
+from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.engine.family import Encoding
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.media import Audio, Video
@@ -32,6 +32,7 @@ from oscar_mm.media.resample import RATE
 from oscar_mm.modality import Modality, token_modalities
 from oscar_mm.models import released
 from oscar_mm.models.released import ReleasedModel
+from oscar_mm.moe_switch import choose_experts
 from oscar_mm.pipelines.families.qwen import (
     PATCHES,
     PICTURE_OPTIONS,
@@ -41,6 +42,7 @@ from oscar_mm.pipelines.families.qwen import (
     longer_sides,
     video_arguments,
 )
+from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
 from oscar_mm.pipelines.registry import register_family
 
 _FRAME = RATE // 100
@@ -92,6 +94,20 @@ class Qwen3Omni(QwenFamily):
         scale_in_model(self.model, processor)
         make_features_in_model(self.model, processor.feature_extractor)
         _read_each_as_alone(self.model.get_encoder(modality="audio"))
+        if model.has_talker:
+            choose_experts(model.talker)
+
+    @classmethod
+    def set_attention(cls, model: Any, towers: str | None) -> None:
+        """See ``Family.set_attention``; the talker's decoder has the same attention."""
+        super().set_attention(model, towers)
+        if model.has_talker:
+            model.talker.model.set_attn_implementation(IMPLEMENTATION)
+
+    @cached_property
+    def talker(self) -> Qwen3OmniTalker | None:
+        """See ``Family.talker``."""
+        return Qwen3OmniTalker(self.outer_model) if self.outer_model.has_talker else None
 
     @classmethod
     def as_released(cls, processor: Any, fields: dict[str, Any], model: ReleasedModel) -> Any:
@@ -266,18 +282,6 @@ def audio_tokens(samples: int) -> int:
 
 _logits_to_keep: ContextVar[int] = ContextVar("logits_to_keep", default=0)
 """Number of trailing tokens whose logits the current forward pass keeps; 0 for all."""
-_default_logits: ContextVar[int] = ContextVar("default_logits", default=0)
-"""Default of ``logits_to_keep`` for forward passes that do not specify it; 0 for all."""
-
-
-@contextmanager
-def last_logits_only() -> Iterator[None]:
-    """Within the block, keep only the last token's logits, unless a forward pass asks for more."""
-    token = _default_logits.set(1)
-    try:
-        yield
-    finally:
-        _default_logits.reset(token)
 
 
 def _teach_logits_to_keep(thinker: Any) -> None:
@@ -290,7 +294,7 @@ def _teach_logits_to_keep(thinker: Any) -> None:
     thinker._oscar_keeps_logits = True
 
     def note(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        _logits_to_keep.set(kwargs.pop("logits_to_keep", _default_logits.get()))
+        _logits_to_keep.set(kwargs.pop("logits_to_keep", 0))
         return args, kwargs
 
     def cut(_: Any, args: tuple) -> tuple:

@@ -1,0 +1,88 @@
+"""SpokenRequest: a request whose answer is also said."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from oscar_mm.engine.answer import Answer
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.speech import Speech, Talker, Voice
+
+
+class SpokenRequest(Request):
+    """Request whose pieces also include ``Speech``; it is over when all words are said.
+
+    Args:
+        talker: talker that says the answer.
+        voice: speech of the answer, made by the talker.
+        script: ids of the tokens to say instead of an answer of the model, which then reads
+            nothing; None to let the model answer.
+        request: arguments of ``Request``.
+    """
+
+    voice: Voice
+
+    def __init__(
+        self, *request: Any, talker: Talker, voice: Voice, script: list[int] | None = None, **more: Any
+    ) -> None:
+        super().__init__(*request, **more)
+        self.talker, self.voice, self._spoken = talker, voice, list[np.ndarray]()
+        # The states of a cached prefix are not known.
+        self.has_past |= voice.needs_states
+        self.script = script
+        if script is not None:
+            self.unread = replace(self.prompt, modalities=self.prompt.modalities[:, :0])
+            for token in script:
+                self.write(token)
+            self.ended = voice.is_written = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the request has ended, and all words are said."""
+        return self.ended and self.voice.ended
+
+    @property
+    def is_read_alone(self) -> bool:
+        """Whether no other prompt may share the prefill pass."""
+        return self.voice.needs_states or super().is_read_alone
+
+    def listening(self) -> AbstractContextManager[None]:
+        """See ``Request.listening``."""
+        return self.voice.listening(self.cache)
+
+    def write(self, token: int) -> None:
+        """Queue the pieces of a sampled token, and have it said."""
+        super().write(token)
+        self.voice.words.append(token)
+
+    def say(self) -> None:
+        """Queue the speech of the voice's new frames, in the engine thread."""
+        if len(samples := self.voice.sound()):
+            self._spoken.append(samples)
+            self.queue(Speech(samples, self.talker.sample_rate))
+
+    def cancel(self) -> None:
+        """See ``Request.cancel``."""
+        if not self.is_over:
+            self.voice.ended = self.cancelled = self.ended = True
+            self.engine.abort()
+
+    def fail(self, error: BaseException) -> None:
+        """See ``Request.fail``."""
+        super().fail(error)
+        self.voice.ended = True
+
+    def answer(self) -> Answer:
+        """Return the answer so far, with its speech."""
+        answer, spoken = super().answer(), self.voice.memory
+        return replace(
+            answer,
+            speech=np.concatenate([np.zeros(0, np.float32), *self._spoken]),
+            sample_rate=self.talker.sample_rate,
+            speech_tokens=self.voice.frames,
+            memory=answer.memory if spoken is None else answer.memory.with_speech(spoken),
+        )
