@@ -91,12 +91,13 @@ class Voice(ABC):
 
     def settle(self) -> None:
         """Release the memory; idempotent."""
-        self.ended, self.reservation = True, None
         if self.cache is not None and not self.cache.closed:
             if self.is_said:
                 self.cache.shrink()
                 self.memory = self.cache.memory()
             self.cache.close()
+        self.reservation = None
+        self.ended = True  # Last: then the thread that waits for the answer may read ``memory``.
 
 
 class Talker(ABC):

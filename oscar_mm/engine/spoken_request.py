@@ -27,7 +27,12 @@ class SpokenRequest(Request):
     voice: Voice
 
     def __init__(
-        self, *request: Any, talker: Talker, voice: Voice, script: list[int] | None = None, **more: Any
+        self,
+        *request: Any,
+        talker: Talker,
+        voice: Voice,
+        script: list[int] | None = None,
+        **more: Any,
     ) -> None:
         super().__init__(*request, **more)
         self.talker, self.voice, self._spoken = talker, voice, list[np.ndarray]()

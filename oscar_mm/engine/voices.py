@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import torch
-
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, balancing_of
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.engine.speech import PIECE_FRAMES, Talker
+from oscar_mm.engine.speech import PIECE_FRAMES
 from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.errors import MemoryBusy
 from oscar_mm.ops.pack import NOT_STORABLE

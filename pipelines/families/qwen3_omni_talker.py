@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,16 +57,18 @@ class _Scores:
 
     def code(self, voice: OmniVoice, logits: torch.Tensor) -> torch.Tensor:
         """Draw a (1, 1) code from (1, vocabulary) logits."""
-        said = torch.tensor([voice.first_codes], dtype=torch.long, device=logits.device)
-        return _drawn(voice, self._codes(said, logits.float()))
+        return self._drawn(voice, logits, self._codes)
 
     def residual(self, voice: OmniVoice, logits: torch.Tensor) -> torch.Tensor:
         """Draw a (1, 1) code of the predictor from (1, vocabulary) logits."""
-        return _drawn(voice, self._residual(None, logits.float()))
+        return self._drawn(voice, logits, self._residual)
 
-
-def _drawn(voice: OmniVoice, scores: torch.Tensor) -> torch.Tensor:
-    return torch.multinomial(scores.softmax(-1), 1, generator=voice.generator)
+    def _drawn(
+        self, voice: OmniVoice, logits: torch.Tensor, rules: LogitsProcessorList
+    ) -> torch.Tensor:
+        said = torch.tensor([voice.first_codes], dtype=torch.long, device=logits.device)
+        scores = rules(cast(torch.LongTensor, said), cast(torch.FloatTensor, logits.float()))
+        return torch.multinomial(scores.softmax(-1), 1, generator=voice.generator)
 
 
 class OmniVoice(Voice):
@@ -385,7 +387,9 @@ class Qwen3OmniTalker(Talker):
         ):
             output = predictor.model(inputs_embeds=inputs, **as_argument(past), use_cache=True)
             logits = head(output.last_hidden_state[:, -1])
-            drawn = [self._scores.residual(x, one[None]) for x, one in zip(voices, logits, strict=True)]
+            drawn = [
+                self._scores.residual(x, one[None]) for x, one in zip(voices, logits, strict=True)
+            ]
             found.append(torch.cat(drawn))
             inputs = embedding(found[-1])
             embedded.append(inputs)

@@ -1,0 +1,236 @@
+"""Speech of Qwen3-Omni: against transformers' generate, in pieces, together, cancelled."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oscar_mm import OscarOmniPipeline
+from oscar_mm.engine.speech import PIECE_FRAMES, Speech
+from oscar_mm.errors import MemoryBusy
+from oscar_mm.pipelines.families.qwen3_omni_talker import OmniVoice, Qwen3OmniTalker, _Sound
+from tests.pipelines.conftest import NEVER
+from tests.pipelines.test_qwen3_omni import REQUESTS, Plain
+from tests.prompts import noise, tone
+
+UPSAMPLE = 48
+"""Samples of a frame of the tiny checkpoint."""
+ASKED: dict[str, Any] = {"prompt": "What is it?", "max_new_tokens": 9, "speak": True}
+LONG = 2
+"""A seed with which the talker says the answer to ASKED in 129 frames."""
+
+
+class Speaker(Plain):
+    """Transformers' own speech: one call of generate."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        # transformers looks for the audio tower's window here, but only the thinker has it.
+        self.model.talker.config.audio_config = self.model.thinker.config.audio_config
+        self.codes = torch.zeros(0)
+        self.decode = self.model.code2wav.chunked_decode
+        self.model.code2wav.chunked_decode = self._note
+
+    def _note(self, codes: torch.Tensor, **how: Any) -> torch.Tensor:
+        self.codes = codes
+        return self.decode(codes, **how)
+
+    def say(self, inputs: Any, seed: int, **options: Any) -> np.ndarray:
+        """Return the samples of an answer; its last token is not said, so it takes one more."""
+        torch.manual_seed(seed)
+        _, wave = self.model.generate(
+            **inputs,
+            return_audio=True,
+            thinker_max_new_tokens=ASKED["max_new_tokens"] + 1,
+            thinker_eos_token_id=NEVER,
+            thinker_do_sample=False,
+            **options,
+        )
+        return wave.reshape(-1).numpy()
+
+
+@pytest.fixture(scope="module")
+def speaker(qwen3_omni_talker_folder) -> Speaker:
+    return Speaker(qwen3_omni_talker_folder)
+
+
+@pytest.fixture
+def codes(monkeypatch) -> list[torch.Tensor]:
+    """The frames that voices add, (groups,) codes each."""
+    found, add = [], OmniVoice.add
+
+    def note(voice: OmniVoice, frame: torch.Tensor, *rest: Any) -> None:
+        found.append(frame)
+        add(voice, frame, *rest)
+
+    monkeypatch.setattr(OmniVoice, "add", note)
+    return found
+
+
+def brief(monkeypatch, frames: int) -> None:
+    monkeypatch.setattr(Qwen3OmniTalker, "max_frames", frames)
+
+
+def free(pipe: OscarOmniPipeline) -> bool:
+    """Whether no cache of the thinker or of the talker has a slot."""
+    voices = pipe.engine.scheduler._voices
+    stores = [pipe.store, *([] if voices._view is None else [voices._view.store])]
+
+    def is_empty() -> bool:
+        for store in stores:
+            store.collect()
+        return not voices.live and not any(store.memory().used_bytes for store in stores)
+
+    return pipe.engine.call(is_empty)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_codes_and_samples_are_those_of_transformers(
+    speaking, speaker, codes, monkeypatch, name: str
+) -> None:
+    media = REQUESTS[name]
+    inputs = speaker.inputs("What is it?", speaking.read_media(**media))
+    for seed, who, frames in ((LONG, "ethan", 200 if name == "text" else 20), (5, "chelsie", 20)):
+        codes.clear()
+        brief(monkeypatch, frames)
+        expected = speaker.say(inputs, seed, speaker=who, talker_max_new_tokens=frames + 1)
+        answer = speaking(**ASKED, **media, seed=seed, speaker=who)
+        assert torch.equal(torch.stack(codes, 1), speaker.codes[0])
+        np.testing.assert_allclose(answer.speech, expected, atol=2e-4)
+        assert answer.speech_tokens == len(codes) > 0
+
+
+def test_a_prompt_in_chunks_is_said_alike(speaking, speaker, monkeypatch) -> None:
+    """Media of earlier turns and a system prompt, which is not read by the talker."""
+    brief(monkeypatch, 8)
+    chunked = OscarOmniPipeline(
+        speaking.family.outer_model, processor=speaking.processor, policy="bf16", prefill_chunk=16
+    )
+    media = REQUESTS["everything"]
+    inputs = speaker.inputs("What is it?", speaking.read_media(**media))
+    expected = speaker.say(inputs, 1, talker_max_new_tokens=9)
+    np.testing.assert_allclose(chunked(**ASKED, **media, seed=1).speech, expected, atol=2e-4)
+
+
+def test_pieces_come_while_words_are_written(speaking) -> None:
+    stream = speaking.stream(**ASKED | {"max_new_tokens": 40}, audio=tone(1), seed=LONG)
+    pieces = list(stream.with_speech())
+    kinds = [isinstance(piece, Speech) for piece in pieces]
+    assert kinds.index(True) < len(kinds) - 1 - kinds[::-1].index(False)  # before the last word
+    sound = [piece.samples for piece in pieces if isinstance(piece, Speech)]
+    assert all(piece.sample_rate == 24_000 for piece in pieces if isinstance(piece, Speech))
+    assert {len(samples) for samples in sound[1:-1]} == {PIECE_FRAMES * UPSAMPLE}
+    assert np.array_equal(np.concatenate(sound), stream.result.speech)
+    assert "".join(piece for piece in pieces if isinstance(piece, str)) == stream.result.text
+    plain = speaking.stream(**ASKED | {"max_new_tokens": 40}, audio=tone(1), seed=LONG)
+    assert "".join(plain) == stream.result.text  # The stream itself has only text.
+    assert np.array_equal(plain.result.speech, stream.result.speech)
+    assert free(speaking)
+
+
+def test_samples_do_not_depend_on_the_pieces(speaking) -> None:
+    codes = torch.randint(0, 32, (1, 4, 150), generator=torch.Generator().manual_seed(0))
+    model = speaking.family.outer_model.code2wav
+    with torch.inference_mode():
+        expected = model(codes)[0, 0].numpy()
+    for size in (1, 5, 64):
+        sound = _Sound(model)
+        found = np.concatenate([sound(part) for part in codes.split(size, -1)])
+        np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+def test_answers_are_said_together(speaking, monkeypatch) -> None:
+    brief(monkeypatch, 30)
+    alone = [speaking(**ASKED, audio=tone(1 + seed), seed=seed).speech for seed in range(3)]
+    rows, say = [], Qwen3OmniTalker.say
+
+    def note(self: Any, voices: Any, cache: Any) -> None:
+        rows.append(len(voices))
+        say(self, voices, cache)
+
+    monkeypatch.setattr(Qwen3OmniTalker, "say", note)
+    streams = [speaking.stream(**ASKED, audio=tone(1 + seed), seed=seed) for seed in range(3)]
+    threads = [threading.Thread(target=stream.complete) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for stream, expected in zip(streams, alone, strict=True):
+        np.testing.assert_allclose(stream.result.speech, expected, atol=2e-4)
+    assert max(rows) > 1 and free(speaking)
+
+
+def test_the_talkers_cache_is_packed(speaking, monkeypatch) -> None:
+    brief(monkeypatch, 200)
+    pipe = speaking.with_policy("compact")
+    answer = pipe(**ASKED, images=noise(200, 200), seed=LONG)
+    memory = answer.memory
+    assert memory.tokens["speech"] > 100 and memory.by_kind["codes"] > 0
+    assert memory.kv_bytes == sum(memory.by_modality.values()) == sum(memory.by_kind.values())
+    speech = next(line for line in str(memory).split("\n") if line.startswith("speech"))
+    assert float(speech.split()[-1].removesuffix("x")) > 1
+    assert free(pipe)
+
+
+@pytest.mark.parametrize("pieces", [1, 6])
+def test_leaving_a_stream_frees_everything(speaking, pieces: int) -> None:
+    stream = speaking.stream(**ASKED, audio=tone(1), seed=LONG)
+    spoken = stream.with_speech()
+    for _ in range(pieces):
+        next(spoken)
+    stream.close()
+    assert free(speaking)
+    assert len(speaking(**ASKED, seed=LONG).speech)
+
+
+def test_coroutines_get_speech(speaking, monkeypatch) -> None:
+    brief(monkeypatch, 10)
+
+    async def read() -> list[Any]:
+        stream = speaking.stream(**ASKED, seed=LONG)
+        return [piece async for piece in stream.async_with_speech()]
+
+    pieces = asyncio.run(read())
+    assert sum(isinstance(piece, Speech) for piece in pieces) == 2
+
+
+def test_speech_that_fails_ends_its_own_answer(speaking, monkeypatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no breath")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OmniVoice, "_opening", fails)
+        with pytest.raises(RuntimeError, match="no breath"):
+            speaking(**ASKED, seed=LONG)
+        assert speaking(**ASKED | {"speak": False}).text
+    assert free(speaking)
+    with monkeypatch.context() as patched:
+        patched.setattr(Qwen3OmniTalker, "say", fails)
+        with pytest.raises(RuntimeError, match="no breath"):
+            speaking(**ASKED, seed=LONG)
+    assert len(speaking(**ASKED, seed=LONG).speech) and free(speaking)
+
+
+def test_speech_counts_toward_the_budget(speaking, monkeypatch) -> None:
+    brief(monkeypatch, 30)
+    how: dict[str, Any] = {"processor": speaking.processor, "policy": "bf16", "spill": False}
+    model = speaking.family.outer_model
+    small = OscarOmniPipeline(model, **how, kv_budget=100_000)
+    assert small(**ASKED | {"speak": False}).text
+    with pytest.raises(MemoryBusy, match="kv_budget is 100,000 bytes"):
+        small(**ASKED, seed=LONG)
+    # Two answers get memory for speech one after the other.
+    pipe = OscarOmniPipeline(model, **how, kv_budget=230_000)
+    streams = [pipe.stream(**ASKED, seed=LONG) for _ in range(2)]
+    threads = [threading.Thread(target=stream.complete) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = (stream.result for stream in streams)
+    assert first.speech_tokens == second.speech_tokens == 30
+    assert free(pipe)
