@@ -125,7 +125,7 @@ class AnswerSet:
     @property
     def written(self) -> int:
         """Total number of tokens in all complete answers."""
-        return sum(len(answer.completed.answer.token_ids) for answer in self.answers)
+        return sum(answer.completed.tokens for answer in self.answers)
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -13,10 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from oscar_mm.apps.serve.answer_set import Choice
 from oscar_mm.apps.serve.logprobs import logprobs_body, prompt_logprobs_body
 from oscar_mm.apps.serve.refusals import Refusal
+from oscar_mm.apps.serve.spoken import SpokenChoice
 from oscar_mm.apps.serve.tools import call_body, delta_body
 from oscar_mm.engine.answer import Reasoning
 from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.engine.sampling import MAX_LOGPROBS
+from oscar_mm.engine.speech import Speech
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -36,6 +39,7 @@ class ChatWriter:
         usage: whether the stream ends with the token usage.
         echo: text to prepend to each answer.
         reasoning: whether the response includes the reasoning.
+        spoken: makes the audio of an answer; None for answers in text.
     """
 
     def __init__(
@@ -46,12 +50,14 @@ class ChatWriter:
         usage: bool = False,
         echo: str = "",
         reasoning: bool = True,
+        spoken: Callable[[], SpokenChoice] | None = None,
     ) -> None:
         self._tokenizer, self._usage = tokenizer, usage
         self._echo, self._reasoning = echo, reasoning
         created = int(time.time())
         self._header = {"id": f"chatcmpl-{uuid4().hex}", "created": created, "model": model}
         self._parts: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+        self._spoken = None if spoken is None else defaultdict[int, SpokenChoice](spoken)
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -73,6 +79,10 @@ class ChatWriter:
         if answer.tool_calls:
             message["content"] = text or None
             message["tool_calls"] = [call_body(call) for call in answer.tool_calls]
+        if self._spoken is not None and answer.speech is not None:
+            assert answer.sample_rate is not None
+            spoken = self._spoken[index].whole(text, answer.speech, answer.sample_rate)
+            message |= {"content": None, "audio": spoken}
         if answer.reasoning is not None and self._reasoning:
             message |= dict.fromkeys(_REASONING, answer.reasoning)
         reason = answer.finish_reason
@@ -85,13 +95,21 @@ class ChatWriter:
 
     def begin(self, index: int) -> Iterator[str]:
         """Yield the events before the first piece of an answer."""
-        yield self._event(index, {"role": "assistant", "content": self._echo})
+        if self._spoken is None:
+            yield self._event(index, {"role": "assistant", "content": self._echo})
+        else:
+            audio = self._spoken[index].delta(transcript=self._echo)
+            yield self._event(index, {"role": "assistant", "content": None, **audio})
 
     def piece(
         self, index: int, piece: Piece, found: Sequence[TokenLogprob] | None
     ) -> Iterator[str]:
         """Yield the events for a piece of text, of reasoning or of a tool call."""
         logprobs = logprobs_body(self._tokenizer, found)
+        if self._spoken is not None and not isinstance(piece, Reasoning | ToolCallDelta):
+            delta = self._spoken[index].delta(transcript=piece)
+            yield self._event(index, delta, logprobs=logprobs)
+            return
         if isinstance(piece, ToolCallDelta):
             yield self._event(index, {"tool_calls": [delta_body(piece)]}, logprobs=logprobs)
             return
@@ -106,9 +124,17 @@ class ChatWriter:
             self._parts[index, names] = parts
         yield _JSON.encode(piece).join(parts)
 
+    def speech(self, index: int, speech: Speech) -> Iterator[str]:
+        """Yield the event for a piece of speech."""
+        if self._spoken is not None:
+            yield self._event(index, self._spoken[index].sent(speech.samples))
+
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         """Yield the events after the last piece of an answer."""
         logprobs = logprobs_body(self._tokenizer, choice.logprobs)
+        if self._spoken is not None:
+            text = self._echo + choice.completed.answer.text
+            yield self._event(index, self._spoken[index].end(text))
         yield self._event(index, {}, choice.completed.answer.finish_reason, logprobs)
 
     def close(self, usage: Mapping[str, Any]) -> Iterator[str]:

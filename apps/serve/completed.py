@@ -24,9 +24,14 @@ class CompletedAnswer:
     prompt_tokens: int
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens of the answer and of its speech."""
+        return len(self.answer.token_ids) + self.answer.speech_tokens
+
+    @property
     def usage(self) -> dict[str, Any]:
         """Token counts under OpenAI's names, and KV memory under this server's own names."""
-        written, memory = len(self.answer.token_ids), self.answer.memory
+        written, memory = self.tokens, self.answer.memory
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": written,
@@ -36,7 +41,10 @@ class CompletedAnswer:
                 "cached_tokens": self.cached_tokens // PAGE_TOKENS * PAGE_TOKENS,
                 "audio_tokens": memory.tokens["audio"],
             },
-            "completion_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.answer.reasoning_tokens,
+                "audio_tokens": self.answer.speech_tokens,
+            },
             "kv_bytes": memory.kv_bytes,
             "kv_ratio": round(memory.ratio, 4),
             "kv_bytes_by_modality": dict(memory.by_modality),

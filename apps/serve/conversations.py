@@ -16,6 +16,7 @@ from oscar_mm.chat.chat import Chat
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.engine.message import Message, Part
 from oscar_mm.engine.request import Request
+from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import InputError, MemoryBusy
 from oscar_mm.media.part import MediaPart
 from oscar_mm.modality import MediumSpan
@@ -50,7 +51,7 @@ class Conversations:
 
     def answer_steps(
         self, request: ApiRequest
-    ) -> Generator[Chat | WholePrompt | Piece | Request | CompletedAnswer, None, None]:
+    ) -> Generator[Chat | WholePrompt | Piece | Speech | Request | CompletedAnswer, None, None]:
         """Answer a request in steps, as a generator; closing the generator ends the answer.
 
         Yields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -14,6 +14,7 @@ from oscar_mm.apps.serve.answer_set import AnswerSet, Choice, merged
 from oscar_mm.apps.serve.refusals import ClientGone, Refusal
 from oscar_mm.apps.serve.running_answer import RunningAnswer
 from oscar_mm.engine.logprobs import TokenLogprob
+from oscar_mm.engine.speech import Speech
 from oscar_mm.tool_parsers.parser import Piece
 
 
@@ -48,6 +49,15 @@ class AnswerFormat(Protocol):
 
     def last(self) -> Iterator[str]:
         """Yield the final events, after the answers' slots have been freed."""
+        ...
+
+
+@runtime_checkable
+class SpokenAnswerFormat(AnswerFormat, Protocol):
+    """Formats answers that may also be said."""
+
+    def speech(self, index: int, speech: Speech, /) -> Iterator[str]:
+        """Yield the events for a piece of speech."""
         ...
 
 
@@ -102,7 +112,12 @@ async def _events_of(
     for event in written.begin(index):
         yield event
     async for piece in answer.pieces():
-        for event in written.piece(index, piece, answer.take_logprobs()):
+        if not isinstance(piece, Speech):
+            events = written.piece(index, piece, answer.take_logprobs())
+        else:
+            assert isinstance(written, SpokenAnswerFormat)
+            events = written.speech(index, piece)
+        for event in events:
             yield event
     for event in written.end(index, Choice(answer.completed, answer.take_logprobs())):
         yield event

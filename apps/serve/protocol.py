@@ -36,6 +36,13 @@ from oscar_mm.apps.serve.media_parts import (
     StrictModel,
     UsualOptions,
 )
+from oscar_mm.apps.serve.spoken import (
+    EarlierAudio,
+    GivenAudio,
+    SpokenAnswers,
+    SpokenFormat,
+    check_modalities,
+)
 from oscar_mm.apps.serve.structured import ResponseFormat, StructuredOutputs, grammar_of
 from oscar_mm.apps.serve.tools import ToolFields
 from oscar_mm.chat.history import PastTurn
@@ -65,7 +72,6 @@ _OWN_ERROR = "protocol"
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "allowed_token_ids": ([],),
-    "audio": (),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
@@ -74,7 +80,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
-    "modalities": (["text"],),
     "repetition_detection": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -148,6 +153,7 @@ class GivenMessage(StrictModel):
     tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    audio: EarlierAudio | None = None
 
 
 class StreamOptions(StrictModel):
@@ -285,6 +291,13 @@ class Body(ToolFields, SampledBody):
     include_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    modalities: list[str] | None = None
+    audio: GivenAudio | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the answer is also said."""
+        return "audio" in (self.modalities or ())
 
     @property
     def template_fields(self) -> TemplateFields:
@@ -307,6 +320,10 @@ class Body(ToolFields, SampledBody):
         if self.top_logprobs and not self.logprobs:
             raise FieldError("requires logprobs: true", "top_logprobs")
         check_top("top_logprobs", self.top_logprobs)
+        if check_modalities(self.modalities, self.audio, stream=bool(self.stream)):
+            for name in ("stop", "tools"):
+                if getattr(self, name):
+                    raise FieldError("is not available with audio: leave it out", name)
         return self
 
 
@@ -330,6 +347,7 @@ class ApiRequest:
         template: options of the chat template.
         raw: token ids of a prompt without a chat template, instead of messages; or None.
         user: user for whom the request is sent, in the client's words; "" if it names none.
+        spoken: how the answer is said; None for an answer in text.
     """
 
     model: str | None
@@ -346,6 +364,7 @@ class ApiRequest:
     template: TemplateOptions = USUAL
     raw: tuple[int, ...] | None = None
     user: str = ""
+    spoken: SpokenFormat | None = None
 
     @property
     def count(self) -> int:
@@ -355,7 +374,7 @@ class ApiRequest:
     @property
     def is_whole(self) -> bool:
         """Whether to process the full prompt rather than continue a stored conversation."""
-        asks = "prompt_logprobs" in self.sampling
+        asks = "prompt_logprobs" in self.sampling or self.spoken is not None
         return self.raw is not None or asks or self.template.is_special
 
     def messages(self) -> Iterator[Message]:
@@ -431,19 +450,28 @@ def check_media_options(body: Body, family: Family) -> None:
         )
 
 
-def read_request(body: Body, source: MediaSource, template: TemplateOptions = USUAL) -> ApiRequest:
+def read_request(
+    body: Body,
+    source: MediaSource,
+    template: TemplateOptions = USUAL,
+    spoken: SpokenFormat | None = None,
+    said: SpokenAnswers | None = None,
+) -> ApiRequest:
     """Convert a body to a request: decode its media, and split its messages into turns.
 
     Args:
         body: the body of the request.
         source: allowed sources of media, and their limits.
         template: validated chat-template options.
+        spoken: how the answer is said; None for an answer in text.
+        said: transcripts of earlier spoken answers; None if there are none.
 
     Raises:
         FieldError: if a field is wrong; the message names the field and the remedy.
     """
     if sum(len(message.content or ()) for message in body.messages) > MAX_PARTS:
         raise FieldError(f"all messages together have more than {MAX_PARTS:,} parts", "messages")
+    _fill_in_transcripts(body.messages, SpokenAnswers() if said is None else said)
     decoder = MediaDecoder(source, body.cache_salt or "", UsualOptions(body))
     messages = [
         _decode_message(message, place, decoder) for place, message in enumerate(body.messages)
@@ -465,6 +493,7 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
         n=body.n or 1,
         template=template,
         user=body.sender,
+        spoken=spoken,
     )
     if not template.takes_any_end:
         past, question = _split_turns(messages)
@@ -472,6 +501,19 @@ def read_request(body: Body, source: MediaSource, template: TemplateOptions = US
             request = replace(request, past=tuple(past), question=question)
     decoder.keep_named()
     return request
+
+
+def _fill_in_transcripts(messages: list[GivenMessage], said: SpokenAnswers) -> None:
+    """Give spoken messages of the assistant, which refer to their audio, their text as content."""
+    for place, message in enumerate(messages):
+        if message.audio is None:
+            continue
+        field = f"messages[{place}].audio"
+        if message.role != "assistant":
+            raise FieldError("only a message of role assistant may have audio", field)
+        if not message.content:
+            text = said.transcript(message.audio, field)
+            message.content = [GivenPart(type="text", text=text)]
 
 
 def _split_turns(messages: list[Message]) -> tuple[list[PastTurn], tuple[Message, ...]]:

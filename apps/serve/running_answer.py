@@ -22,6 +22,7 @@ from oscar_mm.apps.serve.whole_prompts import WholePrompt
 from oscar_mm.chat.chat import Chat
 from oscar_mm.engine.logprobs import TokenLogprob
 from oscar_mm.engine.request import Request
+from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import MemoryBusy
 from oscar_mm.tool_parsers.calls import ToolCallDelta
 from oscar_mm.tool_parsers.parser import Piece, merged
@@ -54,7 +55,7 @@ class RunningAnswer:
         self.places, self.slot, self.conversations = places, slot, conversations
         self.request, self.gone = request, gone
         self._completed: CompletedAnswer | None = None
-        self._pieces: deque[Piece | CompletedAnswer] = deque()
+        self._pieces: deque[Piece | Speech | CompletedAnswer] = deque()
         self._changed: asyncio.Future[None] | None = None
         """Future that is done when pieces arrive, the thread ends, or the answer must end."""
         self._steps = conversations.answer_steps(request)
@@ -105,8 +106,8 @@ class RunningAnswer:
                     if not await run_sync(self.conversations.give_way):
                         await self.places.wait_for_memory(self.gone, left)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield text and tool calls, merging adjacent buffered pieces; then set ``completed``.
+    async def pieces(self) -> AsyncIterator[Piece | Speech]:
+        """Yield text, speech and tool calls, merging adjacent buffered pieces; then set ``completed``.
 
         Raises:
             Refusal: if the answer is aborted; the message says why.
@@ -144,7 +145,7 @@ class RunningAnswer:
         running_request = self._running_request
         if running_request is None or self._left:
             return
-        ended = running_request.ended
+        ended = running_request.is_over
         self.slot.cost = token_cost(self._read, len(running_request.written.token_ids))
         for piece in running_request.take_pieces():
             self._add(piece)
@@ -182,13 +183,13 @@ class RunningAnswer:
                 self._add(step)
         return None
 
-    def _add(self, piece: Piece | CompletedAnswer) -> None:
+    def _add(self, piece: Piece | Speech | CompletedAnswer) -> None:
         if not piece:
             return
         if isinstance(piece, CompletedAnswer):
             read = piece.prompt_tokens - piece.cached_tokens
             self.slot.cost = token_cost(read, len(piece.answer.token_ids))
-        else:
+        elif not isinstance(piece, Speech):
             self._times.note()
         self._pieces.append(piece)
 
@@ -247,7 +248,9 @@ def _tokens(chat: Chat | WholePrompt) -> int:
     return chat.turns[-1].stop if isinstance(chat, Chat) and chat.turns else 0
 
 
-def joined(pieces: deque[Piece | CompletedAnswer]) -> Iterator[Piece | CompletedAnswer]:
+def joined(
+    pieces: deque[Piece | Speech | CompletedAnswer],
+) -> Iterator[Piece | Speech | CompletedAnswer]:
     """Remove and yield all pieces, merging adjacent pieces of reasoning, text or the same call."""
     taken = [pieces.popleft() for _ in range(len(pieces))]
     for kind, group in groupby(taken, type):

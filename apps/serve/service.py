@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,13 @@ from oscar_mm.apps.serve.responses_body import (
     renamed,
     unknown_response,
     with_referenced,
+)
+from oscar_mm.apps.serve.spoken import (
+    GivenAudio,
+    SpokenAnswers,
+    SpokenChoice,
+    SpokenFormat,
+    checked_speaker,
 )
 from oscar_mm.apps.serve.tokenizing import (
     DetokenizeBody,
@@ -142,6 +150,7 @@ class Service:
         hurry: event that ends the grace period of running answers.
         places: request queue, which also limits the running answers.
         responses: stored responses, which later requests can continue.
+        said: transcripts of spoken answers, to which later requests can refer.
         known_media: stored media that clients can reuse by uuid.
     """
 
@@ -156,7 +165,7 @@ class Service:
         self.limits, self.names, self.name = limits, names, names[0]
         self.hurry = asyncio.Event()
         self.places = RequestQueue(limits.running, limits.waiting, metrics, limits.queue_s)
-        self.responses = KeptResponses()
+        self.responses, self.said = KeptResponses(), SpokenAnswers()
         self.known_media = KnownMedia()
         self._body_bytes = Counter[str]()
         """Size of all request bodies in memory, by the address of their clients."""
@@ -224,6 +233,8 @@ class Service:
             body = parsed(Body, data)
             reasoning = body.include_reasoning is not False
             how: dict[str, Any] = {"echo": body.echoed, "reasoning": reasoning}
+            if (spoken := self._spoken(body)) is not None:
+                how["spoken"] = partial(SpokenChoice, spoken, self.said)
             name = self.answering(body.model)
             return body, ChatWriter(name, self._tokenizer, usage=body.has_usage, **how)
 
@@ -384,7 +395,9 @@ class Service:
             gone.cancel()
         await asyncio.shield(answers.end())
         note_answer(http.scope, answers.usage)
-        whole = written.whole(answers.complete_choices(), answers.usage)
+        how = partial(written.whole, answers.complete_choices(), answers.usage)
+        # Encoding speech takes up to seconds.
+        whole = how() if requests[0].spoken is None else await run_sync(how)
         return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
 
     async def stop(self) -> None:
@@ -482,7 +495,7 @@ class Service:
         pipe = self.conversations.pipe
         check_media_options(body, pipe.family)
         template = pipe.family.template(body.template_fields)
-        request = read_request(body, self.media_source, template)
+        request = read_request(body, self.media_source, template, self._spoken(body), self.said)
         parallel = body.parallel_tool_calls is not False
         offer = pipe.offer(body.tools, body.tool_choice, parallel=parallel)
         request = replace(request, tools=offer)
@@ -492,6 +505,15 @@ class Service:
         for message in messages:
             pipe.admission.check_message(message)
         return request
+
+    def _spoken(self, body: Body) -> SpokenFormat | None:
+        """Return how the answer is said, after checking that the model can; None for text."""
+        if not body.speaks:
+            return None
+        audio, pipe = body.audio or GivenAudio(), self.conversations.pipe
+        names = {"field": "audio.voice", "asks": "modalities"}
+        speaker = checked_speaker(pipe, audio.voice, **names)
+        return SpokenFormat(speaker, audio.format or "wav")
 
     def _bound_answer(self, sampling: dict[str, Any]) -> None:
         """Set the maximum answer length, which the chat later lowers to what fits in memory."""

@@ -1,7 +1,7 @@
 """WholePrompt: generates the answer to a request that does not continue a stored conversation.
 
-Such requests are prompts without a chat template, and conversations with template options or
-``prompt_logprobs``. The model reads the full prompt, except for its prefix in the prefix cache.
+Such requests are prompts without a chat template, and conversations with template options,
+``prompt_logprobs`` or a spoken answer. The model reads the full prompt, except for its prefix in the prefix cache.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from oscar_mm.apps.serve.completed import CompletedAnswer
 from oscar_mm.apps.serve.protocol import ApiRequest, FieldError
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.request import Request
+from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import Cancelled
 from oscar_mm.tool_parsers.parser import Piece
 
@@ -51,7 +52,7 @@ class WholePrompt:
 
     def answer_steps(
         self,
-    ) -> Generator[WholePrompt | Piece | Request | CompletedAnswer, None, None]:
+    ) -> Generator[WholePrompt | Piece | Speech | Request | CompletedAnswer, None, None]:
         """Answer like ``Conversations.answer_steps``, but yield this object instead of a chat."""
         start, pipe, tools = perf_counter(), self._pipe, self._request.tools
         options = pipe.family.with_calls(self._request.sampling, tools)
@@ -62,7 +63,10 @@ class WholePrompt:
             _check_prompt_logprobs(prompt.tokens, sampling.prompt_logprobs)
         max_new_tokens = pipe.admission.longest_answer(prompt, sampling.max_new_tokens)
         sampling = replace(sampling, max_new_tokens=max_new_tokens)
-        self.answering = running_request = pipe.new_request(prompt, sampling, start, tools)
+        spoken = self._request.spoken
+        self.answering = running_request = pipe.new_request(
+            prompt, sampling, start, tools, speaker=spoken and spoken.speaker
+        )
         running_request.client = self.client
         if self._cancelled:
             running_request.cancel()

@@ -89,9 +89,12 @@ def test_speech(speaking) -> None:
     assert spoken.token_ids == text.token_ids and spoken.text == text.text
     heard = spoken.memory.tokens.pop("speech")
     assert heard > spoken.speech_tokens > 0 and spoken.memory.tokens == text.memory.tokens
-    assert spoken.memory.kv_bytes == text.memory.kv_bytes + (
-        spoken.memory.by_modality["speech"] + spoken.memory.by_modality["shared"]
-    ) - text.memory.by_modality["shared"]
+    assert (
+        spoken.memory.kv_bytes
+        == text.memory.kv_bytes
+        + (spoken.memory.by_modality["speech"] + spoken.memory.by_modality["shared"])
+        - text.memory.by_modality["shared"]
+    )
     assert spoken.finish_reason == "length" and spoken.prompt_tokens == text.prompt_tokens
     assert spoken.timings.prefill_s > 0 and spoken.timings.decode_s > 0
     speech = spoken.speech

@@ -25,6 +25,7 @@ from tests.prompts import clip
 from tests.recordings import write_movie
 
 LIMITS = MediaLimits()
+SPOKEN = {"modalities": ["text", "audio"]}
 
 
 def answered(words: Any) -> dict[str, Any]:
@@ -388,7 +389,14 @@ def test_large_media() -> None:
         ({"prompt_logprobs": "1"}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"modalities": ["text", "video"]}, "modalities"),
+        ({"modalities": "text"}, "modalities"),
+        ({"audio": {"voice": "ethan"}}, "audio"),
+        ({**SPOKEN, "audio": {"format": "aac"}}, "audio.format"),
+        ({**SPOKEN, "audio": {"voice": "a" * 65}}, "audio.voice"),
+        ({**SPOKEN, "audio": {"format": "wav"}, "stream": True}, "audio.format"),
+        ({**SPOKEN, "stop": ["a"]}, "stop"),
         ({"max_tokens": "7"}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"temperature": "hot"}, "temperature"),
