@@ -14,6 +14,8 @@ from oscar_mm.media.media import AudioInput, ImageInput, VideoInput
 from oscar_mm.pipelines.families.qwen3_omni import Qwen3Omni
 from oscar_mm.pipelines.pipeline import Pipeline
 
+READ_ALOUD = "Read the text aloud."
+"""What a text that is read aloud answers; the talker reads questions too."""
 _ARGUMENTS = (
     *("images", "prompt", "videos", "audio", "system", "messages"),
     *("use_audio_in_video", "speak", "speaker"),
@@ -123,6 +125,32 @@ class OscarOmniPipeline(Pipeline):
         asked = conversation_from(prompt, media, messages, system, **how)
         question = self.read_request(asked, chosen.max_new_tokens, template=template)
         return self.answer(question, chosen, start, speaker=speaker)
+
+    def read_aloud(
+        self, text: str, *, speaker: str | None = None, seed: int | None = None
+    ) -> AnswerStream:
+        """Say a text as if it were an answer, and stream the speech; only the talker runs.
+
+        ::
+
+            for piece in omni.read_aloud("Good morning.").with_speech():
+                ...  # Some pieces are Speech, with samples.
+
+        Args:
+            text: the text, of at most 4,095 tokens.
+            speaker: see ``__call__``.
+            seed: seed of the talker's random choices; None for other choices each time.
+
+        Raises:
+            InputError: if the text is invalid, or the checkpoint cannot speak.
+        """
+        start, speaker = time.perf_counter(), self.check_speech(speaker)
+        script = self.script("text", text)
+        sampling = self.sampling({"seed": seed, "max_new_tokens": len(script) + 1}, ("text",))
+        prompt = self.read_request(conversation_from(READ_ALOUD, (None, None, None), None, None))
+        return self.streamed(
+            self.new_request(prompt, sampling, start, speaker=speaker, script=script)
+        )
 
 
 def _check_order(images: Any, prompt: Any) -> None:

@@ -587,9 +587,10 @@ class Pipeline:
             tools: tools that the model may call.
             speaker: see ``new_request``.
         """
-        return self._stream(self.new_request(prompt, sampling, start, tools, speaker=speaker))
+        return self.streamed(self.new_request(prompt, sampling, start, tools, speaker=speaker))
 
-    def _stream(self, running_request: Request) -> AnswerStream:
+    def streamed(self, running_request: Request) -> AnswerStream:
+        """Return the stream of a request that is not submitted yet."""
         running = weakref.ref(running_request)
 
         def cancel() -> None:
@@ -606,6 +607,7 @@ class Pipeline:
         tools: ToolOffer | None = None,
         *,
         speaker: str | None = None,
+        script: Sequence[int] | None = None,
     ) -> Request:
         """Create a request without submitting it.
 
@@ -615,6 +617,7 @@ class Pipeline:
             start: ``time.perf_counter()`` when the request arrived.
             tools: tools that the model may call.
             speaker: voice that says the answer, from ``check_speech``; None for an answer in text.
+            script: ids of the tokens to say instead of an answer of the model, see ``script``.
         """
         arguments = self.engine, prompt, self.new_cache(), sampling, start
         if speaker is None:
@@ -622,7 +625,26 @@ class Pipeline:
         talker = self.family.talker
         assert talker is not None, "check_speech returned the speaker"
         voice = talker.voice(prompt, speaker, sampling.seed)
-        return SpokenRequest(*arguments, talker=talker, voice=voice)
+        return SpokenRequest(*arguments, talker=talker, voice=voice, script=script)
+
+    def script(self, name: str, text: Any) -> list[int]:
+        """Return the ids of the tokens of a text that is read aloud.
+
+        Args:
+            name: name of the text, for errors.
+            text: the text.
+
+        Raises:
+            InputError: if the text is invalid, empty or too long.
+        """
+        self.check_text(name, text)
+        ids, talker = self.family.tokenize(text)[0].tolist(), self.family.talker
+        if talker is not None and len(ids) > talker.max_frames:
+            raise InputError(
+                f"{name} has {len(ids):,} tokens, but at most {talker.max_frames:,} can be said: "
+                "use a shorter text"
+            )
+        return ids
 
     def check_speech(self, speaker: Any, sampling: Sampling | None = None) -> str:
         """Check that answers can be said, and return the name of the voice in lower case.

@@ -161,11 +161,13 @@ async def _complete(answer: RunningAnswer) -> None:
         pass
 
 
-async def merged(streams: Sequence[AsyncIterator[str]]) -> AsyncIterator[str]:
+async def merged(
+    streams: Sequence[AsyncIterator[str | bytes]],
+) -> AsyncIterator[str | bytes]:
     """Yield the items of several streams as they arrive; the first error ends all of them."""
-    arrived: asyncio.Queue[str | Exception | None] = asyncio.Queue()
+    arrived: asyncio.Queue[str | bytes | Exception | None] = asyncio.Queue()
 
-    async def drain(stream: AsyncIterator[str]) -> None:
+    async def drain(stream: AsyncIterator[str | bytes]) -> None:
         try:
             async for event in stream:
                 arrived.put_nowait(event)

@@ -16,6 +16,7 @@ from oscar_mm.apps.serve.completions_body import CompletionBody
 from oscar_mm.apps.serve.messages_body import MessagesBody
 from oscar_mm.apps.serve.protocol import Body
 from oscar_mm.apps.serve.responses_body import ResponsesBody
+from oscar_mm.apps.serve.speech_body import SPEECH, SpeechBody
 from oscar_mm.apps.serve.tokenizing import DetokenizeBody, TokenizeBody
 from oscar_mm.apps.serve.transcriptions_body import (
     TRANSCRIPTIONS,
@@ -32,6 +33,7 @@ _BODIES: dict[str, tuple[type[BaseModel], Iterable[str]]] = {
     ),
     "/tokenize": (TokenizeBody, ()),
     "/detokenize": (DetokenizeBody, ()),
+    SPEECH: (SpeechBody, ()),
     TRANSCRIPTIONS: (TranscriptionBody, ()),
     TRANSLATIONS: (TranscriptionBody, ()),
 }

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from oscar_mm.apps.serve.access_log import note_answer, note_refusal
@@ -21,42 +21,50 @@ from oscar_mm.tool_parsers.parser import Piece
 class AnswerFormat(Protocol):
     """Formats the answers to a request for an API: as one body, or as server-sent events."""
 
-    def whole(self, choices: Sequence[Choice], usage: Mapping[str, Any], /) -> dict[str, Any] | str:
-        """Return the body of a response that is not streamed: JSON, or plain text."""
+    def whole(
+        self, choices: Sequence[Choice], usage: Mapping[str, Any], /
+    ) -> dict[str, Any] | str | Response:
+        """Return the body of a response that is not streamed: JSON, or plain text; or the
+        response."""
         ...
 
-    def begin(self, index: int, /) -> Iterator[str]:
+    def begin(self, index: int, /) -> Iterator[str | bytes]:
         """Yield the events before the first piece of an answer."""
         ...
 
     def piece(
         self, index: int, piece: Piece, logprobs: Sequence[TokenLogprob] | None, /
-    ) -> Iterator[str]:
+    ) -> Iterator[str | bytes]:
         """Yield the events for a piece of an answer."""
         ...
 
-    def end(self, index: int, choice: Choice, /) -> Iterator[str]:
+    def end(self, index: int, choice: Choice, /) -> Iterator[str | bytes]:
         """Yield the events after the last piece of an answer."""
         ...
 
-    def close(self, usage: Mapping[str, Any], /) -> Iterator[str]:
+    def close(self, usage: Mapping[str, Any], /) -> Iterator[str | bytes]:
         """Yield the events after all answers."""
         ...
 
-    def failed(self, refusal: Refusal, /) -> Iterator[str]:
+    def failed(self, refusal: Refusal, /) -> Iterator[str | bytes]:
         """Yield the events for answers that cannot be completed."""
         ...
 
-    def last(self) -> Iterator[str]:
+    def last(self) -> Iterator[str | bytes]:
         """Yield the final events, after the answers' slots have been freed."""
         ...
+
+
+def _media_type(written: AnswerFormat) -> str:
+    """Return the media type of a stream: its format's own, or that of server-sent events."""
+    return getattr(written, "media_type", "text/event-stream")
 
 
 @runtime_checkable
 class SpokenAnswerFormat(AnswerFormat, Protocol):
     """Formats answers that may also be said."""
 
-    def speech(self, index: int, speech: Speech, /) -> Iterator[str]:
+    def speech(self, index: int, speech: Speech, /) -> Iterator[str | bytes]:
         """Yield the events for a piece of speech."""
         ...
 
@@ -75,7 +83,7 @@ class EventStream(StreamingResponse):
     def __init__(self, answers: AnswerSet, written: AnswerFormat, scope: Scope) -> None:
         note_refusal(scope, str(ClientGone()))  # Applies unless the stream ends differently.
         headers, events = {"Cache-Control": "no-cache"}, _events(answers, written, scope)
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=headers, media_type=_media_type(written))
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +94,9 @@ class EventStream(StreamingResponse):
             self._answers.end()
 
 
-async def _events(answers: AnswerSet, written: AnswerFormat, scope: Scope) -> AsyncIterator[str]:
+async def _events(
+    answers: AnswerSet, written: AnswerFormat, scope: Scope
+) -> AsyncIterator[str | bytes]:
     streams = [_events_of(x, written, index) for index, x in enumerate(answers.answers)]
     try:
         async for event in streams[0] if len(streams) == 1 else merged(streams):
@@ -107,7 +117,7 @@ async def _events(answers: AnswerSet, written: AnswerFormat, scope: Scope) -> As
 
 async def _events_of(
     answer: RunningAnswer, written: AnswerFormat, index: int
-) -> AsyncIterator[str]:
+) -> AsyncIterator[str | bytes]:
     """Yield the events of one answer."""
     for event in written.begin(index):
         yield event

@@ -348,6 +348,7 @@ class ApiRequest:
         raw: token ids of a prompt without a chat template, instead of messages; or None.
         user: user for whom the request is sent, in the client's words; "" if it names none.
         spoken: how the answer is said; None for an answer in text.
+        script: text to read aloud instead of an answer of the model; or None.
     """
 
     model: str | None
@@ -365,6 +366,7 @@ class ApiRequest:
     raw: tuple[int, ...] | None = None
     user: str = ""
     spoken: SpokenFormat | None = None
+    script: str | None = None
 
     @property
     def count(self) -> int:

@@ -107,7 +107,8 @@ class RunningAnswer:
                         await self.places.wait_for_memory(self.gone, left)
 
     async def pieces(self) -> AsyncIterator[Piece | Speech]:
-        """Yield text, speech and tool calls, merging adjacent buffered pieces; then set ``completed``.
+        """Yield text, speech and tool calls, merging adjacent buffered pieces; then set
+        ``completed``.
 
         Raises:
             Refusal: if the answer is aborted; the message says why.

@@ -38,6 +38,7 @@ from oscar_mm.apps.serve.refusals import (
 )
 from oscar_mm.apps.serve.responses_body import unknown_response
 from oscar_mm.apps.serve.service import ServerLimits, Service
+from oscar_mm.apps.serve.speech_body import SPEECH
 from oscar_mm.apps.serve.transcriptions_body import TRANSCRIPTIONS, TRANSLATIONS
 
 if TYPE_CHECKING:
@@ -164,6 +165,12 @@ def create_app(
         """Count the tokens of a conversation (Anthropic's Messages API)."""
         service.authorize(request)
         return await service.count_message(request)
+
+    @app.post(SPEECH)
+    async def speak(request: HttpRequest) -> Response:
+        """Read a text aloud (OpenAI's audio API)."""
+        service.authorize(request)
+        return await service.speak(request)
 
     @app.post(TRANSCRIPTIONS)
     async def transcribe(request: HttpRequest) -> Response:

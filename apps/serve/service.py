@@ -58,6 +58,7 @@ from oscar_mm.apps.serve.responses_body import (
     unknown_response,
     with_referenced,
 )
+from oscar_mm.apps.serve.speech_body import SpeechBody, SpeechWriter
 from oscar_mm.apps.serve.spoken import (
     GivenAudio,
     SpokenAnswers,
@@ -357,6 +358,15 @@ class Service:
         except Refusal as refusal:
             raise as_in_form(refusal) from None
 
+    async def speak(self, http: HttpRequest) -> Response:
+        """Answer a request of OpenAI's speech API."""
+
+        def read(data: bytes) -> tuple[list[ApiRequest], AnswerFormat]:
+            body = parsed(SpeechBody, data)
+            return [body.request(self.conversations.pipe)], SpeechWriter(body)
+
+        return await self._answer(http, read)
+
     def _past(self, previous: str | None) -> tuple[Sequence[dict[str, Any]], int]:
         """Return the messages up to a stored response, and the bytes of their requests."""
         if previous is None:
@@ -398,6 +408,8 @@ class Service:
         how = partial(written.whole, answers.complete_choices(), answers.usage)
         # Encoding speech takes up to seconds.
         whole = how() if requests[0].spoken is None else await run_sync(how)
+        if isinstance(whole, Response):
+            return whole
         return PlainTextResponse(whole) if isinstance(whole, str) else JSONResponse(whole)
 
     async def stop(self) -> None:

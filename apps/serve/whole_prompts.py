@@ -1,7 +1,8 @@
 """WholePrompt: generates the answer to a request that does not continue a stored conversation.
 
 Such requests are prompts without a chat template, and conversations with template options,
-``prompt_logprobs`` or a spoken answer. The model reads the full prompt, except for its prefix in the prefix cache.
+``prompt_logprobs`` or a spoken answer. The model reads the full prompt, except for its prefix in
+the prefix cache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oscar_mm.apps.serve.completed import CompletedAnswer
 from oscar_mm.apps.serve.protocol import ApiRequest, FieldError
@@ -63,9 +64,8 @@ class WholePrompt:
             _check_prompt_logprobs(prompt.tokens, sampling.prompt_logprobs)
         max_new_tokens = pipe.admission.longest_answer(prompt, sampling.max_new_tokens)
         sampling = replace(sampling, max_new_tokens=max_new_tokens)
-        spoken = self._request.spoken
         self.answering = running_request = pipe.new_request(
-            prompt, sampling, start, tools, speaker=spoken and spoken.speaker
+            prompt, sampling, start, tools, **self._speech()
         )
         running_request.client = self.client
         if self._cancelled:
@@ -79,6 +79,14 @@ class WholePrompt:
             raise Cancelled("the answer was cancelled before its first word")
         answer = running_request.answer()
         yield CompletedAnswer(answer, answer.cached_tokens, answer.prompt_tokens)
+
+    def _speech(self) -> dict[str, Any]:
+        """Return the arguments of ``Pipeline.new_request`` for speech."""
+        if (spoken := self._request.spoken) is None:
+            return {}
+        text = self._request.script
+        script = None if text is None else self._pipe.script("input", text)
+        return {"speaker": spoken.speaker, "script": script}
 
     def _prompt(self) -> Prompt:
         pipe, request = self._pipe, self._request

@@ -39,6 +39,7 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.request import PrefillRequest, Request
 from oscar_mm.engine.request_options import QuestionOptions, split_media
 from oscar_mm.engine.sampling import Sampling
+from oscar_mm.engine.speech import Speech
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
@@ -603,7 +604,7 @@ class Chat:
         tools: ToolOffer | None,
         keep_part: bool,
         delivery: Delivery,
-    ) -> Generator[Piece | Answer, None, None]:
+    ) -> Generator[Piece | Speech | Answer, None, None]:
         """Yield the pieces of the answer, then record the turn and yield the answer."""
 
         def after(finish_reason: str) -> Conversation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ class SpokenRequest(Request):
         *request: Any,
         talker: Talker,
         voice: Voice,
-        script: list[int] | None = None,
+        script: Sequence[int] | None = None,
         **more: Any,
     ) -> None:
         super().__init__(*request, **more)
@@ -40,7 +41,6 @@ class SpokenRequest(Request):
         self.has_past |= voice.needs_states
         self.script = script
         if script is not None:
-            self.unread = replace(self.prompt, modalities=self.prompt.modalities[:, :0])
             for token in script:
                 self.write(token)
             self.ended = voice.is_written = True
