@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from oscar_mm.cache.memory import MemoryReport
     from oscar_mm.engine.answer import Answer
     from oscar_mm.engine.grammar import Grammar
+    from oscar_mm.engine.speech import Speech
     from oscar_mm.errors import InputError
     from oscar_mm.inspect.quantization_errors import roundtrip
     from oscar_mm.media import MediaLimits
@@ -43,6 +44,7 @@ __all__ = [
     "OscarOmniPipeline",
     "OscarVLPipeline",
     "Span",
+    "Speech",
     "__version__",
     "as_argument",
     "roundtrip",
@@ -60,6 +62,7 @@ _HOME = {
     "OscarOmniPipeline": "oscar_mm.pipelines",
     "OscarVLPipeline": "oscar_mm.pipelines",
     "Span": "oscar_mm.modality",
+    "Speech": "oscar_mm.engine.speech",
     "as_argument": "oscar_mm.cache.cache",
     "roundtrip": "oscar_mm.inspect.quantization_errors",
 }

@@ -29,9 +29,10 @@ FILES = {
 """Names in snippets of our media."""
 REPOSITORIES = {
     "Qwen/Qwen3-VL-8B-Instruct": "pocket-vl",
-    "Qwen/Qwen3-Omni-30B-A3B-Instruct": "pocket-omni",
 }
 """Bundled models in place of released ones."""
+OMNI = "Qwen/Qwen3-Omni-30B-A3B-Instruct"
+"""A released model that speaks, unlike the bundled ones; a tiny checkpoint is in its place."""
 DOCUMENTED = {
     "Chat": "oscar_mm.chat.chat",
     "OscarCache": "oscar_mm",
@@ -89,6 +90,7 @@ def docstrings() -> dict[str, str]:
 def make_hub(cache: Path, text_model: Path, template: str) -> None:
     """Make a hub cache with the repositories that snippets name; models of it can call tools."""
     from oscar_mm.models import bundled
+    from tests.checkpoints import build
 
     for name, model in REPOSITORIES.items():
         snapshot = snapshot_of(cache, name)
@@ -96,6 +98,7 @@ def make_hub(cache: Path, text_model: Path, template: str) -> None:
         if model == "pocket-vl":
             (snapshot / "chat_template.jinja").write_text(template)
     shutil.copytree(text_model, snapshot_of(cache, "Qwen/Qwen3-0.6B"))
+    build("qwen3_omni_talker", snapshot_of(cache, OMNI))
 
 
 def snapshot_of(cache: Path, name: str) -> Path:
@@ -156,8 +159,7 @@ def main(folder: Path, results: Path) -> None:
     make_files(folder)
     make_adapter(folder / "my-lora")
     errors: dict[str, str | None] = {}
-    model = "Qwen/Qwen3-Omni-30B-A3B-Instruct"
-    app = create_app(OscarOmniPipeline(model), model, ServerLimits(max_new_tokens=64))
+    app = create_app(OscarOmniPipeline(OMNI), OMNI, ServerLimits(max_new_tokens=64))
     with started(app) as (_, address):
         for name, program in {**pages(), **docstrings(), **notebooks()}.items():
             try:
