@@ -158,6 +158,8 @@ class _PipelineCollector(Collector):
         )
         for modality, size in store.bytes_by_modality().items():
             used.add_metric([modality], size)
+        if self._conversations.pipe.family.talker is not None:
+            used.add_metric(["speech"], self._conversations.pipe.engine.speech_bytes)
         taken = GaugeMetricFamily(
             "oscar_mm_kv_pool_bytes",
             "KV bytes allocated, including free slots",

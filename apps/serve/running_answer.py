@@ -147,7 +147,7 @@ class RunningAnswer:
         if running_request is None or self._left:
             return
         ended = running_request.is_over
-        self.slot.cost = token_cost(self._read, len(running_request.written.token_ids))
+        self.slot.cost = token_cost(self._read, running_request.output_tokens)
         for piece in running_request.take_pieces():
             self._add(piece)
         if ended:
@@ -189,7 +189,7 @@ class RunningAnswer:
             return
         if isinstance(piece, CompletedAnswer):
             read = piece.prompt_tokens - piece.cached_tokens
-            self.slot.cost = token_cost(read, len(piece.answer.token_ids))
+            self.slot.cost = token_cost(read, piece.tokens)
         elif not isinstance(piece, Speech):
             self._times.note()
         self._pieces.append(piece)
@@ -224,8 +224,7 @@ class RunningAnswer:
         places = self.places
         places.watchers.discard(self.look)
         if self._chat is not None and (running := self._chat.answering) is not None:
-            written = len(running.written.token_ids)
-            self.slot.cost = token_cost(self._tokens_read(running), written)
+            self.slot.cost = token_cost(self._tokens_read(running), running.output_tokens)
         try:
             if self._thread is not None:
                 await self._end_thread(self._thread)

@@ -66,6 +66,11 @@ class Engine:
         """Number of requests in the queue."""
         return self.scheduler.waiting
 
+    @property
+    def speech_bytes(self) -> int:
+        """Bytes of a talker's keys and values in use; read it in the engine thread."""
+        return self.scheduler.speech_bytes
+
     def submit(self, request: Request) -> None:
         """Put a request into the queue."""
         request.submitted = True

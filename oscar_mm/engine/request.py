@@ -155,6 +155,11 @@ class Request(RequestState):
         """Maximum total number of tokens of prompt and output."""
         return self.prompt.tokens + self.sampling.max_new_tokens
 
+    @property
+    def output_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return len(self.written.token_ids)
+
     def take_pieces(self) -> list[Piece | Speech]:
         """Remove and return the queued pieces of the iterator; the result may be empty.
 

@@ -137,6 +137,11 @@ class Scheduler:
         return bool(self._reading) or self._batches.is_running
 
     @property
+    def speech_bytes(self) -> int:
+        """Bytes of a talker's keys and values in use."""
+        return self._voices.used_bytes
+
+    @property
     def has_work(self) -> bool:
         """Whether any requests are running or waiting."""
         return bool(self._queue) or self.is_running
@@ -222,6 +227,7 @@ class Scheduler:
         growths = [self.admission.growth(prompt, 1, cache) for prompt, cache in prompts]
         added = [{bits: int(slots[0]) for bits, slots in x.added.items()} for x in growths]
         self.store.trim_surplus(sum(self.store.bytes_of(slots) for slots in added))
+        self._voices.trim()
         if self.reader.refresh():
             self._batches.forget_batch()
 

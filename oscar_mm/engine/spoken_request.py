@@ -51,6 +51,11 @@ class SpokenRequest(Request):
         return self.ended and self.voice.ended
 
     @property
+    def output_tokens(self) -> int:
+        """Number of tokens generated so far, with a token for each frame of speech."""
+        return super().output_tokens + self.voice.frames
+
+    @property
     def is_read_alone(self) -> bool:
         """Whether no other prompt may share the prefill pass."""
         return self.voice.needs_states or super().is_read_alone

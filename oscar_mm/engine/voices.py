@@ -68,6 +68,16 @@ class Voices:
         """Say the words of a request, from its next step on. Safe from any thread."""
         self._waiting.append(request)
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of keys and values in use."""
+        return 0 if self._view is None else self._view.store.memory().used_bytes
+
+    def trim(self) -> None:
+        """Return the memory of all pools; call this only while nothing is said."""
+        if self._view is not None:
+            self._view.store.trim_surplus(0)
+
     def drop_ended(self) -> bool:
         """Release the memory of ended voices; return whether there were any."""
         ended = [request for request in self.live if request.voice.ended]

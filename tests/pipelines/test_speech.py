@@ -78,12 +78,10 @@ def brief(monkeypatch, frames: int) -> None:
 def free(pipe: OscarOmniPipeline) -> bool:
     """Whether no cache of the thinker or of the talker has a slot."""
     voices = pipe.engine.scheduler._voices
-    stores = [pipe.store, *([] if voices._view is None else [voices._view.store])]
 
     def is_empty() -> bool:
-        for store in stores:
-            store.collect()
-        return not voices.live and not any(store.memory().used_bytes for store in stores)
+        pipe.store.collect()
+        return not (voices.live or voices.used_bytes or pipe.store.memory().used_bytes)
 
     return pipe.engine.call(is_empty)
 

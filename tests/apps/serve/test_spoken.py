@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -228,3 +229,20 @@ def test_texts_that_are_refused(spoken, body: dict[str, Any], field: str, word: 
 def test_a_model_in_text_only_reads_nothing_aloud(client) -> None:
     with pytest.raises(openai.BadRequestError, match="answers in text only"):
         client.audio.speech.create(model="tiny", input="Hi", voice="ethan")
+
+
+def test_a_client_that_leaves_ends_the_speech(pipe, spoken, monkeypatch) -> None:
+    monkeypatch.setattr(Qwen3OmniTalker, "max_frames", 4000)
+    monkeypatch.setattr(pipe.family.talker, "end_code", -1)
+    body = {"input": "Read " * 40, "response_format": "pcm", "seed": 2}
+    url = f"{spoken}/v1/audio/speech"
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as response:
+        pieces = response.iter_bytes()
+        assert response.status_code == 200 and len(next(pieces)) > 0
+        measured = httpx.get(f"{spoken}/metrics", trust_env=False).text
+        [line] = [x for x in measured.split("\n") if x.startswith('oscar_mm_kv_bytes{modality="sp')]
+        assert float(line.split()[-1]) > 0
+    deadline = time.monotonic() + 20
+    while pipe.engine.call(lambda: pipe.engine.speech_bytes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
