@@ -8,7 +8,7 @@ which is filled in the same way as by attention "oscar".
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,11 @@ RANDOM_MODELS = RELEASED | {
 
 
 def build(
-    released: Released, device: torch.device, dtype: torch.dtype, seed: int = 0
+    released: Released,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    talker: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Create a model with random weights, and a processor with a tokenizer of a few hundred tokens.
 
@@ -153,8 +157,12 @@ def build(
         device: device on which the weights are created.
         dtype: dtype of the weights.
         seed: seed of the random weights.
+        talker: configurations of the talker and of code2wav of a Qwen3-Omni; None for a model that
+            cannot speak.
     """
     model_class, config, processor = FAMILIES[released.family](released)
+    if talker is not None:
+        config = _speaking(config, processor.tokenizer, talker)
     config.dtype = dtype
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype)
@@ -272,6 +280,17 @@ def _qwen3_omni(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
         **{f"{role}_token_id": token(role) for role in ROLES},
     )
     return Qwen3OmniMoeForConditionalGeneration, config, processor
+
+
+def _speaking(config: Any, tokenizer: Any, talker: Mapping[str, Any]) -> Any:
+    """Return the configuration of a Qwen3-Omni with a talker that hears its thinker."""
+    fields, token = config.to_dict(), tokenizer.convert_tokens_to_ids
+    names = {"pad": "<tts_pad>", "bos": "<tts_text_bos>", "eos": "<tts_text_eod>"}
+    fields |= {f"tts_{name}_token_id": token(text) for name, text in names.items()}
+    hidden = config.thinker_config.text_config.hidden_size
+    own = talker["talker_config"] | {"thinker_hidden_size": hidden}
+    own |= _places(tokenizer, "image", "video", "audio")
+    return type(config)(**fields | talker | {"talker_config": own, "enable_audio_output": True})
 
 
 def _images(released: Released) -> Qwen2VLImageProcessor:

@@ -110,7 +110,7 @@ class Talker(ABC):
 
     sample_rate: ClassVar[int]
     """Samples per second."""
-    max_frames: ClassVar[int]
+    max_frames: int
     """Maximum number of frames of one answer."""
     model: Any
     speakers: tuple[str, ...]

@@ -39,15 +39,19 @@ _CHUNK = 1 << 13
 """Maximum number of tokens of one pass over what the talker reads before it speaks."""
 
 
-class _Scores:
-    """The rules of transformers' ``generate`` for the choice of the next code."""
+class _Choices:
+    """The random choices of transformers' ``generate``, of several voices at once.
+
+    Args:
+        config: configuration of the talker.
+    """
 
     def __init__(self, config: Any) -> None:
         vocabulary, end = config.text_config.vocab_size, config.codec_eos_token_id
         controls = range(vocabulary - _CONTROL_CODES, vocabulary)
+        self._penalty = RepetitionPenaltyLogitsProcessor(1.05)
         self._codes = LogitsProcessorList(
             [
-                RepetitionPenaltyLogitsProcessor(1.05),
                 SuppressTokensLogitsProcessor([code for code in controls if code != end]),
                 TemperatureLogitsWarper(0.9),
                 TopKLogitsWarper(50),
@@ -55,20 +59,31 @@ class _Scores:
         )
         self._residual = LogitsProcessorList([TopKLogitsWarper(50), TopPLogitsWarper(0.8)])
 
-    def code(self, voice: OmniVoice, logits: torch.Tensor) -> torch.Tensor:
-        """Draw a (1, 1) code from (1, vocabulary) logits."""
-        return self._drawn(voice, logits, self._codes)
+    def codes(self, voices: Sequence[OmniVoice], logits: torch.Tensor) -> torch.Tensor:
+        """Draw the talker's next codes, (rows, 1), from (rows, vocabulary) logits."""
+        rows = zip(voices, logits.float().split(1), strict=True)
+        scores = torch.cat([self._penalized(voice, row) for voice, row in rows])
+        return self._drawn(voices, self._codes, scores)
 
-    def residual(self, voice: OmniVoice, logits: torch.Tensor) -> torch.Tensor:
-        """Draw a (1, 1) code of the predictor from (1, vocabulary) logits."""
-        return self._drawn(voice, logits, self._residual)
+    def _penalized(self, voice: OmniVoice, logits: torch.Tensor) -> torch.Tensor:
+        said = torch.tensor([voice.first_codes], dtype=torch.long, device=logits.device)
+        return self._penalty(cast(torch.LongTensor, said), cast(torch.FloatTensor, logits))
+
+    def residual(self, voices: Sequence[OmniVoice], logits: torch.Tensor) -> torch.Tensor:
+        """Draw codes of the predictor, (rows, 1), from (rows, vocabulary) logits."""
+        return self._drawn(voices, self._residual, logits.float())
 
     def _drawn(
-        self, voice: OmniVoice, logits: torch.Tensor, rules: LogitsProcessorList
+        self, voices: Sequence[OmniVoice], rules: LogitsProcessorList, scores: torch.Tensor
     ) -> torch.Tensor:
-        said = torch.tensor([voice.first_codes], dtype=torch.long, device=logits.device)
-        scores = rules(cast(torch.LongTensor, said), cast(torch.FloatTensor, logits.float()))
-        return torch.multinomial(scores.softmax(-1), 1, generator=voice.generator)
+        unused = cast(torch.LongTensor, torch.empty(0, dtype=torch.long))
+        chances = rules(unused, cast(torch.FloatTensor, scores)).softmax(-1).split(1)
+        return torch.cat(
+            [
+                torch.multinomial(row, 1, generator=voice.generator)
+                for voice, row in zip(voices, chances, strict=True)
+            ]
+        )
 
 
 class OmniVoice(Voice):
@@ -128,7 +143,7 @@ class OmniVoice(Voice):
         """See ``Voice.is_said``."""
         codes = self.first_codes
         ends = bool(codes) and codes[-1] == self._talker.end_code
-        return ends or len(codes) > Qwen3OmniTalker.max_frames
+        return ends or len(codes) > self._talker.max_frames
 
     @contextmanager
     def listening(self, cache: OscarCache) -> Iterator[None]:
@@ -297,7 +312,7 @@ class Qwen3OmniTalker(Talker):
         self.tts_ids = {
             name: getattr(outer.config, f"tts_{name}_token_id") for name in ("pad", "bos", "eos")
         }
-        self._scores = _Scores(config)
+        self._choices = _Choices(config)
 
     @property
     def listened_layer(self) -> torch.nn.Module:
@@ -356,8 +371,7 @@ class Qwen3OmniTalker(Talker):
     def next_codes(self, voices: Sequence[OmniVoice], hidden: torch.Tensor) -> list[int]:
         """Choose the next code of each voice from (rows, 1, hidden size) outputs."""
         logits = self.model.codec_head(hidden[:, -1])
-        drawn = [self._scores.code(x, row[None]) for x, row in zip(voices, logits, strict=True)]
-        return torch.cat(drawn)[:, 0].tolist()
+        return self._choices.codes(voices, logits)[:, 0].tolist()
 
     def say(self, voices: Sequence[OmniVoice], cache: OscarCache) -> None:
         """See ``Talker.say``."""
@@ -387,10 +401,7 @@ class Qwen3OmniTalker(Talker):
         ):
             output = predictor.model(inputs_embeds=inputs, **as_argument(past), use_cache=True)
             logits = head(output.last_hidden_state[:, -1])
-            drawn = [
-                self._scores.residual(x, one[None]) for x, one in zip(voices, logits, strict=True)
-            ]
-            found.append(torch.cat(drawn))
+            found.append(self._choices.residual(voices, logits))
             inputs = embedding(found[-1])
             embedded.append(inputs)
         return torch.cat(found, dim=1), torch.cat(embedded, dim=1)

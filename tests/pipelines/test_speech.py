@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,22 @@ def test_speech_counts_toward_the_budget(speaking, monkeypatch) -> None:
     first, second = (stream.result for stream in streams)
     assert first.speech_tokens == second.speech_tokens == 30
     assert free(pipe)
+
+
+def test_speech_waits_while_others_need_their_half(speaking, monkeypatch) -> None:
+    """After a step that took long, the next one comes when as much time has passed, or at once if
+    nobody else runs."""
+    brief(monkeypatch, 30)
+    voices = speaking.engine.scheduler._voices
+    monkeypatch.setattr(voices, "_seconds", 1e9)
+    monkeypatch.setattr(voices, "_ended_at", time.perf_counter())
+    other = speaking.stream(**ASKED | {"speak": False, "max_new_tokens": 200})
+    spoken = speaking.stream(**ASKED, seed=LONG)
+    thread = threading.Thread(target=other.complete)
+    next(other)
+    thread.start()
+    kinds = []
+    for piece in spoken.with_speech():
+        kinds.append((isinstance(piece, Speech), thread.is_alive()))
+    thread.join()
+    assert (True, True) not in kinds and (True, False) in kinds
