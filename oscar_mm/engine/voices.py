@@ -126,6 +126,8 @@ class Voices:
                     self._waiting.appendleft(request)
                     return
                 request.fail(error)
+            except BaseException as error:
+                request.fail(error)
             running += 1
 
     def _begin(self, request: SpokenRequest) -> None:
@@ -178,9 +180,8 @@ class Voices:
             self._waiting.remove(request)
         self._beginning = deque(one for one in self._beginning if one[0] is not request)
         self._saying = [one for one in self._saying if one is not request]
-        if request in self._rows and self._view is not None:
+        if request in self._rows:
             self._rows = []
-            self._view.set_rows([])
         request.voice.settle()
 
     def _guard(self, requests: list[SpokenRequest], work: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,15 @@ def brief(monkeypatch, frames: int) -> None:
     monkeypatch.setattr(Qwen3OmniTalker, "max_frames", frames)
 
 
+def together(*calls: Callable[[], Any]) -> None:
+    """Call functions in a thread each."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def free(pipe: OscarOmniPipeline) -> bool:
     """Whether no cache of the thinker or of the talker has a slot."""
     voices = pipe.engine.scheduler._voices
@@ -103,8 +113,38 @@ def test_codes_and_samples_are_those_of_transformers(
         assert answer.speech_tokens == len(codes) > 0
 
 
+def test_the_talker_reads_all_questions(speaking, speaker, monkeypatch) -> None:
+    """But no system prompt and no earlier answers."""
+    brief(monkeypatch, 12)
+    picture = noise(64, 96)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": "A sign."},
+        {"role": "user", "content": "Where is it?"},
+    ]
+    processor = speaker.processor
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    inputs = processor(text=[text], images=[picture], return_tensors="pt")
+    inputs = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
+    expected = speaker.say(inputs, 1, talker_max_new_tokens=13)
+    messages[1]["content"][0]["image"] = picture
+    asked = {name: value for name, value in ASKED.items() if name != "prompt"}
+    answer = speaking(messages=messages, **asked, seed=1)
+    np.testing.assert_allclose(answer.speech, expected, atol=2e-4)
+
+
+def test_a_known_prompt_is_said_alike(speaking, monkeypatch) -> None:
+    brief(monkeypatch, 12)
+    how: dict[str, Any] = {"processor": speaking.processor, "policy": "bf16"}
+    pipe = OscarOmniPipeline(speaking.family.outer_model, **how, prefix_cache="1MB")
+    for media in ({"audio": tone(20)}, {"prompt": "Why? " * 80}):
+        found = [pipe(**ASKED | media, seed=1) for _ in range(2)]
+        assert np.allclose(*(answer.speech for answer in found), atol=2e-4)
+        assert (found[1].cached_tokens > 0) is ("prompt" in media)
+
+
 def test_a_prompt_in_chunks_is_said_alike(speaking, speaker, monkeypatch) -> None:
-    """Media of earlier turns and a system prompt, which is not read by the talker."""
     brief(monkeypatch, 8)
     chunked = OscarOmniPipeline(
         speaking.family.outer_model, processor=speaking.processor, policy="bf16", prefill_chunk=16
@@ -153,11 +193,7 @@ def test_answers_are_said_together(speaking, monkeypatch) -> None:
 
     monkeypatch.setattr(Qwen3OmniTalker, "say", note)
     streams = [speaking.stream(**ASKED, audio=tone(1 + seed), seed=seed) for seed in range(3)]
-    threads = [threading.Thread(target=stream.complete) for stream in streams]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(stream.complete for stream in streams))
     for stream, expected in zip(streams, alone, strict=True):
         np.testing.assert_allclose(stream.result.speech, expected, atol=2e-4)
     assert max(rows) > 1 and free(speaking)
@@ -202,6 +238,10 @@ def test_speech_that_fails_ends_its_own_answer(speaking, monkeypatch) -> None:
         raise RuntimeError("no breath")
 
     with monkeypatch.context() as patched:
+        patched.setattr(OmniVoice, "prompt_tokens", property(fails))
+        with pytest.raises(RuntimeError, match="no breath"):
+            speaking(**ASKED, seed=LONG)
+    with monkeypatch.context() as patched:
         patched.setattr(OmniVoice, "_opening", fails)
         with pytest.raises(RuntimeError, match="no breath"):
             speaking(**ASKED, seed=LONG)
@@ -222,17 +262,27 @@ def test_speech_counts_toward_the_budget(speaking, monkeypatch) -> None:
     assert small(**ASKED | {"speak": False}).text
     with pytest.raises(MemoryBusy, match="kv_budget is 100,000 bytes"):
         small(**ASKED, seed=LONG)
-    # Two answers get memory for speech one after the other.
-    pipe = OscarOmniPipeline(model, **how, kv_budget=230_000)
-    streams = [pipe.stream(**ASKED, seed=LONG) for _ in range(2)]
-    threads = [threading.Thread(target=stream.complete) for stream in streams]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first, second = (stream.result for stream in streams)
-    assert first.speech_tokens == second.speech_tokens == 30
-    assert free(pipe)
+    rows, say = [], Qwen3OmniTalker.say
+
+    def note(self: Any, voices: Any, cache: Any) -> None:
+        rows.append(len(voices))
+        say(self, voices, cache)
+
+    monkeypatch.setattr(Qwen3OmniTalker, "say", note)
+    for budget, most in ((230_000, 1), (900_000, 2)):
+        rows.clear()
+        pipe = OscarOmniPipeline(model, **how, kv_budget=budget)
+        streams = [pipe.stream(**ASKED, seed=LONG) for _ in range(2)]
+        together(*(stream.complete for stream in streams))
+        assert [stream.result.speech_tokens for stream in streams] == [30, 30]
+        assert max(rows) == most and free(pipe)
+    aloud = pipe.read_aloud("Read the text.", seed=LONG)
+    pieces = aloud.with_speech()
+    while not isinstance(next(pieces), Speech):
+        pass
+    budget = pipe.budget
+    used, speech = pipe.engine.call(lambda: (budget.used_bytes, pipe.engine.speech_bytes))
+    assert used == speech > 0
 
 
 def test_speech_waits_while_others_need_their_half(speaking, monkeypatch) -> None:
