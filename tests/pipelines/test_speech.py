@@ -92,7 +92,8 @@ def free(pipe: OscarOmniPipeline) -> bool:
 
     def is_empty() -> bool:
         pipe.store.collect()
-        return not (voices.live or voices.used_bytes or pipe.store.memory().used_bytes)
+        kept = voices.live or voices._rows or voices.used_bytes
+        return not (kept or pipe.store.memory().used_bytes)
 
     return pipe.engine.call(is_empty)
 
