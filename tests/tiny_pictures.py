@@ -13,7 +13,7 @@ _TEMPLATE = """
 {%- for message in messages -%}
 {{ '<|im_start|>' ~ message.role ~ '\\n' }}
 {%- for part in message.content -%}
-{{ 'IMAGE' if part.type == 'image' else part.text }}
+{{ {'image': 'IMAGE', 'video': 'VIDEO'}.get(part.type, part.text) }}
 {%- endfor -%}
 {{ '<|im_end|>\\n' }}
 {%- endfor -%}
@@ -31,13 +31,13 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _BOUNDS: Any = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
 
 
-def _tokenizer(template: str, *special: str, **named: str) -> Any:
+def _tokenizer(template: str, *special: str, video: str = "", **named: str) -> Any:
     """A tokenizer with a chat template; ``named`` tokens are attributes of it."""
     tokens = (*_SPECIAL, *special, *named.values())
     return qwen_tokenizer(
         500,
         tokens,
-        chat_template=_TEMPLATE.replace("IMAGE", template),
+        chat_template=_TEMPLATE.replace("IMAGE", template).replace("VIDEO", video),
         model_specific_special_tokens=named,
     )
 
@@ -45,6 +45,7 @@ def _tokenizer(template: str, *special: str, **named: str) -> Any:
 def _internvl() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     tokenizer = _tokenizer(
         "<IMG_CONTEXT>\\n",
+        video="<video>\\n",
         start_image_token="<img>",
         end_image_token="</img>",
         context_image_token="<IMG_CONTEXT>",
@@ -104,6 +105,7 @@ def _glm4v() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
         "<|end_of_video|>",
         "<|image|>",
         "<|video|>",
+        video="<|begin_of_video|><|video|><|end_of_video|>",
     )
     processor = transformers.Glm4vProcessor(
         transformers.Glm4vImageProcessor(size=_BOUNDS),

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import torch
-
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.message import Message, media_of, user_message
 from oscar_mm.engine.template import USUAL, TemplateOptions
 from oscar_mm.errors import RequestTooLarge
 from oscar_mm.media.media import Media, Medium
-from oscar_mm.modality import Modality, token_modalities
+from oscar_mm.modality import Modality
 
 if TYPE_CHECKING:
     from oscar_mm.engine.prompt import Prompt
@@ -51,12 +49,12 @@ def medium_tokens(family: Family, medium: Medium) -> dict[str, int]:
         return {medium.modality.label: family.min_tokens(medium)}
     alone = Media(videos=[replace(medium.content, sound=None)], sized=[medium.sized])
     question = [user_message(_QUESTION, alone.parts)]
-    ids = family.encode(family.render(question), list(alone)).input_ids
-    counts = torch.bincount(token_modalities(ids, config=family.model.config)[0].int())
+    encoded = family.encode(family.render(question), list(alone))
+    [shown] = encoded.media_tokens
     return {
-        "video": int(counts[Modality.VIDEO]),
+        "video": shown,
         # Timestamps between the frames.
-        "text": int(counts[Modality.TEXT]) - text_tokens(family, question),
+        "text": encoded.input_ids.shape[1] - shown - text_tokens(family, question),
         "audio": family.min_tokens(medium),
     }
 

@@ -36,7 +36,9 @@ def check_turns(
         family: model family, which defines the modalities of token ids and the positions of media.
     """
     ids = conversation.token_ids
-    by_ids = token_modalities(ids, config=family.model.config)[0].numpy()
+    found = token_modalities(ids, config=family.model.config)[0]
+    family.mark_frames(found, [span for turn in conversation.turns for span in turn.media])
+    by_ids = found.numpy()
     stored = codes != NOWHERE
     kinds = np.where(stored, codes % SINK, by_ids).astype(np.int8)
     if not np.array_equal(_forgotten(conversation), ~stored):

@@ -170,7 +170,7 @@ class ChatFormat:
 
     @cached_property
     def control_tokens(self) -> tuple[str, ...]:
-        """Special tokens, and added tokens used by the chat template such as <think>."""
+        """Special tokens, added tokens used by the chat template such as <think>, placeholders."""
         tokenizer, template = self.processor.tokenizer, str(self.processor.chat_template)
         added = tokenizer.added_tokens_decoder.values()
         # Some tokenizers add runs of spaces and line breaks, which are not control tokens.
@@ -179,7 +179,7 @@ class ChatFormat:
             for one in added
             if one.special or (_MARKUP.fullmatch(one.content) and one.content in template)
         ]
-        return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *meant]))
+        return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *meant, *self.placeholders]))
 
     def refuse_control_tokens(self, name: str, text: str, *, calls: bool = False) -> None:
         """Refuse user text with control tokens, which could forge turns, reasoning or media.

@@ -218,6 +218,18 @@ class Family(ChatFormat, ABC):
                 "messages"
             )
 
+    def mark_frames(self, modalities: torch.Tensor, media: Iterable[MediumSpan]) -> None:
+        """Mark image tokens in videos as video, in place, if the model takes frames as images.
+
+        Args:
+            modalities: (tokens,) modality ids, by token id.
+            media: spans of media items.
+        """
+        for span in media if self.layout.frames_as_images else ():
+            if span.modality is Modality.VIDEO:
+                inside = modalities[span.start : span.stop]
+                inside[inside == Modality.IMAGE] = int(Modality.VIDEO)
+
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
         """Return the possible numbers of positions by which a run of tokens shifts later tokens.
 
@@ -387,12 +399,14 @@ class Family(ChatFormat, ABC):
             row = torch.arange(past_tokens, past_tokens + ids.shape[1]).expand(1, 1, -1)
             positions = torch.cat([row.to(positions.dtype), positions])
         modalities = token_modalities(ids, config=self.model.config)
+        media = _spans(modalities[0], ordered, encoded.media_tokens)
+        self.mark_frames(modalities[0], media)
         return Prompt(
             inputs={"input_ids": ids} | encoded.tensors,
             positions=positions,
             next_position=following,
             modalities=modalities,
-            media=_spans(modalities[0], ordered, encoded.media_tokens),
+            media=media,
             layout=self.layout,
         )
 

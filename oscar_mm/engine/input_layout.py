@@ -29,6 +29,9 @@ class InputLayout:
         video_grids: name of the argument with the grids of videos, for towers that take patches and
             ``grid_thw`` and attend only within an image or a pair of frames: videos may be cut
             between pairs of frames. None if media stay whole.
+        frames_as_images: whether the frames of a video, or pairs of them, are images to the model:
+            arguments of images contain them too, one row for each run of media tokens, in the order
+            of the prompt. Videos may be cut between frames.
         features: decoder argument that is a list of features, one for each of the first layers,
             which adds them to some tokens, row after row -> name of the argument with the (batch,
             tokens) mask of these tokens.
@@ -39,6 +42,7 @@ class InputLayout:
     per_tile: Mapping[str, Modality] = field(default_factory=dict)
     padded: Mapping[str, str] = field(default_factory=dict)
     video_grids: str | None = None
+    frames_as_images: bool = False
     features: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -158,10 +158,13 @@ def segments(prompt: Prompt, max_tokens: int) -> Iterator[Prompt]:
 def by_frames(prompt: Prompt, max_tokens: int) -> Prompt:
     """Split each video of more than ``max_tokens`` tokens into several shorter videos.
 
-    The tower computes the same features, see ``InputLayout.video_grids``. Videos with audio stay
-    whole, and so do the videos of a prompt without ``media``.
+    The tower computes the same features, see ``InputLayout.video_grids`` and ``frames_as_images``.
+    Videos with audio stay whole, and so do the videos of a prompt without ``media``.
     """
     layout = prompt.layout
+    if layout.frames_as_images:
+        parts = [part for span in prompt.media for part in _frame_runs(prompt, span, max_tokens)]
+        return replace(prompt, media=tuple(parts))
     if layout.video_grids not in prompt.inputs or not prompt.media:
         return prompt
     grids = prompt.inputs[layout.video_grids]
@@ -193,6 +196,29 @@ def by_frames(prompt: Prompt, max_tokens: int) -> Prompt:
     return replace(prompt, inputs=inputs, media=tuple(media))
 
 
+def _frame_runs(prompt: Prompt, span: MediumSpan, max_tokens: int) -> Iterator[MediumSpan]:
+    """Split the span of a video at its frames, into parts of at most ``max_tokens`` tokens if its
+    frames are that short."""
+    start = stop = span.start
+    for frame in _items(prompt, span) if span.modality is Modality.VIDEO else ():
+        if stop > start and frame.stop - start > max_tokens:
+            yield replace(span, start=start, stop=stop)
+            start = frame.start
+        stop = frame.stop
+    yield replace(span, start=start, stop=span.stop)
+
+
+def _items(prompt: Prompt, span: MediumSpan) -> list[Span]:
+    """Return what has rows of its own in the model's arguments: a media item, or its frames."""
+    if not prompt.layout.frames_as_images:
+        return [Span(span.modality, span.start, span.tokens)]
+    return [
+        Span(Modality.IMAGE, span.start + run.start, run.length)
+        for run in spans_of(prompt.modalities[0, span.start : span.stop].tolist())
+        if run.modality is not Modality.TEXT
+    ]
+
+
 def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
     if any(span.start < cut < span.stop for span in prompt.media for cut in (start, stop)):
         raise ValueError(f"tokens {start} to {stop} begin or end within a media item")
@@ -218,7 +244,8 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
 def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
     """Count the media of each modality; the audio track of a video counts separately."""
     modalities = prompt.modalities[0]
-    counts = {kind: sum(span.modality is kind for span in spans) for kind in Modality}
+    items = [item.modality for span in spans for item in _items(prompt, span)]
+    counts = {kind: items.count(kind) for kind in Modality}
     counts[Modality.AUDIO] += sum(
         span.modality is Modality.VIDEO
         and bool((modalities[span.start : span.stop] == Modality.AUDIO).any())
@@ -228,10 +255,10 @@ def _counted(prompt: Prompt, spans: list[MediumSpan]) -> dict[Modality, int]:
 
 
 def _tiles(prompt: Prompt, kind: Modality, tiles: int) -> torch.Tensor:
-    """Return the number of tiles of each media item of a modality, from its number of tokens."""
-    spans = [span for span in prompt.media if span.modality is kind]
-    shown = prompt.modalities[0] == kind
-    tokens = torch.stack([shown[span.start : span.stop].sum() for span in spans])
+    """Return the number of tiles of each item of a modality, from its number of tokens."""
+    items = [item for span in prompt.media for item in _items(prompt, span)]
+    shown = prompt.modalities[0] != Modality.TEXT
+    tokens = torch.stack([shown[x.start : x.stop].sum() for x in items if x.modality is kind])
     return tokens * tiles // tokens.sum()
 
 

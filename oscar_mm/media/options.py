@@ -19,10 +19,11 @@ _DETAILS = "auto", "low", "high"
 LOW_PIXELS = 512 * 512
 """Maximum number of pixels in an image with ``detail="low"``, as in OpenAI's API."""
 _SIZES = "min_pixels", "max_pixels", "resized_width", "resized_height"
-_FRAMES = "fps", "num_frames", "min_frames", "max_frames", "video_start", "video_end"
+FRAMES = "fps", "num_frames", "min_frames", "max_frames", "video_start", "video_end"
+"""Names of the options that choose frames of a video."""
 OF_MODALITY = {
     Modality.IMAGE: (*_SIZES, "detail"),
-    Modality.VIDEO: (*_SIZES, "total_pixels", *_FRAMES),
+    Modality.VIDEO: (*_SIZES, "total_pixels", *FRAMES),
     Modality.AUDIO: ("sampling_rate",),
 }
 """Names of the options for each modality."""
@@ -131,12 +132,12 @@ class MediaOptions:
     @property
     def chooses_frames(self) -> bool:
         """Whether the options choose which frames of a video file to keep."""
-        return any(getattr(self, name) is not None for name in _FRAMES)
+        return any(getattr(self, name) is not None for name in FRAMES)
 
     @property
     def of_files(self) -> list[str]:
         """Names of the given options that apply to a video file but not to a list of frames."""
-        return [name for name in _FRAMES if name != "fps" and getattr(self, name) is not None]
+        return [name for name in FRAMES if name != "fps" and getattr(self, name) is not None]
 
     def over(self, usual: MediaOptions) -> MediaOptions:
         """Return these options, falling back to ``usual`` for any that are not set.

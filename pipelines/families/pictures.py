@@ -1,8 +1,11 @@
-"""Models of images by transformers' uniform interface; each family is declared in a few lines."""
+"""Models by transformers' uniform interface; each family is declared in a few lines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -13,43 +16,80 @@ from oscar_mm.engine.family import Encoding, Family
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.errors import InputError
 from oscar_mm.media.media import Medium
+from oscar_mm.media.options import FRAMES
 from oscar_mm.modality import Modality, token_modalities
-from oscar_mm.pipelines.families.qwen import longer_sides
+from oscar_mm.pipelines.families.qwen import longer_sides, video_arguments
 from oscar_mm.pipelines.registry import register_family
+from oscar_mm.thread_pool import parallel_map
 
 _SIZES = 1024
 """Number of image sizes whose tokens are remembered."""
 
 
 class PictureFamily(Family):
-    """Family of images whose processor and model need nothing special.
+    """Family of images, or of images and videos, whose processor and model need nothing special.
 
-    A processor returns the ids of text and images, and arguments of the model's forward, which
-    ``layout`` says how to cut. Videos are not supported.
+    A processor replaces placeholders in a text, and returns arguments of the model's forward, which
+    ``layout`` says how to cut. Videos need a layout with ``frames_as_images`` or arguments of their
+    own.
     """
 
     reads = frozenset({Modality.IMAGE})
 
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:
         """See ``Family.encode``."""
-        if not media:
-            ids = self.tokenize(text)
-            return Encoding(ids, {}, self.positions(ids, {}), [])
-        counts = [self.min_tokens(medium) for medium in media]
-        inputs = self._processed(text, [medium.content for medium in media])
-        layout, ids = self.layout, inputs["input_ids"]
-        names = {*layout.per_medium, *layout.per_patch, *layout.per_tile} & inputs.keys()
-        tensors = {name: self.rows(name, inputs[name]) for name in sorted(names)}
+        for medium in media:
+            self.min_tokens(medium)  # Refuses some sizes.
+        read = [*parallel_map(self._read, media)]
+        written = iter([expansion for _, expansion in read])
+        pattern = "|".join(map(re.escape, self.placeholders))
+        ids = self.tokenize(re.sub(pattern, lambda _: next(written), text))
+        tensors: dict[str, torch.Tensor] = {}
+        for name in sorted({name for found, _ in read for name in found}):
+            parts = [found[name] for found, _ in read if name in found]
+            tensors[name] = self.join_media(name, parts)
+        counts = [self._shown(expansion) for _, expansion in read]
         return Encoding(ids, tensors, self.positions(ids, tensors), counts)
 
-    def _processed(self, text: str, images: Sequence[Any]) -> Any:
-        """Run the processor on one text with its images."""
-        options = self.text_options(text)
-        return self.processor(text=[text], images=[[*images]], **options, return_tensors="pt")
+    def _read(self, medium: Medium) -> tuple[dict[str, torch.Tensor], str]:
+        """Run the processor on a media item.
 
-    def rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an argument of the model with the dimension that is cut in front."""
-        return tensor
+        Processors of several items may refuse videos of different lengths, or drop images beside a
+        video.
+
+        Returns:
+            Arguments of the model, and the text that replaces the placeholder.
+        """
+        texts: list[str] = []
+
+        def expanded(*given: Any, **named: Any) -> Any:
+            found = self.processor.get_text_with_replacements(*given, **named)
+            texts.extend(found[0])
+            return found
+
+        reading = copy(self.processor)
+        reading.get_text_with_replacements = expanded
+        [placeholder] = (x for x, kind in self.placeholders.items() if kind is medium.modality)
+        if medium.modality is Modality.IMAGE:
+            shown: dict[str, Any] = {"images": [[medium.content]]}
+        else:
+            shown = video_arguments(reading.video_processor, [medium.content])
+        inputs = reading(text=[placeholder], **shown, return_tensors="pt")
+        return self.arguments(inputs), texts[0]
+
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the model's arguments for a media item, with the dimension that is cut in front.
+
+        Args:
+            inputs: what the processor returns for the item.
+        """
+        layout = self.layout
+        names = {*layout.per_medium, *layout.per_patch, *layout.per_tile} & inputs.keys()
+        return {name: inputs[name] for name in names}
+
+    def _shown(self, expansion: str) -> int:
+        """Return the number of tokens of a media item, from the text for its placeholder."""
+        return sum(map(expansion.count, self.placeholders))
 
     def positions(self, ids: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the positions of a prompt, see ``Encoding``."""
@@ -58,9 +98,13 @@ class PictureFamily(Family):
     def min_tokens(self, medium: Medium) -> int:
         """See ``Family.min_tokens``: the tokens of a black image of the same size.
 
+        Videos are bounded by ``MediaLimits``.
+
         Raises:
             InputError: if the processor refuses the size.
         """
+        if medium.modality is not Modality.IMAGE:
+            return 0
         width, height = medium.content.width, medium.content.height
         try:
             return self._tokens_of(width, height)
@@ -73,22 +117,28 @@ class PictureFamily(Family):
     @cached_property
     def _tokens_of(self) -> Any:
         """Function from width and height to the number of an image's tokens."""
-        [placeholder] = self.placeholders
 
         def count(width: int, height: int) -> int:
-            ids = self._processed(placeholder, [Image.new("RGB", (width, height))])["input_ids"]
-            return int((token_modalities(ids, config=self.model.config) > 0).sum())
+            black = Medium(Modality.IMAGE, Image.new("RGB", (width, height)), "")
+            return self._shown(self._read(black)[1])
 
         return lru_cache(_SIZES)(count)
 
 
+class ClipFamily(PictureFamily):
+    """Family of images and videos, whose frames can be chosen but not scaled by options."""
+
+    reads = frozenset({Modality.IMAGE, Modality.VIDEO})
+    media_options = frozenset({"detail", *FRAMES})
+
+
 @register_family
-class InternVL(PictureFamily):
+class InternVL(ClipFamily):
     """Family of InternVL 3 and 3.5 in transformers' format: tiles of 448 x 448 pixels."""
 
     model_types = ("internvl",)
     name = "InternVL"
-    layout = InputLayout(per_tile={"pixel_values": Modality.IMAGE})
+    layout = InputLayout(per_tile={"pixel_values": Modality.IMAGE}, frames_as_images=True)
 
 
 @register_family
@@ -116,18 +166,28 @@ class Mistral3(PictureFamily):
 
 
 @register_family
-class SmolVLM(PictureFamily):
-    """Family of SmolVLM, SmolVLM2 and Idefics3: tiles, each between tokens that name its place."""
+class Idefics3(PictureFamily):
+    """Family of SmolVLM and Idefics3: tiles, each between tokens that name its place."""
 
-    model_types = ("smolvlm", "idefics3")
-    name = "SmolVLM"
+    model_types = ("idefics3",)
+    name = "Idefics3"
     layout = InputLayout(
-        per_tile={"pixel_values": Modality.IMAGE, "pixel_attention_mask": Modality.IMAGE}
+        per_tile={"pixel_values": Modality.IMAGE, "pixel_attention_mask": Modality.IMAGE},
+        frames_as_images=True,
     )
 
-    def rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``PictureFamily.rows``; the model takes (samples, tiles, ...), in any shape."""
-        return tensor.transpose(0, 1)
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """See ``PictureFamily.arguments``; the model takes (samples, tiles, ...), in any shape."""
+        found = super().arguments(inputs)
+        return {name: tensor.transpose(0, 1) for name, tensor in found.items()}
+
+
+@register_family
+class SmolVLM(Idefics3, ClipFamily):
+    """Family of SmolVLM2: also videos, with the time before each frame."""
+
+    model_types = ("smolvlm",)
+    name = "SmolVLM2"
 
 
 class GridFamily(PictureFamily):
@@ -152,15 +212,28 @@ class GridFamily(PictureFamily):
 
     def position_steps(self, modality: Modality, tokens: int) -> Sequence[int] | None:
         """See ``Family.position_steps``."""
-        return longer_sides(tokens) if modality is Modality.IMAGE else [tokens]
+        return [tokens] if modality is Modality.TEXT else longer_sides(tokens)
 
 
 @register_family
-class Glm4V(GridFamily):
-    """Family of GLM-4.1V and GLM-4.5V, dense and with experts."""
+class Glm4V(GridFamily, ClipFamily):
+    """Family of GLM-4.1V and GLM-4.5V, dense and with experts.
+
+    The model's own arguments for videos cannot be combined with those for images; pairs of frames
+    are the same to it as images.
+    """
 
     model_types = ("glm4v", "glm4v_moe")
     name = "GLM-4V"
+    layout = replace(GridFamily.layout, frames_as_images=True)
+
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """See ``PictureFamily.arguments``."""
+        if (grid := inputs.get("video_grid_thw")) is None:
+            return super().arguments(inputs)
+        pairs = grid.repeat_interleave(grid[:, 0], dim=0)
+        pairs[:, 0] = 1
+        return {"pixel_values": inputs["pixel_values_videos"], "image_grid_thw": pairs}
 
 
 @register_family

@@ -88,13 +88,15 @@ def longer_sides(tokens: int) -> list[int]:
 
 def video_arguments(video_processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
     """Return processor arguments for sampled videos that preserve their timestamps."""
-    return {
+    found = {
         "videos": [video.frames for video in videos],
         "video_metadata": [video.metadata for video in videos],
         "do_sample_frames": False,
-        # None currently means this value, but transformers has announced a different default.
-        "cap_pixels_per_frame": bool(video_processor.cap_pixels_per_frame),
     }
+    if hasattr(video_processor, "cap_pixels_per_frame"):
+        # None currently means this value, but transformers has announced a different default.
+        found["cap_pixels_per_frame"] = bool(video_processor.cap_pixels_per_frame)
+    return found
 
 
 PICTURE_OPTIONS = frozenset({*OF_MODALITY[Modality.IMAGE], *OF_MODALITY[Modality.VIDEO]})

@@ -11,18 +11,25 @@ from PIL import Image
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from oscar_mm import InputError, OscarVLPipeline
+from oscar_mm.admission.request_size import count_tokens
 from oscar_mm.engine import prefill as prefill_module
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.engine.prompt import remaining
+from oscar_mm.errors import RequestTooLarge
+from oscar_mm.media import load_video
 from oscar_mm.modality import Modality
 from tests.prompts import clip, noise, prepare
+from tests.recordings import write_clip
 from tests.tiny_pictures import PICTURES, build_pictures
 
 NEVER = 1 << 20
 """An end token that no model chooses."""
 END = "<|im_end|>\n"
 SHOWN = [noise(96, 70), noise(60, 200, 2), noise(150, 150, 3)]
+IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO
+CLIPS = ("internvl", "smolvlm", "glm4v", "glm4v_moe")
+"""Model types that also read videos."""
 
 
 class Pictures:
@@ -34,13 +41,45 @@ class Pictures:
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self.processor: Any = AutoProcessor.from_pretrained(folder)
 
-    def inputs(self, text: str, images: Sequence[np.ndarray]) -> dict[str, Any]:
-        shown = {"images": [[Image.fromarray(one) for one in images]]} if images else {}
+    def inputs(
+        self, text: str, images: Sequence[np.ndarray], videos: Sequence[np.ndarray] = ()
+    ) -> dict[str, Any]:
+        """All videos of a text have the same number of frames, at 2 a second."""
+        shown: dict[str, Any] = {}
+        if images:
+            shown["images"] = [[Image.fromarray(one) for one in images]]
+        if videos:
+            loaded = [load_video(video, fps=2.0) for video in videos]
+            shown["videos"] = [video.frames for video in loaded]
+            shown["video_metadata"] = [video.metadata for video in loaded]
+            shown["do_sample_frames"] = False
         return dict(self.processor(text=[text], **shown, return_tensors="pt"))
 
-    def asked(self, *parts: str | None) -> str:
-        """A rendered turn; None is an image."""
-        content = [{"type": "text", "text": one} if one else {"type": "image"} for one in parts]
+    def mixed(self, text: str, image: np.ndarray, video: np.ndarray) -> dict[str, Any]:
+        """An image before a video, which no processor and model but InternVL's take together."""
+        both = self.inputs(text, [image], [video])
+        if self.pipe.model.config.model_type == "internvl":
+            return both
+        signs = {kind: sign for sign, kind in self.pipe.family.placeholders.items()}
+        still, moving = self.inputs(signs[IMAGE], [image]), self.inputs(signs[VIDEO], [], [video])
+        if self.pipe.model.config.model_type == "smolvlm":
+            names = ("pixel_values", "pixel_attention_mask")
+            return both | {name: torch.cat([still[name], moving[name]], 1) for name in names}
+        [(pairs, *sides)] = moving["video_grid_thw"].tolist()
+        return {
+            "input_ids": both["input_ids"],
+            "mm_token_type_ids": both["mm_token_type_ids"],
+            "pixel_values": torch.cat([still["pixel_values"], moving["pixel_values_videos"]]),
+            "image_grid_thw": torch.cat(
+                [still["image_grid_thw"], torch.tensor([[1, *sides]] * pairs)]
+            ),
+        }
+
+    def asked(self, *parts: str | Modality) -> str:
+        content = [
+            {"type": one.label} if isinstance(one, Modality) else {"type": "text", "text": one}
+            for one in parts
+        ]
         return self.processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
@@ -51,7 +90,11 @@ class Pictures:
         for _ in range(tokens):
             given |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             if "mm_token_type_ids" in inputs:
-                given["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
+                if "video_grid_thw" in inputs:
+                    kinds = torch.tensor(self.processor.create_mm_token_type_ids(ids.tolist()))
+                else:
+                    kinds = (ids == self.model.config.image_token_id).int()
+                given["mm_token_type_ids"] = kinds
             with torch.no_grad():
                 logits = self.model(**given, use_cache=False).logits
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
@@ -68,7 +111,7 @@ def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_answers_are_those_of_transformers(one: Pictures, monkeypatch) -> None:
     requests, expected = [], []
     for images in ([], SHOWN[:1], SHOWN):
-        inputs = one.inputs(one.asked(*[None] * len(images), "What is it?"), images)
+        inputs = one.inputs(one.asked(*[IMAGE] * len(images), "What is it?"), images)
         media = one.pipe.read_media(images)
         prompt = one.pipe.family.prompt(first_turn("What is it?", media.parts), media)
         assert torch.equal(prompt.inputs["input_ids"], inputs["input_ids"])
@@ -116,7 +159,7 @@ def test_prompts_in_one_pass(one: Pictures) -> None:
 
 
 def test_images_between_texts(one: Pictures) -> None:
-    text = one.asked("First: ", None, "Then: ", None, "Which one?")
+    text = one.asked("First: ", IMAGE, "Then: ", IMAGE, "Which one?")
     expected = one.greedy(one.inputs(text, SHOWN[:2]), 6)
     content = [
         {"type": "text", "text": "First: "},
@@ -132,9 +175,9 @@ def test_images_between_texts(one: Pictures) -> None:
 def test_turns_are_those_of_transformers(one: Pictures, tmp_path: Path) -> None:
     """Each after the tokens of all earlier turns; the last in a chat that was saved."""
     chat, ids = one.pipe.chat(), list[torch.Tensor]()
-    [placeholder] = one.pipe.family.placeholders
+    [placeholder] = (x for x, kind in one.pipe.family.placeholders.items() if kind is IMAGE)
     for turn, image in enumerate(SHOWN):
-        text = (END if turn else "") + one.asked(None, "And this?")
+        text = (END if turn else "") + one.asked(IMAGE, "And this?")
         ids.append(one.inputs(text, [image])["input_ids"])
         inputs = one.inputs(placeholder * (turn + 1), SHOWN[: turn + 1])
         expected = one.greedy(inputs | {"input_ids": torch.cat(ids, dim=1)}, 4)
@@ -187,9 +230,98 @@ def test_tiny_images(one: Pictures) -> None:
             assert len(one.pipe(**ask).token_ids) == 2
 
 
+@pytest.mark.parametrize("one", sorted({*PICTURES} - {*CLIPS}), indirect=True)
 def test_videos_are_refused(one: Pictures) -> None:
     with pytest.raises(InputError, match="does not support video; it supports image"):
         one.pipe(prompt="What?", videos=[clip(4)])
+
+
+@pytest.mark.parametrize("one", CLIPS, indirect=True)
+@pytest.mark.parametrize("videos", [[clip(5)], [clip(4), clip(4, 9)]], ids=["odd", "two"])
+def test_videos_are_those_of_transformers(one: Pictures, videos: list, monkeypatch) -> None:
+    inputs = one.inputs(one.asked(*[VIDEO] * len(videos), "What is it?"), [], videos)
+    media = one.pipe.read_media(videos=videos)
+    prompt = one.pipe.family.prompt(first_turn("What is it?", media.parts), media)
+    assert torch.equal(prompt.inputs["input_ids"], inputs["input_ids"])
+    assert {span.modality for span in prompt.media} == {VIDEO}
+    counts = count_tokens(one.pipe.family, media)
+    assert counts["video"] == int((prompt.modalities == VIDEO).sum()) > 0
+    alone = one.pipe.family.prompt(first_turn("?", media.parts), media)
+    assert sum(counts.values()) == alone.tokens
+    if "mm_token_type_ids" in inputs:
+        grid = inputs["video_grid_thw"]
+        kinds = inputs["mm_token_type_ids"]
+        assert torch.equal(prompt.modalities.long(), kinds.long())
+        positions = one.model.model.get_rope_index(
+            inputs["input_ids"], mm_token_type_ids=kinds, video_grid_thw=grid
+        )[0]
+        assert torch.equal(prompt.positions[1:], positions)
+    with torch.inference_mode():
+        logits = one.model(**inputs).logits[:, -1]
+    # Whole, and with frames one at a time.
+    for most, chunk in ((prefill_module.MAX_TOKENS, None), (1, 7)):
+        monkeypatch.setattr(prefill_module, "MAX_TOKENS", most)
+        found = read_prompt(one.pipe.model, prompt, one.pipe.new_cache(), chunk)
+        torch.testing.assert_close(found, logits, atol=2e-4, rtol=2e-4)
+    monkeypatch.undo()
+    answer = one.pipe(prompt="What is it?", videos=videos, max_new_tokens=6)
+    assert answer.token_ids == one.greedy(inputs, 6)
+
+
+@pytest.mark.parametrize("one", CLIPS, indirect=True)
+def test_an_image_before_a_video(one: Pictures, tmp_path: Path) -> None:
+    """In one turn, and then more turns, of a chat that was saved too."""
+    video = clip(6)
+    text = one.asked("First: ", IMAGE, "Then: ", VIDEO, "Which one?")
+    expected = one.greedy(one.mixed(text, SHOWN[0], video), 6)
+    content = [
+        {"type": "text", "text": "First: "},
+        {"type": "image", "image": SHOWN[0]},
+        {"type": "text", "text": "Then: "},
+        {"type": "video", "video": video},
+        {"type": "text", "text": "Which one?"},
+    ]
+    turn = {"role": "user", "content": content}
+    assert one.pipe(messages=[turn], max_new_tokens=6).token_ids == expected
+    chat = one.pipe.chat()
+    chat.ask("What is it?", SHOWN[:1], videos=[video], max_new_tokens=4)
+    chat.save(tmp_path / "chat.oscar")
+    again = one.pipe.load_chat(tmp_path / "chat.oscar")
+    ask = {"images": SHOWN[1:2], "videos": [clip(3, 7)], "max_new_tokens": 6}
+    answers = [each.ask("And this?", **ask) for each in (chat, again)]
+    assert answers[0].token_ids == answers[1].token_ids
+    asked = [(SHOWN[:1], [video]), (SHOWN[1:2], [clip(3, 7)])]
+    whole = one.pipe.batch([{"images": x, "videos": y, "prompt": "What?"} for x, y in asked])
+    for (images, videos), made in zip(asked, whole, strict=True):
+        alone = one.pipe(images, "What?", videos=videos)
+        assert made.answer and made.answer.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("one", CLIPS, indirect=True)
+def test_questions_share_a_video(one: Pictures) -> None:
+    pipe = OscarVLPipeline(
+        one.pipe.model, processor=one.pipe.processor, policy="bf16", prefix_cache="100MB"
+    )
+    for number, question in enumerate(("What is it?", "How many are there?")):
+        shown = {"images": SHOWN, "videos": [clip(40)], "max_new_tokens": 4}
+        expected = one.pipe(prompt=question, **shown).token_ids
+        assert pipe(prompt=question, **shown).token_ids == expected
+        assert pipe.prefixes is not None
+        assert (pipe.prefixes.tokens_saved > 0) == (number > 0)
+
+
+@pytest.mark.parametrize("one", CLIPS, indirect=True)
+def test_frames_of_files(one: Pictures, tmp_path: Path) -> None:
+    """Options choose frames; a request's size is known before they are decoded."""
+    write_clip(tmp_path / "a.mp4", [20 * i for i in range(9)], times=[0.5 * i for i in range(9)])
+    ask: dict[str, Any] = {"prompt": "What?", "videos": [tmp_path / "a.mp4"], "max_new_tokens": 2}
+    choices: list[dict[str, Any]] = [{}, {"num_frames": 4}, {"fps": 1.0}]
+    tokens = [one.pipe(**ask, **chosen).memory.tokens["video"] for chosen in choices]
+    assert tokens[0] > tokens[2] >= tokens[1] > 0
+    with pytest.raises(InputError, match=r"max_pixels: .* does not support this option"):
+        one.pipe(**ask, max_pixels=1 << 20)
+    with pytest.raises(RequestTooLarge, match="video"):
+        one.pipe(prompt="What?", videos=[clip(700)], max_new_tokens=4000)
 
 
 # Transformers 5.17 has no Molmo 2.
