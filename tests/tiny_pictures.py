@@ -76,6 +76,30 @@ def _mistral3() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     return processor, "[IMG]", vision, {"spatial_merge_size": 2}
 
 
+def _llava_onevision() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    tokenizer = _tokenizer("<image>\\n", "<image>", "<video>", video="<video>\\n")
+    size: Any = {"height": 56, "width": 56}
+    grids: Any = [[56 * down, 56 * across] for down in (1, 2, 3) for across in (1, 2, 3)]
+    processor = transformers.LlavaOnevisionProcessor(
+        transformers.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=grids),
+        tokenizer,
+        transformers.LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_4",
+        chat_template=tokenizer.chat_template,
+    )
+    vision = _TOWER | {"model_type": "siglip_vision_model", "image_size": 56}
+    fields = {
+        "image_grid_pinpoints": grids,
+        "vision_aspect_ratio": "anyres_max_4",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "video_token_id": tokenizer.convert_tokens_to_ids("<video>"),
+    }
+    return processor, "<image>", vision, fields
+
+
 def _tiles(kind: str) -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     places = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
     tokenizer = _tokenizer(
@@ -157,6 +181,7 @@ _MROPE = {"rope_parameters": _ROPE | {"mrope_section": [8, 12, 12]}}
 _HALF = {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}}
 PICTURES: dict[str, tuple[Callable[[], tuple[Any, str, dict[str, Any], dict[str, Any]]], dict]] = {
     "internvl": (_internvl, {"model_type": "qwen3"}),
+    "llava_onevision": (_llava_onevision, {"model_type": "qwen2"}),
     "mistral3": (_mistral3, {"model_type": "mistral", "sliding_window": None}),
     "idefics3": (lambda: _tiles("Idefics3"), {"model_type": "llama"}),
     "smolvlm": (lambda: _tiles("SmolVLM"), {"model_type": "llama"}),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from oscar_mm.thread_pool import parallel_map
 
 _SIZES = 1024
 """Number of image sizes whose tokens are remembered."""
+_FRAMES = 32
+"""Number of frames that the tower of LLaVA-OneVision takes at a time."""
 
 
 class PictureFamily(Family):
@@ -74,6 +77,7 @@ class PictureFamily(Family):
             shown: dict[str, Any] = {"images": [[medium.content]]}
         else:
             shown = video_arguments(reading.video_processor, [medium.content])
+            shown["videos"] = [shown["videos"]]  # SmolVLM2 up to transformers 5.17 insists.
         inputs = reading(text=[placeholder], **shown, return_tensors="pt")
         return self.arguments(inputs), texts[0]
 
@@ -188,6 +192,58 @@ class SmolVLM(Idefics3, ClipFamily):
 
     model_types = ("smolvlm",)
     name = "SmolVLM2"
+
+
+@register_family
+class LlavaOnevision(ClipFamily):
+    """Family of LLaVA-OneVision: images in tiles, pooled frames.
+
+    Each image is cut into tiles, as the processor does with a list of images. It does not cut
+    images that are nested in a list; then later turns would change earlier images.
+    """
+
+    model_types = ("llava_onevision",)
+    name = "LLaVA-OneVision"
+    layout = InputLayout(
+        per_medium={
+            "pixel_values": Modality.IMAGE,
+            "image_sizes": Modality.IMAGE,
+            "pixel_values_videos": Modality.VIDEO,
+        }
+    )
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__(model, processor)
+        inner = model.model
+        if not isinstance(inner.get_video_features, partial):  # Pipelines may share the model.
+            inner.get_video_features = partial(_video_by_video, inner, inner.get_video_features)
+
+
+def _video_by_video(inner: Any, read: Any, pixels: torch.Tensor, **options: Any) -> Any:
+    """Return what the model makes of videos of different lengths; towers take few frames at a time.
+
+    Args:
+        inner: the model with towers and decoder.
+        read: its own method, for videos of one length.
+        pixels: (videos, frames, channels, height, width); zeros follow the frames of short videos.
+        options: further arguments of the method.
+
+    Returns:
+        The method's result; ``pooler_output`` is (1, tokens, channels).
+    """
+    vision = inner.config.vision_config
+    each = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
+    newline = inner.image_newline[None, None]
+    parts: list[torch.Tensor] = []
+    for video in pixels:
+        for frames in video[video.flatten(1).any(1)].split(_FRAMES):
+            made = read(frames[None], **options)
+            parts.append(made.pooler_output[:, : each * len(frames)])
+        parts.append(newline.to(parts[-1]))
+    if made.pooler_output.shape[1] == each * len(frames):
+        parts.pop()  # Up to transformers 5.17, the model's forward method adds it to the last.
+    made.pooler_output = torch.cat(parts, dim=1)
+    return made
 
 
 class GridFamily(PictureFamily):

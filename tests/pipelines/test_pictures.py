@@ -28,7 +28,7 @@ NEVER = 1 << 20
 END = "<|im_end|>\n"
 SHOWN = [noise(96, 70), noise(60, 200, 2), noise(150, 150, 3)]
 IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO
-CLIPS = ("internvl", "smolvlm", "glm4v", "glm4v_moe")
+CLIPS = ("internvl", "llava_onevision", "smolvlm", "glm4v", "glm4v_moe")
 """Model types that also read videos."""
 
 
@@ -47,18 +47,18 @@ class Pictures:
         """All videos of a text have the same number of frames, at 2 a second."""
         shown: dict[str, Any] = {}
         if images:
-            shown["images"] = [[Image.fromarray(one) for one in images]]
+            shown["images"] = [Image.fromarray(one) for one in images]
         if videos:
             loaded = [load_video(video, fps=2.0) for video in videos]
-            shown["videos"] = [video.frames for video in loaded]
+            shown["videos"] = [[video.frames for video in loaded]]
             shown["video_metadata"] = [video.metadata for video in loaded]
             shown["do_sample_frames"] = False
         return dict(self.processor(text=[text], **shown, return_tensors="pt"))
 
     def mixed(self, text: str, image: np.ndarray, video: np.ndarray) -> dict[str, Any]:
-        """An image before a video, which no processor and model but InternVL's take together."""
+        """An image before a video, which some processors and models do not take together."""
         both = self.inputs(text, [image], [video])
-        if self.pipe.model.config.model_type == "internvl":
+        if self.pipe.model.config.model_type in ("internvl", "llava_onevision"):
             return both
         signs = {kind: sign for sign, kind in self.pipe.family.placeholders.items()}
         still, moving = self.inputs(signs[IMAGE], [image]), self.inputs(signs[VIDEO], [], [video])
@@ -266,6 +266,17 @@ def test_videos_are_those_of_transformers(one: Pictures, videos: list, monkeypat
     monkeypatch.undo()
     answer = one.pipe(prompt="What is it?", videos=videos, max_new_tokens=6)
     assert answer.token_ids == one.greedy(inputs, 6)
+
+
+@pytest.mark.parametrize("one", CLIPS, indirect=True)
+def test_videos_of_different_lengths(one: Pictures, monkeypatch) -> None:
+    """Which no processor takes: in one pass, and each in a pass of its own."""
+    media = one.pipe.read_media(videos=[clip(3), clip(40, 9), clip(5, 2)])
+    prompt = one.pipe.family.prompt(first_turn("What is it?", media.parts), media)
+    found = [read_prompt(one.pipe.model, prompt, one.pipe.new_cache())]
+    monkeypatch.setattr(prefill_module, "MAX_TOKENS", 1)
+    found.append(read_prompt(one.pipe.model, prompt, one.pipe.new_cache(), 7))
+    torch.testing.assert_close(found[0], found[1], atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
