@@ -2,7 +2,8 @@
 
 Select it by ``model.set_attn_implementation("oscar")``, or ``{"text_config": "oscar"}`` for
 multimodal models. It works with any cache: with an ``OscarCache`` it reads pages; with another
-cache, or without a cache, it is equivalent to transformers' own "sdpa".
+cache, or without a cache, it is equivalent to transformers' own "sdpa", which ignores the learned
+sinks (``s_aux``) of some models; here they count.
 
 Importing this module registers two functions under this name: the attention function and the mask
 function. Transformers calls the mask function before all layers, once per forward pass and layer
@@ -16,15 +17,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from oscar_mm.errors import InputError
+from oscar_mm.ops.sinks import with_sink_key
 from oscar_mm.torch_modes import eager
 
 IMPLEMENTATION = "oscar"
 _SDPA = "sdpa"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("softcap", "position_bias")
 """Arguments of some models' attention that change the result; attention to pages does not support
 them."""
 
@@ -58,7 +60,14 @@ def attend(
         NotImplementedError: if the model requests attention weights, or an attention option that an
             ``OscarCache`` does not support.
     """
-    chunk = getattr(key, "oscar_chunk", None)
+    chunk, sinks = getattr(key, "oscar_chunk", None), kwargs.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if chunk is None and sinks is not None:
+        states = with_sink_key(query, key, value, attention_mask, sinks, scale)
+        output = scaled_dot_product_attention(
+            *states, dropout_p=dropout, scale=scale, enable_gqa=True
+        )
+        return output.transpose(1, 2), None
     if chunk is None:
         sdpa = AttentionInterface()[_SDPA]
         return sdpa(
@@ -75,9 +84,9 @@ def attend(
                 f"attention 'oscar' does not support this model's {name}; use "
                 "attn_implementation='eager', which also works with an OscarCache"
             )
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    return chunk.attend(module, query, key, value, scaling, attention_mask).transpose(1, 2), None
+    sinks = None if sinks is None else sinks.detach().float()
+    output = chunk.attend(module, query, key, value, scale, attention_mask, sinks)
+    return output.transpose(1, 2), None
 
 
 def mask(

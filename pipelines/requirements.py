@@ -131,5 +131,3 @@ def _of_modules(model: PreTrainedModel, writer: PreTrainedModel) -> Iterator[str
     layers = getattr(writer.get_decoder(), "layers", ())
     if not layers or not all(hasattr(layer, "mlp") for layer in layers):
         yield "a decoder whose layers are not a list named layers, each with an mlp"
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        yield "learned attention sinks"

@@ -308,7 +308,42 @@ def test_other_caches_and_none_get_sdpa() -> None:
     torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sinks(policy: str, window: int | None) -> None:
+    """In a prompt, in decode steps and in turns of any length, also within a window."""
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 9.0])
+    cache = OscarCache(POLICIES[policy])
+    check_chunk(cache, chunk(0, 400), ids=random_ids(0, 200, 200), window=window, sinks=sinks)
+    for seed, tokens in enumerate((1, 5, 300, 1)):
+        check_chunk(cache, chunk(seed + 10, tokens), window=window, sinks=sinks)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks_that_kernels_do_not_take(window: int | None, monkeypatch) -> None:
+    """As on a GPU: the past is unpacked, or the part of it that is inside the window."""
+    decoded = []
+    monkeypatch.setattr(paged_attention, "takes_sinks", lambda _: False)
+    monkeypatch.setattr(paged_attention, "decode_directly", decoded.append)
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 9.0])
+    cache = OscarCache("standard")
+    check_chunk(cache, chunk(0, 400), ids=random_ids(0, 200, 200), window=window, sinks=sinks)
+    for seed in range(3):
+        check_chunk(cache, chunk(seed + 10, 1), window=window, sinks=sinks)
+    assert not decoded
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_without_a_cache(window: int | None) -> None:
+    queries, keys, values = chunk(0, 7)
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 9.0])
+    seen = None if window is None else torch.ones(1, 1, 7, 7).tril().triu(1 - window).bool()
+    found, _ = attend(nn.Identity(), queries, keys, values, seen, s_aux=sinks)
+    expected = plain_attention(queries, keys, values, window=window, sinks=sinks)
+    torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["softcap", "position_bias"])
 def test_models_that_pages_do_not_know(name: str) -> None:
     cache = OscarCache("channel")
     cache.get_mask_sizes(4)

@@ -24,10 +24,17 @@ from oscar_mm.cache.varlen_attention import (
     varlen_batches,
 )
 from oscar_mm.kernels.launch import multiprocessors
-from oscar_mm.ops.decode import DecodeKernel, decode_directly, decode_kernel, max_total_tokens
+from oscar_mm.ops.decode import (
+    DecodeKernel,
+    decode_directly,
+    decode_kernel,
+    max_total_tokens,
+    takes_sinks,
+)
 from oscar_mm.ops.decode_tables import DecodeArguments, Tables, tables_of
 from oscar_mm.ops.decode_torch import MergedAttention, has_flash
 from oscar_mm.ops.library import numbers_of
+from oscar_mm.ops.sinks import with_sink_key
 from oscar_mm.pages.layout import PageFormat
 from oscar_mm.torch_modes import eager
 
@@ -44,6 +51,7 @@ def attend_stored(
     scaling: float,
     step: StepPlan,
     inside: list[SequenceTable] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention of a chunk of new tokens over the past and, causally, over the chunk.
 
@@ -58,6 +66,7 @@ def attend_stored(
         step: plan with which ``append`` will store the chunk.
         inside: for a chunk of one token per row, the part of each row's past that it attends to; by
             default, the whole past.
+        sinks: (query heads,) float32, see ``oscar_mm.ops.sinks``.
 
     Returns:
         (batch, query heads, tokens, head_dim); 0 for queries that are padding.
@@ -67,14 +76,15 @@ def attend_stored(
     )
     empty = not any(sequence.stored for sequence in step.past)
     if empty and step.real is None and step.lengths is None:
-        return _causal(queries, keys, values, scaling)
-    chunk = _ChunkAttention(layer, step, queries, keys, values, scaling, inside)
+        return _causal(queries, keys, values, scaling, sinks)
+    chunk = _ChunkAttention(layer, step, queries, keys, values, scaling, inside, sinks)
     # A single new token is either padding or real, so its row's output can be masked afterwards.
     if step.lengths is not None:
-        return chunk.varlen() if can_attend_varlen(queries) else chunk.by_rows()
+        together = sinks is None and can_attend_varlen(queries)
+        return chunk.varlen() if together else chunk.by_rows()
     new = keys.shape[2]
     fits = new == 1 or (step.real is None and new <= chunk.max_decoded(step.past))
-    return chunk.decoded() if fits else chunk.by_rows()
+    return chunk.decoded() if fits and chunk.by_kernel else chunk.by_rows()
 
 
 class _Plan(NamedTuple):
@@ -98,6 +108,12 @@ class _ChunkAttention:
     values: torch.Tensor
     scaling: float
     inside: list[SequenceTable] | None
+    sinks: torch.Tensor | None
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the kernels for packed pages take all arguments."""
+        return self.sinks is None or takes_sinks(self.queries.device)
 
     def max_decoded(self, rows: Sequence[SequenceTable]) -> int:
         """Return the maximum number of new tokens per row that attend to the packed pages."""
@@ -133,7 +149,7 @@ class _ChunkAttention:
         layer, plan = self.layer, self._plan(queries, keys, row)
         pages = [layer.pages[page_format.bits].storage for page_format in plan.formats]
         states = (queries, keys, values, pages, layer.recent.storage, layer.sigma)
-        how = self.scaling, plan.numbers, layer.cache.policy.rotate
+        how = self.scaling, plan.numbers, layer.cache.policy.rotate, self.sinks
         arguments = DecodeArguments(*states, *plan.tables.of_past, *how)
         if plan.kernel is None:
             return decode_directly(arguments)
@@ -199,14 +215,17 @@ class _ChunkAttention:
         """Attend to the new tokens and the past of a row; the past is unpacked in parts unless
         there are few new tokens."""
         if self.step.lengths is not None and not self.step.past[row].stored:
-            return _causal(queries, keys, values, self.scaling)
+            return _causal(queries, keys, values, self.scaling, self.sinks)
         past = self.step.past[row]
-        if queries.is_cpu and past.stored and queries.shape[2] <= self.max_decoded([past]):
+        few = queries.is_cpu and queries.shape[2] <= self.max_decoded([past])
+        if few and past.stored and self.by_kernel:
             return self._decoded(queries, keys, values, row)
         merged = MergedAttention(queries, self.scaling)
         merged.add(keys, values, causal=True)
         for keys, values in self._past(row):
             merged.add(keys[None], values[None])
+        if self.sinks is not None:
+            merged.add_sinks(self.sinks)
         return merged.output()
 
     def _tokens_of_rows(self) -> Iterator[tuple[int, int, slice | torch.Tensor]]:
@@ -229,13 +248,24 @@ class _ChunkAttention:
         Streams of all modalities are combined: fewer parts need fewer launches.
         """
         layer = self.layer
-        make = partial(TokenPlaces.of, self.step.past[row].streams.values(), layer.device)
-        return layer.parts(self.step.once(("held", row, layer.device), make), layer.dtype)
+        past = (self.step.past if self.inside is None else self.inside)[row]
+        make = partial(TokenPlaces.of, past.streams.values(), layer.device)
+        kind = "held", row, id(self.inside), layer.device
+        return layer.parts(self.step.once(kind, make), layer.dtype)
 
 
 def _causal(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    if sinks is not None:
+        merged = MergedAttention(queries, scaling)
+        merged.add(keys, values, causal=True)
+        merged.add_sinks(sinks)
+        return merged.output()
     if queries.shape[2] < _PLANNED_TOKENS and has_flash(queries):
         # Called directly, since ``sdpa_kernel`` would switch the backend for all threads of the
         # process.
@@ -273,6 +303,7 @@ class LayerCall:
         value: torch.Tensor,
         scaling: float,
         visible: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend over the past and the chunk of new tokens, then store the chunk.
 
@@ -283,16 +314,19 @@ class LayerCall:
             scaling: factor that the scores are multiplied by.
             visible: (batch, 1 or query heads, new tokens, all tokens): bool, whether a query
                 attends to a token, or numbers to add to the scores; None for causal attention.
+            sinks: (query heads,) float32, see ``oscar_mm.ops.sinks``.
         """
         layer, step, asked = self._layer, self._step, query.dtype
         query = query.to(key.dtype)
         inside = None if visible is None else self._inside(visible)
         if visible is None or inside is not None:
-            output = attend_stored(layer, query, key, value, scaling, step, inside)
+            output = attend_stored(layer, query, key, value, scaling, step, inside, sinks)
         else:
-            keys, values = layer.with_past(step, key, value)
+            states = (query, *layer.with_past(step, key, value), self._stored(visible))
+            if sinks is not None:
+                states = with_sink_key(*states, sinks, scaling)
             output = scaled_dot_product_attention(
-                *(query, keys, values, self._stored(visible)), scale=scaling, enable_gqa=True
+                *states, scale=scaling, enable_gqa=True
             ).nan_to_num()  # padding attends to nothing
         # A step that packs at its end never writes to a slot that it reads.
         layer.append(key, value, step, beside=step.packs_at_end)

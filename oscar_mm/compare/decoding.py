@@ -58,6 +58,7 @@ class _Attention:
         value: Tensor,
         scaling: float,
         visible: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the output, (rows, query heads, tokens, head_dim)."""
         cache, states = self._cache, self._states
@@ -75,5 +76,9 @@ class _Attention:
         )
         scores = torch.where(restored, query @ back_keys.mT, query @ keys.mT).float() * scaling
         seen = place <= new if visible is None else visible
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(values.dtype)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            added = sinks[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, added], dim=-1)
+        weights = scores.softmax(-1)[..., : len(place)].to(values.dtype)
         return (weights * restored) @ back_values + (weights * ~restored) @ values

@@ -18,6 +18,7 @@ from transformers import Cache
 
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.paged_attention import KeyLength
+from oscar_mm.ops.sinks import with_sink_key
 from oscar_mm.quant.balance import sigmas_of_model
 
 IGNORE = -100
@@ -138,6 +139,7 @@ class _Attention:
         value: Tensor,
         scaling: float,
         visible: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the output, (rows, query heads, tokens, head_dim)."""
         cache, tokens = self._cache, query.shape[2]
@@ -155,6 +157,8 @@ class _Attention:
         # Expand KV heads, because float32 attention with head groups materializes all scores.
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        if sinks is not None:
+            query, key, value, visible = with_sink_key(query, key, value, visible, sinks, scaling)
         return scaled_dot_product_attention(
             query, key, value, visible, is_causal=visible is None, scale=scaling
         )

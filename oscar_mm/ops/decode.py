@@ -338,6 +338,8 @@ def _check(arguments: DecodeArguments) -> None:
             _checker.refuse("formats", found, f"for {kv_heads} of {head_dim}, as keys")
         check("pages", pool, ("slots", page_format.page_bytes), torch.uint8, device)
     _checker.check_sigma(arguments.sigma, kv_heads, head_dim, device, batch)
+    if arguments.sinks is not None:
+        check("sinks", arguments.sinks, (query_heads,), torch.float32, device)
     check("items", arguments.items, (batch, "longest", 2), torch.int32, device)
     check("recents", arguments.recents, (batch, "longest"), torch.int32, device)
     check("counts", arguments.counts, (batch, 2), torch.int32, device)
@@ -350,8 +352,15 @@ def decode_directly(arguments: DecodeArguments) -> torch.Tensor:
     queries, formats = arguments.queries, arguments.page_formats
     columns = queries.shape[1] // arguments.keys.shape[1] * queries.shape[2]
     how = (queries.shape[3], arguments.rotate, queries.dtype, columns, queries.device)
-    kernel = decode_kernel(formats, *how) or (_loops(formats) if queries.is_cpu else None)
+    kernel = _loops(formats) if queries.is_cpu else None
+    if arguments.sinks is None or takes_sinks(queries.device):
+        kernel = decode_kernel(formats, *how) or kernel
     return (kernel or decode_by_torch)(arguments)
+
+
+def takes_sinks(device: torch.device) -> bool:
+    """Return whether the kernels of a device take sinks; if not, unpacking the past is faster."""
+    return device.type == "cpu"
 
 
 def max_total_tokens(formats: tuple[PageFormat, ...], group: int, device: torch.device) -> int:

@@ -121,7 +121,10 @@ def decode_on_cpu(arguments: DecodeArguments) -> torch.Tensor:
     # The few new tokens are in float32, because kernels are compiled only for the dtypes of stored
     # tokens.
     new = as_bits(keys.float()), as_bits(values.float())
-    states = *new, as_bits(recent), recents.numpy(), ends
+    sinks = np.full(query_heads, -np.inf, np.float32)
+    if arguments.sinks is not None:
+        sinks = np.ascontiguousarray(arguments.sinks.detach().numpy())
+    states = *new, as_bits(recent), recents.numpy(), ends, sinks
     threads = threads_for((in_16_bit + batch * tokens) * products / _PRODUCTS_OF_TOKENS)
     run_parallel(
         [
@@ -469,6 +472,7 @@ def _attend_to_tokens(
     recent,
     recents,
     counts,
+    sinks,
     rotate,
     queries,
     scaling,
@@ -520,15 +524,15 @@ def _attend_to_tokens(
             for index in range(stored + tokens, count):
                 scores[column, index] = -np.inf
             log_sum = _exponentials(scores, column * longest, count)
-            highest = log_sum
+            query_head, token = divmod(head * columns + column, tokens)
+            highest = max(log_sum, sinks[query_head])
             for part in range(parts):
                 highest = max(highest, totals[part, row, head, column])
             weights[parts] = np.exp(log_sum - highest)
-            whole = weights[parts]
+            whole = weights[parts] + np.exp(sinks[query_head] - highest)
             for part in range(parts):
                 weights[part] = np.exp(totals[part, row, head, column] - highest)
                 whole += weights[part]
-            query_head, token = divmod(head * columns + column, tokens)
             output = result[row, token, query_head]
             for channel in range(head_dim):
                 output[channel] = 0

@@ -254,6 +254,7 @@ class DecodeArguments(NamedTuple):
         formats: formats of the pages (``oscar_mm.ops.library.numbers_of``), in order of ascending
             bits.
         rotate: whether pages are stored rotated.
+        sinks: (query heads,) float32 scores that enlarge the softmax's denominator, or None.
     """
 
     queries: torch.Tensor
@@ -269,6 +270,7 @@ class DecodeArguments(NamedTuple):
     scaling: float
     formats: list[int]
     rotate: bool
+    sinks: torch.Tensor | None = None
 
     @property
     def page_formats(self) -> tuple[PageFormat, ...]:

@@ -70,6 +70,18 @@ class MergedAttention:
         self._output = self._output.lerp_(output.float(), share)
         self._total = torch.logaddexp(self._total, total)
 
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Enlarge the denominator of each head's softmax by exp(sink), see ``oscar_mm.ops.sinks``.
+
+        Args:
+            sinks: (query heads,).
+        """
+        if self._output is None:
+            raise RuntimeError("no keys and values were added")
+        added = sinks.float()[None, :, None]
+        self._output = self._output.mul_(torch.sigmoid(self.total - added)[..., None])
+        self._total = torch.logaddexp(self.total, added)
+
     def output(self) -> torch.Tensor:
         """Return the merged output, (batch, query heads, tokens, head_dim) in the dtype of the
         queries."""
@@ -158,6 +170,8 @@ def decode_by_torch(arguments: DecodeArguments) -> torch.Tensor:
                 packed.add(*(_in_use(side, used // START, used % START) for side in stored))
         if in_pages:
             plain.merge(basis.values_out(packed.output()), packed.total)
+        if arguments.sinks is not None:
+            plain.add_sinks(arguments.sinks)
         output[row] = plain.output()[0]
     return output
 

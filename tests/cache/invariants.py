@@ -95,6 +95,7 @@ def attend_oscar(
     layer: int = 0,
     window: int | None = None,
     module: nn.Module | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a layer with attention "oscar"; return its output (batch, query heads, tokens, head_dim).
 
@@ -109,7 +110,7 @@ def attend_oscar(
             cache.expect(ids)
         visible = announce(cache, keys.shape[0], keys.shape[2], padding, window)
     keys, values = cache.update(keys, values, layer)
-    output, _ = attend(module or nn.Identity(), queries, keys, values, visible)
+    output, _ = attend(module or nn.Identity(), queries, keys, values, visible, s_aux=sinks)
     return output.transpose(1, 2)
 
 
@@ -119,10 +120,12 @@ def plain_attention(
     values: torch.Tensor,
     real: torch.Tensor | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal softmax attention in float64, with queries of the last tokens; 0 for pads.
 
     real: (batch, length) bool, False for padding.
+    sinks: (query heads,) scores of a token without a value, which each query sees.
     """
     batch, kv_heads, length, head_dim = keys.shape
     tokens = queries.shape[2]
@@ -137,8 +140,12 @@ def plain_attention(
     if real is not None:
         visible = visible & real[:, None, None]
     scores = (rows @ keys.transpose(2, 3) * head_dim**-0.5).view(batch, -1, tokens, length)
-    shares = scores.masked_fill_(~visible, -torch.inf).softmax(-1)
-    output = (shares.view(batch, kv_heads, -1, length) @ values).view(queries.shape)
+    scores = scores.masked_fill_(~visible, -torch.inf)
+    if sinks is not None:
+        added = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, added], dim=-1)
+    shares = scores.softmax(-1)[..., :length]
+    output = (shares.reshape(batch, kv_heads, -1, length) @ values).view(queries.shape)
     if real is not None:
         output[
             ~real[:, -tokens:, None, None].expand(-1, -1, *output.shape[1::2]).transpose(1, 2)
@@ -155,6 +162,7 @@ def check_chunk(
     layer: int = 0,
     window: int | None = None,
     module: nn.Module | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Feed a chunk, check the central invariant and return the output of attention."""
     queries, keys, values = new
@@ -170,8 +178,10 @@ def check_chunk(
     if ids is not None:
         before = torch.ones(batch, past, dtype=torch.bool) if past_real is None else past_real
         real = torch.cat([before, ids != PADDING], dim=1)
-    expected = plain_attention(queries, all_keys, all_values, real, window)
-    found = attend_oscar(cache, new, ids=ids, layer=layer, window=window, module=module)
+    expected = plain_attention(queries, all_keys, all_values, real, window, sinks)
+    found = attend_oscar(
+        cache, new, ids=ids, layer=layer, window=window, module=module, sinks=sinks
+    )
     assert found.shape == queries.shape and found.dtype == queries.dtype
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     return found

@@ -100,6 +100,22 @@ def test_any_number_of_query_heads(head_dim: int, group: int) -> None:
         torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("highest", [-2.0, 0.0, 60.0])
+@pytest.mark.usefixtures("kernels")
+def test_sinks_enlarge_the_denominator(highest: float) -> None:
+    page_format = PageFormat.of(POLICIES["stream"], Bits(3, 2), 2, 64)
+    states, *tables = random_past([page_format], True, torch.float32, CPU, 1)
+    queries, keys, values, pages, recent, sigma = states
+    sinks = torch.linspace(highest - 4, highest, queries.shape[1])
+    found = decode(*states, *tables, 0.125, numbers_of(page_format), True, sinks)
+    for row in range(len(queries)):
+        past = past_of(row, pages, recent, sigma, *tables[:3], [page_format], True)
+        new = (side[row : row + 1] for side in (keys, values))
+        whole = (torch.cat(both, dim=2) for both in zip(past, new, strict=True))
+        expected = plain_attention(queries[row : row + 1], *whole, sinks=sinks)
+        torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [(3, 2), (4, 4)])
 def test_cpu_kernels_take_16_bit(bits: tuple[int, int], dtype: torch.dtype) -> None:
