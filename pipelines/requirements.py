@@ -16,9 +16,7 @@ from oscar_mm.modules import computing_device
 LATENT = "keys and values of different sizes (latent attention)"
 _KINDS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers whose keys and values the cache keeps."""
-_TWO_WAY = frozenset(
-    {"gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "molmo2", "paligemma"}
-)
+_TWO_WAY = frozenset({"gemma3n", "gemma4", "gemma4_unified", "git", "molmo2", "paligemma"})
 """Model types whose media tokens also attend to later ones."""
 _OTHER = "attention of another kind: its logits with the cache differ from those without one"
 _TOKENS = 16

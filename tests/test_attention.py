@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -341,6 +342,35 @@ def test_sinks_without_a_cache(window: int | None) -> None:
     found, _ = attend(nn.Identity(), queries, keys, values, seen, s_aux=sinks)
     expected = plain_attention(queries, keys, values, window=window, sinks=sinks)
     torch.testing.assert_close(found.transpose(1, 2).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("policy", ["bf16", "standard", "channel"])
+def test_two_way_pictures(policy: str, padding: int, window: int | None) -> None:
+    """An image token also sees later tokens of its run, in a prompt and in a later turn."""
+    module = nn.Identity()
+    setattr(module, paged_attention.TWO_WAY, True)
+    cache, real = OscarCache(POLICIES.get(policy, policy)), torch.ones(2, 0, dtype=torch.bool)
+    for seed, runs in enumerate((((150, 0), (1, 1), (5, 0), (60, 1)), ((3, 2), (40, 1), (1, 0)))):
+        kinds = torch.cat([torch.full((length,), kind) for length, kind in runs])
+        run = torch.cat([torch.full((length,), at) for at, (length, _) in enumerate(runs)])
+        ids = left_padded(kinds[None], len(kinds), len(kinds) - padding)
+        queries, keys, values = chunk(seed, len(kinds), batch=2)
+        both = after(cache, keys, values) if seed else (keys, values)
+        before, real = real.shape[1], torch.cat([real, ids != PADDING], dim=1)
+        query, key = torch.arange(before, real.shape[1])[:, None], torch.arange(real.shape[1])
+        seen = key <= query
+        seen[:, before:] |= (run[:, None] == run) & (kinds == 1)
+        if window is not None:
+            seen &= key > query - window
+        states = (queries, *(x.repeat_interleave(2, dim=1) for x in both))
+        expected = scaled_dot_product_attention(
+            *(x.double() for x in states), seen & real[:, None, None]
+        ).nan_to_num()
+        found = attend_oscar(cache, (queries, keys, values), ids=ids, window=window, module=module)
+        found, expected = (x.double() * real[:, None, before:, None] for x in (found, expected))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["softcap", "position_bias"])

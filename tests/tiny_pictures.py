@@ -63,6 +63,24 @@ def _internvl() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     return processor, "<IMG_CONTEXT>", vision, {"image_seq_length": 4}
 
 
+def _gemma3() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    tokenizer = _tokenizer(
+        "<start_of_image>",
+        boi_token="<start_of_image>",
+        eoi_token="<end_of_image>",
+        image_token="<image_soft_token>",
+    )
+    size: Any = {"height": 56, "width": 56}
+    processor = transformers.Gemma3Processor(
+        transformers.Gemma3ImageProcessor(size=size),
+        tokenizer,
+        image_seq_length=16,
+        chat_template=tokenizer.chat_template,
+    )
+    vision = _TOWER | {"model_type": "siglip_vision_model", "image_size": 56}
+    return processor, "<image_soft_token>", vision, {"mm_tokens_per_image": 16}
+
+
 def _mistral3() -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
     tokenizer = _tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
     processor = transformers.PixtralProcessor(
@@ -182,6 +200,14 @@ _HALF = {"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6], "partial_rotary
 PICTURES: dict[str, tuple[Callable[[], tuple[Any, str, dict[str, Any], dict[str, Any]]], dict]] = {
     "internvl": (_internvl, {"model_type": "qwen3"}),
     "llava_onevision": (_llava_onevision, {"model_type": "qwen2"}),
+    "gemma3": (
+        _gemma3,
+        {
+            "model_type": "gemma3_text",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+        },
+    ),
     "mistral3": (_mistral3, {"model_type": "mistral", "sliding_window": None}),
     "idefics3": (lambda: _tiles("Idefics3"), {"model_type": "llama"}),
     "smolvlm": (lambda: _tiles("SmolVLM"), {"model_type": "llama"}),
@@ -220,7 +246,8 @@ def build_pictures(model_type: str, folder: Path, *, seed: int = 0) -> Path:
         "pad_token_id": 0,
         "tie_word_embeddings": False,
     }
-    name = "image_token_index" if model_type == "mistral3" else "image_token_id"
+    old = model_type in ("mistral3", "gemma3")
+    name = "image_token_index" if old else "image_token_id"
     config = AutoConfig.for_model(
         model_type,
         text_config=sizes | text,

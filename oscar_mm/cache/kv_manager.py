@@ -198,7 +198,7 @@ class KVCacheManager:
             return planned.take_place(modalities, self.sequences, self.allocators)
         past = [sequence.before() for sequence in self.sequences]
         step = TokenPlacer(self.policy, self.allocators).of(self.sequences, modalities)
-        step.past = past
+        step.past, step.modalities = past, modalities
         return step
 
     def planned(self, modalities: np.ndarray) -> StepPlan | None:

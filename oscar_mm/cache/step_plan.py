@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from oscar_mm.cache.block_table import SequenceTable, min_page_tokens
+from oscar_mm.modality import PADDING, Modality, Span, spans_of
 from oscar_mm.ops.decode_tables import (
     Entries,
     Tables,
@@ -152,6 +153,8 @@ class StepPlan:
         writes: (3, n) int64: row, index and 16-bit slot of each new token.
         real: for each row, the indices of the tokens that are not padding; None if there is no
             padding.
+        modalities: modality ids of the new tokens, see ``KVCacheManager.advance``; None if the step
+            was planned ahead.
         lengths: number of new tokens per row if the rows are concatenated into a batch of one; None
             if each is a row of the batch.
         past: the sequences before the step. Their slots do not change until a layer carries the
@@ -170,6 +173,7 @@ class StepPlan:
     pack_jobs: list[PackJob] = field(default_factory=list)
     writes: np.ndarray | None = None
     real: list[np.ndarray] | None = None
+    modalities: np.ndarray | Sequence[np.ndarray] | None = None
     lengths: list[int] | None = None
     past: list[SequenceTable] = field(default_factory=list)
     from_pages: bool | None = None
@@ -217,6 +221,17 @@ class StepPlan:
         for bits, source, _ in self.copies:
             found.setdefault(bits, set()).add(source)
         return found
+
+    def pictures(self) -> list[list[Span]]:
+        """Return the runs of new image tokens of each row, padding not counted."""
+
+        def runs() -> list[list[Span]]:
+            given = () if self.modalities is None else self.modalities
+            rows = [row[row != PADDING] for row in given]
+            found = [[x for x in spans_of(row) if x.modality is Modality.IMAGE] for row in rows]
+            return found if any(found) else []
+
+        return self.once(("pictures",), runs)
 
     @property
     def packs_at_end(self) -> bool:

@@ -32,6 +32,8 @@ class InputLayout:
         frames_as_images: whether the frames of a video, or pairs of them, are images to the model:
             arguments of images contain them too, one row for each run of media tokens, in the order
             of the prompt. Videos may be cut between frames.
+        two_way: whether tokens of an image attend to later ones of the same run, so that no chunk
+            may end within a run.
         features: decoder argument that is a list of features, one for each of the first layers,
             which adds them to some tokens, row after row -> name of the argument with the (batch,
             tokens) mask of these tokens.
@@ -43,6 +45,7 @@ class InputLayout:
     padded: Mapping[str, str] = field(default_factory=dict)
     video_grids: str | None = None
     frames_as_images: bool = False
+    two_way: bool = False
     features: Mapping[str, str] = field(default_factory=dict)
 
     @property

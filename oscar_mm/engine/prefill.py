@@ -27,6 +27,7 @@ from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.prompt import Prompt, by_frames, forward, segments
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.fast_decode.prompt_layers import MAX_RECORDED
+from oscar_mm.modality import Modality
 from oscar_mm.ops.decode_tables import upload
 
 MAX_TOKENS = 1 << 13
@@ -229,6 +230,9 @@ def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
     try:
         forward(model, prompt, cache)
     except _DecoderCall as call:
+        if isinstance(call.arguments.get("attention_mask"), dict):
+            # Masks by layer type, made for this part alone: the decoder makes them anew.
+            call.arguments["attention_mask"] = prompt.inputs.get("attention_mask")
         return call.arguments
     finally:
         hook.remove()
@@ -358,7 +362,8 @@ def _prefill_in_chunks(
     # Use half a chunk: parts that wait until their chunk is full take memory too.
     most = MAX_TOKENS if chunk is None else min(MAX_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)
-    for arguments in _in_chunks(parts, chunk or prompt.tokens, prompt.layout):
+    lengths = _chunk_lengths(prompt, chunk or prompt.tokens)
+    for arguments in _in_chunks(parts, lengths, prompt.layout):
         unread -= length(arguments)
         # With few tokens, it is not worth avoiding the copy of each layer's output.
         is_long = length(arguments) > MAX_RECORDED
@@ -400,15 +405,30 @@ def _in_place(decoder: Any, arguments: dict[str, Any]) -> Iterator[None]:
             hook.remove()
 
 
+def _chunk_lengths(prompt: Prompt, chunk: int) -> Iterator[int]:
+    """Yield the number of tokens of each chunk: ``chunk``, or to the beginning or end of a run of
+    image tokens that may not be split."""
+    runs = [run for run in prompt.spans[0] if run.modality is Modality.IMAGE]
+    start = 0
+    while start < prompt.tokens:
+        stop = min(start + chunk, prompt.tokens)
+        for run in runs if prompt.layout.two_way else ():
+            if run.start < stop < run.stop:
+                stop = run.start if run.start > start else run.stop
+        yield stop - start
+        start = stop
+
+
 def _in_chunks(
-    parts: Iterable[dict[str, Any]], chunk: int, layout: InputLayout
+    parts: Iterable[dict[str, Any]], lengths: Iterator[int], layout: InputLayout
 ) -> Iterator[dict[str, Any]]:
-    """Yield the decoder's arguments in chunks of ``chunk`` tokens."""
+    """Yield the decoder's arguments in chunks of these lengths."""
     waiting: list[dict[str, Any]] = []
+    chunk = next(lengths)
     for part in parts:
         waiting.append(part)
         del part
-        while (tokens := sum(map(length, waiting))) >= chunk:
+        while chunk and (tokens := sum(map(length, waiting))) >= chunk:
             whole = joined(waiting, layout)
             if tokens > chunk:
                 # A copy lets the joined part be freed, but is too large for a long media item.
@@ -418,8 +438,7 @@ def _in_chunks(
                 del rest
             yield whole
             del whole
-    if waiting:
-        yield joined(waiting, layout)
+            chunk = next(lengths, 0)
 
 
 def read_prompt(

@@ -41,9 +41,13 @@ class MergedAttention:
     @property
     def total(self) -> torch.Tensor:
         """Log of the sum of exp(scores), (batch, query heads, tokens) float32."""
-        if self._total is None:
+        return self._added()[1]
+
+    def _added(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the merged output and total, in float32."""
+        if self._output is None or self._total is None:
             raise RuntimeError("no keys and values were added")
-        return self._total
+        return self._output, self._total
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, *, causal: bool = False) -> None:
         """Attend to one part.
@@ -54,6 +58,23 @@ class MergedAttention:
                 and queries.
         """
         self.merge(*_attention(self._queries, keys, values, self._scaling, causal))
+
+    def add_later(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Attend from each of some consecutive tokens to the later ones of them.
+
+        Args:
+            keys, values: (batch, KV heads, n, head_dim) of these tokens, with n at least 2.
+            first: index of the first of these tokens among the queries.
+        """
+        tokens = slice(first, first + keys.shape[2] - 1)
+        # In reverse order, attention to later tokens is attention to earlier ones.
+        queries = self._queries[:, :, tokens].flip(2)
+        later = keys[:, :, 1:].flip(2), values[:, :, 1:].flip(2)
+        output, total = _attention(queries, *later, self._scaling, causal=True)
+        whole, before = (x[:, :, tokens] for x in self._added())
+        share = torch.sigmoid(total.flip(2) - before)[..., None]
+        whole.lerp_(output.flip(2).float(), share)
+        before.copy_(torch.logaddexp(before, total.flip(2)))
 
     def merge(self, output: torch.Tensor, total: torch.Tensor) -> None:
         """Merge the result of the same queries for another part.
@@ -76,18 +97,15 @@ class MergedAttention:
         Args:
             sinks: (query heads,).
         """
-        if self._output is None:
-            raise RuntimeError("no keys and values were added")
+        output, total = self._added()
         added = sinks.float()[None, :, None]
-        self._output = self._output.mul_(torch.sigmoid(self.total - added)[..., None])
-        self._total = torch.logaddexp(self.total, added)
+        output.mul_(torch.sigmoid(total - added)[..., None])
+        self._total = torch.logaddexp(total, added)
 
     def output(self) -> torch.Tensor:
         """Return the merged output, (batch, query heads, tokens, head_dim) in the dtype of the
         queries."""
-        if self._output is None:
-            raise RuntimeError("no keys and values were added")
-        return self._output.to(self._queries.dtype)
+        return self._added()[0].to(self._queries.dtype)
 
 
 def _attention(

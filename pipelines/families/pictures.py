@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from oscar_mm.cache.paged_attention import TWO_WAY
 from oscar_mm.engine.family import Encoding, Family
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.errors import InputError
@@ -143,6 +144,24 @@ class InternVL(ClipFamily):
     model_types = ("internvl",)
     name = "InternVL"
     layout = InputLayout(per_tile={"pixel_values": Modality.IMAGE}, frames_as_images=True)
+
+
+@register_family
+class Gemma3(PictureFamily):
+    """Family of Gemma 3, 4B and larger: tokens of an image attend to all others of the image."""
+
+    model_types = ("gemma3",)
+    name = "Gemma 3"
+    layout = InputLayout(per_tile={"pixel_values": Modality.IMAGE}, two_way=True)
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__(model, processor)
+        for layer in self.model.get_decoder().layers:
+            setattr(layer.self_attn, TWO_WAY, True)
+
+    def _shown(self, expansion: str) -> int:
+        """See ``PictureFamily._shown``; the placeholder is not what stands for the image."""
+        return expansion.count(self.processor.tokenizer.image_token)
 
 
 @register_family
