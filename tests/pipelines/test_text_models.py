@@ -36,6 +36,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "cohere2": ("cohere2", {}),
+    "Gemma 3": (
+        "gemma3_text",
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+        | {"sliding_window": 24},
+    ),
     "gpt-oss": (
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
