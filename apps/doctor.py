@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import oscar_mm
+from oscar_mm.apps import terminal
 from oscar_mm.policy import KVPolicy
 
 if TYPE_CHECKING:
@@ -55,11 +56,19 @@ class Check:
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|DIR|ID]",
+            help="Also say what runs the decode steps of this model; its weights are not read.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
     ] = False,
 ) -> None:
     """Show versions and devices, and run checks; the exit code is 1 if a check fails."""
+    path = None if model is None else _decode_path(model)
     devices = _devices()
     checks = [_video_check()]
     for device in devices:
@@ -73,12 +82,22 @@ def doctor(
         "versions": _versions(),
         "devices": devices,
         "extras": _extras(),
+        "model": path,
         "checks": [asdict(check) for check in checks],
         "ok": healthy,
     }
     print(json.dumps(report) if as_json else _format_report(report), flush=True)
     if not healthy:
         raise typer.Exit(1)
+
+
+def _decode_path(model: str) -> dict[str, Any]:
+    """Return what runs a model's decode steps, with its name."""
+    terminal.quiet_transformers()
+    from oscar_mm.pipelines.decode_path import decode_path
+
+    path = decode_path(model)
+    return {"name": model} | asdict(path) | {"steps": path.steps}
 
 
 def _versions() -> dict[str, str]:
@@ -298,6 +317,10 @@ def _format_report(report: dict[str, Any]) -> str:
         else:
             state = "present"
         lines.append(f"  {extra:<13} {state}")
+    if (path := report["model"]) is not None:
+        lines.append(f"model {path['name']}")
+        lines += [f"  {name:<13} {path[name]}" for name in ("family", "weights")]
+        lines.append(f"  {'decode steps':<13} {path['steps']} on a GPU")
     if all(device["attention"] != BY_KERNEL for device in report["devices"]):
         lines.append("kernels")
         lines.append(f"  {NO_KERNELS}")

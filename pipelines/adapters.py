@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from oscar_mm.errors import InputError
 
-_CONFIG = "adapter_config.json"
-_MERGE = "merge the adapter (merge_and_unload) and pass the merged model"
-_ERRORS = (OSError, ValueError, TypeError, KeyError, RuntimeError)
+CONFIG = "adapter_config.json"
+MERGE = "merge the adapter (merge_and_unload) and pass the merged model"
+PEFT_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, RuntimeError, AttributeError, ArithmeticError),
+    *(re.error, SafetensorError),
+)
 """Errors of peft about an adapter that it cannot read or that does not fit the model."""
 
 
@@ -39,7 +44,7 @@ def unwrapped(model: Any) -> Any:
     if not within or not isinstance(inner, PreTrainedModel):
         raise InputError(
             f"model: adapters of type {', '.join(sorted(kinds))} on {type(inner).__name__} do not "
-            f"act within the layers of a transformers model, which they must: {_MERGE}, or use LoRA"
+            f"act within the layers of a transformers model, which they must: {MERGE}, or use LoRA"
         )
     return inner
 
@@ -55,7 +60,7 @@ def adapter_base(model: Any) -> tuple[Any, str | None]:
     """
     is_name = isinstance(model, str | Path) and str(model).strip()
     folder = Path(model) if is_name else None
-    if folder is None or (folder / "config.json").is_file() or not (folder / _CONFIG).is_file():
+    if folder is None or (folder / "config.json").is_file() or not (folder / CONFIG).is_file():
         return model, None
     try:
         from peft import PeftConfig
@@ -65,10 +70,10 @@ def adapter_base(model: Any) -> tuple[Any, str | None]:
         raise InputError(
             f"model {folder}: is an adapter, which needs peft: pip install peft"
         ) from (error)
-    except _ERRORS as error:
-        raise InputError(f"model {folder}: {_CONFIG} cannot be read ({_line(error)})") from error
+    except PEFT_ERRORS as error:
+        raise InputError(f"model {folder}: {CONFIG} cannot be read ({one_line(error)})") from error
     if not isinstance(base, str) or not base.strip():
-        raise InputError(f"model {folder}: {_CONFIG} names no base model; {_own_base(folder)}")
+        raise InputError(f"model {folder}: {CONFIG} names no base model; {_own_base(folder)}")
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise InputError(
             f"model {folder}: its base model {base} is not on this machine; {_own_base(folder)}"
@@ -80,7 +85,8 @@ def _own_base(folder: Path) -> str:
     return f"load the base model and pass peft.PeftModel.from_pretrained(base, {str(folder)!r})"
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return an error of peft, shortened, in one line."""
     return shorten(str(error), 300)
 
 
@@ -104,9 +110,9 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         config.inference_mode = True
         adapted = PeftModel(model, config, autocast_adapter_dtype=False)
         missing = adapted.load_adapter(folder, "default", autocast_adapter_dtype=False).missing_keys
-    except _ERRORS as error:
+    except PEFT_ERRORS as error:
         raise InputError(
-            f"model {folder}: the adapter cannot be loaded ({_line(error)})"
+            f"model {folder}: the adapter cannot be loaded ({one_line(error)})"
         ) from error
     if missing:
         raise InputError(

@@ -87,7 +87,7 @@ def _new_request(pipe: Pipeline, arguments: Any) -> Request:
     media = ["images", "videos", *(["audio", "use_audio_in_video"] if supports_audio else [])]
     names = [*media, "prompt", "system", "messages"]
     options = {name: value for name, value in arguments.items() if name not in names}
-    sampling, template, of_media = pipe.read_options(options, names)
+    sampling, template, of_media, adapter = pipe.read_options(options, names)
     asked = conversation_from(
         arguments.get("prompt", ""),
         (arguments.get("images"), arguments.get("videos"), arguments.get("audio")),
@@ -97,7 +97,7 @@ def _new_request(pipe: Pipeline, arguments: Any) -> Request:
         options=of_media,
         open_end=template.takes_any_end,
     )
-    prompt = pipe.read_request(asked, sampling.max_new_tokens, template=template)
+    prompt = pipe.read_request(asked, sampling.max_new_tokens, template=template, adapter=adapter)
     return pipe.new_request(prompt, sampling, start)
 
 

@@ -21,7 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError, shown
-from oscar_mm.models import check_source, remedy, source_of
+from oscar_mm.models import check_source, remedy, source_of, stored_bytes
 from oscar_mm.pipelines.adapters import adapter_base, add_adapter, unwrapped
 from oscar_mm.pipelines.quantized_checkpoints import (
     check_complete,
@@ -30,6 +30,7 @@ from oscar_mm.pipelines.quantized_checkpoints import (
 )
 from oscar_mm.pipelines.registry import family_of, pipeline_of
 from oscar_mm.pipelines.requirements import check_fits, check_logits, check_modules
+from oscar_mm.pipelines.row_adapters import add_row_adapters
 from oscar_mm.pipelines.weight_formats import adopt_fp8, check_format, quantize
 from oscar_mm.rank_watch import watch
 from oscar_mm.tensor_parallel import TPGroup
@@ -67,6 +68,7 @@ def load(
     dtype: str | torch.dtype | None,
     weights: str | None,
     towers: str | None,
+    adapters: Mapping[str, str | Path],
     model_kwargs: Mapping[str, Any],
 ) -> Family:
     """Load a checkpoint as a family, with the decoder's attention set to "oscar".
@@ -83,6 +85,7 @@ def load(
             the checkpoint's.
         towers: attention implementation of the vision and audio towers. None selects "sdpa", or
             keeps the implementation of a loaded model.
+        adapters: folders of adapters that requests choose, by name.
         model_kwargs: arguments of ``from_pretrained``, see ``loading_arguments``.
 
     Raises:
@@ -108,6 +111,7 @@ def load(
         if "device" in placement.given:
             torch.nn.Module.to(model, placement.target)
         adopt_fp8(model)
+        add_row_adapters(model, family.text_part(model), adapters)
         _set_attention(family, model, towers)
         return _checked(str(model.name_or_path), family(model.eval(), processor))
     if weights is not None:
@@ -115,6 +119,8 @@ def load(
     model, adapter = adapter_base(model)
     if adapter is not None and placement.tp_plan:
         raise InputError("tp_plan cannot be used with an adapter: merge it and save the model")
+    if adapters and placement.tp_plan:
+        raise InputError("adapters cannot be used with tp_plan: merge one and save the model")
     source = source_of(model, model_kwargs.get("subfolder") or "")
     shared = {key: model_kwargs[key] for key in _CONFIG_KEYS if key in model_kwargs}
     shared = check_source(source, shared)
@@ -149,6 +155,7 @@ def load(
         loaded = loaded.to(target)
     if adapter is not None:
         loaded = add_adapter(loaded, adapter)
+    add_row_adapters(loaded, family.text_part(loaded), adapters)
     watch(TPGroup.of(loaded))
     _set_attention(family, loaded, towers)
     return _checked(source, family(loaded.eval(), processor))
@@ -178,11 +185,23 @@ def outline(model: str | Path) -> Family:
         InputError: if the model does not exist or is not supported.
     """
     source = source_of(adapter_base(model)[0])
-    options = check_source(source)
-    config = _config(source, options)
+    family, made = skeleton(source)
+    processor = _adapted(family, _processor(source, check_source(source)))
+    return family(made, processor)
+
+
+def skeleton(source: str) -> tuple[type[Family], PreTrainedModel]:
+    """Return the family of a checkpoint and a model without weights; reads only the configuration.
+
+    Args:
+        source: result of ``source_of``.
+
+    Raises:
+        InputError: if the model does not exist or is not supported.
+    """
+    config = config_of(source, {})
     family = _fitting(source, config)
-    processor = _adapted(family, _processor(source, options))
-    return family(meta_model(family.auto_class, config).eval(), processor)
+    return family, meta_model(family.auto_class, config).eval()
 
 
 def _fitting(
@@ -209,24 +228,33 @@ def _checked(source: str, family: Family) -> Family:
 
 
 def stored_weights(source: str) -> tuple[str, int] | None:
-    """Return the format of a folder's quantized weights and their bytes; None for 16-bit weights
-    and for hub ids.
+    """Return the format of a checkpoint's quantized weights and their bytes; None for 16-bit
+    weights.
 
     Args:
         source: result of ``source_of``.
 
     Raises:
+        InputError: if the format is not supported, or the size of a hub id's files is unknown.
+    """
+    title = weights_title(source, config_of(source, {}))
+    return None if title is None else (title, stored_bytes(source))
+
+
+def weights_title(source: str, config: Any) -> str | None:
+    """Return the name of the format of a checkpoint's quantized weights; None for 16-bit weights.
+
+    Raises:
         InputError: if the format is not supported.
     """
-    fields, files = quantization_of(config_of(source, {})), Path(source).glob("model*.safetensors")
-    if not fields or not Path(source).is_dir():
+    if not (fields := quantization_of(config)):
         return None
     try:
         formats = formats_of(fields)
     except ValueError as error:
         raise InputError(f"model {source}: {error}") from error
     names = [one.title for one in formats or ()] or [shown(fields.get("quant_method"))]
-    return " and ".join(names), sum(file.stat().st_size for file in files)
+    return " and ".join(names)
 
 
 def reader(model: str | Path) -> str:

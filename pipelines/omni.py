@@ -114,7 +114,7 @@ class OscarOmniPipeline(Pipeline):
         start = time.perf_counter()
         if messages is None:
             _check_order(images, prompt)
-        chosen, template, of_media = self.read_options(options, _ARGUMENTS)
+        chosen, template, of_media, adapter = self.read_options(options, _ARGUMENTS)
         if speak:
             speaker = self.check_speech(speaker, chosen)
         elif speaker is not None:
@@ -123,7 +123,9 @@ class OscarOmniPipeline(Pipeline):
         how: dict[str, Any] = {"sound": sound, "options": of_media}
         how["open_end"] = template.takes_any_end
         asked = conversation_from(prompt, media, messages, system, **how)
-        question = self.read_request(asked, chosen.max_new_tokens, template=template)
+        question = self.read_request(
+            asked, chosen.max_new_tokens, template=template, adapter=adapter
+        )
         return self.answer(question, chosen, start, speaker=speaker)
 
     def read_aloud(

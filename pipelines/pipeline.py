@@ -34,6 +34,7 @@ from oscar_mm.engine.speech import Speech
 from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.engine.template import USUAL, TemplateFields, TemplateOptions
 from oscar_mm.errors import InputError, shown
+from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.media import MediaLimits
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.media.options import MediaOptions
@@ -70,6 +71,7 @@ class Pipeline:
         dtype: str | torch.dtype | None = None,
         weights: str | None = None,
         attn_implementation: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         max_context: int | None = None,
         prefill_chunk: int | Literal["auto"] | None = None,
         allow_remote: bool = False,
@@ -102,6 +104,9 @@ class Pipeline:
             attn_implementation: attention of the vision and audio towers ("sdpa",
                 "flash_attention_2", "eager"); by default "sdpa", or the implementation that a
                 loaded model already uses.
+            adapters: folders of LoRA adapters of peft by name, such as ``{"legal": "./legal"}``.
+                A request or a chat chooses one with ``adapter="legal"``, and by default none;
+                requests with different adapters run together.
             max_context: maximum tokens of a conversation, including its answer; by default, and at
                 most, the model's context length. A larger request is refused before prefill.
             prefill_chunk: number of tokens in each chunk of a prompt's prefill. Chunks bound
@@ -155,6 +160,7 @@ class Pipeline:
             dtype=dtype,
             weights=weights,
             towers=attn_implementation,
+            adapters={} if adapters is None else adapters,
             model_kwargs=kwargs,
         )
         self.store.ranks = TPGroup.of(self.model)
@@ -202,6 +208,31 @@ class Pipeline:
         ``model_fingerprint``."""
         return self._fingerprint()
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may choose."""
+        adapters = RowAdapters.of(self.model)
+        return () if adapters is None else tuple(adapters.digests)
+
+    def fingerprint_with(self, adapter: str | None) -> str:
+        """Return the fingerprint of chats that an adapter of ``adapters``, or none, reads."""
+        adapters = RowAdapters.of(self.model)
+        if adapter is None or adapters is None:
+            return self.fingerprint
+        return f"{self.fingerprint} adapter {adapters.digest(adapter)}"
+
+    def check_adapter(self, name: Any) -> str | None:
+        """Return the name of an adapter that requests may choose, or None for none.
+
+        Raises:
+            InputError: if there is no adapter of this name.
+        """
+        if name is None or (isinstance(name, str) and name in self.adapters):
+            return name
+        known = ", ".join(map(repr, self.adapters))
+        remedy = f"choose from {known}" if known else "pass adapters={...} to the pipeline"
+        raise InputError(f"adapter: there is none named {shown(name)}: {remedy}")
+
     def chat(
         self,
         system: str | None = None,
@@ -209,6 +240,7 @@ class Pipeline:
         cache_salt: str = "",
         tools: Sequence[Any] | None = None,
         tool_choice: Any = None,
+        adapter: str | None = None,
     ) -> Chat:
         """Create a conversation that keeps its cache between turns.
 
@@ -219,14 +251,17 @@ class Pipeline:
                 functions with type hints and a docstring. ``Answer.tool_calls`` contains the calls.
             tool_choice: as in OpenAI's API: "auto", "none", "required", or a function that must be
                 called.
+            adapter: one of ``adapters``, for all turns; None for the model alone.
 
         Raises:
-            InputError: if the system prompt is empty or not text, or the tools are invalid.
+            InputError: if the system prompt is empty or not text, the tools are invalid, or there
+                is no such adapter.
         """
         if system is not None:
             self.check_text("system", system)
         offer = self.offer(tools, tool_choice)
-        return Chat(self, system, cache_salt=cache_salt, tools=offer)
+        adapter = self.check_adapter(adapter)
+        return Chat(self, system, cache_salt=cache_salt, tools=offer, adapter=adapter)
 
     def offer(
         self, tools: Sequence[Any] | None, tool_choice: Any = None, *, parallel: bool = True
@@ -249,7 +284,8 @@ class Pipeline:
     def load_chat(self, path: str | Path) -> Chat:
         """Load a chat that ``Chat.save`` wrote with the same model and policy.
 
-        With ``tp_plan``, each rank reads its own file; the number of ranks must be the same.
+        It continues with the adapter of its earlier turns, whatever name that has here. With
+        ``tp_plan``, each rank reads its own file; the number of ranks must be the same.
 
         Raises:
             InputError: if the file cannot be read, is not a chat, was altered or belongs to another
@@ -257,13 +293,15 @@ class Pipeline:
         """
         # Read the file in the calling thread, because reading may take a while. Meanwhile, other
         # requests may use up the memory.
+        fingerprints = {self.fingerprint_with(name): name for name in (None, *self.adapters)}
         chat = read_chat(
             self.store.ranks.path(path),
-            fingerprint=self.fingerprint,
+            fingerprints=fingerprints,
             policy=self.policy,
             layers=self.admission.layer_shapes,
             family=self.family,
         )
+        adapter = fingerprints[chat.cache.fingerprint]
         saved, budget = chat.cache, self.budget
         if chat.tools is not None:
             self.admission.check_characters(f"{path}: tools", chat.tools.characters)
@@ -279,7 +317,7 @@ class Pipeline:
             return saved.placed(self.store, self.family.layer_devices)
 
         conversation = replace(chat.conversation, kv=self.engine.call_with_memory(place))
-        return Chat(self, chat.system, conversation, tools=chat.tools)
+        return Chat(self, chat.system, conversation, tools=chat.tools, adapter=adapter)
 
     def batch(
         self,
@@ -441,6 +479,7 @@ class Pipeline:
         max_new_tokens: int = 1,
         tools: ToolOffer | None = None,
         template: TemplateOptions = USUAL,
+        adapter: str | None = None,
         cancelled: Callable[[], bool] = bool,
     ) -> Prompt:
         """Build the prompt of a conversation, after checking that prompt and answer will fit.
@@ -450,6 +489,7 @@ class Pipeline:
             max_new_tokens: maximum tokens of the answer.
             tools: tools that the model may call.
             template: checked chat-template options.
+            adapter: one of ``adapters``, or None.
             cancelled: function that returns whether the request was cancelled.
 
         Raises:
@@ -466,7 +506,7 @@ class Pipeline:
         with shown as media:
             read = self.prepare(messages, media, tools, template)
         self.admission.check_prompt(read, max_new_tokens)
-        return read
+        return replace(read, adapter=adapter)
 
     def text_prompt(self, ids: Sequence[int]) -> Prompt:
         """Create a prompt from token ids, without a chat template; the answer continues the ids.
@@ -499,16 +539,17 @@ class Pipeline:
         offer = self.offer(tools, tool_choice)
         called = self.family.with_calls(options, offer)
         arguments = "messages", "tools", "tool_choice"
-        chosen, template, of_media = self.read_options(called, arguments)
+        chosen, template, of_media, adapter = self.read_options(called, arguments)
         how: dict[str, Any] = {"options": of_media, "open_end": template.takes_any_end}
         asked = conversation_from("", (None, None, None), messages, None, **how)
-        prompt = self.read_request(asked, chosen.max_new_tokens, offer, template)
+        prompt = self.read_request(asked, chosen.max_new_tokens, offer, template, adapter)
         return self.answer(prompt, chosen, start, offer).complete()
 
     def read_options(
         self, options: Mapping[str, Any], arguments: Sequence[str]
-    ) -> tuple[Sampling, TemplateOptions, MediaOptions]:
-        """Validate request options, and split them into sampling, template and media options.
+    ) -> tuple[Sampling, TemplateOptions, MediaOptions, str | None]:
+        """Validate request options, and split them into sampling, template and media options, and
+        the adapter.
 
         Args:
             options: see ``RequestOptions``.
@@ -518,13 +559,15 @@ class Pipeline:
             InputError: if an option is unknown, has an invalid value, or is not supported by the
                 chat template or the family.
         """
+        adapter = self.check_adapter(options.get("adapter"))
+        options = {name: value for name, value in options.items() if name != "adapter"}
         options, of_media = split_media(options, self.family)
         sampling, fields = split_template(options)
         template = self.family.template(fields)
         if sampling.get("thinking_token_budget") is None:
             sampling["thinking_token_budget"] = template.budget
-        known = (*arguments, *TemplateFields.__annotations__)
-        return self.sampling(sampling, known), template, of_media
+        known = (*arguments, *TemplateFields.__annotations__, "adapter")
+        return self.sampling(sampling, known), template, of_media, adapter
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:
         """Validate sampling options and return them as ``Sampling``.

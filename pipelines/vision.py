@@ -83,9 +83,11 @@ class OscarVLPipeline(Pipeline):
         Arguments and errors are the same as in ``__call__``.
         """
         start = time.perf_counter()
-        chosen, template, of_media = self.read_options(options, _ARGUMENTS)
+        chosen, template, of_media, adapter = self.read_options(options, _ARGUMENTS)
         media = images, videos, None
         how: dict[str, Any] = {"options": of_media, "open_end": template.takes_any_end}
         asked = conversation_from(prompt, media, messages, system, **how)
-        question = self.read_request(asked, chosen.max_new_tokens, template=template)
+        question = self.read_request(
+            asked, chosen.max_new_tokens, template=template, adapter=adapter
+        )
         return self.answer(question, chosen, start)

@@ -158,6 +158,7 @@ def main(folder: Path, results: Path) -> None:
     os.chdir(folder)
     make_files(folder)
     make_adapter(folder / "my-lora")
+    shutil.copytree(folder / "my-lora", folder / "medical-lora")
     errors: dict[str, str | None] = {}
     app = create_app(OscarOmniPipeline(OMNI), OMNI, ServerLimits(max_new_tokens=64))
     with started(app) as (_, address):

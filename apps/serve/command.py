@@ -23,15 +23,14 @@ from oscar_mm.apps.server_process import (
     sigterm_as_ctrl_c,
     url,
 )
-from oscar_mm.errors import InputError
+from oscar_mm.errors import InputError, shown
+from oscar_mm.models import MAX_NAME, is_name
 from oscar_mm.policy import DEFAULT, KVPolicy
 from oscar_mm.sizes import parse_bytes
 
 _PREFIXES = "1GB"
 """Default size of the prefix cache if --kv-budget is not set."""
 _LEVELS = ("info", "warning", "error")
-_NAME = 256
-"""Maximum length of a model name, in characters."""
 _RELEASE_S = 2.0
 """Maximum seconds to wait for the engine to finish its step after the server has stopped."""
 
@@ -71,6 +70,14 @@ def serve(
         typer.Option(
             metavar="NAME",
             help="Model name for clients; repeat for several. Default: --model.",
+        ),
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="LoRA adapter of peft, which clients ask for by NAME as the model; repeat for "
+            "several.",
         ),
     ] = None,
     allow_origin: Annotated[
@@ -171,6 +178,7 @@ def serve(
     proxies = read_proxies(trusted_proxy or ())
     domains = media_domains(allowed_media_domains, allow_remote=allow_remote)
     _check_words(log_level, served_model_name or ())
+    adapters = read_adapters(lora or ())
     key = api_key(api_key_file)
     origins = read_origins(allow_origin or (), has_key=key is not None)
     if engine not in ("oscar", "vllm"):
@@ -197,6 +205,12 @@ def serve(
         ) from None
     sockets = bind(host, port)
     model = options.model_or_bundled(model, supports_audio=True)
+    name, *others = dict.fromkeys(served_model_name or [model])
+    if both := adapters.keys() & {name, *others}:
+        raise InputError(
+            f"--lora {min(both)}: the model has this name already; choose another, or set "
+            "--served-model-name"
+        )
     terminal.quiet_transformers()
     from oscar_mm.apps.serve.server import Server, create_app  # imports torch
     from oscar_mm.apps.serve.service import ServerLimits
@@ -211,6 +225,7 @@ def serve(
         max_context=max_context,
         prefill_chunk=prefill_chunk or "auto",
         allow_remote=allow_remote,
+        adapters=adapters,
         kv_budget=budget,
         prefix_cache=prefixes,
     )
@@ -227,7 +242,6 @@ def serve(
         grace_s=grace,
         media_hosts=AllowedHosts(domains) if domains else None,
     )
-    name, *others = dict.fromkeys(served_model_name or [model])
     app = create_app(pipe, name, limits, host, other_names=others, origins=origins)
     server = Server(app)
     _log_requests(log_level)
@@ -254,10 +268,28 @@ def _check_words(log_level: str, names: Sequence[str]) -> None:
     if log_level not in _LEVELS:
         raise InputError(f"--log-level {log_level}: must be {', '.join(_LEVELS[:-1])} or error")
     for name in names:
-        if not name.strip() or len(name) > _NAME or not name.isprintable():
+        if not is_name(name):
             raise InputError(
-                f"--served-model-name {name[:_NAME]!r}: must be 1 to {_NAME} printable characters"
+                f"--served-model-name {name[:MAX_NAME]!r}: must be 1 to {MAX_NAME} printable "
+                "characters"
             )
+
+
+def read_adapters(given: Sequence[str]) -> dict[str, str]:
+    """Return the folder of each ``--lora`` adapter, by name.
+
+    Raises:
+        InputError: if an argument is not NAME=FOLDER, or two have the same name.
+    """
+    adapters = dict[str, str]()
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (equals and folder and is_name(name)):
+            raise InputError(f"--lora {shown(text)}: must be NAME=FOLDER, such as legal=./legal")
+        if name in adapters:
+            raise InputError(f"--lora {shown(text)}: there are two adapters with this name")
+        adapters[name] = folder
+    return adapters
 
 
 def _log_requests(level: str) -> None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """LRU store of chats, keyed by the SHA-256 of their full content and the client's salt.
+    """LRU store of chats, keyed by the SHA-256 of their full content, their adapter and the
+    client's salt.
 
     A client sends the full conversation with each request. If a stored chat contains all messages
     but the last, the model reads only the last message; otherwise it rereads earlier messages. The
@@ -75,7 +76,8 @@ class Conversations:
         chat, turns = self._fork_longest_past(request)
         if chat is None:
             system = request.system.written if request.system else None
-            chat = Chat(self.pipe, system, cache_salt=request.cache_salt, tools=request.tools)
+            about = {"cache_salt": request.cache_salt, "tools": request.tools}
+            chat = Chat(self.pipe, system, adapter=request.adapter, **about)
         try:
             yield chat
             cached = chat.turns[-1].stop if chat.turns else 0
@@ -170,10 +172,11 @@ class Conversations:
 
 
 def _keys(request: ApiRequest, past: tuple[PastTurn, ...]) -> list[str]:
-    """Return a key for each prefix of the past turns, computed from their content and the salt."""
+    """Return a key for each prefix of the past turns, computed from their content, the adapter and
+    the salt."""
     system = request.system and request.system.written
     tools = request.tools and request.tools.for_template()
-    keys, before = [], json.dumps([request.cache_salt, system, tools])
+    keys, before = [], json.dumps([request.cache_salt, request.adapter, system, tools])
     for turn in past:
         said = [_said(message) for message in (*turn.messages, turn.answer)]
         text = json.dumps([before, said])

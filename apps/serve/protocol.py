@@ -347,6 +347,7 @@ class ApiRequest:
         template: options of the chat template.
         raw: token ids of a prompt without a chat template, instead of messages; or None.
         user: user for whom the request is sent, in the client's words; "" if it names none.
+        adapter: name of the adapter that answers, or None.
         spoken: how the answer is said; None for an answer in text.
         script: text to read aloud instead of an answer of the model; or None.
     """
@@ -365,6 +366,7 @@ class ApiRequest:
     template: TemplateOptions = USUAL
     raw: tuple[int, ...] | None = None
     user: str = ""
+    adapter: str | None = None
     spoken: SpokenFormat | None = None
     script: str | None = None
 

@@ -137,13 +137,14 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def model_card(name: str, created: int, context: int) -> dict[str, Any]:
+def model_card(name: str, created: int, context: int, parent: str | None = None) -> dict[str, Any]:
     """Return a model's entry in the model list; its context length has the same name as in vLLM.
 
     Args:
         name: model name for clients.
         created: Unix time in seconds at which the server started.
         context: maximum total tokens of a prompt and its answer.
+        parent: the model that an adapter belongs to; None for the model itself.
     """
     card = {"id": name, "object": "model", "created": created, "owned_by": "oscar_mm"}
-    return {**card, "root": name, "max_model_len": context}
+    return {**card, "root": name, "parent": parent, "max_model_len": context}

@@ -63,7 +63,7 @@ def create_app(
 
     Args:
         pipe: pipeline that generates the answers; its store contains all conversations.
-        name: model name for clients.
+        name: model name for clients; they ask for adapters of the pipeline by their own names.
         limits: limits on requests and answers.
         host: the address on which the server will listen.
         other_names: further names by which clients may request the model.
@@ -73,9 +73,10 @@ def create_app(
         the application; its ``state.service`` is the ``Service``.
     """
     conversations = Conversations(pipe, limits.conversations)
-    service = Service(conversations, Metrics(conversations), limits, (name, *other_names))
-    started = int(time())
-    cards = {name: model_card(name, started, pipe.max_context) for name in service.names}
+    names = name, *other_names, *pipe.adapters
+    service = Service(conversations, Metrics(conversations), limits, names)
+    started, parents = int(time()), dict.fromkeys(pipe.adapters, name)
+    cards = {one: model_card(one, started, pipe.max_context, parents.get(one)) for one in names}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -207,7 +208,7 @@ def create_app(
 
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> dict[str, Any]:
-        """List the model under each of its names."""
+        """List the model under each of its names, and its adapters."""
         service.authorize(request)
         return {"object": "list", "data": [*cards.values()]}
 

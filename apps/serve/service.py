@@ -494,6 +494,8 @@ class Service:
     ) -> tuple[list[ApiRequest], AnswerFormat]:
         asked, written = read(data)
         requests = asked if isinstance(asked, list) else [self._chat_request(asked)]
+        if (name := requests[0].model) in self.conversations.pipe.adapters:
+            requests = [replace(request, adapter=name) for request in requests]
         for request in requests:
             self._bound_answer(request.sampling)
             if request.n > self.limits.running:

@@ -29,6 +29,7 @@ _ARGUMENTS: dict[str, Callable[[Any], list[str]]] = {
     "running": lambda answers: ["--max-num-seqs", str(answers)],
     "grace": lambda seconds: ["--shutdown-timeout", str(math.ceil(seconds))],
     "dtype": lambda name: ["--dtype", name],
+    "lora": lambda adapters: ["--enable-lora", "--lora-modules", *adapters],
     "served_model_name": lambda names: ["--served-model-name", *names],
     "allow_origin": lambda origins: ["--allowed-origins", json.dumps(origins)],
     "log_level": lambda level: ["--uvicorn-log-level", level],

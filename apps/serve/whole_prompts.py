@@ -97,7 +97,7 @@ class WholePrompt:
             prompt = pipe.read_request(
                 messages, 1, request.tools, template, cancelled=lambda: self._cancelled
             )
-        return replace(prompt, salt=request.cache_salt)
+        return replace(prompt, salt=request.cache_salt, adapter=request.adapter)
 
 
 def _check_prompt_logprobs(tokens: int, top: int) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +166,7 @@ class SavedCache:
         tensors: tensors of all layers, by name.
         shapes: shapes of the layers.
         given: the caller's metadata.
+        fingerprint: fingerprint of the model that the file belongs to.
     """
 
     policy: KVPolicy
@@ -173,13 +174,14 @@ class SavedCache:
     tensors: dict[str, torch.Tensor]
     shapes: list[LayerShape]
     given: dict[str, Any]
+    fingerprint: str
 
     @classmethod
     def read(
         cls,
         path: str | Path,
         *,
-        fingerprint: str,
+        fingerprint: str | Collection[str],
         policy: str | KVPolicy | None = None,
         layers: Sequence[LayerShape] | None = None,
     ) -> SavedCache:
@@ -187,7 +189,8 @@ class SavedCache:
 
         Args:
             path: file written by ``save_cache``.
-            fingerprint: fingerprint of the model that will continue the cache.
+            fingerprint: fingerprint of the model that will continue the cache, or several, of
+                which the file must have one.
             policy: policy that the cache must have; by default, any.
             layers: layer shapes that the cache must have; by default, any.
 
@@ -225,6 +228,7 @@ class SavedCache:
             shapes=shapes,
             given=text["given"]
             | {name[6:]: x.clone() for name, x in tensors.items() if name.startswith("given.")},
+            fingerprint=text["fingerprint"],
         )
 
     @property
@@ -330,16 +334,17 @@ def _text_of(texts: dict[str, str], path: str | Path) -> dict[str, Any]:
     raise InputError(f"{path} is a safetensors file, but not a saved cache")
 
 
-def _check_text(text: dict[str, Any], path: str | Path, fingerprint: str) -> None:
+def _check_text(text: dict[str, Any], path: str | Path, fingerprint: str | Collection[str]) -> None:
     if text["version"] != FORMAT_VERSION:
         raise InputError(
             f"{path} has format version {str(text['version'])[:20]}; this version of oscar_mm "
             f"reads {FORMAT_VERSION}"
         )
-    if text.get("fingerprint") != fingerprint:
+    known = [fingerprint] if isinstance(fingerprint, str) else list(fingerprint)
+    if (found := text.get("fingerprint")) not in known:
         raise InputError(
-            f"{path} was saved with another model (fingerprint {text.get('fingerprint')!s:.80}, "
-            f"here {fingerprint!s:.80}): load it with the same model"
+            f"{path} was saved with another model (fingerprint {found!s:.200}, here "
+            f"{known[0]:.200}): load it with the same model and adapter"
         )
 
 

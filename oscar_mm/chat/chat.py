@@ -79,6 +79,7 @@ class Chat:
         conversation: conversation to continue; by default, an empty conversation.
         cache_salt: see ``pipe.chat``.
         tools: tools that the model may call; they are part of the first turn's prompt.
+        adapter: name of the adapter of all turns; None for the model alone.
 
     Attributes:
         client: names that identify the client of a server; see ``Request``.
@@ -91,8 +92,10 @@ class Chat:
         conversation: Conversation | None = None,
         cache_salt: str = "",
         tools: ToolOffer | None = None,
+        adapter: str | None = None,
     ) -> None:
         self.pipe, self.system, self.cache_salt, self.tools = pipe, system, cache_salt, tools
+        self.adapter = adapter
         self._spillable = SpillableConversation(
             pipe, conversation or Conversation.empty(self._new_cache())
         )
@@ -260,7 +263,7 @@ class Chat:
             prompt, after = history_prompt(
                 *(pipe, then, turns, self.system, shown, ids), self.tools
             )
-            return prompt
+            return replace(prompt, adapter=self.adapter)
 
         def begin(now: Conversation, prompt: Prompt) -> PrefillRequest:
             nonlocal reading
@@ -411,7 +414,8 @@ class Chat:
             conversation = Conversation(
                 now.cache.fork(), now.token_ids, now.next_position, now.pending, now.turns
             )
-            return Chat(self.pipe, self.system, conversation, self.cache_salt, self.tools)
+            about = self.cache_salt, self.tools, self.adapter
+            return Chat(self.pipe, self.system, conversation, *about)
 
         return self._alone(fork)
 
@@ -425,7 +429,7 @@ class Chat:
             InputError: if the file cannot be written; an existing file is kept.
         """
         path = self.pipe.store.ranks.path(path)
-        parts = self.system, self.pipe.fingerprint, self.tools
+        parts = self.system, self.pipe.fingerprint_with(self.adapter), self.tools
         with self._calls:
             content = self._alone(lambda now: chat_content(path, now, *parts))
             write_checked(path, *content)
@@ -559,7 +563,7 @@ class Chat:
             turn = with_system(None if then.turns else self.system, messages)
             prompt = next_prompt(pipe, then, turn, shown, max_new_tokens, tools)
             decoding.close()
-            return replace(prompt, salt=self.cache_salt)
+            return replace(prompt, salt=self.cache_salt, adapter=self.adapter)
 
         def fitted(now: Conversation, prompt: Prompt) -> tuple[Prompt, Sampling]:
             if not cut_to_fit:

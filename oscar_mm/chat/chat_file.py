@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +108,7 @@ def chat_content(
 def read_chat(
     path: str | Path,
     *,
-    fingerprint: str,
+    fingerprints: Collection[str],
     policy: KVPolicy,
     layers: Sequence[LayerShape],
     family: Family,
@@ -120,7 +120,7 @@ def read_chat(
 
     Args:
         path: file of the chat.
-        fingerprint: fingerprint of the pipeline's model.
+        fingerprints: fingerprints of the pipeline's model, alone and with each adapter.
         policy: policy of the pipeline.
         layers: shapes of the model's layers.
         family: family of the model.
@@ -129,7 +129,7 @@ def read_chat(
         InputError: if the file cannot be read, is not a chat, has been altered or is for another
             model.
     """
-    saved = SavedCache.read(path, fingerprint=fingerprint, policy=policy, layers=layers)
+    saved = SavedCache.read(path, fingerprint=fingerprints, policy=policy, layers=layers)
     given, vocabulary = saved.given, family.model.get_input_embeddings().num_embeddings
     version = given.get("chat")
     if version not in (1, FORMAT_VERSION):

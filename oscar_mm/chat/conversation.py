@@ -314,7 +314,11 @@ class ChatEngine(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the checkpoint, stored in saved chats."""
+        """Fingerprint of the checkpoint."""
+        ...
+
+    def fingerprint_with(self, adapter: str | None) -> str:
+        """Return the fingerprint stored in saved chats of an adapter, or of none."""
         ...
 
     @property

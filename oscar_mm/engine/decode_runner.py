@@ -32,6 +32,7 @@ class RequestState:
         position: RoPE position of the first sampled token.
         end_tokens: ids that end the row, unless ``sampling`` overrides them.
         bad_words, thinks: see ``SamplingState``.
+        adapter: name of the row's adapter, see ``RowAdapters``; None for none.
 
     Attributes:
         tokens: sampled tokens, without the end token.
@@ -49,7 +50,9 @@ class RequestState:
         end_tokens: frozenset[int],
         bad_words: Sequence[Sequence[int]] = (),
         thinks: ThinkTokens | None = None,
+        adapter: str | None = None,
     ) -> None:
+        self.adapter = adapter
         self.end_tokens = sampling.end_tokens(end_tokens)
         self.sampler = SamplingState(sampling, seen, self.end_tokens, bad_words, thinks)
         self.tokens: list[int] = []
@@ -183,7 +186,7 @@ class DecodeRunner:
             live = [None if row is None or row.ended else row for row in rows]
             last = [0 if row is None else row.tokens[-1] for row in live]
             tokens = torch.tensor(last, device=self._device)
-            steps.place([0 if row is None else row.position for row in live])
+            steps.place([0 if row is None else row.position for row in live], _adapters(live))
         chosen = self._sampler(steps(tokens, ended))
         self._tokens = chosen.tokens
         if following is not None:
@@ -220,7 +223,7 @@ class DecodeRunner:
             if row is not None:
                 table[1, index] = row.tokens[-1] if place < 0 else 0
                 positions[index] = row.position + (place >= 0)
-        steps.place(positions)
+        steps.place(positions, _adapters(self.rows))
         source, joining = upload(table, self._device)
         return torch.where(source < 0, joining, tokens[source.clamp(min=0)])
 
@@ -230,6 +233,10 @@ class DecodeRunner:
                 self._model, self._cache, rows, self._axes, self._device
             )
         return self._by_size[rows]
+
+
+def _adapters(rows: Sequence[RequestState | None]) -> list[str | None]:
+    return [None if row is None else row.adapter for row in rows]
 
 
 def _give(rows: Sequence[RequestState | None], chosen: SampledTokens) -> None:

@@ -288,7 +288,10 @@ class Family(ChatFormat, ABC):
         return torch.cat([pad(part, _missing(part.shape[1:], sizes)) for part in parts])
 
     def concatenate(self, prompts: Sequence[Prompt]) -> Prompt:
-        """Concatenate single-row prompts into one row, without changing their positions."""
+        """Concatenate single-row prompts into one row, without changing their positions.
+
+        The result has no salt and no adapter.
+        """
         gathered: dict[str, list[Any]] = {}
         media: list[MediumSpan] = []
         tokens = 0

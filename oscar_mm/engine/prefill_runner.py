@@ -18,6 +18,7 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.engine.running_batches import RunningBatches
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
+from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.modules import weights_key
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.torch_modes import eager
@@ -153,7 +154,7 @@ class PrefillRunner:
         logits = None
         while logits is None:
             turns = self._layered(cache, [prompt], cancelled)
-            with turns, self._reading(cache):
+            with turns, self._reading(cache), self._adapting([prompt]):
                 logits = next(chunks)
             yield logits
             cache.check_complete()
@@ -215,7 +216,7 @@ class PrefillRunner:
             view.set_rows(caches[some])
             lengths = [prompt.tokens for prompt in own]
             turns = self._layered(view, own, cancelled)
-            with turns, self._reading(view):
+            with turns, self._reading(view), self._adapting(own):
                 logits = prefill_varlen(
                     *(self.family.model, self.family.concatenate(own), lengths, view),
                     every_token=every_token,
@@ -223,6 +224,18 @@ class PrefillRunner:
             yield some, logits
             if view.pop_overflow():  # Row unknown: the caller prefills each prompt separately.
                 raise FloatingPointError(NOT_STORABLE)
+
+    def _adapting(self, prompts: Sequence[Prompt]) -> AbstractContextManager[None]:
+        """Within the block, the rows of passes use the adapters of their prompts.
+
+        The rows of several prompts are their tokens, if the adapters differ.
+        """
+        if (adapters := RowAdapters.of(self.family.model)) is None:
+            return nullcontext()
+        names = [prompt.adapter for prompt in prompts]
+        if len(set(names)) > 1:
+            names = [prompt.adapter for prompt in prompts for _ in range(prompt.tokens)]
+        return choosing(adapters.idle(names))
 
     def _layered(
         self,
@@ -239,9 +252,17 @@ class PrefillRunner:
             cache.sigmas = self.sigmas
         for index, (prompt, cache) in enumerate(zip(prompts, caches, strict=True)):
             tokens += prompt.tokens
-            alike = balanced_alike(caches[start], cache)
+            alike = balanced_alike(caches[start], cache) and all(
+                _adapts_along(one, prompt) for one in prompts[start:index]
+            )
             if index > start and (tokens > self.max_varlen_tokens or not alike):
                 yield slice(start, index)
                 start, tokens = index, prompt.tokens
         if prompts:
             yield slice(start, len(prompts))
+
+
+def _adapts_along(one: Prompt, other: Prompt) -> bool:
+    """Return whether two prompts may share a pass: rows of towers are patches, not tokens, so all
+    media of a pass have the same adapter."""
+    return one.adapter == other.adapter or not (one.media or other.media)

@@ -30,6 +30,8 @@ class Prompt:
         modalities: (batch, tokens) int8 on the CPU, -1 for padding.
         media: images, videos and recordings of a single row, in order.
         salt: prefix-cache salt; prompts with different salts share no prefix.
+        adapter: name of the adapter that reads the prompt and answers; None for the model alone.
+            Prompts with different adapters share no prefix.
         continues: whether the answer continues the prompt's text, so that its first token is text
             and not reasoning.
         layout: how ``inputs`` are cut, as defined by the family.
@@ -41,6 +43,7 @@ class Prompt:
     modalities: torch.Tensor
     media: tuple[MediumSpan, ...] = ()
     salt: str = ""
+    adapter: str | None = None
     continues: bool = False
     layout: InputLayout = field(default_factory=InputLayout)
 
@@ -130,6 +133,7 @@ def text_after(prompt: Prompt, ids: torch.Tensor) -> Prompt:
         positions=prompt.positions_after(count),
         next_position=prompt.next_position + count,
         modalities=torch.full((1, count), int(Modality.TEXT), dtype=torch.int8),
+        adapter=prompt.adapter,
     )
 
 
@@ -237,6 +241,7 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
         next_position=following,
         modalities=prompt.modalities[:, start:stop],
         media=tuple(span.shifted(-start) for span in shown),
+        adapter=prompt.adapter,
         layout=prompt.layout,
     )
 

@@ -108,7 +108,8 @@ class Request(RequestState):
         bad_words = token_sequences(tokenizer, sampling.bad_words or ())
         position = int(prompt.next_position)
         thinks = None if prompt.continues else family.think_tokens
-        super().__init__(sampling, seen, position, family.end_tokens(), bad_words, thinks)
+        ends, adapter = family.end_tokens(), prompt.adapter
+        super().__init__(sampling, seen, position, ends, bad_words, thinks, adapter)
         self.engine, self.prompt, self.cache, self.sampling = engine, prompt, cache, sampling
         context = OutputContext(tokenizer, sampling, thinks, ids, tools, prompt.continues)
         self.written = OutputProcessor(context, start)

@@ -17,7 +17,13 @@ class QuestionOptions(SamplingOptions, MediaOptionFields, total=False):
 
 
 class RequestOptions(QuestionOptions, TemplateFields, total=False):
-    """``QuestionOptions``, plus ``TemplateFields`` for the conversation."""
+    """``QuestionOptions``, plus ``TemplateFields`` for the conversation.
+
+    Attributes:
+        adapter: name of one of the pipeline's adapters; by default, the model alone answers.
+    """
+
+    adapter: str | None
 
 
 def split_media(options: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], MediaOptions]:

@@ -24,6 +24,7 @@ from oscar_mm.engine.sampling import SampledTokens, Sampler
 from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.engine.voices import SpeechMemory, Voices
 from oscar_mm.errors import Cancelled, MemoryBusy
+from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.torch_modes import eager
 
@@ -386,7 +387,7 @@ class Scheduler:
         """
         prompt, cache, prefix = request.prompt, request.cache, None
         if self.prefixes is not None and not request.has_past:
-            request.reader_state = self._reader_state()
+            request.reader_state = self._reader_state(prompt)
             if request.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
                 prefix = self.prefixes.find(prompt, request.reader_state)
         if prefix is not None:
@@ -399,10 +400,12 @@ class Scheduler:
             raise
         request.unread, request.cache = prompt, cache
 
-    def _reader_state(self) -> tuple[object, ...]:
-        """Return the state that keys and values depend on, apart from the prompt: processor
-        settings, weights and adapters."""
-        return processor_settings(self.family.processor), self.reader.state
+    def _reader_state(self, prompt: Prompt) -> tuple[object, ...]:
+        """Return the state that keys and values depend on, apart from tokens and media: processor
+        settings, weights and adapters, among them the one that the prompt chooses."""
+        adapters = RowAdapters.of(self.family.model)
+        own = None if adapters is None else adapters.digest(prompt.adapter)
+        return processor_settings(self.family.processor), self.reader.state, own
 
     def _reservation(self, request: Request, prompt: Prompt, cache: OscarCache) -> object:
         growth = self.admission.growth(prompt, request.sampling.max_new_tokens, cache)
@@ -422,7 +425,7 @@ class Scheduler:
                     if isinstance(request, SpokenRequest):
                         self._voices.add(request)
                 if self.prefixes is not None and not request.has_past and request.error is None:
-                    state = self._reader_state()
+                    state = self._reader_state(request.prompt)
                     if state == request.reader_state:  # Weights and settings are unchanged.
                         self.prefixes.keep(request.prompt, state, request.cache)
                 if not request.ended:

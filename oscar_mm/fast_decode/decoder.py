@@ -168,10 +168,10 @@ class _Product(NamedTuple):
         weights, biases, scales, zeros, *_ = self
         if self.ranks.count == 1:
             around = {"norm": norm, "residual": residual, "scales": scales, "zeros": zeros}
-            if self.low_rank is None:
+            if self.low_rank is None or not self.low_rank.acts:
                 return linear(x, weights, biases, gated=gated, **around)
             found = linear(x, weights, biases, **around)
-            found.addmm_(linear(x, [self.low_rank.down], norm=norm), self.low_rank.up.T)
+            self.low_rank.add_(found, x, norm)
             if not gated:
                 return found
             gate, up = found.chunk(2, 1)

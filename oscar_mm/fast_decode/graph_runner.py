@@ -24,6 +24,7 @@ from torch import nn
 from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
+from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.modules import devices
@@ -180,6 +181,8 @@ class GraphRunner:
         self._ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
         self._positions = torch.zeros(rows, dtype=torch.long, device=device)
         self._positions = self._positions.view(*[1] * len(axes), -1, 1)
+        self._adapters, self._idle = RowAdapters.of(model), None
+        """Adapters that rows may choose, and ranks that each row does not use, see ``choosing``."""
         self._steps = GraphInputs(cache, rows)
         self._capture = self._supported_capture() if capture == "auto" else capture
         self._early: InflightStep | None = None
@@ -199,11 +202,27 @@ class GraphRunner:
         """Whether the next step has been launched early."""
         return self._early is not None
 
-    def place(self, positions: Sequence[int]) -> None:
-        """Set the (batch,) RoPE positions of the next step's tokens; each later step adds one."""
+    def place(self, positions: Sequence[int], adapters: Sequence[str | None] | None = None) -> None:
+        """Set the rows of the next steps.
+
+        Args:
+            positions: RoPE position of each row's next token; each later step adds one.
+            adapters: the adapter of each row, or None; by default, no row uses one.
+        """
         placed = upload(np.array(positions, dtype=np.int64), self._positions.device)
         self._positions.copy_(placed.view(self._positions.shape))
+        if self._adapters is not None:
+            self._choose(self._adapters, adapters or [None] * len(positions))
         self._early = None
+
+    def _choose(self, adapters: RowAdapters, names: Sequence[str | None]) -> None:
+        idle = adapters.idle(names)
+        if self._capture is None:
+            self._idle = idle
+            return
+        if self._idle is None:  # At a fixed address, also while no row uses adapters.
+            self._idle = adapters.table[:1].repeat(len(names), 1)
+        self._idle.copy_(adapters.table[:1] if idle is None else idle)
 
     def __call__(self, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
         """Add one token to each row and return (batch, vocabulary) logits, which a later step
@@ -215,12 +234,13 @@ class GraphRunner:
                 stored.
         """
         early, self._early = self._early, None
-        if self._capture is None:
-            self._ids.copy_(tokens[:, None])
-            self.cache.expect(torch.where(ended, PADDING, int(Modality.TEXT))[:, None])
-            logits = self._repeatable()
-        else:
-            logits = self._on_fixed_tables(tokens, ended, early)
+        with choosing(self._idle):
+            if self._capture is None:
+                self._ids.copy_(tokens[:, None])
+                self.cache.expect(torch.where(ended, PADDING, int(Modality.TEXT))[:, None])
+                logits = self._repeatable()
+            else:
+                logits = self._on_fixed_tables(tokens, ended, early)
         self._positions += 1
         return logits
 

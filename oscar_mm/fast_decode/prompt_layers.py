@@ -24,6 +24,7 @@ import torch
 from oscar_mm.cache.cache import OscarCache, cache_of
 from oscar_mm.fast_decode.decoder import Capture, FastLayer, supports
 from oscar_mm.fast_decode.graph_runner import graph_capture
+from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing, chosen
 from oscar_mm.modules import devices
 from oscar_mm.tensor_parallel import TPGroup
 
@@ -50,6 +51,8 @@ class _States(NamedTuple):
         heads: (tokens, query, key and value heads, head_dim): the projections.
         found: (tokens, query heads * head_dim): output of attention.
         cosine, sine: (tokens, head_dim): RoPE.
+        idle: (tokens, ranks): adapters that tokens do not use, see ``choosing``; without adapters,
+            ranks is 0.
     """
 
     hidden: torch.Tensor
@@ -57,9 +60,12 @@ class _States(NamedTuple):
     found: torch.Tensor
     cosine: torch.Tensor
     sine: torch.Tensor
+    idle: torch.Tensor
 
     @classmethod
-    def empty(cls, layer: FastLayer, hidden: torch.Tensor, cosine: torch.Tensor) -> _States:
+    def empty(
+        cls, layer: FastLayer, hidden: torch.Tensor, cosine: torch.Tensor, ranks: int
+    ) -> _States:
         """Allocate tensors for the longest pass through layers that all have the same shape and
         dtype."""
         head_dim, width = layer.attention.head_dim, sum(layer.heads)
@@ -67,7 +73,8 @@ class _States(NamedTuple):
         with torch.inference_mode(False):
             states = [hidden.new_zeros(MAX_RECORDED, *shape) for shape in shapes]
             angles = [cosine.new_zeros(MAX_RECORDED, head_dim) for _ in range(2)]
-        return cls(*states, *angles)
+            idle = hidden.new_ones(MAX_RECORDED, ranks, dtype=torch.bool)
+        return cls(*states, *angles, idle=idle)
 
     def first(self, tokens: int) -> _States:
         """Return the tensors, sliced to their first ``tokens`` tokens."""
@@ -86,10 +93,12 @@ class PrefillGraphs:
     Args:
         layers: layers of the same shape.
         capture: capture function.
+        ranks: number of ranks of all adapters that prompts may choose.
     """
 
-    def __init__(self, layers: Sequence[FastLayer], capture: Capture) -> None:
+    def __init__(self, layers: Sequence[FastLayer], capture: Capture, ranks: int = 0) -> None:
         self._layers, self._capture, self._fails = layers, capture, False
+        self._ranks = ranks
         self._ran = defaultdict[int, set[tuple[str, int]]](set)
         """Parts of layers that have run, by length."""
         self._replays = dict[int, dict[tuple[str, int], Callable[[], Any]]]()
@@ -111,7 +120,7 @@ class PrefillGraphs:
             return
         if self._whole is None:
             try:
-                self._whole = _States.empty(self._layers[0], hidden, cosine)
+                self._whole = _States.empty(self._layers[0], hidden, cosine, self._ranks)
             except torch.OutOfMemoryError as error:
                 self._give_up(error)
                 return
@@ -125,6 +134,8 @@ class PrefillGraphs:
         self._states.found[tokens:].zero_()
         self._states.cosine[:tokens].copy_(cosine[0])
         self._states.sine[:tokens].copy_(sine[0])
+        idle, mine = chosen(), self._states.idle[:tokens]
+        mine.fill_(True) if idle is None else mine.copy_(idle)
 
     @property
     def takes_pass(self) -> bool:
@@ -138,9 +149,10 @@ class PrefillGraphs:
         layer, states, tokens = self._layers[index], self._states, hidden.shape[1]
         if hidden.data_ptr() != states.hidden.data_ptr():
             states.hidden[:tokens].copy_(hidden[0])
-        self._run("before", index, partial(_before, layer, states))
-        states.found[:tokens].copy_(layer.attend(states.heads[:tokens], 1, cache))
-        self._run("after", index, partial(_after, layer, states))
+        with choosing(states.idle):  # At a fixed address, also if no token uses adapters.
+            self._run("before", index, partial(_before, layer, states))
+            states.found[:tokens].copy_(layer.attend(states.heads[:tokens], 1, cache))
+            self._run("after", index, partial(_after, layer, states))
         return states.hidden[None, :tokens]
 
     def _run(self, part: str, index: int, work: Callable[[], None]) -> None:
@@ -193,7 +205,9 @@ class PromptLayers:
         fast = [fast for _, fast in self._layers]
         if capture == "auto":
             capture = graph_capture(devices(model.get_decoder().layers), small=True)
-        self._graphs = None if capture is None else PrefillGraphs(fast, capture)
+        adapters = RowAdapters.of(model)
+        ranks = 0 if adapters is None else adapters.table.shape[1]
+        self._graphs = None if capture is None else PrefillGraphs(fast, capture, ranks)
 
     @staticmethod
     def takes(model: Any) -> bool:

@@ -31,6 +31,8 @@ class QuantizedLinear(nn.Linear):
 
     zeros: nn.Parameter | None
     permutation: torch.Tensor | None
+    compute_dtype = torch.float32
+    """Dtype in which PEFT keeps adapters, which it would round to the weights' FP8 otherwise."""
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ BUNDLED = {
 SAMPLES = Path(__file__).parents[1] / "samples"
 """Folder of pictures and recordings that the bundled models can read: ``contents.json`` says what
 they show and say, ``questions.jsonl`` has questions about them with answers."""
+MAX_NAME = 256
+"""Maximum length of a model's name for clients, in characters."""
+_WEIGHTS = "model*.safetensors"
 _TIMEOUT_S = 1.5
 _TIMEOUT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
 
@@ -39,6 +43,16 @@ def bundled(model: str | Path) -> Path | None:
     if isinstance(model, str) and model in BUNDLED:
         return Path(__file__).parent / model
     return None
+
+
+def is_name(name: object) -> bool:
+    """Return whether clients can ask for a model or an adapter by this name."""
+    return (
+        isinstance(name, str)
+        and bool(name.strip())
+        and name.isprintable()
+        and (len(name) <= MAX_NAME)
+    )
 
 
 def description(name: str) -> str:
@@ -149,8 +163,45 @@ def check_source(model: str | Path, options: Mapping[str, Any] | None = None) ->
     raise InputError(f"model {source}: {problem}; {remedy(source)}")
 
 
-def _within(seconds: float, ask: Callable[[], object]) -> None:
-    """Wait for a function in a thread of its own.
+def stored_bytes(source: str) -> int:
+    """Return the bytes of a checkpoint's weights, in files of its folder or on the hub.
+
+    Args:
+        source: result of ``source_of``; a hub id that ``check_source`` has found.
+
+    Raises:
+        InputError: if the files are not in the hub's cache, and it does not tell their sizes within
+            two seconds.
+    """
+    if Path(source).is_dir():
+        return _bytes_in(Path(source))
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    config: Any = try_to_load_from_cache(source, "config.json")
+    if isinstance(config, str) and (found := _bytes_in(Path(config).parent)):
+        return found
+    seconds = float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S))
+
+    def ask() -> list[tuple[str, int]]:
+        files = HfApi().model_info(source, files_metadata=True, timeout=seconds).siblings or []
+        return [(file.rfilename, file.size or 0) for file in files]
+
+    try:
+        files: Any = _within(seconds, ask)
+    except Exception as error:  # The hub's client has errors of several libraries.
+        raise InputError(
+            f"model {source}: its weights are not on this machine, and the hub does not tell their "
+            f"size ({type(error).__name__}); try again, or pass the folder of the checkpoint"
+        ) from error
+    return sum(size for name, size in files if fnmatch(name, _WEIGHTS))
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob(_WEIGHTS))
+
+
+def _within(seconds: float, ask: Callable[[], object]) -> object:
+    """Wait for the result of a function in a thread of its own.
 
     The hub's client has further waits that its timeout does not bound: for the lookup of the host's
     name, and for three seconds of another request before the first.
@@ -167,7 +218,7 @@ def _within(seconds: float, ask: Callable[[], object]) -> None:
             answer.set_exception(error)
 
     threading.Thread(target=run, name="oscar-hub", daemon=True).start()
-    answer.result(seconds)
+    return answer.result(seconds)
 
 
 def remedy(name: str = "") -> str:

@@ -54,6 +54,11 @@ class CheckpointFormat(ABC):
         """Names that tensors of quantized matrices have, and no others."""
         return frozenset(self.dtypes.keys() - {"weight"})
 
+    @property
+    def reorders(self) -> bool:
+        """Whether the columns of each matrix may be in another order than those of x."""
+        return False
+
     def check(self, tensors: Tensors, outputs: int, width: int) -> None:
         """Check that tensors, which may be on the meta device, are those of a matrix.
 
@@ -126,6 +131,11 @@ class _Int4(CheckpointFormat):
 
     columns: ClassVar[int]
     order: ClassVar[str | None] = None
+
+    @property
+    def reorders(self) -> bool:
+        """Whether each matrix must have the groups of its columns."""
+        return self.order in self.needed
 
     @abstractmethod
     def _shapes(self, outputs: int, width: int, groups: int) -> dict[str, tuple[int, ...]]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.pipelines import pipeline_for
 from tests.adapters import PLACES
+from tests.lora import PeftReference
 from tests.prompts import REQUESTS
 
 peft = pytest.importorskip("peft")
@@ -80,6 +82,20 @@ def test_a_folder(adapter, expected) -> None:
     assert pipeline_for(adapter) is OscarVLPipeline
 
 
+def test_quantized_weights_do_not_round_the_adapter(qwen3_vl_folder, adapter) -> None:
+    for weights in ("fp8", "int4"):
+        reference = PeftReference(qwen3_vl_folder, {"a": adapter}, weights)
+        tokens, _ = reference.answer("a", REQUEST, 8)
+        assert answer(adapter, weights=weights, dtype="float32") == tokens
+    pipe = OscarVLPipeline(adapter, device="cpu", weights="fp8")
+    matrices = load_file(adapter / "adapter_model.safetensors")
+    found = {name: x for name, x in pipe.model.named_parameters() if ".lora_" in name}
+    assert len(found) == len(matrices)
+    for name, matrix in found.items():
+        stored = matrices["base_model.model." + name.replace(".default.", ".")]
+        assert torch.equal(matrix, stored), name
+
+
 def test_dtype(adapter) -> None:
     pipe = OscarVLPipeline(adapter, device="cpu", dtype="bfloat16")
     assert {one.dtype for one in pipe.model.parameters()} == {torch.bfloat16}
@@ -113,6 +129,9 @@ def test_folders_that_do_not_fit(adapter, qwen3_omni_folder, tmp_path, monkeypat
     refused(more, r"lacks \d+ weights, such as .*o_proj", device="cpu")
     empty = rewritten(adapter, tmp_path / "empty")
     (empty / "adapter_model.safetensors").unlink()
+    refused(empty, "the adapter cannot be loaded", device="cpu")
+    file = empty / "adapter_model.safetensors"
+    file.write_bytes((adapter / file.name).read_bytes()[:-5])
     refused(empty, "the adapter cannot be loaded", device="cpu")
     (empty / name).write_text("[")
     refused(empty, f"{name} cannot be read")

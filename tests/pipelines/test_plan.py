@@ -1,8 +1,12 @@
 """Plans say what the pipelines then do, and read no weights."""
 
+import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -206,3 +210,42 @@ def test_quantized_weights_count_as_they_are_stored(qwen3_vl_folder, tmp_path) -
     quantize_folder(qwen3_vl_folder, tmp_path / "eight", AWQ | {"bits": 8}, awq)
     with pytest.raises(InputError, match=r"model .*eight: quantization_config.bits is 8"):
         plan(tmp_path / "eight", Session())
+
+
+def in_the_cache(folder: Path, cache: Path, *, weights: bool) -> str:
+    """Put a folder into a cache of the hub; return its hub id."""
+    snapshot = cache / "models--owner--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (cache / "models--owner--model" / "refs").mkdir()
+    (cache / "models--owner--model" / "refs" / "main").write_text("abc")
+    for file in folder.iterdir():
+        if weights or file.suffix != ".safetensors":
+            shutil.copy(file, snapshot)
+    return "owner/model"
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_quantized_weights_of_a_hub_id(weights, qwen3_vl_folder, tmp_path, monkeypatch) -> None:
+    quantize_folder(qwen3_vl_folder, tmp_path / "awq", AWQ, awq, shards=2)
+    source = in_the_cache(tmp_path / "awq", tmp_path / "hub", weights=weights)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = plan(tmp_path / "awq", Session())
+    if weights:
+        assert plan(source, Session()) == folder
+        return
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"model owner/model: its weights are not on this machine"):
+        plan(source, Session())
+    assert time.monotonic() - start < 5
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "awq").iterdir()}
+    files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+    answer = SimpleNamespace(siblings=files)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: answer)
+    assert plan(source, Session()) == folder
+
+
+def test_a_hub_id_that_is_not_here_is_refused_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(InputError, match="model owner/no-such: not on this machine"):
+        plan("owner/no-such", Session())
+    assert time.monotonic() - start < 5

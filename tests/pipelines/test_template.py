@@ -108,7 +108,7 @@ def test_effort(switched, effort: str, reasons: bool) -> None:
     # What the client says of the template itself counts more.
     other = {"chat_template_kwargs": {"enable_thinking": not reasons}}
     assert ids(switched, ASKED, reasoning_effort=effort, **other) != expected
-    chosen, template, _ = switched.read_options({"reasoning_effort": effort}, ())
+    chosen, template, *_ = switched.read_options({"reasoning_effort": effort}, ())
     assert chosen.thinking_token_budget == BUDGETS[effort] == template.budget
     given = {"reasoning_effort": effort, "thinking_token_budget": 7}
     assert switched.read_options(given, ())[0].thinking_token_budget == 7

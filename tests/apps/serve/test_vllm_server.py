@@ -78,9 +78,14 @@ def test_arguments_of_options() -> None:
 
 def test_names_origins_and_levels() -> None:
     origins = ["http://localhost:3000"]
-    given = {"served_model_name": ["a", "b"], "allow_origin": origins, "log_level": "warning"}
+    given = {"lora": ["c=./c", "d=./d"]} | {
+        "served_model_name": ["a", "b"],
+        "allow_origin": origins,
+        "log_level": "warning",
+    }
     found = arguments(model="pocket-vl", **given)
     assert found[found.index("--served-model-name") :][1:3] == ["a", "b"]
+    assert found[found.index("--enable-lora") :][1:4] == ["--lora-modules", "c=./c", "d=./d"]
     assert json.loads(value(found, "--allowed-origins")) == origins
     assert value(found, "--uvicorn-log-level") == "warning"
 

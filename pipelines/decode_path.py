@@ -1,0 +1,70 @@
+"""Decode path: what runs the decode steps of a checkpoint, read from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oscar_mm.fast_decode.decoder import has_full_attention, supports
+from oscar_mm.models import source_of
+from oscar_mm.pipelines.adapters import adapter_base
+from oscar_mm.pipelines.loading import skeleton, weights_title
+from oscar_mm.pipelines.quantized_checkpoints import quantization_of
+from oscar_mm.weights.checkpoint_formats import formats_of
+
+
+@dataclass(frozen=True)
+class DecodePath:
+    """What runs the decode steps of a checkpoint.
+
+    Attributes:
+        family: name of the model family.
+        weights: format of the weights.
+        fused: whether fused layers run them (``oscar_mm.fast_decode``), or the model's own modules.
+        captured: whether a GPU replays them as CUDA graphs, of several requests together.
+    """
+
+    family: str
+    weights: str
+    fused: bool
+    captured: bool
+
+    @property
+    def steps(self) -> str:
+        """What runs decode steps on a GPU, for people."""
+        layers = "fused layers" if self.fused else "the model's own modules"
+        if self.captured:
+            return f"{layers}, captured as CUDA graphs"
+        return f"{layers}, one operation at a time, because layers have a sliding window"
+
+
+def decode_path(model: str | Path) -> DecodePath:
+    """Find out what would run the decode steps of a checkpoint, without reading its weights.
+
+    Columns of a quantized matrix are taken to be in another order if the configuration allows it
+    (``desc_act``, actorder), and all matrices of a layer to have one format.
+
+    Args:
+        model: name of a bundled model, hub id, or folder of a checkpoint or an adapter.
+
+    Raises:
+        InputError: if the model does not exist or is not supported.
+    """
+    source = source_of(adapter_base(model)[0])
+    family, outer = skeleton(source)
+    part, title = family.text_part(outer), weights_title(source, outer.config)
+    name = family.name if outer.config.model_type in family.model_types else outer.config.model_type
+    fused = supports(part) and _are_ours(quantization_of(outer.config))
+    return DecodePath(name, title or "16-bit", fused, has_full_attention(part))
+
+
+def _are_ours(fields: Any) -> bool:
+    """Return whether quantized weights, if there are any, have modules that fused layers know."""
+    if not fields:
+        return True
+    given = fields if isinstance(fields, dict) else fields.to_dict()
+    if given.get("quant_method") == "fp8":
+        return True
+    formats = formats_of(given)
+    return formats is not None and not any(one.reorders for one in formats)
