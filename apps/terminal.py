@@ -57,8 +57,10 @@ def memory_text(report: MemoryReport) -> str:
     more = report.kv_bytes - report.bf16_bytes
     if more <= 0:
         return str(report)
-    others = "tables and free slots" if report.by_kind.get("unused") else "tables"
-    return f"No token is packed; {others} take {format_bytes(more)}.\n{report}"
+    names = {"marks": "marks", "unused": "free slots"}
+    others = ["tables", *(name for kind, name in names.items() if report.by_kind.get(kind))]
+    listed = ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]
+    return f"No token is packed; {listed} take {format_bytes(more)}.\n{report}"
 
 
 def print_pieces(pieces: Iterable[str]) -> Iterator[str]:

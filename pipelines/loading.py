@@ -19,6 +19,7 @@ from torch import distributed
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, Qwen3MoeConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from oscar_mm.cache.states import layers_of_states
 from oscar_mm.engine.family import Family
 from oscar_mm.errors import InputError, shown
 from oscar_mm.models import check_source, remedy, source_of, stored_bytes
@@ -126,6 +127,11 @@ def load(
     shared = check_source(source, shared)
     config = _config(source, shared)
     family = _fitting(source, config, pipeline)
+    if placement.tp_plan and layers_of_states(config):
+        raise InputError(
+            f"tp_plan: the states of {config.model_type} cannot be divided among processes; leave "
+            "it out, or pass device_map='auto' to spread the layers over GPUs"
+        )
     target = placement.target
     options = {**model_kwargs, **shared, **placement.arguments(family.auto_class, config)}
     options["dtype"] = dtype_of(dtype, placement.on_cpu)

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from oscar_mm.admission.capacity import layers_of_states
 from oscar_mm.cache.cache import OscarCache, as_argument
+from oscar_mm.cache.states import layers_of_states
 from oscar_mm.errors import InputError
 from oscar_mm.modules import computing_device
 
 LATENT = "keys and values of different sizes (latent attention)"
 _KINDS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers whose keys and values the cache keeps."""
+_HYBRIDS = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
+"""Model types of decoders with Gated DeltaNet layers, whose states the cache keeps."""
 _TWO_WAY = frozenset({"gemma3n", "gemma4", "gemma4_unified", "git", "molmo2", "paligemma"})
 """Model types whose media tokens also attend to later ones."""
 _OTHER = "attention of another kind: its logits with the cache differ from those without one"
@@ -27,17 +29,18 @@ precision a token may take another expert."""
 _ALIBI = frozenset({"bloom", "mpt"})
 
 
-def check_fits(source: str, config: Any) -> None:
+def check_fits(source: str, config: Any, *, states: bool = True) -> None:
     """Refuse a model whose configuration says that its attention does not fit the cache.
 
     Args:
         source: name of the model, for the error message.
         config: transformers configuration.
+        states: whether the caller supports the states of Qwen3.5 and Qwen3-Next.
 
     Raises:
         InputError: names the model, what does not fit, and which models fit.
     """
-    _refuse(source, config, _of_config(config))
+    _refuse(source, config, _of_config(config, states))
 
 
 def check_modules(source: str, model: PreTrainedModel, writer: PreTrainedModel) -> None:
@@ -98,18 +101,16 @@ def _refuse(source: str, config: Any, found: Iterator[str]) -> None:
         )
 
 
-def _of_config(config: Any) -> Iterator[str]:
+def _of_config(config: Any, with_states: bool) -> Iterator[str]:
     text = config.get_text_config(decoder=True)
+    known = {"linear_attention"} if with_states and text.model_type in _HYBRIDS else set()
     if config.is_encoder_decoder:
         yield "an encoder and cross-attention to it"
     if getattr(text, "kv_lora_rank", None):
         yield LATENT
-    if states := layers_of_states(config):
-        yield (
-            f"layers of {', '.join(sorted(set(states)))}, which keep states instead of keys and "
-            "values"
-        )
-    if others := {*(getattr(text, "layer_types", None) or ())} - _KINDS:
+    if states := {*layers_of_states(config)} - known:
+        yield f"layers of {', '.join(sorted(states))}, which keep states instead of keys and values"
+    if others := {*(getattr(text, "layer_types", None) or ())} - _KINDS - known:
         yield f"layers of {', '.join(sorted(others))}"
     if config.model_type in _ALIBI or getattr(text, "alibi", False):
         yield "ALiBi, positions that are added to attention scores"
@@ -124,7 +125,9 @@ def _of_config(config: Any) -> Iterator[str]:
 def _of_modules(model: PreTrainedModel, writer: PreTrainedModel) -> Iterator[str]:
     if not getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None):
         yield "no context length in its configuration (max_position_embeddings)"
-    if not writer._supports_attention_backend:
+    # Hybrids do not say so, though their layers of attention use the interface.
+    hybrid = model.config.get_text_config(decoder=True).model_type in _HYBRIDS
+    if not (writer._supports_attention_backend or hybrid):
         yield "attention of its own, not transformers' interface"
     layers = getattr(writer.get_decoder(), "layers", ())
     if not layers or not all(hasattr(layer, "mlp") for layer in layers):

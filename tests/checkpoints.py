@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.tiny import randomize
 from tests.tiny_llava_next import llava_next
 from tests.tiny_qwen2_5_vl import qwen2_5_vl
+from tests.tiny_qwen3_5 import qwen3_5
 from tests.tiny_qwen3_omni import qwen3_omni
 from tests.tiny_qwen3_vl import qwen3_vl
 
@@ -22,6 +23,9 @@ BUILDERS: dict[str, Callable[..., None]] = {
     "llava_next": llava_next,
     "llava_next_vicuna": partial(llava_next, text_model="llama"),
     "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": partial(qwen3_5, moe=True),
+    "qwen3_5_thinking": partial(qwen3_5, thinking=True),
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": partial(qwen3_vl, moe=True),
     "qwen3_vl_thinking": partial(qwen3_vl, thinking=True),

@@ -86,6 +86,24 @@ def qwen3_vl_thinking_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen3_5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5 with its processor."""
+    return built("qwen3_5", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def qwen3_5_moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5 with experts."""
+    return built("qwen3_5_moe", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def qwen3_5_thinking_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5 that begins its answers with reasoning."""
+    return built("qwen3_5_thinking", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def llava_next_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny LLaVA-v1.6 on Mistral."""
     return built("llava_next", tmp_path_factory)

@@ -19,6 +19,7 @@ COLORS = {
     "image": "#d98200",
     "video": "#12956a",
     "audio": "#b8518c",
+    "states": "#7a5bc7",
     "tables": "#8a94a6",
 }
 """Colors of the page's light theme, by part of the memory."""

@@ -16,8 +16,8 @@ from oscar_mm.errors import Cancelled
 if TYPE_CHECKING:
     from oscar_mm.chat.chat import Chat
 
-TABLES = "tables"
-PARTS = ("text", "image", "video", "audio", TABLES)
+STATES, TABLES = "states", "tables"
+PARTS = ("text", "image", "video", "audio", STATES, TABLES)
 """Parts of the memory, in the order in which the chart stacks the parts."""
 UPDATES_PER_S = 10
 """Number of updates per second that a page receives while an answer is running."""
@@ -50,7 +50,8 @@ class MemorySample:
             report: memory report of the conversation.
             tokens: number of tokens in the conversation, including forgotten ones.
         """
-        parts = {name: report.by_modality[name] for name in PARTS if name != TABLES}
+        parts = {name: report.by_modality[name] for name in PARTS if name not in (STATES, TABLES)}
+        parts[STATES] = sum(report.by_kind.get(kind, 0) for kind in ("states", "marks"))
         parts[TABLES] = report.by_kind["tables"]
         return cls(tokens, report.tokens, parts, report.bf16_bytes, report.values)
 

@@ -16,6 +16,7 @@ from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.apps.demo.charts import Line, Note, chart
 from oscar_mm.apps.demo.measured_chat import (
     PARTS,
+    STATES,
     TABLES,
     MeasuredChat,
     MemoryCurve,
@@ -137,6 +138,8 @@ def _headline(now: MemorySample, *, packs: bool) -> str:
 def no_gain_reason(now: MemorySample, *, packs: bool) -> str:
     """Explain why a conversation takes hardly less, or more, memory than in 16-bit precision."""
     tables = f"The tables of token positions take {format_bytes(now.parts[TABLES])}."
+    if now.parts[STATES]:
+        tables += f" The states of linear attention take {format_bytes(now.parts[STATES])}."
     if not packs:
         return f"This conversation is stored in 16-bit precision, as set. {tables}"
     return (
@@ -267,16 +270,20 @@ def mark_differences(left: str, right: str) -> tuple[str, str]:
 def segments_view(session: Session) -> str:
     """Return the segments of a conversation as HTML."""
     previews = [[preview.html for preview in turn.previews] for turn in session.turns]
-    return segment_table(session.conversation.segments, previews)
+    forgets = not session.conversation.chat.pipe.family.keeps_states
+    return segment_table(session.conversation.segments, previews, forgets=forgets)
 
 
-def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]) -> str:
+def segment_table(
+    segments: Sequence[Segment], previews: Sequence[Sequence[str]], *, forgets: bool = True
+) -> str:
     """Return a table of segments as HTML: tokens, bytes, and a button to forget each media item.
 
     Args:
         segments: segments of the conversation.
         previews: for each turn, the HTML of its media previews in the order of its segments; "" for
             an item without a preview.
+        forgets: whether the model can forget media; if not, there are no buttons.
     """
     if not segments:
         return (
@@ -285,7 +292,9 @@ def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]
     media = {turn: iter(htmls) for turn, htmls in enumerate(previews)}
     rows = "".join(
         _segment_row(
-            segment, "" if segment.modality is Modality.TEXT else next(media[segment.turn], "")
+            segment,
+            "" if segment.modality is Modality.TEXT else next(media[segment.turn], ""),
+            forgets=forgets,
         )
         for segment in segments
     )
@@ -297,13 +306,13 @@ def segment_table(segments: Sequence[Segment], previews: Sequence[Sequence[str]]
     )
 
 
-def _segment_row(segment: Segment, preview: str) -> str:
+def _segment_row(segment: Segment, preview: str, *, forgets: bool) -> str:
     label, kind = escape(segment.label), segment.modality.label
     mark = preview or f'<i class="glyph c-{kind}" aria-hidden="true">{kind[0].upper()}</i>'
     action = ""
     if segment.forgotten:
         action = '<span class="gone">forgotten</span>'
-    elif segment.modality is not Modality.TEXT:
+    elif forgets and segment.modality is not Modality.TEXT:
         action = (
             f'<button type="button" data-index="{segment.index}" aria-label="Forget {label}" '
             'title="Free its memory; the conversation goes on">Forget</button>'

@@ -153,16 +153,18 @@ class _PipelineCollector(Collector):
 
     def _measure(self) -> list[GaugeMetricFamily]:
         store = self._conversations.pipe.store
+        report = store.memory()
         used = GaugeMetricFamily(
-            "oscar_mm_kv_bytes", "KV bytes in use by modality", labels=["modality"]
+            "oscar_mm_kv_bytes", "KV bytes in use by modality, and states", labels=["modality"]
         )
+        used.add_metric(["states"], report.state_bytes)
         for modality, size in store.bytes_by_modality().items():
             used.add_metric([modality], size)
         if self._conversations.pipe.family.talker is not None:
             used.add_metric(["speech"], self._conversations.pipe.engine.speech_bytes)
         taken = GaugeMetricFamily(
             "oscar_mm_kv_pool_bytes",
-            "KV bytes allocated, including free slots",
-            store.memory().pool_bytes,
+            "KV bytes allocated, including free slots and states",
+            report.pool_bytes + report.state_bytes,
         )
         return [used, taken]

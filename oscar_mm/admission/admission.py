@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -23,6 +24,7 @@ from oscar_mm.cache.block_table import SlotSet, min_page_tokens
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.page_store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.cache.placement import SlotForecast, bytes_over_time, pool_bytes, slot_forecast
+from oscar_mm.cache.states import StateShape, kinds_of_states
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.message import Message, text_of
@@ -293,7 +295,8 @@ class Admission:
         for device, sizes in self._slot_bytes_by_device().items():
             if (free := free_bytes(device)) is not None:
                 memory = free + self._free_bytes(device) + self._others_bytes(device, None)
-                shares.append(memory / pool_bytes(growth.added, sizes))
+                needed = pool_bytes(growth.added, sizes) + self._state_bytes[device]
+                shares.append(memory / needed)
         return shares
 
     def growth(
@@ -336,7 +339,7 @@ class Admission:
             )
         if self.budget is None:
             return None
-        added = self._bytes_over_time(growth)
+        added = self._bytes_over_time(growth) + len(prompt.marks) * self._state_bytes.total()
         self.budget.free_memory(int(added.max()))
         return self.budget.reserve(cache, prompt.tokens, added)
 
@@ -390,12 +393,37 @@ class Admission:
         return f"kv_budget is {self.budget.limit:,} bytes, but {what} the total to {total:,}"
 
     @property
-    def layer_shapes(self) -> list[LayerShape]:
-        """Shape of each layer's keys and values, for the heads of this rank."""
+    def layer_shapes(self) -> list[LayerShape | StateShape]:
+        """Shape of each layer's keys and values, for the heads of this rank, or of its state."""
+        shape, states = self._kv_shape, kinds_of_states(self.model.config)
+        layers = range(len(states) + ModelShape.of(self.model.config, 0).layers)
+        return [self._state_shape if index in states else shape for index in layers]
+
+    @property
+    def _kv_shape(self) -> LayerShape:
+        """Shape of the keys and values of every layer that has them."""
         shape = ModelShape.of(self.model.config, 0)
         heads = max(1, shape.kv_heads // self.store.ranks.count)
-        dtype = self.model.get_input_embeddings().weight.dtype
-        return [LayerShape(heads, shape.head_dim, dtype)] * shape.layers
+        return LayerShape(heads, shape.head_dim, self._dtype)
+
+    @property
+    def _state_shape(self) -> StateShape:
+        """Shape of the state of every layer that has one."""
+        return StateShape.of(self.model.config, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.model.get_input_embeddings().weight.dtype
+
+    @property
+    def _state_bytes(self) -> Counter[torch.device]:
+        """Device -> bytes of a row's states in the layers of the device."""
+        found = Counter[torch.device]()
+        if states := kinds_of_states(self.model.config):
+            devices, each = self.family.layer_devices, self._state_shape.bytes
+            for index in states:
+                found[devices[index]] += each
+        return found
 
     def _check_tokens(self, name: str, text: str) -> None:
         """Refuse a text that is too long; tokenize it block by block and stop at the limit.
@@ -426,8 +454,8 @@ class Admission:
         return slot_forecast(self.store.policy, new, max(0, answer - 1), rows[0] if rows else None)
 
     def _bytes_over_time(self, growth: SlotForecast) -> np.ndarray:
-        """Return the bytes added after 0, 1, 2, ... tokens of the answer."""
-        return bytes_over_time(growth.added, self._slot_bytes())
+        """Return the bytes added after 0, 1, 2, ... tokens of the answer, with a row's states."""
+        return bytes_over_time(growth.added, self._slot_bytes()) + self._state_bytes.total()
 
     def _check_context(self, size: RequestSize, doubt: int = 0) -> None:
         if size.total - doubt > self.max_context:
@@ -507,7 +535,7 @@ class Admission:
 
     def _device_bytes(self, device: torch.device, growth: SlotForecast, tokens: int) -> int:
         stored = pool_bytes(growth.added, self._slot_bytes_by_device()[device])
-        return stored + self._activation_bytes(tokens)
+        return stored + self._state_bytes[device] + self._activation_bytes(tokens)
 
     def _fitting(
         self,
@@ -554,22 +582,22 @@ class Admission:
         return known[1]
 
     def _sums_by_device(self) -> dict[torch.device, dict[Bits, int]]:
-        shape = ModelShape.of(self.model.config, 0)
-        own = replace(shape, kv_heads=self.layer_shapes[0].kv_heads)
-        dtype = unpacked_dtype(self.store.policy, self.layer_shapes[0].dtype)
+        shape, states = ModelShape.of(self.model.config, 0), kinds_of_states(self.model.config)
+        own = replace(shape, kv_heads=self._kv_shape.kv_heads)
+        dtype = unpacked_dtype(self.store.policy, self._dtype)
         expected = own.slot_bytes(self.store.policy, dtype.itemsize)
         by_device: dict[torch.device, dict[Bits, int]] = {}
         for index, device in self.family.layer_devices.items():
             pools = self.store.layers.get(index)
             sums = by_device.setdefault(device, dict.fromkeys(expected, 0))
-            for bits in sums:
+            for bits in () if index in states else sums:
                 sums[bits] += expected[bits] if pools is None else pools.by_bits[bits].bytes_each
         return by_device
 
     def _cache_bytes(self, cache: OscarCache) -> int:
         sizes = self._slot_bytes()
         counts = SlotSet.of(cache.kv_manager.streams()).counts
-        return sum(count * sizes[bits] for bits, count in counts.items())
+        return cache.state_bytes + sum(count * sizes[bits] for bits, count in counts.items())
 
     def _free_bytes(self, device: torch.device) -> int:
         """Return the bytes of free slots on a device, which are used before pools grow."""

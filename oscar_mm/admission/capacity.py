@@ -21,6 +21,7 @@ from oscar_mm.cache.block_table import SlotSet
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.placement import bytes_over_time, slot_forecast
+from oscar_mm.cache.states import StateShape, held_bytes, layers_of_states
 from oscar_mm.engine.prefix_cache import PrefixCache
 from oscar_mm.errors import InputError, MemoryBusy
 from oscar_mm.modality import Modality
@@ -65,6 +66,7 @@ class ModelShape:
         head_dim: channels per head.
         parameters: number of parameters of the full model, including its encoder towers.
         stored_bytes: bytes of quantized weights; None in 16-bit precision.
+        state_bytes: bytes of the states that the other layers keep of a conversation.
     """
 
     layers: int
@@ -72,18 +74,21 @@ class ModelShape:
     head_dim: int
     parameters: int
     stored_bytes: int | None = None
+    state_bytes: int = 0
 
     @classmethod
     def of(cls, config: Any, parameters: int, stored_bytes: int | None = None) -> ModelShape:
         """Return the dimensions of a model from its transformers configuration."""
-        text = config.get_text_config()
+        text, states = config.get_text_config(), len(layers_of_states(config))
         heads = text.num_attention_heads
+        known = states and hasattr(text, "linear_num_value_heads")
         return cls(
-            layers=text.num_hidden_layers - len(layers_of_states(config)),
+            layers=text.num_hidden_layers - states,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             parameters=parameters,
             stored_bytes=stored_bytes,
+            state_bytes=states * StateShape.of(config, torch.bfloat16).bytes if known else 0,
         )
 
     def slot_bytes(self, policy: KVPolicy, itemsize: int = 2) -> dict[Bits, int]:
@@ -104,7 +109,8 @@ class ModelShape:
         return 2 * self.parameters if self.stored_bytes is None else self.stored_bytes
 
     def kv_bytes(self, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
-        """Return the bytes of the pages and 16-bit tokens of a conversation that ends with text.
+        """Return the bytes of the pages, 16-bit tokens and states of a conversation that ends with
+        text.
 
         Tables and free slots are not included: tables take less than 1% of any long conversation,
         and free slots depend on the other contents of the store.
@@ -120,24 +126,14 @@ class ModelShape:
         order = [(Modality.TEXT, sinks), *media, (Modality.TEXT, text - sinks)]
         row = np.concatenate([np.full(count, int(one), np.int8) for one, count in order])
         held = slot_forecast(policy, row, 0).held
-        return self.layers * int(bytes_over_time(held, self.slot_bytes(policy))[0])
+        pages = self.layers * int(bytes_over_time(held, self.slot_bytes(policy))[0])
+        return pages + self.state_bytes
 
     def conversations(self, gpu_bytes: float, policy: KVPolicy, tokens: Mapping[str, int]) -> int:
         """Return how many conversations with these token counts fit on a GPU next to the weights; 0
         if the weights do not fit."""
         available = gpu_bytes * (1 - RESERVED) - self.weight_bytes
         return max(0, int(available // max(1, self.kv_bytes(policy, tokens))))
-
-
-def layers_of_states(config: Any) -> list[str]:
-    """Return the types of the layers that keep a state instead of keys and values.
-
-    Args:
-        config: transformers configuration, with layer types such as "linear_attention" or "mamba".
-    """
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    return [kind for kind in kinds if "attention" not in kind or "linear" in kind]
 
 
 class Spillable(Protocol):
@@ -185,11 +181,11 @@ class Reservation:
 class KVBudget:
     """Limit on the total size of stores, enforced by dropping prefixes and spilling chats.
 
-    Use it only in the engine thread. The budget counts the pages and 16-bit tokens of all chats,
-    prefixes and requests, each once. To free memory, prefixes are dropped first; then idle chats
-    are written to files, least recently used first, and loaded again at their next use. The size of
-    a turn with its longest possible answer is forecast slot by slot (``oscar_mm.cache.placement``)
-    and reserved; later requests get the rest.
+    Use it only in the engine thread. The budget counts the pages, 16-bit tokens and states of all
+    chats, prefixes and requests, each once. To free memory, prefixes are dropped first; then idle
+    chats are written to files, least recently used first, and loaded again at their next use. The
+    size of a turn with its longest possible answer is forecast slot by slot
+    (``oscar_mm.cache.placement``) and reserved; later requests get the rest.
 
     Args:
         store: page store of the pipeline; stores that share the budget are added to ``stores``, a
@@ -234,8 +230,9 @@ class KVBudget:
 
     @property
     def used_bytes(self) -> int:
-        """Number of bytes in use in all stores."""
-        return sum(store.memory().used_bytes for store in self.stores)
+        """Number of bytes in use in all stores, with the states of their caches."""
+        reports = [store.memory() for store in self.stores]
+        return sum(report.used_bytes + report.state_bytes for report in reports)
 
     @property
     def taken_bytes(self) -> int:
@@ -313,8 +310,8 @@ class KVBudget:
         return self._freed([*others, *prefixes])
 
     def _freed(self, caches: Sequence[OscarCache]) -> int:
-        """Return the bytes of slots used only by these caches."""
-        total = 0
+        """Return the bytes of slots used only by these caches, and of their states."""
+        total = held_bytes(state for cache in caches for state in cache.states)
         for store in self.stores:
             kv_managers = [cache.kv_manager for cache in caches if cache.store is store]
             slots = SlotSet.of(

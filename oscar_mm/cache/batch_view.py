@@ -13,8 +13,10 @@ from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.layer import OscarLayer, layers_unstorable
 from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.states import LinearLayer
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
+from oscar_mm.modality import PADDING
 
 
 class BatchView(OscarCache):
@@ -24,6 +26,10 @@ class BatchView(OscarCache):
     not reach all layers leaves all the caches incomplete. The view owns no slots. If attention is
     causal and unbounded, its rows may differ in length without padding. All rows have the same
     query-key balancing vectors.
+
+    The states of linear-attention layers are copied into tensors of the whole batch when the rows
+    are set. From then on the rows' caches refer to their parts of these tensors, until
+    ``clear_row`` or padding gives them copies of their own.
 
     Args:
         store: page store of all the caches.
@@ -46,27 +52,57 @@ class BatchView(OscarCache):
         self.kv_manager.sequences[:] = [_row_of(cache) for cache in caches]
         source = next((cache for cache in caches if cache is not None and cache.layers), None)
         if source is not None and not self.layers:
-            self.layers += [layer.fork(self) for layer in source.layers]
+            self.take_layers(source)
             self.replayed(StepPlan())
+        self._join_states()
+
+    def _join_states(self) -> None:
+        """Move the states of the rows into tensors of the batch."""
+        rows = [cache for cache in self._caches if cache is not None]
+        for index in self.linear_by_index if rows else ():
+            # A padding row may have any state.
+            layers = [(cache or rows[0]).layers[index] for cache in self._caches]
+            self.layers[index] = batch = LinearLayer.joined(layers)
+            for place, cache in enumerate(self._caches):
+                if cache is not None:
+                    cache.layers[index] = batch.row(place)
+
+    def _part_states(self, place: int) -> None:
+        """Give the cache of a row copies of its states, which later steps do not change."""
+        if (cache := self._caches[place]) is not None:
+            for index, layer in cache.linear_by_index.items():
+                cache.layers[index] = layer.fork()
 
     def can_take(self, cache: OscarCache) -> bool:
         """Return whether a cache can be a row of this view.
 
-        The cache must have the same store and balancing vectors, and no linear-attention layers.
+        The cache must have the same store and balancing vectors.
         """
-        fits = cache.store is self.store and not cache.linear_layers
-        return fits and balanced_alike(self, cache)
+        return cache.store is self.store and balanced_alike(self, cache)
 
     def settle(self) -> None:
         """Create the layers of caches that were empty before their prompt was prefilled."""
         for cache in self._caches:
             if cache is not None and not cache.layers:
-                cache.layers += [layer.fork(cache) for layer in self.layers]
+                cache.take_layers(self)
 
     def clear_row(self, place: int) -> None:
         """Replace a finished row with an empty row; a step that is already launched stays valid."""
+        self._part_states(place)
         self._caches[place] = None
+        if all(cache is None for cache in self._caches):
+            for index in self.linear_by_index:
+                self.layers[index] = LinearLayer()
         self.kv_manager.sequences[place] = SequenceTable()
+
+    def expect(
+        self, modalities: torch.Tensor | None = None, *, attention_mask: torch.Tensor | None = None
+    ) -> None:
+        """Announce the next tokens, see ``OscarCache.expect``; padding does not change states."""
+        super().expect(modalities, attention_mask=attention_mask)
+        if modalities is not None:
+            for place in (modalities == PADDING).all(dim=1).nonzero()[:, 0].tolist():
+                self._part_states(place)
 
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Begin the next forward pass of the rows; see ``OscarCache.begin``."""

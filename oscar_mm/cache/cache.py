@@ -16,11 +16,12 @@ from transformers.masking_utils import create_causal_mask
 
 from oscar_mm.cache.block_table import SlotSet
 from oscar_mm.cache.kv_manager import KVCacheManager, PendingModalities
-from oscar_mm.cache.layer import LinearLayer, OscarLayer, layers_unstorable, pack_together
+from oscar_mm.cache.layer import OscarLayer, layers_unstorable, pack_together
 from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.paged_attention import KeyLength, LayerCall
 from oscar_mm.cache.snapshot import Snapshot
+from oscar_mm.cache.states import LinearLayer, Marks, held_bytes
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
 from oscar_mm.pages.codecs.registry import codec_of
@@ -35,7 +36,14 @@ _UNBALANCED = (
     "without the model whose weights are needed; some models then give unusable answers. Create it "
     "with OscarCache(policy, model=model), or use a policy with balance=None"
 )
-_ONE_STATE = "linear-attention layers store only the state after the last token"
+_FORGET = (
+    "forget: the states of linear-attention layers include these tokens, and nothing can be taken "
+    "out of a state; remove the latest turns instead, or start again without them"
+)
+_CROP = (
+    "crop to {:,} tokens: linear-attention layers have only their states after the last token and "
+    "after the marked ones ({}); call mark() where a cache is to return to"
+)
 _TWO_STATES = (
     "layer {} has attention and a linear-attention state, but an OscarCache stores only one of "
     "them per layer: use transformers' DynamicCache for this model"
@@ -87,7 +95,7 @@ class OscarCache(Cache):
     result. In both cases, the attention of a prompt is exact: its keys and values are packed after
     the attention of their layer. Tokens of a later chunk attend to the packed past. Layers with
     linear attention (Qwen3-Next, Qwen3.5, Jamba) keep their unmodified state in transformers' own
-    layers.
+    layers; such a cache can be cropped only to the lengths at which ``mark`` was called.
 
     Attention "oscar" passes the padding on to the cache. With other implementations, or to store
     images, video and audio in separate streams, call ``expect`` before a prompt.
@@ -111,6 +119,8 @@ class OscarCache(Cache):
     """Plan of the latest forward pass; None before the first."""
     sigmas: Mapping[int, torch.Tensor | None] | None
     """Balancing vectors by layer index, for layers that have no keys yet; None if unknown."""
+    marks: Marks
+    """Copies of the states of linear-attention layers, to which ``crop`` can return."""
 
     def __init__(
         self,
@@ -130,6 +140,7 @@ class OscarCache(Cache):
         self.sigmas = None if model is None else balancing_of(model, self.policy)
         self._expected = PendingModalities()
         self._warned = False
+        self.marks = Marks()
         # Whether layers on a GPU have stored a prompt or pages since the last check.
         self.unchecked = False
 
@@ -253,7 +264,49 @@ class OscarCache(Cache):
     @property
     def linear_layers(self) -> list[LinearLayer]:
         """Linear-attention layers, which store a state instead of keys and values."""
-        return [layer for layer in self.layers if isinstance(layer, LinearLayer)]
+        return list(self.linear_by_index.values())
+
+    @property
+    def linear_by_index(self) -> dict[int, LinearLayer]:
+        """Linear-attention layers by layer index."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, LinearLayer)}
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """States of all linear-attention layers, with the copies that ``mark`` made."""
+        return [*(x for layer in self.linear_layers for x in layer.states), *self.marks.states]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of ``states``."""
+        return held_bytes(self.states)
+
+    def set_states(self, layers: Mapping[int, LinearLayer], marks: Marks) -> None:
+        """Replace the linear-attention layers at these indices, and the copies to return to."""
+        for index, layer in layers.items():
+            self.layers[index] = layer
+        self.marks = marks
+        self.store.count_states_of(self)
+
+    def mark(self) -> None:
+        """Keep a copy of the states of linear-attention layers, so that ``crop`` can return here.
+
+        Without such layers, this has no effect. Above ``MARK_BYTES``, the oldest copies are
+        dropped; the latest one stays. Selecting or reordering rows drops all copies.
+
+        Raises:
+            RuntimeError: during a forward pass, or after an interrupted one.
+        """
+        self.check_complete()
+        if layers := self.linear_by_index:
+            self.marks.keep(self.kv_manager.length, layers)
+
+    def longest_crop(self, length: int) -> int:
+        """Return the longest length, up to ``length``, to which ``crop`` can return; at least 0."""
+        length = min(length, self.kv_manager.length)
+        if not self.linear_layers or length >= self.kv_manager.stored_length:
+            return length
+        return max(end for end in (0, *self.marks.kept) if end <= length)
 
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Begin the next forward pass: plan what every layer does with the new tokens.
@@ -380,18 +433,24 @@ class OscarCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Return the memory usage in bytes, by modality and by kind."""
-        return measure(self.kv_manager, self.packed_layers, self.linear_layers)
+        live = [state for layer in self.linear_layers for state in layer.states]
+        return measure(self.kv_manager, self.packed_layers, live, self.marks.states)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the slots that the cache uses, without tables and free slots."""
         return self.store.bytes_of(SlotSet.of(self.kv_manager.streams()).counts)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the slots and states that the cache uses, without tables and free slots."""
+        return self.slot_bytes + self.state_bytes
+
     def __repr__(self) -> str:
         """Describe policy, rows, tokens and memory in one line."""
         try:
             rows, tokens = len(self.kv_manager.sequences), self.kv_manager.length
-            size = f"rows={rows}, tokens={tokens:,}, memory={format_bytes(self.slot_bytes)}"
+            size = f"rows={rows}, tokens={tokens:,}, memory={format_bytes(self.held_bytes)}"
             state = "closed" if self.closed else size
             return f"{type(self).__name__}(policy={self.policy.name or 'custom'}, {state})"
         except Exception:  # The cache is half built, or another thread is changing it.
@@ -427,15 +486,21 @@ class OscarCache(Cache):
         twin = OscarCache(self.policy, store=self.store)
         twin._own_store, twin.closed, twin.sigmas = self._own_store, self.closed, self.sigmas
         twin.kv_manager = self.kv_manager.fork()
-        twin.layers += [
-            layer.fork(twin) if isinstance(layer, OscarLayer) else layer.fork()
-            for layer in self.layers
-        ]
+        twin.take_layers(self)
         if self.step is not None:
             twin.replayed(StepPlan())
         twin._expected, twin.unchecked = copy.copy(self._expected), self.unchecked
-        twin._warned = self._warned
+        twin._warned, twin.marks = self._warned, self.marks.fork()
         return twin
+
+    def take_layers(self, source: OscarCache) -> None:
+        """Add copies of the layers of another cache of the same store to this empty cache."""
+        self.layers += [
+            layer.fork(self) if isinstance(layer, OscarLayer) else layer.fork()
+            for layer in source.layers
+        ]
+        if self.linear_layers:
+            self.store.count_states_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:
         """Return a fork, which is as independent as a copy but shares the pages."""
@@ -465,12 +530,12 @@ class OscarCache(Cache):
             row: row of the batch.
 
         Raises:
-            InputError: if the tokens or the row do not exist.
+            InputError: if the tokens or the row do not exist, or the state of a linear-attention
+                layer includes the tokens.
             RuntimeError: during a forward pass, or after an interrupted one.
-            NotImplementedError: if the state of a linear-attention layer includes the tokens.
         """
         if self.linear_layers:
-            raise NotImplementedError(f"OscarCache.forget: {_ONE_STATE}")
+            raise InputError(_FORGET)
         self.check_complete()
         self.kv_manager.forget(row, start, stop)
 
@@ -496,17 +561,25 @@ class OscarCache(Cache):
         quantized again.
 
         Raises:
-            NotImplementedError: if the state of a linear-attention layer includes the tokens.
+            NotImplementedError: if linear-attention layers have no copy of their state after the
+                remaining tokens, see ``mark``.
             ValueError: if ``tokens_to_remove`` is positive or there are fewer tokens.
         """
-        if tokens_to_remove and self.linear_layers:
-            raise NotImplementedError(f"OscarCache.crop: {_ONE_STATE}")
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the negative number of tokens to remove, "
                 f"e.g. crop({tokens_to_remove - self.get_seq_length()}) to keep {tokens_to_remove}"
             )
+        length = self.kv_manager.length + tokens_to_remove
+        if length > 0 and self.longest_crop(length) != length:
+            marked = ", ".join(f"{one:,}" for one in self.marks.kept) or "none"
+            raise NotImplementedError(_CROP.format(length, marked))
+        changes = length < self.kv_manager.stored_length  # Padding changes no states.
         self.kv_manager.crop(-tokens_to_remove)
+        if changes and (layers := self.linear_by_index):
+            empty = {index: LinearLayer() for index in layers}
+            for index, layer in (self.marks.back_to(length) if length else empty).items():
+                self.layers[index] = layer
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace each row i with row ``beam_idx[i]``; beams share the slots of their history."""
@@ -525,6 +598,7 @@ class OscarCache(Cache):
 
     def _select(self, rows: list[int]) -> None:
         self.kv_manager.select(rows)
+        self.marks = Marks()
         for layer in self.linear_layers:
             layer.reorder_cache(cast(torch.LongTensor, torch.tensor(rows)))
 
@@ -577,6 +651,7 @@ class OscarCache(Cache):
             if layer.is_initialized:
                 raise NotImplementedError(_TWO_STATES.format(index))
             self.layers[index] = LinearLayer()
+            self.store.count_states_of(self)
 
     def reset(self) -> None:
         """Remove all tokens and balancing vectors; replace the store if this cache created it."""
@@ -585,6 +660,7 @@ class OscarCache(Cache):
             self.store = PageStore(self.policy)
         self.kv_manager, self.step = KVCacheManager(self.store), None
         self.layers.clear()
+        self.marks = Marks()
         self._expected, self.unchecked = PendingModalities(), False
 
     def close(self) -> None:

@@ -172,6 +172,14 @@ class KVCacheManager:
         return len(self.sequences[0].codes) if self.sequences else 0
 
     @property
+    def stored_length(self) -> int:
+        """Length without the padding at the end of all rows: steps of rows that had ended."""
+        length = self.length
+        while length and all(row.codes[length - 1] == NOWHERE for row in self.sequences):
+            length -= 1
+        return length
+
+    @property
     def version(self) -> tuple[int, ...]:
         """Value that changes whenever a sequence or a slot id changes."""
         return self.number, self.changes, self.store.trims

@@ -1,7 +1,6 @@
 """Cache layer: copies the keys and values of one layer to and from the store's pools.
 
-``TokenPlaces`` locates the tokens of streams in the pools. ``LinearLayer`` is a layer with linear
-attention in the same cache.
+``TokenPlaces`` locates the tokens of streams in the pools.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from oscar_mm.cache.block_table import ModalityTable, SequenceTable
 from oscar_mm.cache.page_store import PageStore
@@ -321,25 +320,6 @@ class OscarLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1, which means unbounded."""
         return -1
-
-
-class LinearLayer(LinearAttentionLayer):
-    """transformers' linear-attention layer, which stores a state instead of tokens."""
-
-    @property
-    def states(self) -> list[torch.Tensor]:
-        """Tensors of the layer's state."""
-        both = (*self.conv_states.values(), *self.recurrent_states.values())
-        return [state for state in both if state is not None]
-
-    def fork(self) -> LinearLayer:
-        """Return a layer with copies of the state's tensors."""
-        twin = copy.copy(self)
-        for name, by_state in vars(self).items():
-            if isinstance(by_state, dict):
-                own = {k: x.clone() if torch.is_tensor(x) else x for k, x in by_state.items()}
-                setattr(twin, name, own)
-        return twin
 
 
 @torch.no_grad()

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from oscar_mm.cache.block_table import SlotSet
 from oscar_mm.cache.kv_manager import KVCacheManager
-from oscar_mm.cache.layer import LinearLayer, OscarLayer
+from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.page_store import LayerPools
 from oscar_mm.modality import Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN
 from oscar_mm.sizes import format_bytes
 
-KINDS = ("codes", "scales", "norms", "tails", "states", "tables", "unused")
+KINDS = ("codes", "scales", "norms", "tails", "states", "marks", "tables", "unused")
 _SHARED = "shared"
 _SPEECH = "speech"
 _TAILS = "tails: tokens outside of pages, not packed"
@@ -36,12 +37,13 @@ class MemoryReport:
         kv_bytes: total bytes: pools (used and free slots), states of linear-attention layers,
             balancing vectors, tables.
         bf16_bytes: bytes that the same tokens would take as plain 16-bit keys and values, plus the
-            states.
+            states, without marks.
         values: number of stored key and value elements (2 * layers * KV heads * head_dim * tokens).
         by_modality: bytes by modality: "text", "image", "video", "audio", of spoken answers also
             "speech", and "shared" (tables, balancing vectors, states and free slots).
         by_kind: bytes by kind: "codes", "scales" (and zeros), "norms", "tails" (unpacked tokens:
-            the window, sinks, tokens waiting for a page), "states" (linear attention), "tables"
+            the window, sinks, tokens waiting for a page), "states" (linear attention), "marks"
+            (copies of states, to which a cache can be cropped: ends of turns), "tables"
             (page tables, token map, balancing vectors), "unused" (free slots of the pools, and
             spare slots for the next tokens of an answer).
         tokens: number of stored tokens by modality, summed over the batch; tokens in shared slots
@@ -190,14 +192,17 @@ def span_bytes(
 
 
 def measure(
-    kv_manager: KVCacheManager, packed: Sequence[OscarLayer], linear: Sequence[LinearLayer]
+    kv_manager: KVCacheManager,
+    packed: Sequence[OscarLayer],
+    states: Sequence[torch.Tensor],
+    marks: Sequence[torch.Tensor],
 ) -> MemoryReport:
     """Measure the memory usage of a cache: its tensors, layer by layer, and its tables.
 
     Args:
         kv_manager: KV cache manager of the cache.
         packed: layers that have received keys and values.
-        linear: linear-attention layers.
+        states, marks: states of linear-attention layers, and their copies.
     """
     kv_manager.store.collect()
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -220,10 +225,11 @@ def measure(
         by_kind["tables"] += own
         by_modality[_SHARED] += own
         by_device[str(layer.device)] += sum(by_kind.values()) - before
-    for state in (x for layer in linear for x in layer.states):
-        by_kind["states"] += state.nbytes
-        by_modality[_SHARED] += state.nbytes
-        by_device[str(state.device)] += state.nbytes
+    for kind, tensors in (("states", states), ("marks", marks)):
+        for tensor in tensors:
+            by_kind[kind] += tensor.nbytes
+            by_modality[_SHARED] += tensor.nbytes
+            by_device[str(tensor.device)] += tensor.nbytes
     by_device["cpu"] += kv_manager.table_bytes
     by_kind["tables"] += kv_manager.table_bytes
     by_modality[_SHARED] += kv_manager.table_bytes

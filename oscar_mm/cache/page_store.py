@@ -13,11 +13,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from oscar_mm.cache.block_table import SequenceTable, SlotPool, SlotSet
+from oscar_mm.cache.states import held_bytes
 from oscar_mm.errors import InputError
 from oscar_mm.kernels.address_range import AddressRange
 from oscar_mm.modality import Modality
@@ -194,16 +195,27 @@ class StoreReport:
             device; they are reused before the pools grow.
         rounding_bytes: remaining bytes of the pools. A GPU allocates memory for a pool in chunks of
             2 MiB, and the slots in use do not fill the last chunk. Reports of caches exclude them.
+        state_bytes: bytes of the states of linear-attention layers, which are outside of the pools.
     """
 
     used_bytes: int
     free_bytes: int
     rounding_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
         """Total device memory of the pools."""
         return self.used_bytes + self.free_bytes + self.rounding_bytes
+
+
+class StateHolder(Protocol):
+    """Interface of a cache with states."""
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Tensors of the states, with all copies."""
+        ...
 
 
 class PageStore:
@@ -253,6 +265,7 @@ class PageStore:
         self._owners: weakref.WeakKeyDictionary[object, list[SequenceTable]] = (
             weakref.WeakKeyDictionary()
         )
+        self._with_states: weakref.WeakSet[StateHolder] = weakref.WeakSet()
         self._joining = threading.Lock()  # held briefly: a new cache need not wait for a pass
         self._dropped: deque[list[SequenceTable]] = deque()
 
@@ -269,6 +282,11 @@ class PageStore:
         with self._joining:
             self._owners[owner] = sequences
         weakref.finalize(owner, self._dropped.append, sequences).atexit = False
+
+    def count_states_of(self, holder: StateHolder) -> None:
+        """Count the states of a cache in ``memory`` as long as the cache exists."""
+        with self._joining:
+            self._with_states.add(holder)
 
     def _registered(self) -> list[tuple[object, list[SequenceTable]]]:
         """Return the current owners and their sequences; other threads may register more while the
@@ -451,7 +469,7 @@ class PageStore:
         )
 
     def memory(self) -> StoreReport:
-        """Return the used and free bytes of the pools; a shared slot is counted once."""
+        """Return the bytes of pools and states; a shared slot or state is counted once."""
         self.collect()
         used = free = total = 0
         for pools in self.layers.values():
@@ -460,7 +478,10 @@ class PageStore:
                 used += slots * pool.slot_bytes
                 free += pool.free_bytes(slots)
                 total += pool.device_bytes
-        return StoreReport(used, free, total - used - free)
+        with self._joining:
+            holders = list(self._with_states)
+        states = held_bytes(state for holder in holders for state in holder.states)
+        return StoreReport(used, free, total - used - free, states)
 
 
 def _describe(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:

@@ -9,15 +9,19 @@ The file contains these tensors (slots are renumbered from 0; a shared slot is w
     layer.<i>.pages.<b>  (pages, page_bytes) uint8  see ``oscar_mm.pages.layout``
     layer.<i>.recent     (slots, 2, KV heads, head_dim)
     layer.<i>.sigma      (KV heads or 1, head_dim) float32, only with query-key balancing
+    layer.<i>.conv.<k>   (rows, channels, kernel)   states of a linear-attention layer: copy k
+    layer.<i>.state.<k>  (rows, ...) float32        belongs to the k-th of the lengths in the JSON
     given.<name>         tensors supplied by the caller
 
 The file also contains a JSON text: the format version, the model's fingerprint, the policy, the
-layers and the caller's metadata.
+layers, the lengths for which there are states (the last is that of the cache) and the caller's
+metadata.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +38,7 @@ from oscar_mm.cache.checked_file import Content, Kind, read_checked, write_check
 from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.page_store import LayerShape, PageStore, unpacked_dtype
 from oscar_mm.cache.snapshot import fill
+from oscar_mm.cache.states import LinearLayer, Marks, StateShape
 from oscar_mm.cache.tables_file import SavedTables, renumbered
 from oscar_mm.errors import InputError
 from oscar_mm.pages.codecs.registry import codec_of
@@ -60,7 +65,10 @@ _MOST = 512.0
 _SHOWN = 200
 """Maximum number of characters shown from an error about a file."""
 
+_STATE = re.compile(r"layer\.\d+\.(conv|state)\.\d+")
+
 Device = torch.device | str
+Shape = LayerShape | StateShape
 
 
 def save_cache(
@@ -108,13 +116,15 @@ def cache_content(
     Raises:
         InputError: if the metadata cannot be saved as JSON.
         RuntimeError: during a forward pass, or after an interrupted one.
-        NotImplementedError: if any layer has a linear-attention state.
+        NotImplementedError: if a layer has a linear-attention state of another kind than a Gated
+            DeltaNet.
     """
-    if cache.linear_layers:
-        raise NotImplementedError(
-            f"{path}: the cache cannot be saved because it has linear-attention states"
-        )
     cache.check_complete()
+    if not all(map(_is_savable, cache.linear_layers)):
+        raise NotImplementedError(
+            f"{path}: the cache cannot be saved because of its linear-attention states: only those "
+            "of Gated DeltaNet layers (Qwen3-Next, Qwen3.5) can be"
+        )
     tables, slots = renumbered(cache.kv_manager)
     tensors, plain = dict(tables.tensors()), {}
     for name, value in (metadata or {}).items():
@@ -124,8 +134,15 @@ def cache_content(
             tensors[f"given.{name}"] = value.detach().cpu().contiguous().clone()
         else:
             plain[name] = value
-    layers, in_use = [], tables.places_in_use()
-    for layer in cache.layers:
+    layers, in_use = list[dict[str, Any]](), tables.places_in_use()
+    states = _states_of(cache)
+    # A cache without tokens is saved without the layers of states, as one that never had tokens.
+    for index, layer in enumerate(cache.layers if states or not cache.linear_layers else ()):
+        if isinstance(layer, LinearLayer):
+            for number, copies in enumerate(states.values()):
+                tensors.update(zip(_state_names(index, number), copies[index].states, strict=True))
+            layers.append({"states": True})
+            continue
         for bits, pool in layer.pages.items():
             pages = pool.storage[slots[bits]].cpu()
             # Unused positions were never written, or contain forgotten tokens.
@@ -149,11 +166,36 @@ def cache_content(
         "layers": layers,
         "given": plain,
     }
+    if states:
+        text["states"] = list(states)
     try:
         dumped = json.dumps(text, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: metadata cannot be saved as JSON: {error}") from None
     return tensors, {_TEXT: dumped}
+
+
+def _is_savable(layer: LinearLayer) -> bool:
+    convolution, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    if convolution is None or recurrent is None:
+        return not layer.states
+    dimensions = convolution.ndim, recurrent.ndim
+    return dimensions == (3, 4) and recurrent.dtype == torch.float32
+
+
+def _states_of(cache: OscarCache) -> dict[int, dict[int, LinearLayer]]:
+    """Return length -> layer index -> copy of the layer on the host, in ascending order of lengths;
+    empty if the cache has no states."""
+    by_length = {**cache.marks.kept, cache.get_seq_length(): cache.linear_by_index}
+    return {
+        length: {index: layer.on(torch.device("cpu")) for index, layer in layers.items()}
+        for length, layers in sorted(by_length.items())
+        if length and layers
+    }
+
+
+def _state_names(index: int, number: int) -> tuple[str, str]:
+    return f"layer.{index}.conv.{number}", f"layer.{index}.state.{number}"
 
 
 @dataclass(frozen=True)
@@ -165,6 +207,7 @@ class SavedCache:
         tables: tables of its sequences.
         tensors: tensors of all layers, by name.
         shapes: shapes of the layers.
+        lengths: lengths for which there are states, in ascending order.
         given: the caller's metadata.
         fingerprint: fingerprint of the model that the file belongs to.
     """
@@ -172,7 +215,8 @@ class SavedCache:
     policy: KVPolicy
     tables: SavedTables
     tensors: dict[str, torch.Tensor]
-    shapes: list[LayerShape]
+    shapes: list[Shape]
+    lengths: list[int]
     given: dict[str, Any]
     fingerprint: str
 
@@ -183,7 +227,7 @@ class SavedCache:
         *,
         fingerprint: str | Collection[str],
         policy: str | KVPolicy | None = None,
-        layers: Sequence[LayerShape] | None = None,
+        layers: Sequence[Shape] | None = None,
     ) -> SavedCache:
         """Read and check a file, which need not be trusted: its header is checked first.
 
@@ -199,7 +243,7 @@ class SavedCache:
                 model or policy, is truncated or altered, or has content that no valid cache has.
         """
         wanted = None if policy is None else KVPolicy.of(policy)
-        accepted: list[tuple[dict[str, Any], KVPolicy, list[LayerShape]]] = []
+        accepted: list[tuple[dict[str, Any], KVPolicy, list[Shape]]] = []
 
         def accept(texts: dict[str, str], kinds: dict[str, Kind]) -> None:
             text = _text_of(texts, path)
@@ -215,17 +259,19 @@ class SavedCache:
         [(text, found, shapes)] = accepted
         with _as_damaged(path):
             # Earlier files store 16-bit tokens in the model's dtype, which may be larger.
-            for index, shape in enumerate(shapes):
+            for index, shape in _with_keys(shapes):
                 name = f"layer.{index}.{_name(PLAIN)}"
                 tensors[name] = tensors[name].to(unpacked_dtype(found, shape.dtype))
             tables = SavedTables.of(tensors, found)
             _check_content(tensors, found, tables, shapes)
+            _check_lengths(text.get("states", []), tables, shapes)
             _check_balancing(tensors, found, tables, text["layers"])
         return cls(
             policy=found,
             tables=tables,
             tensors={name: x for name, x in tensors.items() if name.startswith("layer.")},
             shapes=shapes,
+            lengths=text.get("states", []),
             given=text["given"]
             | {name[6:]: x.clone() for name, x in tensors.items() if name.startswith("given.")},
             fingerprint=text["fingerprint"],
@@ -233,7 +279,7 @@ class SavedCache:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes of pages and of tokens in 16-bit precision."""
+        """Size in bytes of pages, of tokens in 16-bit precision, and of states."""
         return sum(x.nbytes for name, x in self.tensors.items() if not name.endswith("sigma"))
 
     def placed(
@@ -258,14 +304,23 @@ class SavedCache:
         return cache
 
     def _fill(self, cache: OscarCache, device: Device | Mapping[int, Device]) -> None:
+        kept: dict[int, dict[int, LinearLayer]] = {length: {} for length in self.lengths}
         for index, shape in enumerate(self.shapes):
+            own = device[index] if isinstance(device, Mapping) else device
+            if isinstance(shape, StateShape):
+                for number, length in enumerate(self.lengths):
+                    state = [self.tensors[name] for name in _state_names(index, number)]
+                    kept[length][index] = LinearLayer.of(*state).on(_exact(own))
+                cache.layers.append(LinearLayer())
+                continue
             layer = OscarLayer(cache, index)
             cache.layers.append(layer)
             there = cache.store.layers.get(index)
-            own = device[index] if isinstance(device, Mapping) else device
             layer.use_pools(*shape, there.device if there is not None else _exact(own))
             sigma = self.tensors.get(f"layer.{index}.sigma")
             layer.sigma = None if sigma is None else sigma.to(layer.device, copy=True)
+        if self.lengths:
+            cache.set_states(kept.pop(self.lengths[-1]), Marks(kept))
         fill(cache, self.tables, self._slots_of)
 
     def _slots_of(self, layer: OscarLayer) -> dict[Bits, torch.Tensor]:
@@ -404,8 +459,8 @@ def _checked_shapes(
     kinds: dict[str, Kind],
     text: dict[str, Any],
     policy: KVPolicy,
-    model: Sequence[LayerShape] | None,
-) -> list[LayerShape]:
+    model: Sequence[Shape] | None,
+) -> list[Shape]:
     """Check the header's tensors against each other and return the shapes of all layers.
 
     Raises:
@@ -423,8 +478,14 @@ def _checked_shapes(
         )
     SavedTables.check_kinds(rest)
     slots: dict[Bits, int] = {}
-    shapes = []
+    shapes = list[Shape]()
+    copies = len(_lengths_of(text))
     for index, about in enumerate(layers):
+        if "states" in about:
+            shapes.append(_checked_states(rest, index, copies))
+            if model is not None and shapes[-1] != model[index]:
+                raise ValueError(f"layer {index}: the model has no such states")
+            continue
         recent = rest[f"layer.{index}.{_name(PLAIN)}"]
         _, _, heads, width = recent.shape
         # Earlier files store 16-bit tokens in the model's dtype and do not name the dtype.
@@ -465,16 +526,60 @@ def _checked_shapes(
     return shapes
 
 
+def _with_keys(shapes: Sequence[Shape]) -> Iterator[tuple[int, LayerShape]]:
+    """Yield index and shape of the layers with keys and values."""
+    for index, shape in enumerate(shapes):
+        if isinstance(shape, LayerShape):
+            yield index, shape
+
+
+def _lengths_of(text: dict[str, Any]) -> list[int]:
+    lengths = text.get("states", [])
+    if not isinstance(lengths, list) or not all(type(one) is int for one in lengths):
+        raise ValueError("the lengths of its states are not whole numbers")
+    return lengths
+
+
+def _checked_states(rest: dict[str, Kind], index: int, copies: int) -> StateShape:
+    """Remove the states of a layer from the header's tensors and return their shape.
+
+    Raises:
+        KeyError, ValueError: if they are missing, or not all of one valid shape and dtype.
+    """
+    if not copies:
+        raise ValueError(f"layer {index}: its states are missing")
+    kinds = [tuple(map(rest.pop, _state_names(index, number))) for number in range(copies)]
+    convolution, recurrent = kinds[0]
+    dtype, rows = _DTYPES.get(convolution.dtype), convolution.shape[:1]
+    if dtype is None or recurrent.dtype != "F32" or {*kinds} != {kinds[0]}:
+        raise ValueError(f"layer {index}: its states have unexpected shapes or dtypes")
+    if len(convolution.shape) != 3 or len(recurrent.shape) != 4 or recurrent.shape[:1] != rows:
+        raise ValueError(f"layer {index}: its states have an unexpected number of dimensions")
+    return StateShape(convolution.shape[1:], recurrent.shape[1:], dtype)
+
+
+def _check_lengths(lengths: list[int], tables: SavedTables, shapes: Sequence[Shape]) -> None:
+    """Raise ValueError if the states do not belong to the tokens of the tables."""
+    _, tokens = tables.codes.shape
+    ascending = all(one < other for one, other in itertools.pairwise([0, *lengths]))
+    has_states = any(isinstance(shape, StateShape) for shape in shapes)
+    if not ascending or (lengths[-1:] != [tokens] if has_states else lengths):
+        raise ValueError("the lengths of its states do not match its tokens")
+
+
 def _check_content(
     tensors: dict[str, torch.Tensor],
     policy: KVPolicy,
     tables: SavedTables,
-    shapes: list[LayerShape],
+    shapes: Sequence[Shape],
 ) -> None:
     """Raise ValueError if the layers' slots do not match the tables, or contain NaN or infinity."""
     if tables.counts[PLAIN] and not shapes:
         raise ValueError("it has tokens, but no layers")
-    for index, shape in enumerate(shapes):
+    for name, tensor in tensors.items():
+        if _STATE.fullmatch(name) and not (len(tensor) == len(tables.codes) and all_finite(tensor)):
+            raise ValueError(f"{name} contains NaN or infinity, or is not of every row")
+    for index, shape in _with_keys(shapes):
         for bits, count in tables.counts.items():
             slots = tensors[f"layer.{index}.{_name(bits)}"]
             if len(slots) != count:
@@ -500,6 +605,8 @@ def _check_balancing(
     """Raise ValueError if a layer's pages and its balancing vectors are inconsistent."""
     has_pages = any(count for bits, count in tables.counts.items() if bits.packed)
     for index, about in enumerate(layers):
+        if "states" in about:
+            continue
         if has_pages and not about["balanced"]:
             raise ValueError(
                 f"layer {index} has pages, but it is not known whether their keys are balanced"

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oscar_mm.cache.layer import LinearLayer, OscarLayer
+from oscar_mm.cache.layer import OscarLayer
 from oscar_mm.cache.page_store import LayerShape
+from oscar_mm.cache.states import LinearLayer, Marks
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.cache.tables_file import SavedTables, renumbered
 from oscar_mm.policy import PLAIN, Bits
@@ -44,10 +45,12 @@ class Snapshot:
     Attributes:
         tables: tables of the sequences, with slots numbered from 0.
         layers: layers of the cache; None for a layer without tokens.
+        marks: copies of states that the cache can be cropped to.
     """
 
     tables: SavedTables
     layers: list[PackedLayer | LinearLayer | None]
+    marks: Marks
 
     @classmethod
     def of(cls, cache: Any) -> Snapshot:
@@ -64,19 +67,21 @@ class Snapshot:
                 layers.append(layer.fork())
             else:
                 layers.append(PackedLayer.of(layer, slots) if layer.is_initialized else None)
-        return cls(tables, layers)
+        return cls(tables, layers, cache.marks.fork())
 
     def placed(self, cache: Any) -> None:
         """Restore the contents into an empty ``OscarCache`` on the devices of the copies."""
         for index, found in enumerate(self.layers):
             if isinstance(found, LinearLayer):
                 cache.layers.append(found)
+                cache.store.count_states_of(cache)
                 continue
             layer = OscarLayer(cache, index)
             cache.layers.append(layer)
             if found is not None:
                 layer.use_pools(*found.shape, found.slots[PLAIN].device)
                 layer.sigma = found.sigma
+        cache.marks = self.marks.fork()
         fill(cache, self.tables, lambda layer: self._slots_of(layer.index))
 
     def _slots_of(self, index: int) -> dict[Bits, torch.Tensor]:

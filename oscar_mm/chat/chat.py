@@ -15,6 +15,7 @@ from typing import Any, TypeVar, Unpack
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import write_checked
 from oscar_mm.cache.memory import MemoryReport
+from oscar_mm.cache.states import MARK_BYTES
 from oscar_mm.chat.chat_file import SpillableConversation, chat_content
 from oscar_mm.chat.conversation import (
     ChatEngine,
@@ -25,7 +26,12 @@ from oscar_mm.chat.conversation import (
     next_prompt,
     past_of,
 )
-from oscar_mm.chat.history import PastTurn, history_prompt, prefill_groups
+from oscar_mm.chat.history import (
+    PastTurn,
+    history_prompt,
+    marked_before_reasoning,
+    prefill_groups,
+)
 from oscar_mm.engine.answer import Answer, AnswerStream, Delivery
 from oscar_mm.engine.message import (
     Message,
@@ -51,6 +57,10 @@ from oscar_mm.tool_parsers.parser import Piece
 Result = TypeVar("Result")
 _GLANCE_S = 0.05
 """Maximum seconds that ``repr`` waits for the engine."""
+_TOO_EARLY = (
+    "undo: the states of linear attention from before this turn are not kept any more (a chat "
+    f"keeps the latest {format_bytes(MARK_BYTES)} of them): start a new chat"
+)
 _ARGUMENTS = "prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"
 
 
@@ -124,7 +134,7 @@ class Chat:
         if (cache := now.kv) is None:
             return "on disk"
         try:
-            return format_bytes(self.pipe.engine.call(lambda: cache.slot_bytes, timeout=_GLANCE_S))
+            return format_bytes(self.pipe.engine.call(lambda: cache.held_bytes, timeout=_GLANCE_S))
         except Exception:  # The engine is busy or has ended.
             return "unknown"
 
@@ -268,7 +278,7 @@ class Chat:
         def begin(now: Conversation, prompt: Prompt) -> PrefillRequest:
             nonlocal reading
             read = prompt.to(pipe.family.device)
-            reading = PrefillRequest(pipe.engine, read, now.cache.fork())
+            reading = PrefillRequest(pipe.engine, read, now.forked_cache())
             reading.client = self.client
             self._spillable.answering = reading  # From here on the chat cannot be spilled.
             return reading
@@ -370,7 +380,8 @@ class Chat:
             segment: the media item's segment, such as ``chat.images[2]``, or its index.
 
         Raises:
-            InputError: if there is no such segment, if it is text, or if it is already forgotten.
+            InputError: if there is no such segment, if it is text, if it is already forgotten, or
+                if the model keeps states, which cannot forget (Qwen3.5).
         """
 
         def forget(now: Conversation) -> None:
@@ -390,19 +401,23 @@ class Chat:
         policy the next answer may differ slightly from that of a chat that never had the turn.
 
         Raises:
-            InputError: if there are no turns.
+            InputError: if there are no turns, or if a model with states (Qwen3.5) no longer has
+                those from before the turn: a chat keeps the latest ``MARK_BYTES`` of them.
         """
 
         def undo(now: Conversation) -> None:
             if not now.turns:
                 raise InputError("undo: the chat has no turns yet")
+            start = now.turns[-1].start
+            if now.cache.longest_crop(start) != start:
+                raise InputError(_TOO_EARLY)
             if len(now.turns) == 1:
                 # A new cache, since a chat saved by an earlier version may have balancing
                 # vectors that were computed from its first prompt.
                 self._spillable.replace(Conversation.empty(self._new_cache()))
             else:
                 cache = now.cache.fork()
-                cache.crop(now.turns[-1].start - now.tokens)
+                cache.crop(start - now.tokens)
                 self._spillable.replace(now.without_last_turn(cache))
 
         self._alone(undo)
@@ -563,7 +578,8 @@ class Chat:
             turn = with_system(None if then.turns else self.system, messages)
             prompt = next_prompt(pipe, then, turn, shown, max_new_tokens, tools)
             decoding.close()
-            return replace(prompt, salt=self.cache_salt, adapter=self.adapter)
+            found = replace(prompt, salt=self.cache_salt, adapter=self.adapter)
+            return marked_before_reasoning(found, pipe.family)
 
         def fitted(now: Conversation, prompt: Prompt) -> tuple[Prompt, Sampling]:
             if not cut_to_fit:
@@ -613,7 +629,7 @@ class Chat:
 
         def after(finish_reason: str) -> Conversation:
             written, cache = running_request.written, running_request.cache
-            stored = cache.get_seq_length() - before.tokens - prompt.tokens
+            stored = cache.kv_manager.stored_length - before.tokens - prompt.tokens
             said = Message("assistant", (written.text,), "answer", written.tool_calls)
             answer = said, written.token_ids, finish_reason, stored, written.reasoning_span
             return before.with_turn(cache, prompt, asked, *answer)
@@ -624,7 +640,7 @@ class Chat:
             begun = running_request = Request(
                 self.pipe.engine,
                 prompt.to(self.pipe.family.device),
-                before.cache.fork(),
+                before.forked_cache(),
                 sampling,
                 start,
                 history=before.token_ids,

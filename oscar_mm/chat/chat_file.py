@@ -18,8 +18,7 @@ import torch
 
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.checked_file import Content
-from oscar_mm.cache.page_store import LayerShape
-from oscar_mm.cache.saved_cache import SavedCache, cache_content, load_cache, save_cache
+from oscar_mm.cache.saved_cache import SavedCache, Shape, cache_content, load_cache, save_cache
 from oscar_mm.cache.tables_file import SavedTables
 from oscar_mm.chat.conversation import ChatEngine, Conversation
 from oscar_mm.chat.saved_turns import check_turns
@@ -110,7 +109,7 @@ def read_chat(
     *,
     fingerprints: Collection[str],
     policy: KVPolicy,
-    layers: Sequence[LayerShape],
+    layers: Sequence[Shape],
     family: Family,
 ) -> SavedChat:
     """Read a chat file without placing its cache in a page store; any thread may call this.
@@ -301,12 +300,20 @@ class SpillableConversation:
 
     def drop_reasoning(self) -> Conversation:
         """Remove the last reasoning from the cache if the cache is in the store; return the
-        conversation."""
+        conversation.
+
+        So is the token of a step that was running when an answer was left, unless the states of the
+        model include it.
+        """
         conversation = self.conversation
         if conversation.kv is None:
             return conversation
         old = conversation.cache
         if surplus := old.get_seq_length() - conversation.tokens:
+            if old.longest_crop(conversation.tokens) != conversation.tokens:
+                late = old.kv_manager.stored_length - conversation.tokens
+                self.conversation = conversation.with_late_tokens(late)
+                return self.drop_reasoning()
             cache = old.fork()
             cache.crop(-surplus)
             self.conversation = replace(conversation, kv=cache)

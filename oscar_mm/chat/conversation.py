@@ -148,6 +148,12 @@ class Conversation:
         ]
         return self.tokens - sum(forgotten_tokens)
 
+    def forked_cache(self) -> OscarCache:
+        """Return a fork of the cache for the next turn, from which ``Chat.undo`` can return."""
+        cache = self.cache.fork()
+        cache.mark()
+        return cache
+
     def with_turn(
         self,
         cache: OscarCache | None,
@@ -199,6 +205,19 @@ class Conversation:
             next_position=prompt.next_position.cpu() + stored,
             pending=tuple(ids[read:]),
             turns=(*self.turns, turn),
+        )
+
+    def with_late_tokens(self, count: int) -> Conversation:
+        """Return the conversation with its first ``count`` pending tokens in the cache: a step that
+        was running when the answer was left has added them."""
+        late = torch.tensor([self.pending[:count]], dtype=torch.long)
+        last = replace(self.turns[-1], stop=self.turns[-1].stop + count)
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, late], dim=1),
+            next_position=self.next_position + count,
+            pending=self.pending[count:],
+            turns=(*self.turns[:-1], last),
         )
 
     def without_last_turn(self, cache: OscarCache) -> Conversation:
@@ -427,6 +446,8 @@ def _pending(conversation: Conversation, config: object) -> list[int]:
 
 def _remedies(conversation: Conversation) -> list[str]:
     """Return ways to free tokens of a conversation, as texts, with the largest media first."""
+    if conversation.cache.linear_layers:
+        return ["undo()"]
     media = [one for one in conversation.segments() if one.modality and one.tokens]
     largest = sorted(media, key=lambda one: -one.tokens)[:3]
     frees = [f"forget({one.index}) frees {one.tokens:,} ({one.label})" for one in largest]

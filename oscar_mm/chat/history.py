@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from oscar_mm.chat.conversation import ChatEngine, Conversation, next_prompt
+from oscar_mm.engine.family import Family
 from oscar_mm.engine.message import Message, media_of, with_spans, with_system
 from oscar_mm.engine.prompt import Prompt, beginning, text_after
 from oscar_mm.engine.think_tokens import ThinkTokens
@@ -91,7 +93,15 @@ def history_prompt(
         asked = with_spans(turn.messages, question.media)
         said = asked, turn.answer, ids, "stop", len(ids)
         conversation = conversation.with_turn(conversation.kv, question, *said)
-    return family.concatenate(prompts), conversation
+    prompt, lengths = family.concatenate(prompts), [one.tokens for one in prompts]
+    return family.marked(prompt, accumulate(lengths[:-1])), conversation
+
+
+def marked_before_reasoning(prompt: Prompt, family: Family) -> Prompt:
+    """Return a single-row prompt with a mark where reasoning is removed after its answer."""
+    if (thinks := family.think_tokens) is None:
+        return prompt
+    return family.marked(prompt, [prompt.tokens - thinks.opened(prompt.inputs["input_ids"][0])])
 
 
 def without_reasoning(prompt: Prompt, thinks: ThinkTokens | None) -> Prompt:

@@ -18,6 +18,7 @@ from transformers import Cache
 
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.paged_attention import KeyLength
+from oscar_mm.errors import InputError
 from oscar_mm.ops.sinks import with_sink_key
 from oscar_mm.quant.balance import sigmas_of_model
 
@@ -25,6 +26,10 @@ IGNORE = -100
 """Target of a token whose prediction is not judged."""
 Pair = tuple[Tensor, Tensor]
 _RUNNERS_UP = 4
+_STATES = (
+    "the model has layers of linear attention, whose states inspect and bench accuracy cannot "
+    "record: use a model with attention in all layers, or compare answers with verify"
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,14 @@ class ForcedCache(Cache):
         keys = key_states.view_as(key_states)
         keys.oscar_chunk = _Attention(self, layer_idx)  # pyright: ignore[reportAttributeAccessIssue]
         return keys, value_states
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Raise InputError: the states of linear attention are not stand-ins."""
+        raise InputError(_STATES)
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Raise InputError, see ``has_previous_state``."""
+        raise InputError(_STATES)
 
     def attend_packed(self, mask: Tensor | None) -> bool:
         """Check that the mask hides no tokens, and return False, since no past tokens are hidden.

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText
 
 from oscar_mm.attention import IMPLEMENTATION
+from oscar_mm.cache.states import layers_of_states
 from oscar_mm.engine.chat_format import ANSWER, QUESTION, ChatFormat
 from oscar_mm.engine.input_layout import InputLayout
 from oscar_mm.engine.message import Message
@@ -152,8 +154,13 @@ class Family(ChatFormat, ABC):
 
     @property
     def layer_devices(self) -> dict[int, torch.device]:
-        """Device of each layer's keys and values."""
+        """Device of each layer's keys and values, or of its states."""
         return dict(enumerate(map(computing_device, self.model.get_decoder().layers)))
+
+    @cached_property
+    def keeps_states(self) -> bool:
+        """Whether layers with linear attention keep states instead of keys and values."""
+        return bool(layers_of_states(self.model.config))
 
     def prompt(
         self,
@@ -310,6 +317,18 @@ class Family(ChatFormat, ABC):
             media=tuple(media),
             layout=self.layout,
         )
+
+    def marked(self, prompt: Prompt, marks: Iterable[int]) -> Prompt:
+        """Return a single-row prompt with further ``Prompt.marks``, if the model keeps states.
+
+        Args:
+            prompt: the prompt.
+            marks: numbers of its tokens; 0 is ignored.
+        """
+        if not self.keeps_states:
+            return prompt
+        places = {*prompt.marks, *(mark for mark in marks if mark > 0)}
+        return replace(prompt, marks=tuple(sorted(places)))
 
     @abstractmethod
     def encode(self, text: str, media: Sequence[Medium]) -> Encoding:

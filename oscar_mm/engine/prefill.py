@@ -24,7 +24,7 @@ from torch import nn
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, cache_of
 from oscar_mm.engine.input_layout import InputLayout
-from oscar_mm.engine.prompt import Prompt, by_frames, forward, segments
+from oscar_mm.engine.prompt import Prompt, by_frames, forward, segments, up_to_marks
 from oscar_mm.engine.prompt_logprobs import PromptLogprobs
 from oscar_mm.fast_decode.prompt_layers import MAX_RECORDED
 from oscar_mm.modality import Modality
@@ -475,6 +475,24 @@ def read_in_chunks(
     Yields:
         None after each chunk except the last, and the logits after the last.
     """
+    unread = prompt.tokens
+    for part in up_to_marks(prompt):
+        unread -= part.tokens
+        for logits in _read_part(model, part, cache, prefill_chunk, logprobs):
+            if logits is not None and part.marks:
+                cache.mark()
+            if logits is None or not unread:
+                yield logits
+
+
+def _read_part(
+    model: nn.Module,
+    prompt: Prompt,
+    cache: OscarCache,
+    prefill_chunk: int | None,
+    logprobs: PromptLogprobs | None,
+) -> Iterator[torch.Tensor | None]:
+    """Prefill a prompt that has no marks before its end; see ``read_in_chunks``."""
     cache.expect(prompt.modalities)
     at_once = logprobs is None and prompt.tokens <= min(prefill_chunk or MAX_TOKENS, MAX_TOKENS)
     chunks = _prefill_in_chunks(model, prompt, cache, prefill_chunk, logprobs=logprobs)

@@ -252,8 +252,11 @@ class PrefillRunner:
             cache.sigmas = self.sigmas
         for index, (prompt, cache) in enumerate(zip(prompts, caches, strict=True)):
             tokens += prompt.tokens
-            alike = balanced_alike(caches[start], cache) and all(
-                _adapts_along(one, prompt) for one in prompts[start:index]
+            # States are of one row: the tokens of two prompts in a row would mix.
+            alike = (
+                not self.family.keeps_states
+                and balanced_alike(caches[start], cache)
+                and all(_adapts_along(one, prompt) for one in prompts[start:index])
             )
             if index > start and (tokens > self.max_varlen_tokens or not alike):
                 yield slice(start, index)

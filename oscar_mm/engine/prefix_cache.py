@@ -111,13 +111,16 @@ class PrefixCache:
     that neither the number of cached tokens nor the time of a request reveals a single token of
     another prompt. Prompts with different ``Prompt.salt`` share nothing.
 
+    If the model keeps states (Qwen3.5), an entry can be shared only as a whole, or up to where the
+    entry itself continued another one: states of other lengths are not kept.
+
     Tokens after a shared prefix attend to its pages. With policy "bf16", this changes nothing. With
     packed pages, the answer may differ slightly from that of a prompt prefilled in a single pass,
     in which attention over the prompt is exact.
 
     Args:
-        limit: maximum size in bytes of pages and 16-bit slots; the least recently used entries are
-            dropped first. Pages shared by several entries count once per entry.
+        limit: maximum size in bytes of pages, 16-bit slots and states; the least recently used
+            entries are dropped first. Pages shared by several entries count once per entry.
 
     Attributes:
         hits: number of prompts with a cached prefix.
@@ -165,7 +168,8 @@ class PrefixCache:
         key = state, prompt.salt
         for entry in self._entries:
             length = _whole(entry.common(key, ids[:-1], prompt.media), prompt.media)
-            if length > longest:
+            length = _whole(entry.cache.longest_crop(length), prompt.media)
+            if length > longest and length == entry.cache.longest_crop(length):
                 best, longest = entry, length
         if best is None:
             self.misses += 1
@@ -179,25 +183,25 @@ class PrefixCache:
         return cache
 
     def keep(self, prompt: Prompt, state: object, cache: OscarCache) -> None:
-        """Add the prompt just prefilled into a cache, up to the end of its last media item or, if
-        the prompt has no media, of its last full page."""
-        stop = prompt.media[-1].stop if prompt.media else _whole(prompt.tokens, ())
+        """Add the prompt just prefilled into a cache, up to ``kept_tokens``."""
+        stop = kept_tokens(prompt)
         ids, key = _ids(prompt)[:stop], (state, prompt.salt)
-        if stop < MIN_TOKENS:
+        if not stop or cache.longest_crop(stop) != stop:
             return
         for entry in self._entries[:]:
             length = entry.common(key, ids, prompt.media)
-            if length == stop:
+            if length == stop == entry.cache.longest_crop(stop):
                 return
-            if length == len(entry.ids):
+            if length == len(entry.ids) == cache.longest_crop(length):
                 self._drop(entry)
-        size = token_bytes(cache.kv_manager, 0, stop)
+        frozen = cache.fork()
+        frozen.crop(stop - frozen.get_seq_length())
+        size = token_bytes(frozen.kv_manager, 0, stop) + frozen.state_bytes
         if size > self.limit:
+            frozen.close()
             return
         while len(self) >= _MAX_ENTRIES or self.bytes + size > self.limit:
             self.drop_oldest()
-        frozen = cache.fork()
-        frozen.crop(stop - frozen.get_seq_length())
         self._entries.append(_Entry(key, ids, prompt.media, frozen, size))
 
     def drop_oldest(self) -> None:
@@ -212,6 +216,13 @@ class PrefixCache:
     def _drop(self, entry: _Entry) -> None:
         self._entries.remove(entry)
         entry.cache.close()
+
+
+def kept_tokens(prompt: Prompt) -> int:
+    """Return the number of leading tokens that a prefix cache keeps of a prompt: up to the end of
+    its last media item or, if it has no media, of its last full page; 0 if these are few."""
+    stop = prompt.media[-1].stop if prompt.media else _whole(prompt.tokens, ())
+    return stop if stop >= MIN_TOKENS else 0
 
 
 def _whole(length: int, media: tuple[MediumSpan, ...]) -> int:

@@ -35,6 +35,8 @@ class Prompt:
         continues: whether the answer continues the prompt's text, so that its first token is text
             and not reasoning.
         layout: how ``inputs`` are cut, as defined by the family.
+        marks: numbers of tokens after which prefill calls ``OscarCache.mark``, in ascending order;
+            each ends a pass. Only for models whose layers keep states.
     """
 
     inputs: dict[str, Any]
@@ -46,6 +48,7 @@ class Prompt:
     adapter: str | None = None
     continues: bool = False
     layout: InputLayout = field(default_factory=InputLayout)
+    marks: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -135,6 +138,15 @@ def text_after(prompt: Prompt, ids: torch.Tensor) -> Prompt:
         modalities=torch.full((1, count), int(Modality.TEXT), dtype=torch.int8),
         adapter=prompt.adapter,
     )
+
+
+def up_to_marks(prompt: Prompt) -> Iterator[Prompt]:
+    """Yield the parts of a single-row prompt that end at its marks, and the rest."""
+    start = 0
+    for stop in (*prompt.marks, prompt.tokens):
+        if stop > start:
+            yield prompt if (start, stop) == (0, prompt.tokens) else _part(prompt, start, stop)
+            start = stop
 
 
 def segments(prompt: Prompt, max_tokens: int) -> Iterator[Prompt]:
@@ -243,6 +255,7 @@ def _part(prompt: Prompt, start: int, stop: int) -> Prompt:
         media=tuple(span.shifted(-start) for span in shown),
         adapter=prompt.adapter,
         layout=prompt.layout,
+        marks=tuple(mark - start for mark in prompt.marks if start < mark <= stop),
     )
 
 

@@ -187,7 +187,9 @@ class RunningBatches:
             if view is not None and view.can_take(request.cache):
                 self._shared.join(request)
                 return
-        self._alone.append(RunningBatch(self._batch(request, request.cache), None))
+        # A view keeps the states of a row that has ended.
+        view = BatchView(self._store) if self.family.keeps_states else None
+        self._alone.append(RunningBatch(self._batch(request, view or request.cache), view))
         self._alone[-1].join(request)
 
     def forget_batch(self) -> None:

@@ -16,7 +16,7 @@ from oscar_mm.engine.engine_call import Call
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.prefill_runner import PrefillRunner
-from oscar_mm.engine.prefix_cache import PrefixCache, processor_settings
+from oscar_mm.engine.prefix_cache import PrefixCache, kept_tokens, processor_settings
 from oscar_mm.engine.prompt import Prompt, remaining
 from oscar_mm.engine.request import Request
 from oscar_mm.engine.running_batches import RunningBatches
@@ -375,7 +375,7 @@ class Scheduler:
         return (
             request.prompt.tokens <= self.reader.max_varlen_tokens
             and not request.is_read_alone
-            and not (shares or request.cache.linear_layers)
+            and not (shares or self.family.keeps_states)
             and self._batches.joins(request)
         )
 
@@ -390,6 +390,7 @@ class Scheduler:
             request.reader_state = self._reader_state(prompt)
             if request.prompt_logprobs is None:  # Prompt logprobs need every token to be prefilled.
                 prefix = self.prefixes.find(prompt, request.reader_state)
+            prompt = self.family.marked(prompt, [kept_tokens(prompt)])
         if prefix is not None:
             prompt, cache = remaining(prompt, prefix.get_seq_length()), prefix
         try:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from oscar_mm.cache.cache import OscarCache, as_argument
+from oscar_mm.cache.states import layers_of_states
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
@@ -270,7 +271,9 @@ class GraphRunner:
         # Communication between devices or ranks within a graph is untested for plain modules.
         places = devices(self.model)
         alone = self._ranks.count == 1 and places == {self._ids.device}
-        return graph_capture(places) if alone and has_full_attention(self.model) else None
+        # A step that is launched early and then discarded would have changed states.
+        fits = has_full_attention(self.model) and not layers_of_states(self.model.config)
+        return graph_capture(places) if alone and fits else None
 
     def _on_fixed_tables(
         self, tokens: torch.Tensor, ended: torch.Tensor, early: InflightStep | None

@@ -106,29 +106,39 @@ def sigma_of_layer(
         (KV heads or 1, head_dim) float32; None if the layer has neither such norms nor such
         projections.
     """
-    sigma = sigma_of_norms(attention, head_dim)
+    sigma = sigma_of_norms(attention, head_dim, angles)
     if sigma is None and any(all(hasattr(attention, x) for x in names) for names in _PROJECTIONS):
         sigma = _sigma_from_projections(layer, attention, head_dim, angles, centered)
     return sigma
 
 
-def sigma_of_norms(attention: nn.Module, head_dim: int) -> Tensor | None:
+def sigma_of_norms(
+    attention: nn.Module, head_dim: int, angles: Tensor | None = None
+) -> Tensor | None:
     """Return sigma from the QK norms of an attention module; None if it has no per-head norms."""
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    return sigma_from_norms(q_norm, k_norm, head_dim)
+    return sigma_from_norms(q_norm, k_norm, head_dim, angles)
 
 
-def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
+def sigma_from_norms(
+    q_norm: Any, k_norm: Any, head_dim: int, angles: Tensor | None = None
+) -> Tensor | None:
     """Return sigma of a layer, computed from its QK-norm weights; None unless the norms are per
     head.
 
-    RoPE mixes channels c and c + head_dim / 2, so both get the pair's rms and the same sigma.
-    (After an RMS norm the rms of a channel is its weight.)
+    RoPE mixes channels c and c + n, so both get the pair's rms and the same sigma. (After an RMS
+    norm the rms of a channel is its weight.)
+
+    Args:
+        q_norm, k_norm: norms of queries and keys.
+        head_dim: number of channels per head.
+        angles: angles of the n pairs of channels, see ``rotary_angles``; None if all channels are
+            rotated. The channels after these pairs are not mixed.
 
     Returns:
         (1, head_dim) float32, shared by all KV heads, or None.
     """
-    rms = []
+    rms, rotated = [], head_dim if angles is None else min(head_dim, 2 * len(angles))
     for norm in (q_norm, k_norm):
         weight = getattr(norm, "weight", None)
         if weight is None or weight.numel() != head_dim or head_dim % 2:
@@ -137,8 +147,9 @@ def sigma_from_norms(q_norm: Any, k_norm: Any, head_dim: int) -> Tensor | None:
         # multiplies by weight or by 1 + weight.
         with torch.no_grad():
             effective = norm(_as_weight(torch.ones(1, head_dim), weight))
-        pairs = effective.float().square().view(2, head_dim // 2).mean(dim=0).sqrt()
-        rms.append(pairs.repeat(2))
+        energy = effective.float().square()[0]
+        pairs = energy[:rotated].view(2, rotated // 2).mean(dim=0)
+        rms.append(torch.cat([pairs, pairs, energy[rotated:]]).sqrt())
     rms_queries, rms_keys = rms
     return sigma_from_rms(rms_keys, rms_queries)[None]
 

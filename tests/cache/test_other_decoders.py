@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from transformers import (
 from transformers.cache_utils import LinearAttentionLayer
 
 from oscar_mm import InputError, OscarCache
+from oscar_mm.cache import states as states_module
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import as_argument
+from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.saved_cache import save_cache
 from tests.checkpoints import build_decoder
 from tests.tiny import randomize
@@ -378,9 +381,9 @@ def test_states_of_linear_attention(name: str) -> None:
     assert sum(report.by_kind.values()) == report.kv_bytes == sum(report.by_modality.values())
     assert report.bf16_bytes == 2 * report.values + total
     assert "states, tables" in str(report)
-    with pytest.raises(NotImplementedError, match=r"OscarCache\.forget"):
+    with pytest.raises(InputError, match="forget: the states of linear-attention layers"):
         cache.forget(0, 3)
-    with pytest.raises(NotImplementedError, match=r"OscarCache\.crop"):
+    with pytest.raises(NotImplementedError, match=r"crop to 49 tokens: .*marked ones \(none\)"):
         cache.crop(-1)
     cache.crop(0)
     cache.reset()
@@ -411,14 +414,126 @@ def test_rows_and_forks_of_a_hybrid() -> None:
     assert_near(states(model, cache, new.expand(3, -1)), torch.cat([after[1], after[0], after[1]]))
     twin.batch_select_indices(torch.tensor([True, False, False, True]))
     assert_near(states(model, twin, new.expand(2, -1)), torch.cat(after))
-    assert not BatchView(cache.store).can_take(cache)
+
+
+def step(model: PreTrainedModel, cache: OscarCache, tokens: list[int]) -> torch.Tensor:
+    """Logits of (rows, 1) tokens; a token of -1 is padding."""
+    ids = torch.tensor([tokens]).T
+    places = torch.tensor([[len(row.codes)] for row in cache.kv_manager.sequences])
+    cache.expect(torch.where(ids < 0, -1, 0))
+    with torch.inference_mode():
+        return model(
+            ids.clamp(min=0), position_ids=places, **as_argument(cache), use_cache=True
+        ).logits
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_of_a_batch_have_their_own_states(name: str) -> None:
+    """They join and leave; padding, a row that left and a fork change no other row."""
+    model = decoder(name)
+    model.set_attn_implementation("oscar")
+    store = PageStore("bf16")
+    caches = [OscarCache("bf16", model=model, store=store) for _ in range(3)]
+    for seed, cache in enumerate(caches):
+        states(model, cache, prompt(20 + 7 * seed, seed=seed))
+    alone = [cache.fork() for cache in caches]
+    one, two, three = caches
+    view = BatchView(store)
+    assert all(map(view.can_take, caches))
+
+    def check(rows: list[OscarCache | None], tokens: list[int]) -> None:
+        found = step(model, view, tokens)
+        for place, (cache, token) in enumerate(zip(rows, tokens, strict=True)):
+            if cache is not None and token >= 0:
+                twin = alone[caches.index(cache)]
+                assert_near(found[place], step(model, twin, [token])[0])
+                for mine, theirs in zip(cache.states, twin.states, strict=True):
+                    assert_near(mine, theirs)
+
+    view.set_rows([one, two])
+    check([one, two], [5, 6])
+    fork = one.fork()
+    before = [state.clone() for state in fork.states]
+    view.set_rows([two, three, None, one])
+    check([two, three, None, one], [7, 8, -1, 9])
+    check([two, three, None, one], [10, -1, -1, 11])
+    view.clear_row(0)
+    left = [state.clone() for state in two.states]
+    check([None, three, None, one], [-1, -1, -1, 12])
+    assert all(map(torch.equal, fork.states, before)) and all(map(torch.equal, two.states, left))
+    view.set_rows([two])
+    check([two], [13])
+    # Twins, the fork and row three have their own, row two that of the view, and row one is all
+    # that is left of a batch of four.
+    each = sum(state.nbytes for state in fork.states)
+    assert store.memory().state_bytes == (3 + 1 + 1 + 1 + 4) * each
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_marked_states_come_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache, a fork and a pickled copy, until more bytes are marked than a cache keeps."""
+    model = decoder(name)
+    model.set_attn_implementation("oscar")
+    cache, plain = OscarCache("bf16", model=model), OscarCache("bf16", model=model)
+    ids = prompt(30)
+    states(model, cache, ids[:, :10])
+    cache.mark()
+    states(model, cache, ids[:, 10:20])
+    cache.mark()
+    states(model, cache, ids[:, 20:])
+    each = sum(layer.nbytes for one in cache.linear_layers for layer in one.states)
+    report = cache.memory()
+    assert (report.by_kind["states"], report.by_kind["marks"]) == (each, 2 * each)
+    assert cache.state_bytes == 3 * each and report.bf16_bytes == 2 * report.values + each
+    assert sum(report.by_kind.values()) == report.kv_bytes == sum(report.by_modality.values())
+    lengths = (30, 29, 20, 19, 10, 9, 0)
+    assert [*map(cache.longest_crop, lengths)] == [30, 20, 20, 10, 10, 0, 0]
+    pickled = pickle.loads(pickle.dumps(cache))
+    twin = cache.fork()
+    assert cache.store.memory().state_bytes == 4 * each  # The fork shares the marks.
+    states(model, plain, ids[:, :10])
+    expected = states(model, plain.fork(), ids[:, 10:])
+    for one in (cache, twin, pickled):
+        one.crop(-20)
+        assert one.longest_crop(20) == one.get_seq_length() == 10
+        for _ in range(2):
+            assert_near(states(model, one, ids[:, 10:]), expected)
+            one.crop(-20)
+    cache.crop(-10)
+    assert not cache.has_previous_state() and cache.get_seq_length() == 0
+    assert_near(states(model, cache, ids[:, :10]), states(model, OscarCache("bf16"), ids[:, :10]))
+
+    # Padding at the end has changed no states of a row in a batch.
+    view = BatchView(twin.store)
+    view.set_rows([twin])
+    step(model, view, [5])
+    before = [state.clone() for state in twin.states]
+    step(model, view, [-1])
+    view.clear_row(0)
+    assert twin.get_seq_length() == 12 and twin.kv_manager.stored_length == 11
+    assert [*map(twin.longest_crop, (12, 11, 10, 9))] == [12, 11, 10, 0]
+    twin.crop(-1)
+    assert all(map(torch.equal, twin.states, before)) and twin.longest_crop(11) == 11
+    twin.crop(-1)
+
+    monkeypatch.setattr(states_module, "MARK_BYTES", 2 * each)
+    for _ in range(4):
+        twin.mark()
+        states(model, twin, ids[:, :3])
+    assert sorted(twin.marks.kept) == [16, 19]
+    monkeypatch.setattr(states_module, "MARK_BYTES", 0)
+    twin.mark()
+    assert sorted(twin.marks.kept) == [22]
+    states(model, twin, ids[:, :3])
+    twin.reorder_cache(torch.tensor([0]))
+    assert twin.longest_crop(24) == 0
 
 
 def test_what_a_hybrid_cannot(tmp_path) -> None:
     model = decoder("jamba")
     cache = OscarCache("bf16", model=model)
     states(model, cache, prompt(5))
-    with pytest.raises(NotImplementedError, match=r"a\.safetensors.*linear-attention"):
+    with pytest.raises(NotImplementedError, match=r"a\.safetensors.*Gated DeltaNet"):
         save_cache(cache, tmp_path / "a.safetensors", fingerprint="")
     state = torch.zeros(1, 2, 3)
     keys = torch.zeros(1, 2, 1, 64)

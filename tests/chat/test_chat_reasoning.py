@@ -22,9 +22,11 @@ IMAGES = [noise(64, 96), noise(96, 64, 1)]
 SAID = ["The sign says rain.", "Seven items", "Brown and white dogs"]
 
 
-@pytest.fixture(scope="module")
-def pipe(qwen3_vl_thinking_folder: Path) -> OscarVLPipeline:
-    return OscarVLPipeline(qwen3_vl_thinking_folder, policy="bf16", device="cpu")
+@pytest.fixture(scope="module", params=["qwen3_vl_thinking_folder", "qwen3_5_thinking_folder"])
+def pipe(request: pytest.FixtureRequest) -> OscarVLPipeline:
+    """Models whose caches drop reasoning token by token, and by a return to earlier states."""
+    folder: Path = request.getfixturevalue(request.param)
+    return OscarVLPipeline(folder, policy="bf16", device="cpu")
 
 
 def ask(chat: Chat, said: str, prompt: str = "What is it?", **options: Any) -> torch.Tensor:

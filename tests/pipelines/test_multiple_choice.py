@@ -29,10 +29,12 @@ def text(ids: list[int], start: int = 0) -> Prompt:
     )
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("policy", ["bf16", "compact"])
 @torch.inference_mode()
-def test_likelihoods_are_those_of_whole_texts(policy, qwen3_vl_folder, monkeypatch) -> None:
-    pipe = OscarVLPipeline(qwen3_vl_folder, policy=policy, device="cpu")
+def test_likelihoods_are_those_of_whole_texts(policy, kind, request, monkeypatch) -> None:
+    folder = request.getfixturevalue(f"{kind}_folder")
+    pipe = OscarVLPipeline(folder, policy=policy, device="cpu")
     monkeypatch.setattr(pipe.model.generation_config, "eos_token_id", END)
     generator = torch.Generator().manual_seed(0)
     prompts = [text(torch.randint(8, 300, (n,), generator=generator).tolist()) for n in (300, 260)]

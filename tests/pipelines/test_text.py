@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from oscar_mm import InputError, OscarCache
-from oscar_mm.admission.capacity import ModelShape, layers_of_states
+from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.cache.cache import as_argument
+from oscar_mm.cache.states import layers_of_states
 from oscar_mm.pipelines.plan import Session, plan
 from oscar_mm.pipelines.text import (
     context_of,

@@ -25,6 +25,14 @@ INSTRUCT = """
 {%- else -%}{{ ' ' + message.content + '<|im_end|>' }}{%- endif -%}
 {%- endfor -%}
 """.strip()
+LINEAR = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Three layers of Gated DeltaNet and one of attention."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"template": INSTRUCT}),
@@ -45,6 +53,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
     ),
+    "qwen3_next": ("qwen3_next", LINEAR | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_5_text": ("qwen3_5_text", LINEAR),
 }
 FAST = {"llama", "mistral", "qwen2", "qwen3", "qwen3 with experts"}
 QUESTIONS = (
@@ -112,7 +122,11 @@ def test_answers_are_those_of_transformers(languages, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "mistral with a window", "qwen3", "cohere2", "gpt-oss"]
+    "name",
+    (
+        *("mistral", "mistral with a window", "qwen3", "cohere2"),
+        *("gpt-oss", "qwen3_next", "qwen3_5_text"),
+    ),
 )
 def test_turns_are_those_of_transformers(languages, name: str, tmp_path: Path) -> None:
     """Each turn after the tokens of all earlier ones; the last in a chat that was saved."""
@@ -196,7 +210,7 @@ REFUSED = {
     "falcon": "attention of its own",
     "gemma2": "soft-capped attention scores",
     "gpt2": "layers are not a list named layers",
-    "qwen3_5_text": "layers of linear_attention",
+    "jamba": "layers of linear_attention",
     "whisper": "an encoder and cross-attention",
 }
 

@@ -84,6 +84,19 @@ def test_from_norm_weights(make: type) -> None:
     assert torch.equal(sigma[:, :32], sigma[:, 32:])
 
 
+def test_norms_of_heads_that_are_rotated_in_part() -> None:
+    """As in Qwen3.5: the first 16 channels in pairs (c, c + 8), each other one by itself."""
+    generator = torch.Generator().manual_seed(4)
+    key_weight, query_weight = torch.rand(2, 64, generator=generator) + 0.1
+    norms = OnePlusNorm(query_weight - 1), OnePlusNorm(key_weight - 1)
+    [sigma] = sigma_from_norms(*norms, 64, torch.ones(8))
+    alone = (key_weight / query_weight).sqrt()
+    assert torch.allclose(sigma[16:], alone[16:], rtol=2**-8)
+    assert torch.equal(sigma[:8], sigma[8:16])
+    pairs = [x[:16].view(2, 8).square().mean(0) for x in (key_weight, query_weight)]
+    assert torch.allclose(sigma[:8], (pairs[0] / pairs[1]) ** 0.25, rtol=2**-8)
+
+
 def test_norms_that_do_not_act_on_one_head() -> None:
     wide = norm_of(torch.ones(128))
     assert sigma_from_norms(wide, wide, 64) is None

@@ -1,0 +1,161 @@
+"""States of layers with linear attention, which take the place of keys and values.
+
+A state is what a layer keeps of all tokens so far, in a fixed number of bytes. A later token
+changes it for good, so a cache returns to an earlier token only if it has kept a copy (``Marks``).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+MARK_BYTES = 1 << 30
+"""Maximum size of the copies that a cache keeps, in bytes; the latest copy is kept in any case."""
+
+
+def layers_of_states(config: Any) -> list[str]:
+    """Return the types of the layers that keep a state instead of keys and values.
+
+    Args:
+        config: transformers configuration, with layer types such as "linear_attention" or "mamba".
+    """
+    return list(kinds_of_states(config).values())
+
+
+def kinds_of_states(config: Any) -> dict[int, str]:
+    """Return layer index -> type of each layer in ``layers_of_states``."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    found = enumerate(kinds)
+    return {index: kind for index, kind in found if "attention" not in kind or "linear" in kind}
+
+
+class StateShape(NamedTuple):
+    """Shapes of a row's state in a layer.
+
+    Attributes:
+        convolution: (channels, kernel size) of the state of the convolution.
+        recurrent: shape of the recurrent state, which is in float32: (heads, key channels, value
+            channels).
+        dtype: dtype of the state of the convolution.
+    """
+
+    convolution: tuple[int, ...]
+    recurrent: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype) -> StateShape:
+        """Return the shapes of Gated DeltaNet layers (Qwen3-Next, Qwen3.5).
+
+        Args:
+            config: transformers configuration.
+            dtype: dtype of the model.
+        """
+        text = config.get_text_config(decoder=True)
+        heads, keys, values = (
+            *(text.linear_num_value_heads, text.linear_key_head_dim),
+            text.linear_value_head_dim,
+        )
+        channels = 2 * text.linear_num_key_heads * keys + heads * values
+        return cls((channels, text.linear_conv_kernel_dim), (heads, keys, values), dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.convolution) * self.dtype.itemsize + 4 * math.prod(self.recurrent)
+
+
+class LinearLayer(LinearAttentionLayer):
+    """transformers' linear-attention layer, which stores a state instead of tokens."""
+
+    @classmethod
+    def of(cls, convolution: torch.Tensor, recurrent: torch.Tensor) -> LinearLayer:
+        """Return a layer with these tensors as its state, (rows, ...) each."""
+        layer = cls()
+        layer.lazy_initialization(conv_states=convolution, recurrent_states=recurrent)
+        layer.conv_states[0], layer.recurrent_states[0] = convolution, recurrent
+        layer.has_previous_state[0] = True
+        return layer
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Tensors of the layer's state, (rows, ...) each; models write to them in place."""
+        both = (*self.conv_states.values(), *self.recurrent_states.values())
+        return [state for state in both if state is not None]
+
+    def fork(self) -> LinearLayer:
+        """Return a layer with copies of the state's tensors."""
+        return self._with(torch.clone)
+
+    def on(self, device: torch.device) -> LinearLayer:
+        """Return a layer with copies of the state's tensors on a device."""
+        twin = self._with(lambda state: state.to(device, copy=True).contiguous())
+        twin.device = device
+        return twin
+
+    def row(self, index: int) -> LinearLayer:
+        """Return a layer whose tensors are those of a row, without a copy."""
+        return self._with(lambda state: state[index : index + 1])
+
+    @classmethod
+    def joined(cls, layers: Sequence[LinearLayer]) -> LinearLayer:
+        """Return a layer with the rows of several, in order."""
+        parts = zip(*(layer.states for layer in layers), strict=True)
+        return layers[0]._with(lambda _: torch.cat(next(parts)))
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearLayer:
+        """Return a copy whose tensors ``change`` has replaced, in the order of ``states``."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                setattr(twin, name, dict(value))
+        for by_state in (twin.conv_states, twin.recurrent_states):
+            by_state.update({k: change(x) for k, x in by_state.items() if x is not None})
+        return twin
+
+
+class Marks:
+    """Copies of the states of a cache at some of its lengths, to which it can be cropped.
+
+    Args:
+        kept: length -> layer index -> layer with the copies, which nobody changes.
+    """
+
+    def __init__(self, kept: Mapping[int, Mapping[int, LinearLayer]] | None = None) -> None:
+        self.kept = {} if kept is None else dict(kept)
+
+    def fork(self) -> Marks:
+        """Return marks that share the copies."""
+        return Marks(self.kept)
+
+    def keep(self, length: int, layers: Mapping[int, LinearLayer]) -> None:
+        """Copy the states at the current length; above ``MARK_BYTES``, drop the oldest copies."""
+        if length in self.kept:
+            return
+        # A new dict each time, since other threads may be reading this one.
+        self.kept = self.kept | {length: {index: one.fork() for index, one in layers.items()}}
+        while len(self.kept) > 1 and held_bytes(self.states) > MARK_BYTES:
+            self.kept = {place: self.kept[place] for place in sorted(self.kept)[1:]}
+
+    def back_to(self, length: int) -> dict[int, LinearLayer]:
+        """Return the layers as they were at a marked length, and drop all later marks."""
+        self.kept = {place: layers for place, layers in self.kept.items() if place <= length}
+        return {index: layer.fork() for index, layer in self.kept[length].items()}
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Tensors of all copies."""
+        by_length = self.kept.values()
+        return [x for layers in by_length for layer in layers.values() for x in layer.states]
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of memory behind tensors; memory that several of them share counts once."""
+    memory = [tensor.untyped_storage() for tensor in tensors]
+    return sum({one.data_ptr(): one.nbytes() for one in memory}.values())

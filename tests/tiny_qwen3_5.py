@@ -1,0 +1,87 @@
+"""A tiny Qwen3.5."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    Qwen2VLImageProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from tests.tiny import qwen_tokenizer, save_qwen
+from tests.tiny_qwen3_vl import QWEN3_VL_TEMPLATE, THINK, THINKING_TEMPLATE
+
+
+def qwen3_5(
+    folder: Path, *, seed: int, moe: bool = False, thinking: bool = False, **overrides: Any
+) -> None:
+    """Qwen3.5: three layers of Gated DeltaNet and one of attention, with 256 channels and a gate.
+
+    ``moe`` gives the decoder experts, ``thinking`` the template and the tokens of a checkpoint that
+    reasons; ``overrides`` go to the text config.
+    """
+    config_class, model_class = Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    if moe:
+        config_class, model_class = Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+        overrides = experts | {"shared_expert_intermediate_size": 64} | overrides
+    tokenizer = qwen_tokenizer(500)
+    if thinking:
+        tokenizer.add_tokens(list(THINK))
+    size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
+    video_size = {"shortest_edge": 2 * 32 * 32, "longest_edge": 32 * 64 * 64}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(patch_size=16, merge_size=2, size=video_size),
+        chat_template=THINKING_TEMPLATE if thinking else QWEN3_VL_TEMPLATE,
+    )
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "max_position_embeddings": 65536,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    } | overrides
+    if not moe:
+        text.setdefault("intermediate_size", 128)
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 64,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    token_id = tokenizer.convert_tokens_to_ids
+    config = config_class(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    save_qwen(model_class(config).eval(), processor, folder, seed)
