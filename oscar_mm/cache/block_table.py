@@ -7,6 +7,7 @@ stream) for the tokens of each modality. ``SlotSet`` is the union of the slots o
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from oscar_mm.modality import Modality
-from oscar_mm.ops.decode_tables import SECOND, START, Entries
+from oscar_mm.ops.decode_tables import INT32, SECOND, START, Entries
 from oscar_mm.ops.store_torch import STORED_CENTER
 from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
@@ -221,7 +222,7 @@ class ModalityTable:
         pages: page id of each entry.
         starts: first used token of each entry's page.
         stops: end of each entry's range, exclusive and greater than its start.
-        slots: slot ids of the tokens in 16-bit precision, which follow the packed tokens.
+        slots: slot ids of the tokens in 16-bit precision, which follow the packed tokens; int32.
     """
 
     modality: Modality
@@ -229,9 +230,9 @@ class ModalityTable:
     pages: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
-    slots: list[int] = field(default_factory=list)
-    _known: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], np.ndarray] | None = field(
-        default=None, repr=False, compare=False
+    slots: array[int] = field(default_factory=lambda: array(INT32))
+    _known: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, array[int]] | None = (
+        field(default=None, repr=False, compare=False)
     )
 
     @property
@@ -244,16 +245,22 @@ class ModalityTable:
         """Number of tokens in the stream."""
         return self.packed + len(self.slots)
 
-    def entries(self) -> np.ndarray:
-        """Return the entries as (entries, 2) int32: page, and stop + ``START`` * start."""
+    def entries(self, flag: int) -> array[int]:
+        """Return int32 pairs, one for each entry: page, and stop + ``START`` * start + ``flag``."""
         if self._known is not None:
-            pages, starts, stops, entries = self._known
-            if pages is self.pages and starts is self.starts and stops is self.stops:
+            pages, starts, stops, known, entries = self._known
+            if (
+                pages is self.pages
+                and starts is self.starts
+                and stops is self.stops
+                and known == flag
+            ):
                 return entries
-        columns = self.pages, self.starts, self.stops
-        ids, begins, ends = np.array(columns, dtype=np.int32)
-        self._known = (*columns, np.stack([ids, START * begins + ends], axis=1))
-        return self._known[3]
+        entries = array(INT32)
+        for page, start, stop in zip(self.pages, self.starts, self.stops, strict=True):
+            entries.extend((page, stop + START * start + flag))
+        self._known = self.pages, self.starts, self.stops, flag, entries
+        return entries
 
     def copy(self) -> ModalityTable:
         """Return a copy that shares the slots; the caller must add an owner to each slot."""
@@ -263,7 +270,7 @@ class ModalityTable:
             self.pages,
             self.starts,
             self.stops,
-            self.slots.copy(),
+            self.slots[:],
             self._known,
         )
 
@@ -286,17 +293,31 @@ class ModalityTable:
         """Append ``in_last`` packed tokens to the last page and ``in_new`` to the new ``pages``."""
         if in_last:
             # Done at every decode step: update the cached entries instead of rebuilding them.
-            entries = self.entries().copy()
-            entries[-1, 1] += in_last
+            flag = 0 if self._known is None else self._known[3]
+            entries = self.entries(flag)[:]
+            entries[-1] += in_last
             self.stops = (*self.stops[:-1], self.stops[-1] + in_last)
-            self._known = self.pages, self.starts, self.stops, entries
+            self._known = self.pages, self.starts, self.stops, flag, entries
         if pages:
             full = len(pages) - 1
             self.pages += tuple(pages)
             self.starts += (0,) * len(pages)
             self.stops += (*(PAGE_TOKENS,) * full, in_new - full * PAGE_TOKENS)
 
-    def drop_last(self, count: int) -> tuple[list[int], list[int]]:
+    def with_token(self, slot: int, *, packs: bool) -> ModalityTable:
+        """Return a copy with one more token, in a 16-bit slot.
+
+        Args:
+            packs: whether the first token in 16-bit precision moves to the last page.
+        """
+        twin = self.copy()
+        twin.slots.append(slot)
+        if packs:
+            del twin.slots[0]
+            twin.fill(1, [], 0)
+        return twin
+
+    def drop_last(self, count: int) -> tuple[list[int], array[int]]:
         """Remove the last ``count`` tokens and return the ids of the pages and slots to release.
 
         If a page is cut, its bytes stay the same and fewer of its tokens are in use; no token is
@@ -373,7 +394,6 @@ modality, this offset is added."""
 NOWHERE = 255
 """Stream code of padding and forgotten tokens, which have a sequence index but are not stored."""
 _NOWHERE = bytes([NOWHERE])
-_SECOND = np.array([0, SECOND], np.int32)
 
 
 @dataclass(slots=True)
@@ -412,16 +432,12 @@ class SequenceTable:
         Args:
             bits: first and second page format.
         """
-        pages, slots = list[np.ndarray](), list[int]()
+        pages, slots = array(INT32), array(INT32)
         for stream in self.streams.values():
             slots += stream.slots
             if stream.pages:
-                of_second = stream.bits == bits[1]
-                pages.append(stream.entries() + _SECOND if of_second else stream.entries())
-        if len(pages) == 1:
-            return pages[0], np.array(slots, np.int32)
-        found = np.concatenate(pages) if pages else np.zeros((0, 2), np.int32)
-        return found, np.array(slots, np.int32)
+                pages += stream.entries(SECOND if stream.bits == bits[1] else 0)
+        return pages, slots
 
     def since(self, first: int) -> SequenceTable:
         """Return a snapshot of the streams without the tokens before sequence index ``first``."""
@@ -454,7 +470,7 @@ class SequenceTable:
         """Replace the ids of one kind of slot."""
         for stream in self.streams.values():
             if bits == PLAIN:
-                stream.slots = [ids[slot] for slot in stream.slots]
+                stream.slots = array(INT32, [ids[slot] for slot in stream.slots])
             elif stream.bits == bits:
                 stream.pages = tuple(ids[page] for page in stream.pages)
         if bits == PLAIN:

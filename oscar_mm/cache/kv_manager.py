@@ -36,7 +36,7 @@ from oscar_mm.cache.block_table import (
     SlotSet,
 )
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.cache.placement import TokenPlacer, real_tokens
+from oscar_mm.cache.placement import SteadyRow, TokenPlacer, real_tokens
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
 from oscar_mm.modality import PADDING, Modality
@@ -223,9 +223,12 @@ class KVCacheManager:
         self._planned_step = None
         free = {bits: DryRunSlots(bits, slots) for bits, slots in self.allocators.items()}
         placer = TokenPlacer(self.policy, free)
-        rows, pools = list[_PlannedRow](), list(free.values())
+        rows, pools = list[_PlannedRow | SteadyRow](), list(free.values())
         ids = modalities[:, 0].tolist()
         for index, (sequence, modality) in enumerate(zip(self.sequences, ids, strict=True)):
+            if (steady := placer.steady(index, sequence, modality)) is not None:
+                rows.append(steady)
+                continue
             table, planned = sequence.before(), PlannedSlots()
             table.spare = sequence.spare.copy()
             before = _SequenceSnapshot.of(table)
@@ -387,6 +390,15 @@ class _PlannedRow(NamedTuple):
         """Return whether the sequence and its slots are as they were when the step was planned."""
         return self.before.is_of(sequence) and self.slots.hold(allocators)
 
+    def take_place(self, sequence: SequenceTable, allocators: Mapping[Bits, SlotPool]) -> None:
+        """Apply the effect to the sequence and the allocators."""
+        for bits, slot, _ in self.slots.given:
+            allocators[bits].claim([slot])
+        sequence.codes.append(self.code)
+        sequence.streams, sequence.stored = self.table.streams, self.table.stored
+        sequence.spare = self.table.spare
+        allocators[PLAIN].release(self.freed)
+
 
 class _PlannedStep(NamedTuple):
     """Step planned by ``KVCacheManager.planned``; ``advance`` applies it if the expected tokens
@@ -402,7 +414,7 @@ class _PlannedStep(NamedTuple):
     step: StepPlan
     version: tuple[int, ...]
     modalities: np.ndarray
-    rows: list[_PlannedRow]
+    rows: list[_PlannedRow | SteadyRow]
 
     def holds(
         self,
@@ -432,17 +444,11 @@ class _PlannedStep(NamedTuple):
         step = StepPlan(planned=self.step, real=real_tokens(modalities))
         step.past = [SequenceTable(row.codes, row.streams, row.stored) for row in sequences]
         continues = (modalities[:, 0] != PADDING).tolist()
-        for row in itertools.compress(self.rows, continues):
-            for bits, slot, _ in row.slots.given:
-                allocators[bits].claim([slot])
         for row, sequence, there in zip(self.rows, sequences, continues, strict=True):
             if not there:
                 sequence.codes.append(NOWHERE)
                 continue
-            sequence.codes.append(row.code)
-            sequence.streams, sequence.stored = row.table.streams, row.table.stored
-            sequence.spare = row.table.spare
-            allocators[PLAIN].release(row.freed)
+            row.take_place(sequence, allocators)
         step.pack_jobs = [one for one in self.step.pack_jobs if continues[one.row]]
         if (writes := self.step.writes) is not None:
             step.writes = writes[:, [continues[row] for row in writes[0].tolist()]]

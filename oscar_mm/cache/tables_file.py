@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,6 +14,7 @@ from oscar_mm.cache.block_table import NOWHERE, SINK, ModalityTable, SequenceTab
 from oscar_mm.cache.checked_file import Kind
 from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.modality import Modality
+from oscar_mm.ops.decode_tables import INT32
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import PLAIN, Bits, KVPolicy
 
@@ -96,7 +98,7 @@ class SavedTables:
             modality = Modality(code % SINK)
             bits = PLAIN if code >= SINK else self.policy.bits_for(modality)
             pages, starts, stops = map(tuple, self.entries[entry : entry + entries].T.tolist())
-            slots = self.recent[slot : slot + count].tolist()
+            slots = array(INT32, self.recent[slot : slot + count].tolist())
             parts.append((row, ModalityTable(modality, bits, pages, starts, stops, slots)))
             entry, slot = entry + entries, slot + count
         return parts
@@ -169,7 +171,7 @@ class SavedTables:
         made = [SequenceTable(bytearray(codes.tobytes())) for codes in self.codes]
         for (row, stream), code in zip(self._parts(), self.streams[:, 1].tolist(), strict=True):
             stream.pages = tuple(slots[stream.bits][page] for page in stream.pages)
-            stream.slots = [slots[PLAIN][slot] for slot in stream.slots]
+            stream.slots = array(INT32, [slots[PLAIN][slot] for slot in stream.slots])
             made[row].streams[code] = stream
             made[row].stored += stream.tokens
         return made

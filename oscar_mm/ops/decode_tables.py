@@ -6,10 +6,11 @@ They are built on the host once per step, shared by all layers on a device, and 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -42,9 +43,11 @@ SECOND = 1 << 16
 FIELDS = 16  # 32-bit words of an Assignment in csrc/decode/decode.cu, including padding
 _checker = ArgumentChecker("decode")
 
-Entries = tuple[np.ndarray, np.ndarray]
-"""Stored tokens of a sequence: pages, (n, 2) int32 as in ``Tables.items``, and slots of 16-bit
-tokens, (m,) int32."""
+INT32 = "i"
+"""Type code of ``Entries``."""
+Entries: TypeAlias = "tuple[array[int], array[int]]"
+"""Stored tokens of a sequence, int32: pages, two numbers for each as in ``Tables.items``, and slots
+of 16-bit tokens."""
 
 
 @dataclass(frozen=True)
@@ -133,22 +136,35 @@ def arrays_of(
         entries, kv_heads, columns, workers: see ``tables_of``.
         longest: minimum sizes of the second dimension of items and of recents.
     """
-    with_halves = sum(1 - (-len(slots) // TILE) + 2 * len(pages) for pages, slots in entries)
+    pages, slots = zip(*entries, strict=True)
+    in_16_bit, in_pages = np.array([list(map(len, slots)), list(map(len, pages))], np.int32)
+    tiles, in_pages = -(-in_16_bit // TILE), in_pages // 2
+    items = np.frombuffer(b"".join(pages), np.int32).reshape(-1, 2)
+    with_halves = int((1 + tiles + 2 * in_pages).sum())
     if with_halves * kv_heads * -(-columns // COLUMNS) <= workers * FEWEST_ITEMS:
-        entries = [(_in_halves(pages), slots) for pages, slots in entries]
-    counts = np.array([[len(slots), len(pages)] for pages, slots in entries], dtype=np.int32)
-    in_16_bit, in_pages = counts.max(axis=0).tolist()
-    items = np.zeros((len(entries), max(longest[0], in_pages), 2), dtype=np.int32)
-    recents = np.zeros((len(entries), max(longest[1], in_16_bit)), dtype=np.int32)
-    for row, (pages, slots) in enumerate(entries):
-        items[row, : len(pages)] = pages
-        recents[row, : len(slots)] = slots
-    in_items = tuple((-(-slots // TILE), pages) for slots, pages in counts.tolist())
-    return assign(in_items, kv_heads, columns, workers), items, recents, counts
+        items, in_pages = _in_halves(items, in_pages)
+    recents = np.frombuffer(b"".join(slots), np.int32)
+    in_items = tuple(zip(tiles.tolist(), in_pages.tolist(), strict=True))
+    return (
+        assign(in_items, kv_heads, columns, workers),
+        _by_row(items, in_pages, longest[0]),
+        _by_row(recents, in_16_bit, longest[1]),
+        np.stack([in_16_bit, in_pages], axis=1),
+    )
 
 
-def _in_halves(pages: np.ndarray) -> np.ndarray:
-    """Split pages (as in ``Entries``) into an item for each half in use.
+def _by_row(values: np.ndarray, counts: np.ndarray, longest: int) -> np.ndarray:
+    """Split consecutive values into rows of these lengths, padded with zeros to the same length of
+    at least ``longest``."""
+    length = max(longest, int(counts.max()))
+    table = np.zeros((len(counts), length, *values.shape[1:]), dtype=np.int32)
+    table[np.arange(length) < counts[:, None]] = values
+    return table
+
+
+def _in_halves(pages: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split pages, (n, 2), into an item for each half in use, and return the items and their number
+    in each sequence, as ``counts`` is that of the pages.
 
     This is faster if no warp has more than one item, since the largest item then determines the
     time.
@@ -159,7 +175,9 @@ def _in_halves(pages: np.ndarray) -> np.ndarray:
     first[1::2] = first[1::2].clip(HALF_PAGE)
     last[::2] = last[::2].clip(None, HALF_PAGE)
     halves[:, 1] = used & SECOND | first * START | last
-    return halves[first < last]
+    kept = first < last
+    rows = np.repeat(np.arange(len(counts)), 2 * counts)
+    return halves[kept], np.bincount(rows[kept], minlength=len(counts)).astype(np.int32)
 
 
 @lru_cache(maxsize=64)

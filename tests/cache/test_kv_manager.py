@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.block_table import SequenceTable, SlotPool, SlotSet, min_page_tokens
-from oscar_mm.cache.kv_manager import KVCacheManager
+from oscar_mm.cache.kv_manager import KVCacheManager, _PlannedRow
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import PADDING, Modality
@@ -383,7 +383,8 @@ def test_a_step_is_as_it_was_planned(bits, window: int, by_token: bool) -> None:
         if told is not None:  # The slots planned for a row that ends stay free.
             planned = kv_manager._planned_step.rows
             slots &= not any(
-                row.slots.given for row, over in zip(planned, ended, strict=True) if over
+                over and isinstance(row, _PlannedRow) and row.slots.given
+                for row, over in zip(planned, ended, strict=True)
             )
         step = kv_manager.advance(np.where(ended, PADDING, token).astype(np.int8))
         expected = other.advance(np.where(ended, PADDING, token).astype(np.int8))
