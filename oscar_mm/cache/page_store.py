@@ -349,7 +349,7 @@ class PageStore:
         self._change_owners(sequences, SlotPool.release)
 
     def _change_owners(
-        self, sequences: Iterable[SequenceTable], change: Callable[[SlotPool, list[int]], None]
+        self, sequences: Iterable[SequenceTable], change: Callable[[SlotPool, Iterable[int]], None]
     ) -> None:
         for sequence in sequences:
             for stream in sequence.streams.values():
