@@ -193,18 +193,16 @@ class _ChunkAttention:
 
     def varlen(self) -> torch.Tensor:
         """Attend in varlen batches: consecutive rows share a launch."""
-        step, device = self.step, self.layer.device
-        output = torch.empty_like(self.queries)
+        step, device, found = self.step, self.layer.device, list[torch.Tensor]()
         for run in step.once(("runs", device), lambda: list(varlen_batches(step, device))):
             queries, keys, values = (
                 x[:, :, run.tokens] for x in (self.queries, self.keys, self.values)
             )
             if isinstance(run, VarlenBatch):
-                found = attend_varlen(self.layer, run, queries, keys, values, self.scaling)
+                found.append(attend_varlen(self.layer, run, queries, keys, values, self.scaling))
             else:
-                found = self._merged(run.row, queries, keys, values)
-            output[:, :, run.tokens] = found
-        return output
+                found.append(self._merged(run.row, queries, keys, values))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
     def by_rows(self) -> torch.Tensor:
         """Attend one row at a time, since the rows' pasts differ in length."""

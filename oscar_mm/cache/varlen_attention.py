@@ -240,6 +240,9 @@ def attend_varlen(
     Returns:
         (1, query heads, new tokens, head_dim).
     """
+    if run.keys == keys.shape[2]:  # No row has a past.
+        query, key, value = (x[0].transpose(0, 1) for x in (queries, keys, values))
+        return flash_varlen(query, key, value, run, scaling).transpose(0, 1)[None]
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     sides = keys.new_empty(2, kv_heads, run.keys + 1, head_dim)
     for bits, (pages, places) in run.pages.items():

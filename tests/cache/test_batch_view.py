@@ -156,6 +156,18 @@ def test_concatenated_prompts_on_a_gpu(policy: str, monkeypatch: pytest.MonkeyPa
         assert error.max() < 0.05
 
 
+def test_concatenated_prompts_without_a_past_are_as_alone(model, launches: bool) -> None:
+    lengths, counts = (0,) * 3, (130, 1, 40)
+    caches = caches_of(model, PageStore("standard"), lengths)
+    view = BatchView(caches[0].store)
+    view.set_rows(caches)
+    new = [ids(count, row) for row, count in enumerate(counts)]
+    found = prefill_varlen(model, view, new, lengths)
+    for row, cache in enumerate(caches_of(model, PageStore("standard"), lengths)):
+        expected = read(model, cache, new[row])
+        torch.testing.assert_close(found[row], expected, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_concatenated_prompts_and_steps_continue_as_alone(
     model, policy: str, launches: bool
