@@ -12,6 +12,7 @@ from oscar_mm import InputError, KVPolicy
 from oscar_mm.cache.block_table import SequenceTable, SlotPool, SlotSet, min_page_tokens
 from oscar_mm.cache.kv_manager import KVCacheManager, _PlannedRow
 from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.placement import SteadyRow
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.modality import PADDING, Modality
 from oscar_mm.pages.layout import PAGE_TOKENS
@@ -481,6 +482,41 @@ def test_a_row_that_others_change_to_the_same_length(change: str, window: int) -
     assert view.advance(tokens).planned is None
     assert sum(stream.tokens for stream in kv_manager.streams()) == 2 * (200 + 1 + 1)
     check_slots(kv_manager.store, [kv_manager])
+
+
+def test_a_row_whose_page_has_room_keeps_one_spare_slot() -> None:
+    """While a page is full, a row has several; they are released once it fills the next page."""
+    kv_manager = KVCacheManager(PageStore(KVPolicy(bits=2, window=64, sinks=3, **STREAM)))
+    kv_manager.advance(np.zeros((1, 200), np.int8))
+    [row], most = kv_manager.sequences, 0
+    for _ in range(300):
+        kv_manager.advance(np.zeros((1, 1), np.int8))
+        most = max(most, len(row.spare))
+        assert len(row.spare) == 1 or not row.streams[Modality.TEXT].room
+    assert most > 4
+
+
+@pytest.mark.parametrize("change", ["nothing", "a fork", "spare slots released"])
+def test_a_steady_row_whose_slots_change(change: str) -> None:
+    """A plan that passes a packed token's slot on to the next token holds only as long as the page
+    and the slots are the row's own."""
+    policy = KVPolicy(bits=2, window=32, sinks=3, **STREAM)
+    kv_manager, tokens = KVCacheManager(PageStore(policy)), np.zeros((1, 1), np.int8)
+    for count in (200, 1, 1):
+        kv_manager.advance(np.zeros((1, count), np.int8))
+    view = KVCacheManager(kv_manager.store, owns_slots=False)
+    view.sequences[:] = kv_manager.sequences
+    told, forks = view.planned(tokens), []
+    assert told is not None and view._planned_step is not None
+    assert [type(row) for row in view._planned_step.rows] == [SteadyRow]
+    if change == "a fork":
+        forks.append(kv_manager.fork())
+    elif change == "spare slots released":
+        kv_manager.release_spare()
+    step = view.advance(tokens)
+    assert (step.planned is told) == (change == "nothing")
+    assert bool(step.copies) == bool(forks)
+    check_slots(kv_manager.store, [kv_manager, *forks])
 
 
 @pytest.mark.parametrize(
