@@ -121,8 +121,11 @@ __device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* pi
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   float2 weights[8];
 #pragma unroll
-  for (int j = 0; j < 8; ++j)
-    weights[j] = unpacked(halves_of(words[j / 2] >> j % 2 * 16), __half());
+  for (int j = 0; j < 4; ++j) {
+    const uint2 halves = halves_of(words[j]);
+    weights[2 * j] = unpacked(halves.x, __half());
+    weights[2 * j + 1] = unpacked(halves.y, __half());
+  }
   // Of eight lanes, four read the second half of their elements first: no bank conflicts.
   const int second = lane / 4 % 2;
 #pragma unroll

@@ -17,36 +17,44 @@
 //
 // Rounding is the same as in separate operations, as in linear.cu.
 //
-// Compiled with: COLUMNS (16, 32, 64, 96, 128), GATED and ELEMENT (matrices.cuh), CLUSTER (thread
-// blocks), GROUPS (consuming warpgroups), PRODUCERS (warps), GRAIN (outputs), SPAN (elements, a
-// multiple of 64), USE_TMA (always 1).
+// Codes of quantized weights are converted in registers, and rounded to ELEMENT after they are
+// scaled, like dequantized weights.
+//
+// Compiled with: COLUMNS (16, 32, 64, 96, 128), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
+// (matrices.cuh), GROUP_COLUMNS (INT4: columns of a group: 32, 64, or 128 for larger groups too; FP8:
+// 128), CLUSTER (thread blocks), GROUPS (consuming warpgroups), PRODUCERS (warps), GRAIN (outputs),
+// SPAN (elements, a multiple of 64, of 128 with FP8 or of 256 with INT4), USE_TMA (always 1).
 
 #include "common/cluster.cuh"
 #include "common/copy.cuh"
+#include "common/mma.cuh"
 #include "common/overlap.cuh"
 #include "common/wgmma.cuh"
 #include "linear/matrices.cuh"
 
 constexpr int TILE = 64;   // rows of W
-constexpr int PANEL = 64;  // elements of a row in shared memory
+constexpr int PANEL = 64;  // elements of a row of x in shared memory
 constexpr int ROW = 128;   // bytes of that
 constexpr int PANELS = SPAN / PANEL;
+constexpr int W_PANEL = ROW * 8 / WEIGHT_BITS;  // elements of a row of W
+constexpr int W_PANELS = SPAN / W_PANEL;
+constexpr int W_UNIT = WEIGHT_BITS == 4 ? 8 : 1;  // elements of W in an element of a tensor map
 constexpr int CONSUMING = GROUPS * 128, THREADS = CONSUMING + PRODUCERS * 32;
 constexpr int ROWS = GROUPS * TILE;  // of W in a stage
 constexpr int OUTPUTS = ROWS / SIDES;
 constexpr int BOXES = ROWS / GRAIN;  // per panel
-constexpr int X_AT = ROWS * ROW * PANELS, STAGE = X_AT + COLUMNS * ROW * PANELS;
+constexpr int X_AT = ROWS * ROW * W_PANELS, STAGE = X_AT + COLUMNS * ROW * PANELS;
 constexpr int SHARE = COLUMNS / CLUSTER;  // rows of x that a thread block finishes
 constexpr int CHUNKS = SHARE / 4;         // of 16 bytes of sums
 constexpr int SUMS = TILE * SHARE * 4;  // bytes of a tile's sums that a thread block sends another
 constexpr int TOGETHER = STAGE / SUMS;  // such parts in a slot
 constexpr int GRANTS = (GROUPS * CLUSTER + TOGETHER - 1) / TOGETHER;
 static_assert(BOXES <= PRODUCERS * 32, "a lane copies a box");
-static_assert(TILE % (GRAIN * SIDES) == 0 && SPAN % PANEL == 0 && SHARE % 8 == 0);
+static_assert(TILE % (GRAIN * SIDES) == 0 && SPAN % W_PANEL == 0 && SHARE % 8 == 0);
 
 struct Params {
   TensorMap x;           // (rows, width), in boxes of COLUMNS x PANEL
-  TensorMap weights[3];  // in boxes of GRAIN x PANEL
+  TensorMap weights[3];  // in boxes of GRAIN x W_PANEL; INT4: of words
   Matrices matrices;
   int rows;          // at most COLUMNS
   int share, extra;  // grains of a cluster; number of clusters that have one more
@@ -160,12 +168,12 @@ struct Producer {
       if (box == 0) arrive(barrier);
       return;
     }
-    copy_begin(barrier, (boxes * GRAIN + COLUMNS) * ROW * PANELS, box);
+    copy_begin(barrier, (boxes * GRAIN * W_PANELS + COLUMNS * PANELS) * ROW, box);
     if (box >= boxes) return;
 #pragma unroll
-    for (int i = 0; i < PANELS; ++i)
-      copy_box<true>(ring.stage() + (i * ROWS + box * GRAIN) * ROW, *map, start() + i * PANEL, row,
-                     barrier);
+    for (int i = 0; i < W_PANELS; ++i)
+      copy_box<true>(ring.stage() + (i * ROWS + box * GRAIN) * ROW, *map,
+                     (start() + i * W_PANEL) / W_UNIT, row, barrier);
   }
 
   __device__ __forceinline__ void request_x(const Ring& ring) const {
@@ -198,6 +206,123 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
 
 using Sums = float[COLUMNS / 2];
 
+#if WEIGHT_BITS != 16
+// Scales and zero points of this lane's two rows of W in a stage, requested a stage ahead, for they
+// come from memory.
+struct StageScales {
+  static constexpr int GROUPS_OF_ROW = SPAN / GROUP_COLUMNS;
+  const SCALE* of[2];
+  SCALE scales[GROUPS_OF_ROW][2];
+#if WEIGHT_BITS == 4
+  const uint8_t* zeros_of[2];
+  uint32_t zeros[GROUPS_OF_ROW][2];
+#endif
+
+  // Rows that were not requested have the scales of others.
+  __device__ __forceinline__ StageScales(const Matrices& matrices, const Sweeps& sweep) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = threadIdx.x / 32 * 16 + half * 8 + threadIdx.x % 32 / 4, box = at / GRAIN;
+      const Grain grain(matrices, min(sweep.grain + box / SIDES, sweep.end - 1));
+      const int output = min(grain.output + at % GRAIN, matrices.total - 1);
+      const WeightRow row(matrices, output, GATED ? box % 2 : 0);
+#if WEIGHT_BITS == 4
+      of[half] = matrices.scales[row.matrix] + row.groups(matrices);
+      zeros_of[half] = matrices.zeros[row.matrix] + row.groups(matrices);
+#else
+      of[half] = row.scales(matrices);
+#endif
+    }
+  }
+
+  // Request those of a stage, whose elements beyond the width have any.
+  __device__ __forceinline__ void request(const Matrices& matrices, int stage) {
+#pragma unroll
+    for (int i = 0; i < GROUPS_OF_ROW; ++i) {
+      const int at = min(stage * SPAN + i * GROUP_COLUMNS, matrices.width - 1);
+      const int group = WEIGHT_BITS == 4 ? at >> matrices.group_shift : at / SCALE_COLUMNS;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        scales[i][half] = __ldg(of[half] + group);
+#if WEIGHT_BITS == 4
+        zeros[i][half] = __ldg(zeros_of[half] + group);
+#endif
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ uint4 load_chunk(uint32_t from) {
+  uint4 words;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(from));
+  return words;
+}
+
+__device__ __forceinline__ uint32_t load_pair(uint32_t from) {
+  unsigned short codes;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(codes) : "r"(from));
+  return codes;
+}
+
+constexpr int STEPS = COLUMNS > 96 ? 1 : 2;  // of 16 elements, at a time: more spill registers
+using Fragments = uint32_t[STEPS][4];
+
+// Convert this lane's codes in a stage from element `at` on to scaled weights. Of a row, chunks of
+// 16 bytes are swizzled with its number.
+__device__ __forceinline__ void convert(Fragments& found, uint32_t stage, int at,
+                                        const StageScales& scales) {
+  const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+  const uint32_t row = stage + at / W_PANEL * ROWS * ROW + (threadIdx.x / 32 * 16 + group) * ROW;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const SCALE scale = scales.scales[at / GROUP_COLUMNS][half];
+#if WEIGHT_BITS == 4
+    static_assert(STEPS == 2, "a chunk has two steps");
+    const Group4 of(scale, scales.zeros[at / GROUP_COLUMNS][half]);
+    const uint32_t chunk = group * 16 ^ weight_bytes(at % W_PANEL);
+    const uint4 words = load_chunk(row + half * 8 * ROW + chunk);
+    found[0][half] = of.weights(words.x >> 4 * quad);
+    found[0][half + 2] = of.weights(words.y >> 4 * quad);
+    found[1][half] = of.weights(words.z >> 4 * quad);
+    found[1][half + 2] = of.weights(words.w >> 4 * quad);
+#else
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t chunk = group * 16 ^ (at % W_PANEL + k * 16);
+        const uint32_t codes = load_pair(row + half * 8 * ROW + chunk + quad * 2 + i * 8);
+        const float2 two = unpacked(halves_of(codes).x, __half());
+        found[k][half + i * 2] = packed(two.x * scale, two.y * scale, ELEMENT());
+      }
+#endif
+  }
+}
+
+// Add products of a stage's elements of a warpgroup's rows of W with all rows of x. Some of W are
+// converted while the products of those before are computed.
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t stage, const StageScales& scales) {
+  const uint64_t x = swizzled_rows(stage + X_AT);
+  Fragments weights[2];
+  pin(sums);
+#pragma unroll
+  for (int at = 0; at < SPAN; at += STEPS * 16) {
+    Fragments& converted = weights[at / (STEPS * 16) % 2];
+    convert(converted, stage, at, scales);
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k)
+      wgmma(sums, converted[k], x + (at / PANEL * COLUMNS * ROW + (at % PANEL + k * 16) * 2) / 16,
+            ELEMENT());
+    wgmma_commit();
+    wgmma_wait<1>();
+  }
+  wgmma_wait();
+  pin(sums);
+}
+#else
 // Add products of a stage's elements of a warpgroup's rows of W with all rows of x.
 __device__ __forceinline__ void multiply(Sums& sums, uint32_t stage, int group) {
   const uint64_t weights = swizzled_rows(stage + group * TILE * ROW);
@@ -214,6 +339,7 @@ __device__ __forceinline__ void multiply(Sums& sums, uint32_t stage, int group) 
   wgmma_wait();
   pin(sums);
 }
+#endif
 
 __device__ __forceinline__ void store_sums(uint32_t at, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
@@ -348,6 +474,11 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, uint64_
 #pragma unroll 1
   for (Sweeps sweep(params); sweep.more(); sweep.next(), ++number) {
     Sums sums = {};
+#if WEIGHT_BITS != 16
+    const int first = blockIdx.x % CLUSTER * stages;
+    StageScales ahead(params.matrices, sweep);
+    ahead.request(params.matrices, first);
+#endif
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage, ring.next()) {
       if (stage == stages - 1 && thread < 32) {
@@ -361,8 +492,15 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, uint64_
         if (lane < CLUSTER) arrive_remote(remote_address(shared_address(granted), lane));
         if (CLUSTER > 1) copy_begin(arrived, ROWS * COLUMNS * 4, lane);
       }
+#if WEIGHT_BITS != 16
+      const StageScales scales = ahead;
+      ahead.request(params.matrices, first + stage + 1);
+      barrier_wait(&ring.full[ring.slot], ring.parity);
+      multiply(sums, ring.stage(), scales);
+#else
       barrier_wait(&ring.full[ring.slot], ring.parity);
       multiply(sums, ring.stage(), thread / 128);
+#endif
       if (lane == 0) arrive(&ring.empty[ring.slot]);
     }
     barrier_wait(granted, number % 2);

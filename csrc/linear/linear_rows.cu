@@ -36,7 +36,10 @@ constexpr int STRIDE = weight_bytes(SPAN) + 16;  // bytes between rows of W in a
 // Bytes between rows of x in a stage. A lane reads 8 bytes with FP8 and 16 with INT4, and ldmatrix
 // otherwise: no bank conflicts.
 constexpr int X_STRIDE = SPAN * 2 + 256 / WEIGHT_BITS;
-constexpr int STEP = WEIGHT_BITS == 4 ? 64 : 32;  // elements that a warp multiplies at a time
+// Elements that a warp multiplies at a time: of quantized weights, those of one or two scales.
+constexpr int UNIT = WEIGHT_BITS == 16 ? 32 : WEIGHT_BITS == 4 && GROUP_COLUMNS < 128 ? 64 : 128;
+constexpr int GROUPS = WEIGHT_BITS == 4 && GROUP_COLUMNS == 32 ? 2 : 1;  // scales of a row in a unit
+constexpr int FRAGMENT = 16;              // rows of W
 constexpr int RECORD = TILE + 4;       // floats between columns of a tile's sums: no bank conflicts
 constexpr int MAX_DEPTH = 16;
 constexpr int ITEMS = (SWEEP / SIDES * COLUMNS + CONSUMING - 1) / CONSUMING;
@@ -57,10 +60,10 @@ struct Params {
   int depth;           // stages, at most MAX_DEPTH
 };
 
-// Rows of W in a stage, for the tiles of `outputs`.
+// Rows of W in a stage, for the fragments of `outputs`.
 __device__ __forceinline__ int stage_rows(int outputs) {
   const int rows = GATED ? (outputs + 7) / 8 * 16 : outputs;
-  return (rows + TILE - 1) / TILE * TILE;
+  return (rows + FRAGMENT - 1) / FRAGMENT * FRAGMENT;
 }
 
 // Row of an output's weights in a stage; with a gate, the gate's row, and the other row is 8
@@ -174,6 +177,10 @@ struct Producer {
     if (within < sweep.outputs())
       weights = WeightRow(matrices, sweep.output() + within, side).weights(matrices) +
                 sweep.expert() * width();
+#if WEIGHT_BITS == 4
+    if (within < sweep.outputs())
+      WeightRow(matrices, sweep.output() + within, side).prefetch_groups(matrices);
+#endif
     if (row >= sweep.group.rows) return;
     const int place = sweep.group.first + row;
     const int from = GROUPED && params.rows_of != nullptr ? __ldcg(params.rows_of + place) : place;
@@ -240,151 +247,244 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
 
 using Sums = float[TILE / 16][COLUMNS / 8][4];
 
-// Row of W of this lane's products in a tile; rows beyond the sweep, whose products are not used,
-// are replaced by its last one.
-__device__ __forceinline__ WeightRow tile_row(const Matrices& matrices, const Sweeps& sweep,
-                                              int tile, int i, int half, int lane) {
-  const int row = tile * TILE + i * 16 + half * 8 + lane / 4;  // of the stage
-  const int output = GATED ? row / 16 * 8 + row % 8 : row;
-  const int within = min(output, sweep.outputs() - 1);
-  return WeightRow(matrices, sweep.output() + within, GATED ? half : 0);
-}
+#if WEIGHT_BITS != 16
+// What is multiplied: codes become halves in one instruction for two, bfloat16 in four. Experts
+// have few rows for each load of x, which would be converted again and again.
+#if GROUPED
+using FACTOR = ELEMENT;
+#else
+using FACTOR = __half;
+#endif
+constexpr int STEPS = UNIT / GROUPS / 32;  // of a group
 
-#if WEIGHT_BITS == 8
-// Scales of this lane's rows of W in a tile.
-struct TileScales {
-  const float* of[TILE / 16][2];
-
-  __device__ __forceinline__ TileScales(const Matrices& matrices, const Sweeps& sweep, int tile,
-                                        int lane) {
-#pragma unroll
-    for (int i = 0; i < TILE / 16; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        of[i][half] = tile_row(matrices, sweep, tile, i, half, lane).scales(matrices, sweep.expert());
-  }
+struct RowScale {
+  float scale;
+#if WEIGHT_BITS == 4
+  float zero;
+#endif
 };
 
-// Add products of 32 elements of a tile's rows of W, from element `at` of their rows on, with all
-// rows of x.
-//
-// A lane's four bytes of W are elements 4 quad to 4 quad + 3 of its row, which take the places of
-// elements 2 quad, 2 quad + 1, 2 quad + 8 and 2 quad + 9; those of x are permuted alike.
-__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows,
-                                         const TileScales& scales, int at) {
-  uint2 b[COLUMNS / 8][2];
-#pragma unroll
-  for (int j = 0; j < COLUMNS / 8; ++j)
-    if (!GROUPED || j * 8 < rows)
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                     : "=r"(b[j][k].x), "=r"(b[j][k].y)
-                     : "r"(x + j * 8 * X_STRIDE + k * 32)
-                     : "memory");
-#pragma unroll
-  for (int i = 0; i < TILE / 16; ++i) {
-    const uint4 codes = load_fragments(weights + i * 16 * STRIDE);
-    const float scale[2] = {__ldg(scales.of[i][0] + at / SCALE_COLUMNS),
-                            __ldg(scales.of[i][1] + at / SCALE_COLUMNS)};
-    const uint32_t pairs[2][2] = {{codes.x, codes.y}, {codes.z, codes.w}};
-    uint32_t a[2][4];
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        a[k][half] = elements_of(pairs[k][half] & 0xffff, ELEMENT());
-        a[k][half + 2] = elements_of(pairs[k][half] >> 16, ELEMENT());
-      }
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      if (GROUPED && j * 8 >= rows) continue;
-      float products[4];
-      product(products, a[0][0], a[0][1], a[0][2], a[0][3], b[j][0].x, b[j][0].y, ELEMENT());
-      mma(products, a[1][0], a[1][1], a[1][2], a[1][3], b[j][1].x, b[j][1].y, ELEMENT());
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sums[i][j][k] = fmaf(scale[k / 2], products[k], sums[i][j][k]);
-    }
-  }
-}
-#elif WEIGHT_BITS == 4
-static_assert(!GROUPED, "experts are not in INT4");
-
-// Scales and zero points of this lane's rows of W in a tile.
-struct TileScales {
-  const SCALE* scales[TILE / 16][2];
-  const uint8_t* zeros[TILE / 16][2];
+// Scales and zero points of rows of W, for the next unit: each lane has the rows of a tile that are
+// its number plus multiples of 32. They are requested a unit ahead, for they come from memory.
+struct RowScales {
+  static constexpr int EACH = (TILE + 31) / 32;
+  const SCALE* scales[EACH];
+  SCALE scale[EACH][GROUPS];
+#if WEIGHT_BITS == 4
+  const uint8_t* zeros[EACH];
+  uint32_t zero[EACH][GROUPS];
+#endif
   int group_shift;
 
-  __device__ __forceinline__ TileScales(const Matrices& matrices, const Sweeps& sweep, int tile,
-                                        int lane)
+  // Rows beyond the sweep, whose products are not used, are replaced by its last one.
+  __device__ __forceinline__ RowScales(const Matrices& matrices, const Sweeps& sweep, int tile,
+                                       int lane)
       : group_shift(matrices.group_shift) {
 #pragma unroll
-    for (int i = 0; i < TILE / 16; ++i)
+    for (int i = 0; i < EACH; ++i) {
+      const int at = tile * TILE + i * 32 + lane % TILE;  // of the stage
+      const int output = min(GATED ? at / 16 * 8 + at % 8 : at, sweep.outputs() - 1);
+      const WeightRow row(matrices, sweep.output() + output, GATED ? at / 8 % 2 : 0);
+#if WEIGHT_BITS == 4
+      scales[i] = matrices.scales[row.matrix] + row.groups(matrices);
+      zeros[i] = matrices.zeros[row.matrix] + row.groups(matrices);
+#else
+      scales[i] = row.scales(matrices, sweep.expert());
+#endif
+    }
+  }
+
+  // Request those of the unit that begins at element `at`.
+  __device__ __forceinline__ void request(int at) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const WeightRow row = tile_row(matrices, sweep, tile, i, half, lane);
-        scales[i][half] = matrices.scales[row.matrix] + row.groups(matrices);
-        zeros[i][half] = matrices.zeros[row.matrix] + row.groups(matrices);
+    for (int i = 0; i < EACH; ++i)
+#pragma unroll
+      for (int j = 0; j < GROUPS; ++j) {
+#if WEIGHT_BITS == 4
+        const int group = (at + j * (UNIT / GROUPS)) >> group_shift;
+        zero[i][j] = __ldg(zeros[i] + group);
+#else
+        const int group = at / SCALE_COLUMNS;
+#endif
+        scale[i][j] = __ldg(scales[i] + group);
       }
+  }
+
+  // Of this lane's row in a half of fragment `i` of a tile.
+  __device__ __forceinline__ RowScale of(int i, int half, int group, int lane) const {
+    const int owner = i % 2 * 16 + half * 8 + lane / 4;
+    const float factor = WEIGHT_BITS == 4 ? 0x1p24f : 1.0f;
+    RowScale found;
+    found.scale = __shfl_sync(~0u, static_cast<float>(scale[i / 2][group]) * factor, owner);
+#if WEIGHT_BITS == 4
+    found.zero = __shfl_sync(~0u, static_cast<float>(zero[i / 2][group]), owner);
+#endif
+    return found;
   }
 };
 
-// Add products of 64 elements of a tile's rows of W, from element `at` of their rows on, with all
-// rows of x.
+// Make factors of a unit's elements of a column of x, of which each of four lanes has some: halves,
+// times a power of two with which the largest is about 2^14. Elements smaller by more than 2^24
+// lose bits; infinities and NaN remain. With INT4, factors of odd pairs are 16 times as small.
+// `undo`: what the products of this lane's columns must be multiplied by.
+__device__ __forceinline__ void to_factors(uint32_t (&x)[UNIT / 8], float (&undo)[2], int lane) {
+  using Pair = typename Format<ELEMENT>::Pair;
+  constexpr bool HALF = Format<ELEMENT>::HALF;
+  constexpr uint32_t BIAS = Format<ELEMENT>::BIAS, MANTISSA = Format<ELEMENT>::MANTISSA;
+  constexpr uint32_t ONE = 0x00010001 << MANTISSA;
+  undo[0] = undo[1] = 1.0f;
+  if (WEIGHT_BITS == 8 && (GROUPED || HALF)) return;
+  Pair largest = __habs2(*reinterpret_cast<const Pair*>(&x[0]));
+#pragma unroll
+  for (int i = 1; i < UNIT / 8; ++i)
+    largest = __hmax2(largest, __habs2(*reinterpret_cast<const Pair*>(&x[i])));
+  const uint32_t both = *reinterpret_cast<const uint32_t*>(&largest);
+  uint32_t bits = max(both & 0xffff, both >> 16);
+  bits = max(bits, __shfl_xor_sync(~0u, bits, 1));
+  bits = max(bits, __shfl_xor_sync(~0u, bits, 2));
+  const uint32_t exponent =  // of the factor
+      min(2 * BIAS + 14 - (bits >> MANTISSA), Format<ELEMENT>::LARGEST);
+  const uint32_t factors[2] = {exponent * ONE, (exponent - (WEIGHT_BITS == 4 ? 4 : 0)) * ONE};
+#pragma unroll
+  for (int i = 0; i < UNIT / 8; ++i) {
+    const Pair scaled = __hmul2(*reinterpret_cast<const Pair*>(&x[i]),
+                                *reinterpret_cast<const Pair*>(&factors[i % 2]));
+    x[i] = *reinterpret_cast<const uint32_t*>(&scaled);
+    if (HALF) continue;
+    const float2 two = unpacked(x[i], __nv_bfloat16());
+    x[i] = packed(two.x, two.y, __half());
+  }
+  const float inverse = __uint_as_float((127 + BIAS - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) undo[i] = __shfl_sync(~0u, inverse, lane % 4 * 8 + i * 4);
+}
+
+// Load this lane's elements of a unit of eight rows of x.
+__device__ __forceinline__ void load_columns(uint32_t (&b)[UNIT / 8], uint32_t x) {
+#if WEIGHT_BITS == 4
+#pragma unroll
+  for (int i = 0; i < UNIT / 8; i += 4)
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[i]), "=r"(b[i + 1]), "=r"(b[i + 2]), "=r"(b[i + 3])
+                 : "r"(x + i * 16)
+                 : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < UNIT / 8; i += 2)
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(b[i]), "=r"(b[i + 1])
+                 : "r"(x + i * 16)
+                 : "memory");
+#endif
+}
+
+// Factors of 16 rows and 32 columns: those of eight elements of each of a lane's two rows.
+struct Factors {
+  uint4 rows[2];
+};
+
+#if WEIGHT_BITS == 4
+// A code is a half's last bits, or those four bits further left: as a half, 2^-24 of it, or 2^-20.
+constexpr uint4 ONES = {0x00010001, 0x00100010, 0x00010001, 0x00100010};
+
+__device__ __forceinline__ uint4 halves_of_word(uint32_t word) {
+  const uint32_t next = word >> 8;
+  return {word & 0x000f000f, word & 0x00f000f0, next & 0x000f000f, next & 0x00f000f0};
+}
+
+// Codes are of two steps.
+__device__ __forceinline__ Factors factors_of(const uint4& codes, int step) {
+  if (step % 2) return {{halves_of_word(codes.z), halves_of_word(codes.w)}};
+  return {{halves_of_word(codes.x), halves_of_word(codes.y)}};
+}
+#else
+__device__ __forceinline__ Factors factors_of(const uint4& codes, int) {
+  const uint2 a = elements_of(codes.x, FACTOR()), b = elements_of(codes.z, FACTOR());
+  const uint2 c = elements_of(codes.y, FACTOR()), d = elements_of(codes.w, FACTOR());
+  return {{{a.x, a.y, b.x, b.y}, {c.x, c.y, d.x, d.y}}};
+}
+#endif
+
+// Add products of 32 columns of W and x; `begin`: without an addend.
+__device__ __forceinline__ void multiply_step(float (&c)[COLUMNS / 8][4], const Factors& factors,
+                                              const uint32_t (&b)[COLUMNS / 8][UNIT / 8], int step,
+                                              bool begin, int rows) {
+  const uint4 &x = factors.rows[0], &y = factors.rows[1];
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j) {
+    if (GROUPED && j * 8 >= rows) continue;
+    const uint32_t* k = &b[j][step * 4];
+    if (begin)
+      product(c[j], x.x, y.x, x.y, y.y, k[0], k[1], FACTOR());
+    else
+      mma(c[j], x.x, y.x, x.y, y.y, k[0], k[1], FACTOR());
+    mma(c[j], x.z, y.z, x.w, y.w, k[2], k[3], FACTOR());
+  }
+}
+
+// Add products of a unit of a tile's rows of W with all rows of x: of COUNT fragments of 16 rows, or
+// of the first `fragments` if there are fewer. Their products do not wait for each other.
 //
-// A lane's word of W is elements 8 quad to 8 quad + 7 of 32, in pairs that take the places of
-// elements 2 quad and 2 quad + 8 in two products of 16; those of x are permuted alike.
-__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int,
-                                         const TileScales& scales, int at) {
-  uint4 b[COLUMNS / 8][2];
+// FP8: a lane's four bytes of W are elements 4 quad to 4 quad + 3 of its row, which take the places
+// of elements 2 quad, 2 quad + 1, 2 quad + 8 and 2 quad + 9. INT4: a lane's word is elements 8 quad
+// to 8 quad + 7 of 32, in pairs that take the places of elements 2 quad and 2 quad + 8 in two
+// products of 16. Elements of x are permuted alike.
+template <int COUNT = TILE / 16>
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows,
+                                         int fragments, const RowScales& scales, int lane) {
+  if constexpr (COUNT > 1)
+    if (fragments < COUNT)
+      return multiply<COUNT - 1>(sums, weights, x, rows, fragments, scales, lane);
+  uint32_t b[COLUMNS / 8][UNIT / 8];
+  float undo[COLUMNS / 8][2];
 #pragma unroll
-  for (int j = 0; j < COLUMNS / 8; ++j)
+  for (int j = 0; j < COLUMNS / 8; ++j) {
+    if (GROUPED && j * 8 >= rows) continue;
+    load_columns(b[j], x + j * 8 * X_STRIDE);
+    to_factors(b[j], undo[j], lane);
+  }
+  uint4 codes[COUNT];
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(b[j][k].x), "=r"(b[j][k].y), "=r"(b[j][k].z), "=r"(b[j][k].w)
-                   : "r"(x + j * 8 * X_STRIDE + k * 64)
-                   : "memory");
+  for (int group = 0; group < GROUPS; ++group) {
+    float products[COUNT][COLUMNS / 8][4];
+#if WEIGHT_BITS == 4
+    float ones[COLUMNS / 8][4];  // products with codes that are all 1, for the zero points
+#endif
 #pragma unroll
-  for (int i = 0; i < TILE / 16; ++i) {
-    const uint4 codes = load_fragments(weights + i * 16 * STRIDE);
-    const uint32_t words[2][2] = {{codes.x, codes.y}, {codes.z, codes.w}};
+    for (int step = group * STEPS; step < (group + 1) * STEPS; ++step) {
+      constexpr int LOADED = WEIGHT_BITS == 4 ? 2 : 1;  // steps
+      const bool begin = step == group * STEPS;
+      if (step % LOADED == 0)
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int group = (at + k * 32) >> scales.group_shift;
-      float scale[2];
-      uint32_t a[4][2];  // pairs of codes, rows
+        for (int i = 0; i < COUNT; ++i)
+          codes[i] = load_fragments(weights + i * 16 * STRIDE + step / LOADED * 32);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        scale[half] = static_cast<float>(scales.scales[i][half][group]);
-        const uint32_t zero = zero_of(scales.zeros[i][half][group], ELEMENT());
+      for (int i = 0; i < COUNT; ++i)
+        multiply_step(products[i], factors_of(codes[i], step), b, step, begin, rows);
+#if WEIGHT_BITS == 4
+      multiply_step(ones, {{ONES, ONES}}, b, step, begin, rows);
+#endif
+    }
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair)
-          a[pair][half] = elements_of(words[k][half], pair, zero, ELEMENT());
-      }
+    for (int i = 0; i < 2 * COUNT; ++i) {
+      const RowScale scale = scales.of(i / 2, i % 2, group, lane);
 #pragma unroll
-      for (int j = 0; j < COLUMNS / 8; ++j) {
-        const uint4& y = b[j][k];
-        float products[4];
-        product(products, a[0][0], a[0][1], a[1][0], a[1][1], y.x, y.y, ELEMENT());
-        mma(products, a[2][0], a[2][1], a[3][0], a[3][1], y.z, y.w, ELEMENT());
+      for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-          sums[i][j][c] = fmaf(scale[c / 2], products[c], sums[i][j][c]);
-      }
+        for (int k = 0; k < 2; ++k) {
+          float product = products[i / 2][j][i % 2 * 2 + k];
+#if WEIGHT_BITS == 4
+          product = fmaf(-scale.zero, ones[j][k], product);
+#endif
+          float& sum = sums[i / 2][j][i % 2 * 2 + k];
+          sum = fmaf(scale.scale, product * undo[j][k], sum);
+        }
     }
   }
 }
 #else
-// 16-bit weights have no scales.
-struct TileScales {
-  __device__ __forceinline__ TileScales(const Matrices&, const Sweeps&, int, int) {}
-};
-
 // Add products of 32 elements of a tile's rows of W with all rows of x.
-__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows,
-                                         const TileScales&, int) {
+__device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows) {
   uint4 b[COLUMNS / 8];
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j)
@@ -414,7 +514,7 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
 #pragma unroll 1
   for (Sweeps sweep(params); sweep.more(); sweep.next()) {
     const int output = sweep.output(), outputs = sweep.outputs(), rows = sweep.group.rows;
-    const int tiles = stage_rows(outputs) / TILE, parts = CONSUMERS / tiles;
+    const int tiles = (stage_rows(outputs) + TILE - FRAGMENT) / TILE, parts = CONSUMERS / tiles;
     const int tile = warp % tiles, part = warp / tiles;
 
     // Requested now, needed at the end.
@@ -431,11 +531,16 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
     }
 
     Sums sums = {};
-    const TileScales scales(matrices, sweep, tile, lane);
     const int row = tile * TILE + lane % 16;
     // Quantized weights: x is not read by ldmatrix; lane 4 group + quad reads row `group`.
     const int x_at = WEIGHT_BITS == 16 ? lane % 8 * X_STRIDE + lane / 8 * 16
                                        : lane / 4 * X_STRIDE + lane % 4 * (64 / WEIGHT_BITS);
+#if WEIGHT_BITS != 16
+    const int fragments = min(stage_rows(outputs) / 16 - tile * (TILE / 16), TILE / 16);
+    int next = part < parts ? part * UNIT : matrices.width;
+    RowScales ahead(matrices, sweep, tile, lane);
+    ahead.request(min(next, matrices.width - UNIT));
+#endif
 #pragma unroll 1
     for (int start = 0; start < matrices.width; start += SPAN) {
       const int elements = min(SPAN, matrices.width - start);
@@ -443,10 +548,21 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
       const uint32_t weights = stage + row * STRIDE + lane / 16 * 16;
       const uint32_t x = stage + ring.x_row * STRIDE + x_at;
       barrier_wait(&ring.full[ring.slot], ring.parity);
+#if WEIGHT_BITS == 16
       if (part < parts)
 #pragma unroll 2
-        for (int k = part * STEP; k < elements; k += parts * STEP)
-          multiply(sums, weights + weight_bytes(k), x + k * 2, rows, scales, start + k);
+        for (int k = part * UNIT; k < elements; k += parts * UNIT)
+          multiply(sums, weights + k * 2, x + k * 2, rows);
+#else
+#pragma unroll 1
+      while (next < start + elements) {
+        const RowScales scales = ahead;
+        const int k = next - start;
+        next += parts * UNIT;
+        ahead.request(min(next, matrices.width - UNIT));
+        multiply(sums, weights + weight_bytes(k), x + k * 2, rows, fragments, scales, lane);
+      }
+#endif
       __syncwarp();
       if (lane == 0) arrive(&ring.empty[ring.slot]);
       ring.next();

@@ -47,9 +47,24 @@ struct WeightRow {
     return matrices.scales[matrix] + ((row + offset) >> matrices.shifts[matrix]) * columns;
   }
 
-  // INT4: index of the first group of the row, in scales and zeros.
+  // INT4: groups of a row, and index of the row's first in scales and zeros.
+  __device__ __forceinline__ static int groups_of(const Matrices& matrices) {
+    return max(matrices.width >> matrices.group_shift, 1);
+  }
+
   __device__ __forceinline__ int64_t groups(const Matrices& matrices) const {
-    return static_cast<int64_t>(row) * max(matrices.width >> matrices.group_shift, 1);
+    return static_cast<int64_t>(row) * groups_of(matrices);
+  }
+
+  // INT4: bring scales and zeros of the row to the L2 cache.
+  __device__ __forceinline__ void prefetch_groups(const Matrices& matrices) const {
+    const char* places[2] = {
+        reinterpret_cast<const char*>(matrices.scales[matrix] + groups(matrices)),
+        reinterpret_cast<const char*>(matrices.zeros[matrix] + groups(matrices))};
+    const int bytes[2] = {groups_of(matrices) * int(sizeof(SCALE)), groups_of(matrices)};
+    for (int i = 0; i < 2; ++i)
+      for (int at = 0; at < bytes[i]; at += 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(places[i] + at));
   }
 
   __device__ __forceinline__ float bias(const Matrices& matrices) const {

@@ -41,7 +41,7 @@ from oscar_mm.fast_decode.linear import (
     linear,
     tiling_for,
 )
-from oscar_mm.fast_decode.linear_params import Matrices, scale_shift
+from oscar_mm.fast_decode.linear_params import Matrices, WeightFormat, scale_shift
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (
@@ -210,7 +210,8 @@ class GroupedSpecialization(NamedTuple):
     def products(self, gated: bool) -> RowsSpecialization:
         """Return the specialization of linear_rows.cu for the experts' first (gated) or second
         matrices."""
-        return RowsSpecialization(self.columns, gated, self.choice.dtype, True, self.weight_bits)
+        weights = WeightFormat(self.weight_bits)
+        return RowsSpecialization(self.columns, gated, self.choice.dtype, True, weights)
 
 
 def grouped_tilings(shared_bytes: int) -> tuple[Tiling, Tiling]:

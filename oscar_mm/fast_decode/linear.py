@@ -17,15 +17,18 @@ from typing import Any, NamedTuple
 import torch
 
 from oscar_mm.fast_decode.linear_cluster import (
-    MAX_CLUSTER_ROWS,
     ClusterSpecialization,
     LinearClusterKernel,
+    takes_in_cluster,
 )
 from oscar_mm.fast_decode.linear_params import (
+    LARGEST_GROUP,
     NORM_SOURCE,
+    UNQUANTIZED,
     WIDEST_NORM,
     WORST_ERROR,
     Matrices,
+    WeightFormat,
     group_shift,
     normalized,
     worst_error,
@@ -140,12 +143,13 @@ def _kernels(
     """Yield candidate kernels, fastest first."""
     x, gated, bits = arguments.x, arguments.gated, arguments.weight_bits
     rows, dtype, device = len(x), x.dtype, x.device
-    if FEW_ROWS < rows <= MAX_CLUSTER_ROWS and uses_wgmma(device) and bits == 16:
-        yield LinearClusterKernel.of(ClusterSpecialization.of(rows, gated, dtype), device)
-    if (rows > FEW_ROWS or bits == 4) and rows <= MAX_COLUMNS and uses_tma(device):
-        made = RowsSpecialization.of(rows, gated, dtype)
-        wide = bits == 4 and arguments.scales[0].dtype == torch.float32
-        made = made._replace(weight_bits=bits, float_scales=wide)
+    weights = WeightFormat.of(arguments)
+    few = FEW_ROWS if bits == 16 else _FRAGMENT
+    if few < rows and takes_in_cluster(rows, weights) and uses_wgmma(device):
+        wide = ClusterSpecialization.of(rows, gated, dtype, weights)
+        yield LinearClusterKernel.of(wide, device)
+    if (rows > FEW_ROWS or bits != 16) and rows <= MAX_COLUMNS and uses_tma(device):
+        made = RowsSpecialization.of(rows, gated, dtype, weights)
         yield LinearRowsKernel.of(made, device)
     if rows <= MAX_ROWS and bits != 4:
         yield LinearKernel.of(Specialization(rows, gated, dtype, bits), device)
@@ -229,7 +233,7 @@ class LinearKernel(OperationKernel[Specialization], operation="linear", bound=WO
         rows, gated, dtype, bits = specialization
         many = (3000, 3000) if gated else (3000, 7, 31)
         problems = (rows, 256, (5, 5)), (rows, specialization.piece + 768, many)
-        return worst_error(kernel, gated, dtype, device, problems, bits)
+        return worst_error(kernel, gated, dtype, device, problems, WeightFormat(bits))
 
 
 class RowsParams(ctypes.Structure):
@@ -252,15 +256,18 @@ class RowsSpecialization(NamedTuple):
     dtype: torch.dtype
     grouped: bool = False
     """Whether each group of rows has its own matrices; ``columns`` is then the size of a group."""
-    weight_bits: int = 16
-    """16, 8 for FP8, or 4 for INT4."""
-    float_scales: bool = False
-    """Whether INT4 weights have scales in float32 instead of ``dtype``."""
+    weights: WeightFormat = UNQUANTIZED
 
     @classmethod
-    def of(cls, rows: int, gated: bool, dtype: torch.dtype) -> RowsSpecialization:
+    def of(
+        cls,
+        rows: int,
+        gated: bool,
+        dtype: torch.dtype,
+        weights: WeightFormat = UNQUANTIZED,
+    ) -> RowsSpecialization:
         """Return the specialization for this number of rows of x."""
-        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype)
+        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype, False, weights)
 
     def stage_bytes(self, weight_rows: int, span: int) -> int:
         """Return the size of a stage in shared memory, whose rows are padded as in
@@ -270,7 +277,8 @@ class RowsSpecialization(NamedTuple):
             weight_rows: number of rows of weights.
             span: elements of each row.
         """
-        weights, x = span * self.weight_bits // 8 + 16, span * 2 + 256 // self.weight_bits
+        bits = self.weights.weight_bits
+        weights, x = span * bits // 8 + 16, span * 2 + 256 // bits
         return weight_rows * weights + self.columns * x
 
 
@@ -325,17 +333,27 @@ class Tiling(NamedTuple):
         sweeps = -(-outputs * sides // self.sweep)
         step = -(-outputs // sweeps)
         weight_rows = -(-step // _FRAGMENT) * 2 * _FRAGMENT if specialization.gated else step
-        weight_rows = -(-weight_rows // self.tile) * self.tile
+        weight_rows = -(-weight_rows // 16) * 16
         stage = specialization.stage_bytes(weight_rows, self.span)
         partials = self.consumers * specialization.columns * (self.tile + 4) * _FLOAT
         depth = min(MAX_DEPTH, (limit - partials) // stage)
         return Launch(step, depth, partials + depth * stage)
 
 
-def tiling_for(shared_bytes: int, weight_bits: int = 16) -> Tiling:
-    """Return the tiling, given the maximum shared memory per thread block."""
+def tiling_for(shared_bytes: int, weight_bits: int = 16, columns: int = 8) -> Tiling:
+    """Return the tiling.
+
+    Args:
+        shared_bytes: maximum shared memory per thread block.
+        weight_bits: bits of a weight.
+        columns: number of rows of x, rounded up.
+    """
     tiling = Tiling() if shared_bytes >= 200 << 10 else Tiling(sweep=32, span=256)
-    return tiling._replace(span=2 * tiling.span) if weight_bits == 4 else tiling
+    if weight_bits == 16:
+        return tiling
+    # A warp converts x for all rows of its tile. More rows or columns take too many registers.
+    tile = min(64 if columns == _FRAGMENT else 32 if columns < MAX_COLUMNS else 16, tiling.sweep)
+    return tiling._replace(tile=tile, span=tiling.span * (2 if weight_bits == 4 else 1))
 
 
 class LinearRowsKernel(
@@ -345,7 +363,8 @@ class LinearRowsKernel(
 
     def __init__(self, specialization: RowsSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
-        self.tiling = tiling_for(shared_limit(device), specialization.weight_bits)
+        bits, columns = specialization.weights.weight_bits, specialization.columns
+        self.tiling = tiling_for(shared_limit(device), bits, columns)
         macros = self.tiling.macros(specialization)
         self._kernel = self._load("linear/linear_rows.cu", macros)
         self._norm = self._load(NORM_SOURCE, {"ELEMENT": macros["ELEMENT"]})
@@ -354,8 +373,8 @@ class LinearRowsKernel(
     def takes(self, width: int, norm: bool) -> bool:
         """Return whether the kernel supports rows of this width."""
         fits = self._cut(self.tiling.sweep * self._blocks).depth >= 2
-        step = 64 if self.specialization.weight_bits == 4 else 32
-        return fits and width % step == 0 and not (norm and width > WIDEST_NORM)
+        unit = 32 if self.specialization.weights.weight_bits == 16 else LARGEST_GROUP
+        return fits and width % unit == 0 and not (norm and width > WIDEST_NORM)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
         """Launch the kernels; no bias is added if the product is gated."""
@@ -379,16 +398,15 @@ class LinearRowsKernel(
     ) -> float:
         """Return the worst error over full and partial fragments, one and two sweeps, and one
         partial and many stages."""
-        columns, gated = specialization.columns, specialization.gated
+        columns, gated, dtype, _, weights = specialization
         many = kernel.tiling.sweep * multiprocessors(device) // 2 + 700
+        more = 64 if weights.weight_bits == 16 else LARGEST_GROUP
         problems = (
             (columns - 3, 256, (5, 5)),
-            (columns, 4096 + 64, (3000, 3000) if gated else (3000, 7, 31)),
+            (columns, 4096 + more, (3000, 3000) if gated else (3000, 7, 31)),
             (columns - 1, 256, (many, many)),
         )
-        dtype, bits = specialization.dtype, specialization.weight_bits
-        scales = torch.float32 if specialization.float_scales else dtype
-        return worst_error(kernel, gated, dtype, device, problems, bits, scales)
+        return worst_error(kernel, gated, dtype, device, problems, weights)
 
 
 def linear_of(arguments: LinearArguments) -> torch.Tensor:

@@ -12,10 +12,13 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.fast_decode.linear_params import (
+    LARGEST_GROUP,
     NORM_SOURCE,
+    UNQUANTIZED,
     WIDEST_NORM,
     WORST_ERROR,
     Matrices,
+    WeightFormat,
     normalized,
     worst_error,
 )
@@ -30,19 +33,17 @@ from oscar_mm.kernels.launch import (
 )
 from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel
-from oscar_mm.kernels.tensor_map import PANEL, TensorMap, tensor_map
+from oscar_mm.kernels.tensor_map import PANEL_BYTES, TensorMap, tensor_map
 
 _COLUMNS = (16, 32, 64, 96, 128)
 """Numbers of rows of x for which there are products; fewer rows are filled up with zeros."""
-MAX_CLUSTER_ROWS = _COLUMNS[-1]
-"""Maximum rows of x. On an H200, cuBLAS takes 29% longer with 64 rows and 18% with 128."""
+MAX_CLUSTER_ROWS = {16: _COLUMNS[-1], 8: _COLUMNS[-1], 4: 64}
+"""Maximum rows of x, by bits of a weight. On an H200, cuBLAS takes 29% longer with 64 rows and 18%
+with 128. INT4 has wide stages, which do not fit with more rows."""
 TILE = 64
 """Rows of weights per warpgroup."""
 MAX_GROUPS = 3
-_ROW = 2 * PANEL
-"""Bytes of a row in shared memory."""
 _BARRIER = 8
-_MIN_DEPTH = 3
 
 
 class ClusterParams(ctypes.Structure):
@@ -57,6 +58,12 @@ class ClusterParams(ctypes.Structure):
     )
 
 
+def takes_in_cluster(rows: int, weights: WeightFormat) -> bool:
+    """Return whether the kernel takes so many rows of x and the format of the weights; scales of
+    small groups take too many registers."""
+    return rows <= MAX_CLUSTER_ROWS[weights.weight_bits] and weights.group_columns > 32
+
+
 class ClusterSpecialization(NamedTuple):
     """Compile-time parameters of ``linear_cluster``, without those of its tiling."""
 
@@ -64,11 +71,18 @@ class ClusterSpecialization(NamedTuple):
     """Number of rows of x, rounded up."""
     gated: bool
     dtype: torch.dtype
+    weights: WeightFormat = UNQUANTIZED
 
     @classmethod
-    def of(cls, rows: int, gated: bool, dtype: torch.dtype) -> ClusterSpecialization:
+    def of(
+        cls,
+        rows: int,
+        gated: bool,
+        dtype: torch.dtype,
+        weights: WeightFormat = UNQUANTIZED,
+    ) -> ClusterSpecialization:
         """Return the specialization for this number of rows of x."""
-        return cls(next(one for one in _COLUMNS if rows <= one), gated, dtype)
+        return cls(next(one for one in _COLUMNS if rows <= one), gated, dtype, weights)
 
     @property
     def sides(self) -> int:
@@ -112,8 +126,12 @@ class ClusterTiling(NamedTuple):
     @classmethod
     def of(cls, specialization: ClusterSpecialization, groups: int, limit: int) -> ClusterTiling:
         """Return the tiling for a number of warpgroups: long stages, if enough of them fit."""
-        long = cls(groups, 2 * PANEL)
-        return long if long.fits(specialization, limit) else cls(groups, PANEL)
+        bits, _, columns = specialization.weights
+        panel = PANEL_BYTES * 8 // bits
+        long = cls(groups, 2 * panel)
+        # The scales of a long stage of INT4 take registers.
+        few = bits != 4 or (columns == LARGEST_GROUP and specialization.columns <= 32)
+        return long if few and long.fits(specialization, limit) else cls(groups, panel)
 
     def macros(self, specialization: ClusterSpecialization) -> Macros:
         """Return the macros for csrc/linear/linear_cluster.cu."""
@@ -128,7 +146,8 @@ class ClusterTiling(NamedTuple):
 
     def stage_bytes(self, specialization: ClusterSpecialization) -> int:
         """Return the size of a stage."""
-        return (self.groups * TILE + specialization.columns) * self.span * 2
+        weights = self.groups * TILE * specialization.weights.weight_bits
+        return (weights + specialization.columns * 16) * self.span // 8
 
     def grants(self, specialization: ClusterSpecialization) -> int:
         """Return the number of slots that the sums of a sweep take."""
@@ -151,9 +170,11 @@ class ClusterTiling(NamedTuple):
         return depth * (self.stage_bytes(specialization) + 2 * _BARRIER) + 2 * _BARRIER
 
     def fits(self, specialization: ClusterSpecialization, limit: int) -> bool:
-        """Return whether enough stages fit, besides those that the sums take."""
+        """Return whether enough stages fit, besides those that the sums take. With quantized
+        weights, long stages are worth more than a third one."""
         depth = self.depth(specialization, limit)
-        return depth >= _MIN_DEPTH and depth > self.grants(specialization)
+        few = 3 if specialization.weights.weight_bits == 16 else 2
+        return depth >= few and depth > self.grants(specialization)
 
     def launch(
         self, specialization: ClusterSpecialization, grains: int, clusters: int
@@ -190,7 +211,7 @@ class LinearClusterKernel(
 
     def takes(self, width: int, norm: bool) -> bool:
         """Return whether the kernel supports rows of this width."""
-        return width % 8 == 0 and not (norm and width > WIDEST_NORM)
+        return width % 16 == 0 and not (norm and width > WIDEST_NORM)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
         """Launch the kernels; no bias is added if the product is gated."""
@@ -228,7 +249,7 @@ class LinearClusterKernel(
     ) -> float:
         """Return the worst error over all tilings, few and several sweeps, full and partial boxes,
         and rows that end in a stage."""
-        columns, gated, dtype = specialization
+        columns, gated, dtype, weights = specialization
         many = multiprocessors(device) * TILE * 2
         problems = (
             (columns - 3, 256, (5, 5)),
@@ -236,4 +257,4 @@ class LinearClusterKernel(
             (columns - 15, 1024, (9000, 9000) if gated else (5000, 1001)),
             (columns - 1, 256, (many, many)),
         )
-        return worst_error(kernel, gated, dtype, device, problems)
+        return worst_error(kernel, gated, dtype, device, problems, weights)

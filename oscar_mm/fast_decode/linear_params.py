@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,33 @@ the error of a wrong row."""
 NORM_SOURCE = "linear/rms_norm.cu"
 WIDEST_NORM = 16384
 NORM_THREADS = 512
+LARGEST_GROUP = 128
+"""Columns of a block of FP8 weights, and the most that a warp multiplies by one scale at a time."""
 _MAX_PARTS = 3
 _ADDRESSES, _SIZES = ctypes.c_void_p * _MAX_PARTS, ctypes.c_int * _MAX_PARTS
+
+
+class WeightFormat(NamedTuple):
+    """The format of weights for which a kernel is compiled."""
+
+    weight_bits: int = 16
+    """16, 8 for FP8, or 4 for INT4."""
+    float_scales: bool = False
+    """Whether INT4 weights have scales in float32 instead of the dtype of x."""
+    group_columns: int = LARGEST_GROUP
+    """Columns of a group of INT4 weights: 32, 64, or ``LARGEST_GROUP`` for larger groups too."""
+
+    @classmethod
+    def of(cls, arguments: LinearArguments) -> WeightFormat:
+        """Return the format of the weights."""
+        if not arguments.zeros:
+            return cls(arguments.weight_bits)
+        scales, width = arguments.scales[0], arguments.x.shape[1]
+        group = min(width // scales.shape[1], LARGEST_GROUP)
+        return cls(4, scales.dtype == torch.float32, group)
+
+
+UNQUANTIZED = WeightFormat()
 
 
 class Matrices(ctypes.Structure):
@@ -90,46 +116,63 @@ def worst_error(
     dtype: torch.dtype,
     device: torch.device,
     problems: Iterable[tuple[int, int, tuple[int, ...]]],
-    weight_bits: int = 16,
-    scales_dtype: torch.dtype = torch.float32,
+    weights: WeightFormat = UNQUANTIZED,
 ) -> float:
     """Return a kernel's largest relative error over all rows, with and without norm, bias and
     residual.
 
+    It is compared with products in float32. Products of weights in 16-bit precision would differ
+    from a faultless kernel's by more than ``WORST_ERROR`` in a row of a few gated outputs, one time
+    in ten.
+
     Args:
         kernel: kernel for x and weights of ``dtype``.
         problems: number of rows, width, and number of outputs of each weight matrix.
-        weight_bits: 16; 8 for FP8, with scales of blocks and of rows; 4 for INT4, with groups of 64
-            columns and of whole rows.
-        scales_dtype: dtype of the scales of INT4.
+        weights: format of the weights. FP8 has scales of blocks and of rows; INT4 in its largest
+            groups also has groups of whole rows.
     """
     random, errors = random_normal(dtype, device), []
     for rows, width, outputs in problems:
         x = random(rows, width)
-        weights = [random(count, width).div_(width**0.5) for count in outputs]
+        exact = [random(count, width).div_(width**0.5) for count in outputs]
         biases = () if gated else [random(count) for count in outputs]
         residual = None if gated else random(rows, sum(outputs))
-        for coarse, around in (
+        for by_row, around in (
             (False, ((), None, None)),
             (True, (biases, Norm(random(width), 1e-5), residual)),
         ):
-            formats = _formats(weights, weight_bits, scales_dtype, coarse, random)
-            arguments = LinearArguments.of(x, formats[0], *around, gated, *formats[1:])
-            errors.append(relative_error(kernel(arguments), linear_by_torch(arguments)))
+            parts = _quantized(exact, weights, by_row, random)
+            arguments = LinearArguments.of(x, parts[0], *around, gated, *parts[1:])
+            expected = linear_by_torch(_in_float32(arguments))
+            errors.append(relative_error(kernel(arguments), expected))
     return worst(errors)
 
 
-def _formats(
+def _in_float32(arguments: LinearArguments) -> LinearArguments:
+    """Return the arguments in float32, with x normalized and rounded as in a kernel."""
+    x = arguments.x
+    if arguments.norm is not None:
+        x = Norm(arguments.norm, arguments.epsilon)(x)
+    weights = arguments.weights
+    return arguments._replace(
+        x=x.float(),
+        norm=None,
+        weights=weights if arguments.scales else [weight.float() for weight in weights],
+        biases=[None if bias is None else bias.float() for bias in arguments.biases],
+        residual=None if arguments.residual is None else arguments.residual.float(),
+    )
+
+
+def _quantized(
     weights: Sequence[torch.Tensor],
-    bits: int,
-    scales_dtype: torch.dtype,
-    coarse: bool,
+    form: WeightFormat,
+    by_row: bool,
     random: Callable[..., torch.Tensor],
 ) -> tuple[Sequence[torch.Tensor], ...]:
     """Return weights, scales and zero points in a format, see ``worst_error``.
 
     Args:
-        coarse: whether FP8 rows have their own scales, or INT4 groups are as wide as the matrix.
+        by_row: whether FP8 has scales of rows, and INT4 in its largest groups groups of whole rows.
         random: function that returns random numbers of a shape.
     """
 
@@ -137,14 +180,16 @@ def _formats(
         """Return scales that differ so much that a kernel's error shows if it reads another."""
         return scales * random(*scales.shape).float().sigmoid().mul(4).exp2().div(4)
 
-    if bits == 8:
+    if form.weight_bits == 8:
         codes, scales = zip(*map(fp8.quantized, weights), strict=True)
-        if coarse:
+        if by_row:
             pairs = zip(codes, scales, strict=True)
-            scales = [by_row.repeat_interleave(fp8.BLOCK, 0)[: len(w)] for w, by_row in pairs]
+            scales = [one.repeat_interleave(fp8.BLOCK, 0)[: len(w)] for w, one in pairs]
         return codes, [varied(one) for one in scales]
-    if bits == 4:
-        made = [int4.quantized(w, w.shape[1] if coarse else 64) for w in weights]
+    if form.weight_bits == 4:
+        whole = by_row and form.group_columns == LARGEST_GROUP
+        made = [int4.quantized(w, w.shape[1] if whole else form.group_columns) for w in weights]
         codes, scales, zeros = zip(*made, strict=True)
-        return codes, [varied(one).to(scales_dtype) for one in scales], zeros
+        dtype = torch.float32 if form.float_scales else weights[0].dtype
+        return codes, [varied(one).to(dtype) for one in scales], zeros
     return (weights,)

@@ -9,8 +9,8 @@ import torch
 
 from oscar_mm.kernels.compile import KernelError, not_installed
 
-PANEL = 64
-"""Width of a box, in elements of 16 bits: rows of 128 bytes, swizzled in shared memory."""
+PANEL_BYTES = 128
+"""Width of a box: rows of 128 bytes, swizzled in shared memory."""
 
 
 class TensorMap(ctypes.Structure):
@@ -20,7 +20,8 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
-    """Return the map of a contiguous matrix of 16-bit elements for boxes of (box_rows, PANEL).
+    """Return the map of a contiguous matrix of 16-bit elements, FP8 codes or INT4 words, for boxes
+    of box_rows times PANEL_BYTES.
 
     Elements of a box beyond the matrix are zeros.
 
@@ -43,11 +44,13 @@ def _encoded(address: int, rows: int, width: int, dtype: torch.dtype, box_rows: 
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.float8_e4m3fn: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        torch.int32: kinds.CU_TENSOR_MAP_DATA_TYPE_INT32,
     }[dtype]
     status, found = driver.cuTensorMapEncodeTiled(
         *(kind, 2, address),
-        *([long(width), long(rows)], [long(2 * width)]),
-        *([short(PANEL), short(box_rows)], [short(1), short(1)]),
+        *([long(width), long(rows)], [long(dtype.itemsize * width)]),
+        *([short(PANEL_BYTES // dtype.itemsize), short(box_rows)], [short(1), short(1)]),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,

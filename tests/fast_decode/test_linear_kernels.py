@@ -25,7 +25,7 @@ from oscar_mm.fast_decode.linear_cluster import (
     ClusterTiling,
     LinearClusterKernel,
 )
-from oscar_mm.fast_decode.linear_params import Matrices, NormParams
+from oscar_mm.fast_decode.linear_params import Matrices, NormParams, WeightFormat
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.launch import multiprocessors, uses_tma, uses_wgmma
@@ -33,6 +33,13 @@ from tests.compiled import compile_once, same_struct
 
 LIMITS = {"sm_90a": 227, "sm_100a": 227, "sm_120": 99}
 """Architecture -> KiB of shared memory that a thread block may have."""
+CLUSTERS = [
+    (bits, columns)
+    for bits, most in MAX_CLUSTER_ROWS.items()
+    for columns in (16, 32, 64, 96, 128)
+    if columns <= most
+]
+"""Bits of a weight and columns of a product by linear_cluster."""
 
 
 def random(*shape: int, dtype: torch.dtype, beyond: int = 0) -> torch.Tensor:
@@ -75,8 +82,8 @@ def test_rows_are_rounded_up(rows: int) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool, bits: int) -> None:
-    made = RowsSpecialization(columns, gated, torch.bfloat16, weight_bits=bits)
-    tiling = module.tiling_for(limit << 10, bits)
+    made = RowsSpecialization(columns, gated, torch.bfloat16, False, WeightFormat(bits))
+    tiling = module.tiling_for(limit << 10, bits, columns)
     most = tiling.sweep // (2 if gated else 1)
     for outputs in (1, 7, 8, 9, 31, 32, 33, 47, 94, 1152):
         step, depth, shared_bytes = tiling.launch(made, outputs, limit << 10)
@@ -88,19 +95,22 @@ def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool, bits
 
 @pytest.mark.parametrize("arch", LIMITS)
 @pytest.mark.parametrize(("gated", "columns"), [(False, 8), (True, 8), (True, 16), (False, 24)])
-@pytest.mark.parametrize(("bits", "wide"), [(16, False), (8, False), (4, False), (4, True)])
-def test_compiles(arch: str, gated: bool, columns: int, bits: int, wide: bool) -> None:
+@pytest.mark.parametrize(
+    ("bits", "wide", "group"),
+    [(16, False, 128), (8, False, 128), (4, False, 128), (4, False, 64), (4, True, 32)],
+)
+def test_compiles(arch: str, gated: bool, columns: int, bits: int, wide: bool, group: int) -> None:
     """And the host's picture of the kernel is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     dtype = torch.bfloat16 if gated else torch.float16
-    made = RowsSpecialization(columns, gated, dtype, weight_bits=bits, float_scales=wide)
-    tiling = module.tiling_for(LIMITS[arch] << 10, bits)
+    made = RowsSpecialization(columns, gated, dtype, False, WeightFormat(bits, wide, group))
+    tiling = module.tiling_for(LIMITS[arch] << 10, bits, columns)
     step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
     text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
         f"{same_struct(RowsParams)}"
         f"static_assert(MAX_DEPTH == {module.MAX_DEPTH});\n"
         f"constexpr int ROWS = GATED ? ({step} + 7) / 8 * 16 : {step};\n"
-        "constexpr int STAGE = (ROWS + TILE - 1) / TILE * TILE * STRIDE + COLUMNS * X_STRIDE;\n"
+        "constexpr int STAGE = (ROWS + 15) / 16 * 16 * STRIDE + COLUMNS * X_STRIDE;\n"
         "static_assert(CONSUMERS * COLUMNS * RECORD * sizeof(float) +"
         f" {depth} * STAGE == {shared_bytes});\n"
     )
@@ -128,15 +138,15 @@ def cluster_tilings(made: ClusterSpecialization, limit: int) -> list[ClusterTili
     return [ClusterTiling.of(made, groups, limit) for groups in sizes]
 
 
-@pytest.mark.parametrize("columns", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize(("bits", "columns"), CLUSTERS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_clusters_share_every_problem(columns: int, gated: bool) -> None:
+def test_clusters_share_every_problem(bits: int, columns: int, gated: bool) -> None:
     limit = LIMITS["sm_90a"] << 10
-    made = ClusterSpecialization.of(columns - 7, gated, torch.bfloat16)
+    made = ClusterSpecialization.of(columns - 7, gated, torch.bfloat16, WeightFormat(bits))
     assert made.columns == columns
     for tiling in cluster_tilings(made, limit):
         depth = tiling.depth(made, limit)
-        assert depth >= 3 and tiling.grants(made) < depth
+        assert depth >= (3 if bits == 16 else 2) and tiling.grants(made) < depth
         assert tiling.shared_bytes(made, depth) <= limit < tiling.shared_bytes(made, depth + 1)
         for grains in (1, 2, 65, 66, 67, 192, 5000):
             clusters, share, extra, step = tiling.launch(made, grains, 66)
@@ -145,13 +155,16 @@ def test_clusters_share_every_problem(columns: int, gated: bool) -> None:
             assert step * tiling.grain * made.sides <= tiling.groups * TILE
 
 
-@pytest.mark.parametrize("columns", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize(("bits", "columns"), CLUSTERS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_cluster_compiles(columns: int, gated: bool) -> None:
+def test_cluster_compiles(bits: int, columns: int, gated: bool) -> None:
     """And the host's picture of the kernel is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     limit = LIMITS["sm_90a"] << 10
-    made = ClusterSpecialization(columns, gated, torch.float16 if columns == 32 else torch.bfloat16)
+    dtype = torch.float16 if columns == 32 else torch.bfloat16
+    # Groups of 64 and scales in float32 take the most registers.
+    weights = WeightFormat(bits, bits == 4 and gated, 64 if bits == 4 and gated else 128)
+    made = ClusterSpecialization(columns, gated, dtype, weights)
     for tiling in cluster_tilings(made, limit):
         text = (csrc_folder() / "linear/linear_cluster.cu").read_text() + (
             f"{same_struct(ClusterParams)}"
@@ -253,8 +266,8 @@ def test_which_kernel_takes_how_many_rows() -> None:
         (3, on_hopper or LinearRowsKernel),
         (24, on_hopper or LinearRowsKernel),
         (25, on_hopper),
-        (MAX_CLUSTER_ROWS, on_hopper),
-        (MAX_CLUSTER_ROWS + 1, None),
+        (MAX_CLUSTER_ROWS[16], on_hopper),
+        (MAX_CLUSTER_ROWS[16] + 1, None),
     ):
         x = random(rows, 256, dtype=dtype)
         found = kernel_for(LinearArguments.of(x, weights))

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from oscar_mm.fast_decode.linear import linear, linear_operation
-from oscar_mm.fast_decode.linear_params import WORST_ERROR, worst_error
+from oscar_mm.fast_decode.linear_params import WORST_ERROR, WeightFormat, worst_error
 from oscar_mm.fast_decode.linear_torch import Norm, linear_by_torch
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.weights.fp8 import dequantized, expanded, quantized
@@ -143,7 +143,8 @@ def test_a_kernel_that_reads_the_scales_of_another_block_is_not_used(bits, gated
             return linear_by_torch(arguments._replace(scales=scales))
 
         problems = [(3, 4096 + 64, (900, 900) if gated else (3000, 7, 31))]
-        return worst_error(kernel, gated, torch.float32, torch.device("cpu"), problems, bits)
+        weights = WeightFormat(bits, group_columns=64)
+        return worst_error(kernel, gated, torch.float32, torch.device("cpu"), problems, weights)
 
     assert by(lambda _: None) == 0
     for change in (last_columns, off_by_one):
