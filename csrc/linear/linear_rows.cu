@@ -21,8 +21,10 @@
 // for the groups and releases the second launch only then, so that the second can read them at once
 // and request weights before the first has ended.
 //
+// RESIDENT: one or two rows of x are normalized and converted once, and stay in shared memory.
+//
 // Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
-// (matrices.cuh), GROUPED (not with INT4), CONSUMERS and PRODUCERS (warps), TILE (16 or 32), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32),
+// (matrices.cuh), GROUPED (not with INT4), RESIDENT (not with GROUPED, nor with 16 bits), CONSUMERS and PRODUCERS (warps), TILE (16 or 32), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32),
 // USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
@@ -42,7 +44,10 @@ constexpr int GROUPS = WEIGHT_BITS == 4 && GROUP_COLUMNS == 32 ? 2 : 1;  // scal
 constexpr int FRAGMENT = 16;              // rows of W
 constexpr int RECORD = TILE + 4;       // floats between columns of a tile's sums: no bank conflicts
 constexpr int MAX_DEPTH = 16;
-constexpr int ITEMS = (SWEEP / SIDES * COLUMNS + CONSUMING - 1) / CONSUMING;
+constexpr int X_ROWS = RESIDENT ? 0 : COLUMNS;        // of x in a stage
+constexpr int MOST_ROWS = RESIDENT ? 2 : COLUMNS;     // of x
+constexpr int ITEMS = (SWEEP / SIDES * MOST_ROWS + CONSUMING - 1) / CONSUMING;
+constexpr int PARTIALS = CONSUMERS * MOST_ROWS * RECORD;  // floats
 static_assert(SWEEP <= PRODUCERS * 32 && COLUMNS <= PRODUCERS * 32, "a producers' lane has a row");
 static_assert(SWEEP % TILE == 0 && SWEEP / TILE <= CONSUMERS, "a consumer has a tile");
 static_assert(SPAN % 32 == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fragments");
@@ -58,12 +63,18 @@ struct Params {
   int rows;            // at most COLUMNS; unless GROUPED
   int step;            // outputs of a sweep, at most SWEEP / SIDES
   int depth;           // stages, at most MAX_DEPTH
+  const ELEMENT* norm; // RESIDENT: (width) weight of the RMSNorm; null: x is not normalized
+  float epsilon;       // of the norm
 };
 
 // Rows of W in a stage, for the fragments of `outputs`.
 __device__ __forceinline__ int stage_rows(int outputs) {
   const int rows = GATED ? (outputs + 7) / 8 * 16 : outputs;
   return (rows + FRAGMENT - 1) / FRAGMENT * FRAGMENT;
+}
+
+__device__ __forceinline__ int tiles_of(int outputs) {
+  return (stage_rows(outputs) + TILE - FRAGMENT) / TILE;
 }
 
 // Row of an output's weights in a stage; with a gate, the gate's row, and the other row is 8
@@ -128,7 +139,11 @@ struct Ring {
   uint32_t parity = 0;
 
   __device__ __forceinline__ uint8_t* stage() const {
-    return memory + slot * (x_row * STRIDE + COLUMNS * X_STRIDE);
+    return memory + slot * (x_row * STRIDE + X_ROWS * X_STRIDE);
+  }
+
+  __device__ __forceinline__ int stage_bytes() const {
+    return x_row * STRIDE + X_ROWS * X_STRIDE;
   }
 
   __device__ __forceinline__ void next() {
@@ -213,11 +228,13 @@ struct Producer {
   __device__ __forceinline__ void request_weights(const Ring& ring) const {
     const uint32_t bytes = weight_bytes(elements()), x_bytes = elements() * sizeof(ELEMENT);
     uint64_t* full = &ring.full[ring.slot];
-    copy_begin(full, sweep.outputs() * SIDES * bytes + sweep.group.rows * x_bytes, row);
+    copy_begin(full,
+               sweep.outputs() * SIDES * bytes + (RESIDENT ? 0 : sweep.group.rows * x_bytes), row);
     copy_rows<true, STRIDE>(ring.stage(), weights, weight_bytes(start), bytes, full);
   }
 
   __device__ __forceinline__ void request_x(const Ring& ring) const {
+    if (RESIDENT) return;
     uint64_t* full = &ring.full[ring.slot];
     copy_rows<false, X_STRIDE>(ring.stage() + ring.x_row * STRIDE, x, start * sizeof(ELEMENT),
                                elements() * sizeof(ELEMENT), full);
@@ -233,7 +250,7 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
   for (; stages < params.depth && ahead.more(); ++stages, ahead.next(), ring.next())
     ahead.request_weights(ring);
   let_next_begin();
-  wait_for_previous();
+  if (!RESIDENT) wait_for_previous();
 #pragma unroll 1
   for (; stages > 0; --stages, behind.next(), requested.next()) behind.request_x(requested);
   // A slot's first stage is consumed in the phase of parity 0.
@@ -276,14 +293,15 @@ struct RowScales {
 #endif
   int group_shift;
 
-  // Rows beyond the sweep, whose products are not used, are replaced by its last one.
-  __device__ __forceinline__ RowScales(const Matrices& matrices, const Sweeps& sweep, int tile,
-                                       int lane)
+  // Rows beyond the sweep, whose products are not used, are replaced by its last one. Requests the
+  // scales of the tile's first unit.
+  __device__ __forceinline__ RowScales(const Matrices& matrices, const Sweeps& sweep)
       : group_shift(matrices.group_shift) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tiles = tiles_of(max(sweep.outputs(), 1));
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      const int at = tile * TILE + i * 32 + lane % TILE;  // of the stage
-      const int output = min(GATED ? at / 16 * 8 + at % 8 : at, sweep.outputs() - 1);
+      const int at = warp % tiles * TILE + i * 32 + lane % TILE;  // of the stage
+      const int output = max(min(GATED ? at / 16 * 8 + at % 8 : at, sweep.outputs() - 1), 0);
       const WeightRow row(matrices, sweep.output() + output, GATED ? at / 8 % 2 : 0);
 #if WEIGHT_BITS == 4
       scales[i] = matrices.scales[row.matrix] + row.groups(matrices);
@@ -292,6 +310,7 @@ struct RowScales {
       scales[i] = row.scales(matrices, sweep.expert());
 #endif
     }
+    request(min(warp / tiles * UNIT, matrices.width - UNIT));
   }
 
   // Request those of the unit that begins at element `at`.
@@ -323,41 +342,167 @@ struct RowScales {
   }
 };
 
-// Make factors of a unit's elements of a column of x, of which each of four lanes has some: halves,
-// times a power of two with which the largest is about 2^14. Elements smaller by more than 2^24
-// lose bits; infinities and NaN remain. With INT4, factors of odd pairs are 16 times as small.
-// `undo`: what the products of this lane's columns must be multiplied by.
-__device__ __forceinline__ void to_factors(uint32_t (&x)[UNIT / 8], float (&undo)[2], int lane) {
+// Conversion of a unit's elements of a row of x to factors: halves, times a power of two with which
+// the largest is about 2^14. Elements smaller by more than 2^24 lose bits; infinities and NaN
+// remain. With INT4, factors of odd pairs are 16 times as small.
+struct Conversion {
   using Pair = typename Format<ELEMENT>::Pair;
-  constexpr bool HALF = Format<ELEMENT>::HALF;
-  constexpr uint32_t BIAS = Format<ELEMENT>::BIAS, MANTISSA = Format<ELEMENT>::MANTISSA;
-  constexpr uint32_t ONE = 0x00010001 << MANTISSA;
-  undo[0] = undo[1] = 1.0f;
-  if (WEIGHT_BITS == 8 && (GROUPED || HALF)) return;
-  Pair largest = __habs2(*reinterpret_cast<const Pair*>(&x[0]));
+  static constexpr uint32_t BIAS = Format<ELEMENT>::BIAS, MANTISSA = Format<ELEMENT>::MANTISSA;
+  uint32_t exponent;  // of the power
+
+  // largest: elements among which is the one of the largest magnitude of this lane; LANES share a
+  // unit.
+  template <int LANES>
+  __device__ __forceinline__ static Conversion of(uint32_t largest) {
+    uint32_t bits = max(largest & 0xffff, largest >> 16);
 #pragma unroll
-  for (int i = 1; i < UNIT / 8; ++i)
-    largest = __hmax2(largest, __habs2(*reinterpret_cast<const Pair*>(&x[i])));
-  const uint32_t both = *reinterpret_cast<const uint32_t*>(&largest);
-  uint32_t bits = max(both & 0xffff, both >> 16);
-  bits = max(bits, __shfl_xor_sync(~0u, bits, 1));
-  bits = max(bits, __shfl_xor_sync(~0u, bits, 2));
-  const uint32_t exponent =  // of the factor
-      min(2 * BIAS + 14 - (bits >> MANTISSA), Format<ELEMENT>::LARGEST);
-  const uint32_t factors[2] = {exponent * ONE, (exponent - (WEIGHT_BITS == 4 ? 4 : 0)) * ONE};
-#pragma unroll
-  for (int i = 0; i < UNIT / 8; ++i) {
-    const Pair scaled = __hmul2(*reinterpret_cast<const Pair*>(&x[i]),
-                                *reinterpret_cast<const Pair*>(&factors[i % 2]));
-    x[i] = *reinterpret_cast<const uint32_t*>(&scaled);
-    if (HALF) continue;
-    const float2 two = unpacked(x[i], __nv_bfloat16());
-    x[i] = packed(two.x, two.y, __half());
+    for (int step = 1; step < LANES; step *= 2)
+      bits = max(bits, __shfl_xor_sync(~0u, bits, step));
+    return {min(2 * BIAS + 14 - (bits >> MANTISSA), Format<ELEMENT>::LARGEST)};
   }
-  const float inverse = __uint_as_float((127 + BIAS - exponent) << 23);
+
+  __device__ __forceinline__ static uint32_t larger(uint32_t x, uint32_t y) {
+    return bits_as<uint32_t>(__hmax2(__habs2(bits_as<Pair>(x)), __habs2(bits_as<Pair>(y))));
+  }
+
+  __device__ __forceinline__ uint32_t factors(uint32_t pair, bool odd) const {
+    const uint32_t power = exponent - (WEIGHT_BITS == 4 && odd ? 4 : 0);
+    const uint32_t both = power * (0x00010001 << MANTISSA);
+    const uint32_t scaled = bits_as<uint32_t>(__hmul2(bits_as<Pair>(pair), bits_as<Pair>(both)));
+    if (Format<ELEMENT>::HALF) return scaled;
+    const float2 two = unpacked(scaled, ELEMENT());
+    return packed(two.x, two.y, __half());
+  }
+
+  // What products must be multiplied by.
+  __device__ __forceinline__ float undo() const {
+    return __uint_as_float((127 + BIAS - exponent) << 23);
+  }
+};
+
+// Make factors of a unit's elements of a column of x, of which each of four lanes has some. `undo`:
+// of this lane's columns of products.
+__device__ __forceinline__ void to_factors(uint32_t (&x)[UNIT / 8], float (&undo)[2], int lane) {
+  undo[0] = undo[1] = 1.0f;
+  if (WEIGHT_BITS == 8 && (GROUPED || Format<ELEMENT>::HALF)) return;
+  uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) undo[i] = __shfl_sync(~0u, inverse, lane % 4 * 8 + i * 4);
+  for (int i = 0; i < UNIT / 8; ++i) largest = Conversion::larger(largest, x[i]);
+  const Conversion conversion = Conversion::of<4>(largest);
+#pragma unroll
+  for (int i = 0; i < UNIT / 8; ++i) x[i] = conversion.factors(x[i], i % 2);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    undo[i] = __shfl_sync(~0u, conversion.undo(), lane % 4 * 8 + i * 4);
 }
+
+#if RESIDENT
+// All rows of x as factors, in shared memory.
+struct Resident {
+  static constexpr int CHUNK = 128;  // elements that a warp converts at a time
+  uint8_t* rows;
+  int stride;      // bytes between rows: no bank conflicts
+  float* undo;     // (rows, width / UNIT)
+  ELEMENT* norm;   // (width) weight of the norm
+
+  __device__ __forceinline__ Resident(uint8_t* memory, const Params& params)
+      : rows(memory), stride(params.matrices.width * 2 + 256 / WEIGHT_BITS) {
+    norm = reinterpret_cast<ELEMENT*>(rows + params.rows * stride);
+    undo = reinterpret_cast<float*>(norm + (params.norm != nullptr ? params.matrices.width : 0));
+  }
+
+  // Load the norm's weight, which may be done before x is there.
+  __device__ __forceinline__ void load_norm(const Params& params) const {
+    if (params.norm == nullptr) return;
+    for (int i = threadIdx.x; i < params.matrices.width / 8; i += CONSUMING)
+      *reinterpret_cast<uint4*>(norm + i * 8) = load16(params.norm + i * 8);
+  }
+
+  // Load x, normalize it and make factors of it; called by all consumers. It is not copied like
+  // the weights, behind which it would arrive.
+  __device__ __forceinline__ void take(const Params& params, float (&sums)[2][CONSUMERS]) const {
+    constexpr int AT_ONCE = 6;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = params.matrices.width;
+    const int count = params.rows * width;
+    float squares[2] = {};
+#pragma unroll 1
+    for (int start = warp * CHUNK; start < count; start += AT_ONCE * CONSUMERS * CHUNK) {
+      uint2 x[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int at = start + i * CONSUMERS * CHUNK;
+        if (at < count) x[i] = reinterpret_cast<const uint2*>(params.x + at)[lane];
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int at = start + i * CONSUMERS * CHUNK;
+        if (at >= count) continue;
+        if (params.norm == nullptr) {
+          convert(x[i], at, width);
+          continue;
+        }
+        *place(at, width) = x[i];
+        const float sum = squared(x[i].x) + squared(x[i].y);
+        squares[0] += at < width ? sum : 0.0f;
+        squares[1] += at < width ? 0.0f : sum;
+      }
+    }
+    if (params.norm != nullptr) normalize(params, squares, sums);
+    wait_for_consumers();
+  }
+
+  // Normalize rows in shared memory and make factors of them, given this thread's sums of squares.
+  __device__ __forceinline__ void normalize(const Params& params, const float (&squares)[2],
+                                            float (&sums)[2][CONSUMERS]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = params.matrices.width;
+    float scale[2] = {};
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float sum = warp_sum(squares[row]);
+      if (lane == 0) sums[row][warp] = sum;
+    }
+    wait_for_consumers();
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+#pragma unroll
+      for (int other = 0; other < CONSUMERS; ++other) scale[row] += sums[row][other];
+      scale[row] = rsqrtf(scale[row] / width + params.epsilon);
+    }
+#pragma unroll 4
+    for (int at = warp * CHUNK; at < params.rows * width; at += CONSUMERS * CHUNK) {
+      const uint2 x = *place(at, width);
+      const uint2 by = reinterpret_cast<const uint2*>(norm + at % width)[lane];
+      const float of_row = at < width ? scale[0] : scale[1];
+      convert({normed(x.x, by.x, of_row), normed(x.y, by.y, of_row)}, at, width);
+    }
+  }
+
+  // This lane's elements of the chunk at element `at` of all rows.
+  __device__ __forceinline__ uint2* place(int at, int width) const {
+    const int row = at >= width;
+    return reinterpret_cast<uint2*>(rows + row * stride + (at - row * width) * 2) +
+           threadIdx.x % 32;
+  }
+
+  __device__ __forceinline__ void convert(const uint2& x, int at, int width) const {
+    constexpr int LANES = UNIT / 4;
+    const int lane = threadIdx.x % 32;
+    const Conversion conversion = Conversion::of<LANES>(Conversion::larger(x.x, x.y));
+    *place(at, width) = {conversion.factors(x.x, false), conversion.factors(x.y, true)};
+    if (lane % LANES == 0) undo[at / UNIT + lane / LANES] = conversion.undo();
+  }
+
+  __device__ __forceinline__ static float squared(uint32_t pair) {
+    const float2 two = unpacked(pair, ELEMENT());
+    return fmaf(two.x, two.x, two.y * two.y);
+  }
+
+  __device__ __forceinline__ static uint32_t normed(uint32_t x, uint32_t by, float scale) {
+    const float2 two = unpacked(x, ELEMENT()), other = unpacked(by, ELEMENT());
+    return packed(rounded(two.x * scale) * other.x, rounded(two.y * scale) * other.y, ELEMENT());
+  }
+};
+#endif
 
 // Load this lane's elements of a unit of eight rows of x.
 __device__ __forceinline__ void load_columns(uint32_t (&b)[UNIT / 8], uint32_t x) {
@@ -431,18 +576,24 @@ __device__ __forceinline__ void multiply_step(float (&c)[COLUMNS / 8][4], const 
 // products of 16. Elements of x are permuted alike.
 template <int COUNT = TILE / 16>
 __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t x, int rows,
-                                         int fragments, const RowScales& scales, int lane) {
+                                         int fragments, const RowScales& scales, int lane,
+                                         float2 of_rows) {
   if constexpr (COUNT > 1)
     if (fragments < COUNT)
-      return multiply<COUNT - 1>(sums, weights, x, rows, fragments, scales, lane);
+      return multiply<COUNT - 1>(sums, weights, x, rows, fragments, scales, lane, of_rows);
   uint32_t b[COLUMNS / 8][UNIT / 8];
   float undo[COLUMNS / 8][2];
+#if RESIDENT
+  load_columns(b[0], x);
+  undo[0][0] = of_rows.x, undo[0][1] = of_rows.y;
+#else
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
     if (GROUPED && j * 8 >= rows) continue;
     load_columns(b[j], x + j * 8 * X_STRIDE);
     to_factors(b[j], undo[j], lane);
   }
+#endif
   uint4 codes[COUNT];
 #pragma unroll
   for (int group = 0; group < GROUPS; ++group) {
@@ -505,16 +656,36 @@ __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t 
 }
 #endif
 
-// partials: (CONSUMERS, COLUMNS, RECORD), sums of a tile over a part of the width.
+// partials: (CONSUMERS, MOST_ROWS, RECORD), sums of a tile over a part of the width; RESIDENT: two of
+// them, which sweeps use in turn.
 __device__ __forceinline__ void consume(const Params& params, Ring ring, float* partials) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const Matrices& matrices = params.matrices;
   let_next_begin();
+#if RESIDENT
+  int other_partials = PARTIALS;
+  __shared__ float squares[2][CONSUMERS];
+  const Resident resident(ring.memory + ring.depth * ring.stage_bytes(), params);
+  resident.load_norm(params);
+#endif
   wait_for_previous();
+#if RESIDENT
+  resident.take(params, squares);
+  // This lane's columns beyond the rows are copies of the last row.
+  const uint32_t x_row = shared_address(resident.rows) +
+                         min(lane / 4, params.rows - 1) * resident.stride +
+                         lane % 4 * (64 / WEIGHT_BITS);
+  const float* const undo = resident.undo;
+  const int second = (params.rows - 1) * (matrices.width / UNIT);
+#endif
+  Sweeps sweep(params);
+#if WEIGHT_BITS != 16
+  RowScales ahead(matrices, sweep);
+#endif
 #pragma unroll 1
-  for (Sweeps sweep(params); sweep.more(); sweep.next()) {
+  for (; sweep.more(); sweep.next()) {
     const int output = sweep.output(), outputs = sweep.outputs(), rows = sweep.group.rows;
-    const int tiles = (stage_rows(outputs) + TILE - FRAGMENT) / TILE, parts = CONSUMERS / tiles;
+    const int tiles = tiles_of(outputs), parts = CONSUMERS / tiles;
     const int tile = warp % tiles, part = warp / tiles;
 
     // Requested now, needed at the end.
@@ -538,8 +709,6 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
 #if WEIGHT_BITS != 16
     const int fragments = min(stage_rows(outputs) / 16 - tile * (TILE / 16), TILE / 16);
     int next = part < parts ? part * UNIT : matrices.width;
-    RowScales ahead(matrices, sweep, tile, lane);
-    ahead.request(min(next, matrices.width - UNIT));
 #endif
 #pragma unroll 1
     for (int start = 0; start < matrices.width; start += SPAN) {
@@ -560,7 +729,13 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
         const int k = next - start;
         next += parts * UNIT;
         ahead.request(min(next, matrices.width - UNIT));
-        multiply(sums, weights + weight_bytes(k), x + k * 2, rows, fragments, scales, lane);
+#if RESIDENT
+        const int unit = (start + k) / UNIT;
+        multiply(sums, weights + weight_bytes(k), x_row + (start + k) * 2, rows, fragments, scales,
+                 lane, {undo[unit], undo[second + unit]});
+#else
+        multiply(sums, weights + weight_bytes(k), x + k * 2, rows, fragments, scales, lane, {});
+#endif
       }
 #endif
       __syncwarp();
@@ -568,8 +743,14 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
       ring.next();
     }
 
+#if WEIGHT_BITS != 16
+    Sweeps following = sweep;
+    following.next();
+    if (following.more()) ahead = RowScales(matrices, following);
+#endif
     const int group = lane / 4, quad = lane % 4;
-    float* partial = partials + (warp * COLUMNS + 2 * quad) * RECORD + group;
+    float* partial = partials + (warp * MOST_ROWS + 2 * quad) * RECORD + group;
+    if (!RESIDENT || quad == 0)
 #pragma unroll
     for (int i = 0; i < TILE / 16; ++i)
 #pragma unroll
@@ -583,16 +764,20 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
       const int item = thread + i * CONSUMING, column = item / outputs, which = item % outputs;
       if (column >= rows) continue;
       const int row = stage_row(which);
-      const float* sum = partials + (row / TILE * COLUMNS + column) * RECORD + row % TILE;
+      const float* sum = partials + (row / TILE * MOST_ROWS + column) * RECORD + row % TILE;
       float products[SIDES] = {};
 #pragma unroll 4
-      for (int other = 0; other < parts; ++other, sum += tiles * COLUMNS * RECORD)
+      for (int other = 0; other < parts; ++other, sum += tiles * MOST_ROWS * RECORD)
 #pragma unroll
         for (int side = 0; side < SIDES; ++side) products[side] += sum[side * 8];
       const int64_t place = sweep.group.first + column;
       finish(matrices, place * matrices.total + output + which, products, bias[i], residual[i]);
     }
+#if RESIDENT
+    partials += other_partials, other_partials = -other_partials;
+#else
     wait_for_consumers();
+#endif
   }
 }
 
@@ -608,7 +793,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   float* partials = reinterpret_cast<float*>(memory);
-  uint8_t* stages = memory + CONSUMERS * COLUMNS * RECORD * sizeof(float);
+  uint8_t* stages = memory + (RESIDENT ? 2 : 1) * PARTIALS * sizeof(float);
   const Ring ring{stages, full, empty, stage_rows(params.step), params.depth};
   if (GROUPED && GATED) wait_for_previous();
   if (thread < CONSUMING)

@@ -3,9 +3,10 @@ decoder layer.
 
 y = [norm(x) W0^T + b0, norm(x) W1^T + b1, ...] + residual, or silu(norm(x) W0^T) * norm(x) W1^T
 
-There is a kernel for a few rows, csrc/linear/linear.cu, and one for more, linear_rows.cu; on Hopper
-GPUs, linear_cluster.cu takes its place, up to 128 rows. rms_norm.cu precedes the latter two for the
-norm. All read the weights once, and begin before the preceding kernel has ended.
+There is a kernel for a few rows, csrc/linear/linear.cu, and one for more, linear_rows.cu, which
+also multiplies a few rows by quantized weights; on Hopper GPUs, linear_cluster.cu takes its place,
+up to 128 rows. rms_norm.cu precedes the latter two for the norm. All read the weights once, and
+begin before the preceding kernel has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from oscar_mm.fast_decode.linear_cluster import (
+    MAX_CLUSTER_ROWS,
     ClusterSpecialization,
     LinearClusterKernel,
     takes_in_cluster,
@@ -70,10 +72,9 @@ MAX_COLUMNS = 24
 """Maximum rows of x for the kernel for more rows. On an H200, cuBLAS is as fast with 32 rows, a
 fifth slower with 16 and a third slower with 8; ``linear_cluster`` is 6% faster with 4 rows and a
 quarter with 24."""
-MAX_SPLIT = 4 * MAX_COLUMNS
-"""Maximum rows of x for which the kernel for more rows reads quantized weights again for each
-``MAX_COLUMNS`` of them, which moves fewer bytes than dequantized weights do: 1 for each weight and
-launch, instead of 5."""
+_MAX_LAUNCHES = 4
+"""Maximum number of launches that multiply quantized weights by some of many rows each, which moves
+fewer bytes than dequantized weights do: 1 for each weight and launch, instead of 5."""
 _FRAGMENT = 8
 """Number of columns in a matrix unit's product, and half its number of rows."""
 MAX_DEPTH = 16
@@ -151,6 +152,8 @@ def _kernels(
     if (rows > FEW_ROWS or bits != 16) and rows <= MAX_COLUMNS and uses_tma(device):
         made = RowsSpecialization.of(rows, gated, dtype, weights)
         yield LinearRowsKernel.of(made, device)
+        if made.resident:  # Very wide rows do not fit.
+            yield LinearRowsKernel.of(made._replace(resident=False), device)
     if rows <= MAX_ROWS and bits != 4:
         yield LinearKernel.of(Specialization(rows, gated, dtype, bits), device)
 
@@ -244,6 +247,8 @@ class RowsParams(ctypes.Structure):
         ("matrices", Matrices),
         *pointers("groups", "count", "rows_of"),
         *ints("rows", "step", "depth"),
+        *pointers("norm"),
+        ("epsilon", ctypes.c_float),
     )
 
 
@@ -257,6 +262,8 @@ class RowsSpecialization(NamedTuple):
     grouped: bool = False
     """Whether each group of rows has its own matrices; ``columns`` is then the size of a group."""
     weights: WeightFormat = UNQUANTIZED
+    resident: bool = False
+    """Whether rows of x, at most ``FEW_ROWS``, are normalized and stay in shared memory."""
 
     @classmethod
     def of(
@@ -267,7 +274,22 @@ class RowsSpecialization(NamedTuple):
         weights: WeightFormat = UNQUANTIZED,
     ) -> RowsSpecialization:
         """Return the specialization for this number of rows of x."""
-        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype, False, weights)
+        resident = rows <= FEW_ROWS and weights.weight_bits != 16
+        return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype, False, weights, resident)
+
+    def resident_bytes(self, width: int, norm: bool) -> int:
+        """Return the shared memory of rows of x that stay, and of the norm's weight, which depends
+        on the width of the rows."""
+        if not self.resident:
+            return 0
+        pad, undo = 256 // self.weights.weight_bits, _FLOAT * width // self.unit
+        return FEW_ROWS * (2 * width + pad + undo) + 2 * norm * width
+
+    @property
+    def unit(self) -> int:
+        """Elements that a warp multiplies at a time."""
+        bits, _, group = self.weights
+        return 32 if bits == 16 else max(group, 64)
 
     def stage_bytes(self, weight_rows: int, span: int) -> int:
         """Return the size of a stage in shared memory, whose rows are padded as in
@@ -279,7 +301,7 @@ class RowsSpecialization(NamedTuple):
         """
         bits = self.weights.weight_bits
         weights, x = span * bits // 8 + 16, span * 2 + 256 // bits
-        return weight_rows * weights + self.columns * x
+        return weight_rows * weights + (0 if self.resident else self.columns * x)
 
 
 class Launch(NamedTuple):
@@ -335,25 +357,38 @@ class Tiling(NamedTuple):
         weight_rows = -(-step // _FRAGMENT) * 2 * _FRAGMENT if specialization.gated else step
         weight_rows = -(-weight_rows // 16) * 16
         stage = specialization.stage_bytes(weight_rows, self.span)
-        partials = self.consumers * specialization.columns * (self.tile + 4) * _FLOAT
+        columns = 2 * FEW_ROWS if specialization.resident else specialization.columns
+        partials = self.consumers * columns * (self.tile + 4) * _FLOAT
         depth = min(MAX_DEPTH, (limit - partials) // stage)
         return Launch(step, depth, partials + depth * stage)
 
 
-def tiling_for(shared_bytes: int, weight_bits: int = 16, columns: int = 8) -> Tiling:
+_FEW_ROW_TILINGS = {
+    (8, True): Tiling(8, 4, 64, 64, 512),
+    (8, False): Tiling(12, 4, 64, 64, 1024),
+    (4, True): Tiling(16, 4, 32, 128, 1024),
+    (4, False): Tiling(8, 4, 64, 64, 2048),
+}
+"""The fastest tilings for up to 8 rows (H200), by bits of a weight and whether x is resident."""
+
+
+def tiling_for(shared_bytes: int, specialization: RowsSpecialization | None = None) -> Tiling:
     """Return the tiling.
 
     Args:
         shared_bytes: maximum shared memory per thread block.
-        weight_bits: bits of a weight.
-        columns: number of rows of x, rounded up.
+        specialization: specialization of the kernel; None for weights of 16 bits or of experts.
     """
-    tiling = Tiling() if shared_bytes >= 200 << 10 else Tiling(sweep=32, span=256)
-    if weight_bits == 16:
+    large = shared_bytes >= 200 << 10
+    tiling = Tiling() if large else Tiling(sweep=32, span=256)
+    if specialization is None or specialization.weights.weight_bits == 16:
         return tiling
-    # A warp converts x for all rows of its tile. More rows or columns take too many registers.
-    tile = min(64 if columns == _FRAGMENT else 32 if columns < MAX_COLUMNS else 16, tiling.sweep)
-    return tiling._replace(tile=tile, span=tiling.span * (2 if weight_bits == 4 else 1))
+    bits, columns = specialization.weights.weight_bits, specialization.columns
+    if large and columns == _FRAGMENT:
+        return _FEW_ROW_TILINGS[bits, specialization.resident]
+    # A warp converts x for all rows of its tile, which with more columns take too many registers.
+    tile = 32 if columns < MAX_COLUMNS else 16
+    return tiling._replace(tile=tile, span=tiling.span * 8 // bits)
 
 
 class LinearRowsKernel(
@@ -363,8 +398,7 @@ class LinearRowsKernel(
 
     def __init__(self, specialization: RowsSpecialization, device: torch.device) -> None:
         super().__init__(specialization, device)
-        bits, columns = specialization.weights.weight_bits, specialization.columns
-        self.tiling = tiling_for(shared_limit(device), bits, columns)
+        self.tiling = tiling_for(shared_limit(device), specialization)
         macros = self.tiling.macros(specialization)
         self._kernel = self._load("linear/linear_rows.cu", macros)
         self._norm = self._load(NORM_SOURCE, {"ELEMENT": macros["ELEMENT"]})
@@ -372,25 +406,36 @@ class LinearRowsKernel(
 
     def takes(self, width: int, norm: bool) -> bool:
         """Return whether the kernel supports rows of this width."""
-        fits = self._cut(self.tiling.sweep * self._blocks).depth >= 2
+        fits = self._cut(self.tiling.sweep * self._blocks, width, norm).depth >= 2
         unit = 32 if self.specialization.weights.weight_bits == 16 else LARGEST_GROUP
         return fits and width % unit == 0 and not (norm and width > WIDEST_NORM)
 
     def __call__(self, arguments: LinearArguments) -> torch.Tensor:
         """Launch the kernels; no bias is added if the product is gated."""
         x, stream, output = arguments.x, current_stream(arguments.x.device), arguments.result()
-        if arguments.norm is not None:
-            x = normalized(self._norm, x, arguments.norm, arguments.epsilon, stream)
-        step, depth, shared_bytes = self._cut(output.shape[1])
-        matrices = Matrices.of(arguments, output)
-        params = RowsParams(*addresses(x), matrices, None, None, None, len(x), step, depth)
+        norm, resident = arguments.norm, self.specialization.resident
+        if norm is not None and not resident:
+            x, norm = normalized(self._norm, x, norm, arguments.epsilon, stream), None
+        cut = self._cut(output.shape[1], x.shape[1], norm is not None)
+        step, depth, shared_bytes = cut
+        params = RowsParams(
+            *addresses(x),
+            Matrices.of(arguments, output),
+            *(None, None, None, len(x), step, depth),
+            *addresses(norm),
+            arguments.epsilon,
+        )
         grid, block = (self._blocks, 1, 1), (self.tiling.threads, 1, 1)
         self._kernel.launch(grid, block, shared_bytes, params, stream, dependent=True)
         return output
 
-    def _cut(self, total: int) -> Launch:
-        outputs = -(-total // self._blocks)
-        return self.tiling.launch(self.specialization, outputs, self._kernel.shared_limit)
+    def _cut(self, total: int, width: int, norm: bool) -> Launch:
+        outputs, limit = -(-total // self._blocks), self._kernel.shared_limit
+        resident = self.specialization.resident_bytes(width, norm)
+        step, depth, shared_bytes = self.tiling.launch(
+            self.specialization, outputs, limit - resident
+        )
+        return Launch(step, depth, shared_bytes + resident)
 
     @staticmethod
     def disagreement(
@@ -398,15 +443,24 @@ class LinearRowsKernel(
     ) -> float:
         """Return the worst error over full and partial fragments, one and two sweeps, and one
         partial and many stages."""
-        columns, gated, dtype, _, weights = specialization
+        columns, gated, dtype, _, weights, resident = specialization
+        rows = FEW_ROWS if resident else columns
         many = kernel.tiling.sweep * multiprocessors(device) // 2 + 700
         more = 64 if weights.weight_bits == 16 else LARGEST_GROUP
         problems = (
-            (columns - 3, 256, (5, 5)),
-            (columns, 4096 + more, (3000, 3000) if gated else (3000, 7, 31)),
-            (columns - 1, 256, (many, many)),
+            (1 if resident else columns - 3, 256, (5, 5)),
+            (rows, 4096 + more, (3000, 3000) if gated else (3000, 7, 31)),
+            (rows - 1, 256, (many, many)),
         )
         return worst_error(kernel, gated, dtype, device, problems, weights)
+
+
+def _rows_at_once(arguments: LinearArguments) -> int:
+    """Return the maximum number of rows that a kernel takes with quantized weights."""
+    weights = WeightFormat.of(arguments)
+    if uses_wgmma(arguments.x.device) and takes_in_cluster(1, weights):
+        return MAX_CLUSTER_ROWS[weights.weight_bits]
+    return MAX_COLUMNS
 
 
 def linear_of(arguments: LinearArguments) -> torch.Tensor:
@@ -414,9 +468,10 @@ def linear_of(arguments: LinearArguments) -> torch.Tensor:
     kernel = kernel_for(arguments)
     if kernel is not None:
         return kernel(arguments)
-    if arguments.scales and MAX_COLUMNS < len(arguments.x) <= MAX_SPLIT:
-        parts = arguments.split(MAX_COLUMNS)
-        if kernel_for(parts[0]) is not None:
+    if arguments.scales and arguments.x.is_cuda:
+        at_once = _rows_at_once(arguments)
+        parts = arguments.split(at_once) if len(arguments.x) <= _MAX_LAUNCHES * at_once else []
+        if len(parts) > 1 and kernel_for(parts[0]) is not None:
             return torch.cat(list(map(linear_of, parts)))
     if arguments.norm is not None:
         x = Norm(arguments.norm, arguments.epsilon).at_once(arguments.x)

@@ -251,9 +251,10 @@ class LinearClusterKernel(
         and rows that end in a stage."""
         columns, gated, dtype, weights = specialization
         many = multiprocessors(device) * TILE * 2
+        more = LARGEST_GROUP if weights.weight_bits == 4 else 32
         problems = (
-            (columns - 3, 256, (5, 5)),
-            (columns, 4096 + 32, (3000, 3000) if gated else (3000, 7, 31)),
+            (columns - 3, 256, (50, 50)),
+            (columns, 4096 + more, (3000, 3000) if gated else (3000, 7, 31)),
             (columns - 15, 1024, (9000, 9000) if gated else (5000, 1001)),
             (columns - 1, 256, (many, many)),
         )

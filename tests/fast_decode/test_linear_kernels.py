@@ -78,40 +78,43 @@ def test_rows_are_rounded_up(rows: int) -> None:
 
 
 @pytest.mark.parametrize("limit", sorted(set(LIMITS.values())))
-@pytest.mark.parametrize("columns", [8, 16, 24])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 24])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_every_problem_is_cut_to_fit(limit: int, columns: int, gated: bool, bits: int) -> None:
-    made = RowsSpecialization(columns, gated, torch.bfloat16, False, WeightFormat(bits))
-    tiling = module.tiling_for(limit << 10, bits, columns)
+def test_every_problem_is_cut_to_fit(limit: int, rows: int, gated: bool, bits: int) -> None:
+    made = RowsSpecialization.of(rows, gated, torch.bfloat16, WeightFormat(bits))
+    tiling = module.tiling_for(limit << 10, made)
     most = tiling.sweep // (2 if gated else 1)
     for outputs in (1, 7, 8, 9, 31, 32, 33, 47, 94, 1152):
-        step, depth, shared_bytes = tiling.launch(made, outputs, limit << 10)
+        left = (limit << 10) - made.resident_bytes(4096, True)
+        step, depth, shared_bytes = tiling.launch(made, outputs, left)
         assert 1 <= step <= most
         assert -(-outputs // step) == -(-outputs // most), "no more sweeps than are needed"
         assert 2 <= depth <= 16
-        assert shared_bytes <= limit << 10
+        assert shared_bytes <= left
 
 
 @pytest.mark.parametrize("arch", LIMITS)
-@pytest.mark.parametrize(("gated", "columns"), [(False, 8), (True, 8), (True, 16), (False, 24)])
+@pytest.mark.parametrize(
+    ("gated", "rows"), [(False, 1), (True, 2), (False, 8), (True, 8), (True, 16), (False, 24)]
+)
 @pytest.mark.parametrize(
     ("bits", "wide", "group"),
     [(16, False, 128), (8, False, 128), (4, False, 128), (4, False, 64), (4, True, 32)],
 )
-def test_compiles(arch: str, gated: bool, columns: int, bits: int, wide: bool, group: int) -> None:
+def test_compiles(arch: str, gated: bool, rows: int, bits: int, wide: bool, group: int) -> None:
     """And the host's picture of the kernel is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     dtype = torch.bfloat16 if gated else torch.float16
-    made = RowsSpecialization(columns, gated, dtype, False, WeightFormat(bits, wide, group))
-    tiling = module.tiling_for(LIMITS[arch] << 10, bits, columns)
+    made = RowsSpecialization.of(rows, gated, dtype, WeightFormat(bits, wide, group))
+    tiling = module.tiling_for(LIMITS[arch] << 10, made)
     step, depth, shared_bytes = tiling.launch(made, 1000, LIMITS[arch] << 10)
     text = (csrc_folder() / "linear/linear_rows.cu").read_text() + (
         f"{same_struct(RowsParams)}"
-        f"static_assert(MAX_DEPTH == {module.MAX_DEPTH});\n"
+        f"static_assert(MAX_DEPTH == {module.MAX_DEPTH} && UNIT == {made.unit});\n"
         f"constexpr int ROWS = GATED ? ({step} + 7) / 8 * 16 : {step};\n"
-        "constexpr int STAGE = (ROWS + 15) / 16 * 16 * STRIDE + COLUMNS * X_STRIDE;\n"
-        "static_assert(CONSUMERS * COLUMNS * RECORD * sizeof(float) +"
+        "constexpr int STAGE = (ROWS + 15) / 16 * 16 * STRIDE + X_ROWS * X_STRIDE;\n"
+        "static_assert((RESIDENT ? 2 : 1) * PARTIALS * sizeof(float) +"
         f" {depth} * STAGE == {shared_bytes});\n"
     )
     macros = tiling.macros(made)

@@ -9,6 +9,7 @@ from oscar_mm.fast_decode.linear import linear, linear_operation
 from oscar_mm.fast_decode.linear_params import WORST_ERROR, WeightFormat, worst_error
 from oscar_mm.fast_decode.linear_torch import Norm, linear_by_torch
 from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
+from oscar_mm.weights import int4
 from oscar_mm.weights.fp8 import dequantized, expanded, quantized
 from oscar_mm.weights.matrix import QuantizedMatrix
 
@@ -78,6 +79,67 @@ def test_gated(device, dtype, rows) -> None:
     gate, up = truth(x, weights, scales)
     found = linear(x, weights, gated=True, scales=scales)
     assert relative(found, silu(gate) * up) < TOLERANCE[dtype]
+
+
+def made_int4(dtype, rows, group, device):
+    """Return x, and two matrices with groups of that many columns; a row of the second has a zero
+    point beyond four bits."""
+    generator = torch.Generator().manual_seed(group + rows)
+    x = torch.randn(rows, 512, generator=generator).to(device, dtype)
+    matrices = []
+    for _ in range(2):
+        words, scales, zeros = int4.quantized(
+            torch.randn(900, 512, generator=generator) / 20, group
+        )
+        # Scales of both dtypes that kernels take.
+        scales = scales.to(torch.float32 if group == 64 else dtype)
+        matrices.append(QuantizedMatrix(words.to(device), scales.to(device), zeros.to(device)))
+    matrices[1].zeros[7] = 200
+    return x, matrices
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 64, 90])
+@pytest.mark.parametrize("group", [32, 64, 128, 512])
+def test_int4_products(device, dtype, rows, group) -> None:
+    x, matrices = made_int4(dtype, rows, group, device)
+    norm = Norm(torch.linspace(0.5, 2, 512).to(x), 1e-5)
+    exact = [norm(x).double() @ one.dequantized(torch.float64).T for one in matrices]
+    words, scales, zeros = map(list, zip(*matrices, strict=True))
+    found = linear(x, words, norm=norm, scales=scales, zeros=zeros)
+    assert relative(found, torch.cat(exact, 1)) < TOLERANCE[dtype]
+    found = linear(x, words, norm=norm, gated=True, scales=scales, zeros=zeros)
+    assert relative(found, silu(exact[0]) * exact[1]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [2, 8, 16])
+def test_rows_do_not_change_each_other(device, bits, rows) -> None:
+    """Rows of NaN and infinity, and rows of very large, small and no numbers beside them."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 512, generator=generator).to(device, torch.bfloat16)
+    matrix = QuantizedMatrix.of(torch.randn(300, 512, generator=generator), bits)
+    codes, scales, *zeros = (one.to(device) for one in matrix if one is not None)
+    extremes = {"nan": torch.nan, "infinite": torch.inf, "large": 1e30, "small": 1e-30, "none": 0.0}
+    for name, factor in extremes.items():
+        changed = x.clone()
+        if name in ("nan", "infinite"):
+            changed[1, 300] = factor
+        else:
+            changed[1] *= factor
+        found = linear(changed, [codes], scales=[scales], zeros=zeros)
+        exact = changed.double() @ matrix.dequantized(torch.float64).T.to(device)
+        others = [row for row in range(rows) if row != 1]
+        assert relative(found[others], exact[others]) < TOLERANCE[torch.bfloat16]
+        if name in ("large", "small"):
+            assert relative(found[1:2], exact[1:2]) < TOLERANCE[torch.bfloat16]
+        elif name == "none":
+            assert not found[1].any()
+        else:
+            assert not found[1].isfinite().any()
+            assert found[1].isnan().all() or name == "infinite"
 
 
 @pytest.mark.parametrize("bits", [8, 4])
