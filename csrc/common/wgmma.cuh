@@ -1,6 +1,6 @@
 // Matrix products of a warpgroup (sm_90a): d += A B^T, with 64 rows of A and some rows of B, both
-// elements wide, in shared memory with a 128-byte swizzle, as TMA stores them. Or A is in registers:
-// each warp has fragments of its 16 rows as in mma.cuh.
+// 16 elements wide, in shared memory with a 128-byte swizzle, as TMA stores them. Or A is in
+// registers: each warp has fragments of its 16 rows as in mma.cuh.
 //
 // Lane 4 * group + quad of the warpgroup's warp w has of d, for each j:
 //   d[4 j], d[4 j + 1]:  row 16 w + group, columns 8 j + 2 quad, 8 j + 2 quad + 1
@@ -36,16 +36,19 @@ __device__ __forceinline__ uint64_t swizzled_rows(uint32_t address) {
     asm volatile(                                                                                 \
         "{ .reg .pred add;\n setp.eq.u32 add, 0, 0;\n"                                            \
         "wgmma.mma_async.sync.aligned.m64n" #ROWS "k16.f32." NAME "." NAME " {" NAMES "}, {" A    \
-        ", " B ", " A2 ", " A3 "}, " AFTER ", add, 1, 1, 0; }"                                       \
+        ", " B ", " A2 ", " A3 "}, " AFTER ", add, 1, 1, 0; }"                                    \
         : __VA_ARGS__                                                                             \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
   }
 #define WGMMAS(ELEMENTS, NAME)                                                                    \
-  WGMMA(16, ELEMENTS, NAME, "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10", "%11", "%12", FOUR(0), FOUR(4))              \
-  WGMMA(32, ELEMENTS, NAME, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", SIXTEEN(0))            \
-  WGMMA(64, ELEMENTS, NAME, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", SIXTEEN(0), SIXTEEN(16)) \
+  WGMMA(16, ELEMENTS, NAME, "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10", "%11", "%12", FOUR(0),  \
+        FOUR(4))                                                                                  \
+  WGMMA(32, ELEMENTS, NAME, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20",   \
+        SIXTEEN(0))                                                                               \
+  WGMMA(64, ELEMENTS, NAME, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36",     \
+        SIXTEEN(0), SIXTEEN(16))                                                                  \
   WGMMA(96, ELEMENTS, NAME, TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", "%48",  \
-        "%49", "%50", "%51", "%52", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))                                              \
+        "%49", "%50", "%51", "%52", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))                         \
   WGMMA(128, ELEMENTS, NAME, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64",   \
         "%65", "%66", "%67", "%68", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
 WGMMAS(__half, "f16")

@@ -21,9 +21,10 @@
 // scaled, like dequantized weights.
 //
 // Compiled with: COLUMNS (16, 32, 64, 96, 128), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
-// (matrices.cuh), GROUP_COLUMNS (INT4: columns of a group: 32, 64, or 128 for larger groups too; FP8:
-// 128), CLUSTER (thread blocks), GROUPS (consuming warpgroups), PRODUCERS (warps), GRAIN (outputs),
-// SPAN (elements, a multiple of 64, of 128 with FP8 or of 256 with INT4), USE_TMA (always 1).
+// (matrices.cuh), GROUP_COLUMNS (INT4: columns of a group: 32, 64, or 128 for larger groups too;
+// FP8: 128), CLUSTER (thread blocks), GROUPS (consuming warpgroups), PRODUCERS (warps), GRAIN
+// (outputs), SPAN (elements, a multiple of 64, of 128 with FP8 or of 256 with INT4), USE_TMA (always
+// 1).
 
 #include "common/cluster.cuh"
 #include "common/copy.cuh"

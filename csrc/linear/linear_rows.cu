@@ -24,8 +24,10 @@
 // RESIDENT: one or two rows of x are normalized and converted once, and stay in shared memory.
 //
 // Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
-// (matrices.cuh), GROUPED (not with INT4), RESIDENT (not with GROUPED, nor with 16 bits), CONSUMERS and PRODUCERS (warps), TILE (16 or 32), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32),
-// USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
+// (matrices.cuh), GROUP_COLUMNS (INT4: columns of a group: 32, 64, or 128 for larger groups too),
+// GROUPED (not with INT4), RESIDENT (with FP8 and INT4, not GROUPED), CONSUMERS and PRODUCERS
+// (warps), TILE (16, 32 or 64), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32, or of
+// 128 with FP8 and INT4), USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
 #include "common/mma.cuh"
@@ -40,17 +42,17 @@ constexpr int STRIDE = weight_bytes(SPAN) + 16;  // bytes between rows of W in a
 constexpr int X_STRIDE = SPAN * 2 + 256 / WEIGHT_BITS;
 // Elements that a warp multiplies at a time: of quantized weights, those of one or two scales.
 constexpr int UNIT = WEIGHT_BITS == 16 ? 32 : WEIGHT_BITS == 4 && GROUP_COLUMNS < 128 ? 64 : 128;
-constexpr int GROUPS = WEIGHT_BITS == 4 && GROUP_COLUMNS == 32 ? 2 : 1;  // scales of a row in a unit
-constexpr int FRAGMENT = 16;              // rows of W
+constexpr int GROUPS = WEIGHT_BITS == 4 && GROUP_COLUMNS == 32 ? 2 : 1;  // of a row in a unit
+constexpr int FRAGMENT = 16;           // rows of W
 constexpr int RECORD = TILE + 4;       // floats between columns of a tile's sums: no bank conflicts
 constexpr int MAX_DEPTH = 16;
-constexpr int X_ROWS = RESIDENT ? 0 : COLUMNS;        // of x in a stage
-constexpr int MOST_ROWS = RESIDENT ? 2 : COLUMNS;     // of x
+constexpr int X_ROWS = RESIDENT ? 0 : COLUMNS;     // of x in a stage
+constexpr int MOST_ROWS = RESIDENT ? 2 : COLUMNS;  // of x
 constexpr int ITEMS = (SWEEP / SIDES * MOST_ROWS + CONSUMING - 1) / CONSUMING;
 constexpr int PARTIALS = CONSUMERS * MOST_ROWS * RECORD;  // floats
 static_assert(SWEEP <= PRODUCERS * 32 && COLUMNS <= PRODUCERS * 32, "a producers' lane has a row");
 static_assert(SWEEP % TILE == 0 && SWEEP / TILE <= CONSUMERS, "a consumer has a tile");
-static_assert(SPAN % 32 == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fragments");
+static_assert(SPAN % UNIT == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fragments");
 
 struct Params {
   const ELEMENT* x;    // (rows, width), width a multiple of 32
@@ -139,7 +141,7 @@ struct Ring {
   uint32_t parity = 0;
 
   __device__ __forceinline__ uint8_t* stage() const {
-    return memory + slot * (x_row * STRIDE + X_ROWS * X_STRIDE);
+    return memory + slot * stage_bytes();
   }
 
   __device__ __forceinline__ int stage_bytes() const {
@@ -297,7 +299,8 @@ struct RowScales {
   // scales of the tile's first unit.
   __device__ __forceinline__ RowScales(const Matrices& matrices, const Sweeps& sweep)
       : group_shift(matrices.group_shift) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tiles = tiles_of(max(sweep.outputs(), 1));
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int tiles = tiles_of(max(sweep.outputs(), 1));
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       const int at = warp % tiles * TILE + i * 32 + lane % TILE;  // of the stage
@@ -401,9 +404,9 @@ __device__ __forceinline__ void to_factors(uint32_t (&x)[UNIT / 8], float (&undo
 struct Resident {
   static constexpr int CHUNK = 128;  // elements that a warp converts at a time
   uint8_t* rows;
-  int stride;      // bytes between rows: no bank conflicts
-  float* undo;     // (rows, width / UNIT)
-  ELEMENT* norm;   // (width) weight of the norm
+  int stride;     // bytes between rows: no bank conflicts
+  float* undo;    // (rows, width / UNIT)
+  ELEMENT* norm;  // (width) weight of the norm
 
   __device__ __forceinline__ Resident(uint8_t* memory, const Params& params)
       : rows(memory), stride(params.matrices.width * 2 + 256 / WEIGHT_BITS) {
@@ -567,8 +570,9 @@ __device__ __forceinline__ void multiply_step(float (&c)[COLUMNS / 8][4], const 
   }
 }
 
-// Add products of a unit of a tile's rows of W with all rows of x: of COUNT fragments of 16 rows, or
-// of the first `fragments` if there are fewer. Their products do not wait for each other.
+// Add products of a unit of a tile's rows of W with all rows of x: of COUNT fragments of 16 rows,
+// or of the first `fragments` if there are fewer. Their products do not wait for each other.
+// RESIDENT: `of_rows` undoes the conversion of x.
 //
 // FP8: a lane's four bytes of W are elements 4 quad to 4 quad + 3 of its row, which take the places
 // of elements 2 quad, 2 quad + 1, 2 quad + 8 and 2 quad + 9. INT4: a lane's word is elements 8 quad
@@ -656,8 +660,8 @@ __device__ __forceinline__ void multiply(Sums& sums, uint32_t weights, uint32_t 
 }
 #endif
 
-// partials: (CONSUMERS, MOST_ROWS, RECORD), sums of a tile over a part of the width; RESIDENT: two of
-// them, which sweeps use in turn.
+// partials: (CONSUMERS, MOST_ROWS, RECORD), sums of a tile over a part of the width; RESIDENT: two
+// of them, which sweeps use in turn.
 __device__ __forceinline__ void consume(const Params& params, Ring ring, float* partials) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const Matrices& matrices = params.matrices;
@@ -668,7 +672,16 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
   const Resident resident(ring.memory + ring.depth * ring.stage_bytes(), params);
   resident.load_norm(params);
 #endif
+#if WEIGHT_BITS == 16 || GROUPED
   wait_for_previous();
+#endif
+  Sweeps sweep(params);
+#if WEIGHT_BITS != 16
+  RowScales ahead(matrices, sweep);
+#endif
+#if WEIGHT_BITS != 16 && !GROUPED
+  wait_for_previous();
+#endif
 #if RESIDENT
   resident.take(params, squares);
   // This lane's columns beyond the rows are copies of the last row.
@@ -677,10 +690,6 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
                          lane % 4 * (64 / WEIGHT_BITS);
   const float* const undo = resident.undo;
   const int second = (params.rows - 1) * (matrices.width / UNIT);
-#endif
-  Sweeps sweep(params);
-#if WEIGHT_BITS != 16
-  RowScales ahead(matrices, sweep);
 #endif
 #pragma unroll 1
   for (; sweep.more(); sweep.next()) {
@@ -750,14 +759,14 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
 #endif
     const int group = lane / 4, quad = lane % 4;
     float* partial = partials + (warp * MOST_ROWS + 2 * quad) * RECORD + group;
-    if (!RESIDENT || quad == 0)
 #pragma unroll
     for (int i = 0; i < TILE / 16; ++i)
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j)
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          partial[(j * 8 + k % 2) * RECORD + i * 16 + k / 2 * 8] = sums[i][j][k];
+          if (!RESIDENT || quad == 0)
+            partial[(j * 8 + k % 2) * RECORD + i * 16 + k / 2 * 8] = sums[i][j][k];
     wait_for_consumers();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
