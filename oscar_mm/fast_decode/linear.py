@@ -145,7 +145,7 @@ def _kernels(
     x, gated, bits = arguments.x, arguments.gated, arguments.weight_bits
     rows, dtype, device = len(x), x.dtype, x.device
     weights = WeightFormat.of(arguments)
-    few = FEW_ROWS if bits == 16 else _FRAGMENT
+    few = FEW_ROWS if bits == 16 else _FRAGMENT  # Of quantized weights, see ``_FEW_ROW_TILINGS``.
     if few < rows and takes_in_cluster(rows, weights) and uses_wgmma(device):
         wide = ClusterSpecialization.of(rows, gated, dtype, weights)
         yield LinearClusterKernel.of(wide, device)
@@ -369,7 +369,9 @@ _FEW_ROW_TILINGS = {
     (4, True): Tiling(16, 4, 32, 128, 1024),
     (4, False): Tiling(8, 4, 64, 64, 2048),
 }
-"""The fastest tilings for up to 8 rows (H200), by bits of a weight and whether x is resident."""
+"""The fastest tilings for up to 8 rows, by bits of a weight and whether x is resident. With 8 rows,
+``linear_cluster`` takes a third longer; with 16 rows it is as fast in FP8, and takes a tenth less
+time in INT4 (H200)."""
 
 
 def tiling_for(shared_bytes: int, specialization: RowsSpecialization | None = None) -> Tiling:
