@@ -42,6 +42,7 @@ from oscar_mm.fast_decode.linear_torch import (
     linear_by_torch,
     linear_on_gpu,
 )
+from oscar_mm.fast_decode.scaled_products import ScaledProducts
 from oscar_mm.kernels.launch import (
     ELEMENTS,
     addresses,
@@ -478,6 +479,8 @@ def linear_of(arguments: LinearArguments) -> torch.Tensor:
     if arguments.norm is not None:
         x = Norm(arguments.norm, arguments.epsilon).at_once(arguments.x)
         arguments = arguments._replace(x=x, norm=None)
+    if len(arguments.x) > MAX_SPLIT and (scaled := ScaledProducts.of(arguments)) is not None:
+        return scaled(arguments)
     return linear_on_gpu(arguments) if arguments.x.is_cuda else linear_by_torch(arguments)
 
 

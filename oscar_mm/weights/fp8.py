@@ -41,6 +41,21 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
+def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize rows of activations to FP8, with a scale for each row and block of columns.
+
+    Args:
+        x: (rows, width), a multiple of ``BLOCK`` wide.
+
+    Returns:
+        Codes, (rows, width) in ``CODES``, and float32 scales, (rows, width / BLOCK).
+    """
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1)
+    scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    return (blocks / scales[..., None]).flatten(-2).to(CODES), scales
+
+
 def dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return weight matrices in ``dtype``; the inverse of ``quantized`` up to rounding.
 
