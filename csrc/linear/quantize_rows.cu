@@ -1,6 +1,6 @@
 // quantize_rows: rows of x in FP8 (e4m3), with a scale for each block of 128 columns: the block's
-// largest magnitude becomes the largest code. Half a warp quantizes a block, eight elements per
-// thread. Rows beyond the last become zeros.
+// largest magnitude becomes the largest code. Divisions are rounded as in PyTorch. Half a warp
+// quantizes a block, eight elements per thread. Rows beyond the last become zeros.
 //
 // Compiled with: ELEMENT (__half, __nv_bfloat16); sm_89 and newer.
 
@@ -49,10 +49,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int step = BLOCK / EACH / 2; step > 0; step /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(half, largest, step));
-  const float scale = largest > 0.0f ? largest / LARGEST : 1.0f;
+  const float scale = largest > 0.0f ? __fdiv_rn(largest, LARGEST) : 1.0f;
   uint32_t codes[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) codes[i] = codes_of(pairs[i].x / scale, pairs[i].y / scale);
+  for (int i = 0; i < 4; ++i)
+    codes[i] = codes_of(__fdiv_rn(pairs[i].x, scale), __fdiv_rn(pairs[i].y, scale));
   *reinterpret_cast<uint2*>(params.codes + at) = {codes[0] | codes[1] << 16,
                                                   codes[2] | codes[3] << 16};
   if (column % BLOCK == 0)
