@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import rms_norm, silu
 
+from oscar_mm.fast_decode.dequantize import dequantized
 from oscar_mm.fast_decode.gate import gate_
 from oscar_mm.weights.matrix import QuantizedMatrix
 
@@ -111,7 +112,7 @@ class LinearArguments(NamedTuple):
             return self.weights
         zeros = self.zeros or [None] * len(self.weights)
         matrices = map(QuantizedMatrix, self.weights, self.scales, zeros)
-        return [matrix.dequantized(self.x.dtype) for matrix in matrices]
+        return [dequantized(matrix, self.x.dtype) for matrix in matrices]
 
 
 def linear_by_torch(arguments: LinearArguments) -> torch.Tensor:
