@@ -471,7 +471,9 @@ def linear_of(arguments: LinearArguments) -> torch.Tensor:
     kernel = kernel_for(arguments)
     if kernel is not None:
         return kernel(arguments)
-    if arguments.scales and arguments.x.is_cuda:
+    many = len(arguments.x) > MAX_CLUSTER_ROWS[8]
+    scaled = ScaledProducts.of(arguments) if many else None
+    if scaled is None and arguments.scales and arguments.x.is_cuda:
         at_once = _rows_at_once(arguments)
         parts = arguments.split(at_once) if len(arguments.x) <= _MAX_LAUNCHES * at_once else []
         if len(parts) > 1 and kernel_for(parts[0]) is not None:
@@ -479,7 +481,7 @@ def linear_of(arguments: LinearArguments) -> torch.Tensor:
     if arguments.norm is not None:
         x = Norm(arguments.norm, arguments.epsilon).at_once(arguments.x)
         arguments = arguments._replace(x=x, norm=None)
-    if len(arguments.x) > MAX_SPLIT and (scaled := ScaledProducts.of(arguments)) is not None:
+    if scaled is not None:
         return scaled(arguments)
     return linear_on_gpu(arguments) if arguments.x.is_cuda else linear_by_torch(arguments)
 

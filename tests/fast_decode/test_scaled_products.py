@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from oscar_mm.fast_decode.linear import MAX_SPLIT, linear
+from oscar_mm.fast_decode.linear import linear
+from oscar_mm.fast_decode.linear_cluster import MAX_CLUSTER_ROWS
 from oscar_mm.fast_decode.linear_torch import LinearArguments
 from oscar_mm.fast_decode.scaled_products import (
     EACH,
@@ -86,7 +87,7 @@ def test_kernel(dtype: torch.dtype, rows: int, width: int) -> None:
 
 @pytest.mark.gpu
 @HOPPER
-@pytest.mark.parametrize("rows", [MAX_SPLIT + 1, 500, 2048])
+@pytest.mark.parametrize("rows", [MAX_CLUSTER_ROWS[8] + 1, 500, 2048])
 @pytest.mark.parametrize("width", [256, 1408, 4096])
 def test_products(rows: int, width: int) -> None:
     """Equal to float64 products of the quantized rows, up to the rounding of bfloat16."""
