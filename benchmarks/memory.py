@@ -58,9 +58,10 @@ def measure(
 
 def _table(rows: list[dict[str, Any]]) -> None:
     columns = ("preset", "tokens", "page bits", "held bits", "held MB", "16 bit MB", "ratio")
+    kinds = [kind for kind in KINDS if any(row["by_kind"][kind] for row in rows)]
     show(
         "KV cache of one layer",
-        (*columns, *(f"{kind} %" for kind in KINDS)),
+        (*columns, *(f"{kind} %" for kind in kinds)),
         (
             (
                 row["preset"],
@@ -70,7 +71,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
                 f"{row['kv_bytes'] / 1e6:.2f}",
                 f"{row['bf16_bytes'] / 1e6:.2f}",
                 f"{row['ratio']:.2f}x",
-                *(f"{100 * row['by_kind'][kind] / row['kv_bytes']:.1f}" for kind in KINDS),
+                *(f"{100 * row['by_kind'][kind] / row['kv_bytes']:.1f}" for kind in kinds),
             )
             for row in rows
         ),
