@@ -59,7 +59,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME|DIR|ID]",
+            metavar="NAME|DIR|ID",
             help="Also say what runs the decode steps of this model; its weights are not read.",
         ),
     ] = None,

@@ -283,7 +283,7 @@ def _qwen3_omni(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
 
 
 def _speaking(config: Any, tokenizer: Any, talker: Mapping[str, Any]) -> Any:
-    """Return the configuration of a Qwen3-Omni with a talker that hears its thinker."""
+    """Return the configuration of a Qwen3-Omni whose talker fits its thinker and tokenizer."""
     fields, token = config.to_dict(), tokenizer.convert_tokens_to_ids
     names = {"pad": "<tts_pad>", "bos": "<tts_text_bos>", "eos": "<tts_text_eod>"}
     fields |= {f"tts_{name}_token_id": token(text) for name, text in names.items()}

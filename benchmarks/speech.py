@@ -1,4 +1,4 @@
-"""Measure how fast Qwen3-Omni's talker says texts, several at a time, with random weights.
+"""Measure how fast Qwen3-Omni's talker, with random weights, speaks several texts at a time.
 
 python -m benchmarks.speech
 """
@@ -30,12 +30,12 @@ NOTES = [
     "model that writes answers is tiny and does not run. All texts begin at the same time.",
     "first: seconds to the first piece (5 frames, 0.4 s) of all texts, median. frame: milliseconds "
     "of a step that adds a frame to each text, with its part of the samples. times: seconds of "
-    "speech of each text in a second; below 1, playing stalls.",
+    "speech per second, for each text; below 1, playback stalls.",
 ]
 
 
 def speaking_pipeline(*, tiny: bool, device: torch.device) -> OscarOmniPipeline:
-    """Create a pipeline whose talker has random weights, and says every text in FRAMES frames."""
+    """Create a pipeline whose talker has random weights, and speaks every text in FRAMES frames."""
     dtype = torch.float32 if tiny else torch.bfloat16
     released: Released = RELEASED["qwen3-omni-30b-a3b"].tiny()
     model, processor = build(released, device, dtype, talker=talker_fields(tiny=tiny))
@@ -78,7 +78,7 @@ def talker_fields(*, tiny: bool) -> dict[str, Any]:
 
 
 def say(pipe: OscarOmniPipeline, seed: int) -> tuple[float, float]:
-    """Say a text, and return the times of its first and of its last piece."""
+    """Speak a text, and return the times of its first and of its last piece."""
     stream = pipe.read_aloud(words(WORDS, seed), seed=seed)
     times = [time.perf_counter() for piece in stream.with_speech() if isinstance(piece, Speech)]
     assert stream.result.speech_tokens == FRAMES
@@ -86,7 +86,7 @@ def say(pipe: OscarOmniPipeline, seed: int) -> tuple[float, float]:
 
 
 def measure(pipe: OscarOmniPipeline, voices: int) -> dict[str, Any]:
-    """Say several texts at the same time, and return the row of the table."""
+    """Speak several texts at the same time, and return the row of the table."""
     begin = time.perf_counter()
     with ThreadPoolExecutor(voices) as threads:
         times = [*threads.map(lambda seed: say(pipe, seed), range(voices))]

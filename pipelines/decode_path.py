@@ -32,7 +32,7 @@ class DecodePath:
 
     @property
     def steps(self) -> str:
-        """What runs decode steps on a GPU, for people."""
+        """What runs decode steps on a GPU, as a phrase for people."""
         layers = "fused layers" if self.fused else "the model's own modules"
         if self.captured:
             return f"{layers}, captured as CUDA graphs"

@@ -15,7 +15,7 @@ from oscar_mm.pipelines.families.qwen3_omni import Qwen3Omni
 from oscar_mm.pipelines.pipeline import Pipeline
 
 READ_ALOUD = "Read the text aloud."
-"""What a text that is read aloud answers; the talker reads questions too."""
+"""Question that precedes a text to read aloud, since the talker reads questions too."""
 _ARGUMENTS = (
     *("images", "prompt", "videos", "audio", "system", "messages"),
     *("use_audio_in_video", "speak", "speaker"),
@@ -63,9 +63,9 @@ class OscarOmniPipeline(Pipeline):
             system: system prompt.
             messages: a full conversation instead of a prompt, see ``OscarVLPipeline``.
             use_audio_in_video: also use the audio tracks of videos, interleaved with the frames.
-            speak: also say the answer, in ``answer.speech``: float32 mono samples at
+            speak: also speak the answer, in ``answer.speech``: float32 mono samples at
                 ``answer.sample_rate``, at most 328 seconds. Needs a checkpoint with a talker;
-                ``stop`` is not supported, because words are said as they are written.
+                ``stop`` is not supported, because words are spoken as they are written.
             speaker: name of one of the checkpoint's voices; by default "Ethan", or the first voice.
             options: max_new_tokens, temperature, top_p, seed, stop, ..., and media options such as
                 max_pixels and fps, which apply to all media; see
@@ -131,7 +131,7 @@ class OscarOmniPipeline(Pipeline):
     def read_aloud(
         self, text: str, *, speaker: str | None = None, seed: int | None = None
     ) -> AnswerStream:
-        """Say a text as if it were an answer, and stream the speech; only the talker runs.
+        """Speak a text as if it were an answer, and stream the speech; only the talker runs.
 
         ::
 
@@ -141,7 +141,7 @@ class OscarOmniPipeline(Pipeline):
         Args:
             text: the text, of at most 4,095 tokens.
             speaker: see ``__call__``.
-            seed: seed of the talker's random choices; None for other choices each time.
+            seed: seed of the talker's random choices; None for different choices each time.
 
         Raises:
             InputError: if the text is invalid, or the checkpoint cannot speak.

@@ -659,8 +659,8 @@ class Pipeline:
             sampling: sampling options.
             start: ``time.perf_counter()`` when the request arrived.
             tools: tools that the model may call.
-            speaker: voice that says the answer, from ``check_speech``; None for an answer in text.
-            script: ids of the tokens to say instead of an answer of the model, see ``script``.
+            speaker: voice of the speech, from ``check_speech``; None for an answer in text.
+            script: ids of the tokens to speak instead of an answer of the model, see ``script``.
         """
         arguments = self.engine, prompt, self.new_cache(), sampling, start
         if speaker is None:
@@ -684,13 +684,13 @@ class Pipeline:
         ids, talker = self.family.tokenize(text)[0].tolist(), self.family.talker
         if talker is not None and len(ids) > talker.max_frames:
             raise InputError(
-                f"{name} has {len(ids):,} tokens, but at most {talker.max_frames:,} can be said: "
+                f"{name} has {len(ids):,} tokens, but at most {talker.max_frames:,} can be spoken: "
                 "use a shorter text"
             )
         return ids
 
     def check_speech(self, speaker: Any, sampling: Sampling | None = None) -> str:
-        """Check that answers can be said, and return the name of the voice in lower case.
+        """Check that answers can be spoken, and return the name of the voice in lower case.
 
         Args:
             speaker: name of a voice, in upper or lower case; None for the default.
@@ -703,17 +703,17 @@ class Pipeline:
         talker = self.family.talker
         if talker is None:
             raise InputError(
-                "speak=True: this checkpoint has no talker (or it was disabled), so it answers in "
-                "text only; use an Instruct checkpoint with audio output"
+                "speech: this checkpoint has no talker (or it was disabled), so it answers in text "
+                "only; use one with a talker, such as Qwen/Qwen3-Omni-30B-A3B-Instruct"
             )
         if self.store.ranks.count > 1:
-            raise InputError(
-                "speak=True: not supported with tensor parallelism (tp_plan); use one GPU"
-            )
+            raise InputError("speech: not supported with tensor parallelism (tp_plan); use one GPU")
         if sampling is not None and sampling.stop:
             raise InputError("stop cannot be used with speak=True: leave it out")
         if not talker.speakers:
-            raise InputError("speak=True: this checkpoint's configuration lists no speakers")
+            raise InputError(
+                "speech: this checkpoint's configuration lists no speakers (speaker_id)"
+            )
         if speaker is None:
             return talker.speakers[0]
         if not isinstance(speaker, str) or speaker.lower() not in talker.speakers:

@@ -125,7 +125,7 @@ def _of_config(config: Any, with_states: bool) -> Iterator[str]:
 def _of_modules(model: PreTrainedModel, writer: PreTrainedModel) -> Iterator[str]:
     if not getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None):
         yield "no context length in its configuration (max_position_embeddings)"
-    # Hybrids do not say so, though their layers of attention use the interface.
+    # Hybrids do not set the flag, though their attention layers use the interface.
     hybrid = model.config.get_text_config(decoder=True).model_type in _HYBRIDS
     if not (writer._supports_attention_backend or hybrid):
         yield "attention of its own, not transformers' interface"

@@ -43,7 +43,8 @@ class _Source(NamedTuple):
     """An adapter to load.
 
     Attributes:
-        key: its name within PEFT, which finds missing weights by it: part of no other name.
+        key: its name within PEFT, which finds missing weights by this name as a substring; so no
+            other name contains it.
         name: its name for requests.
         config: its ``LoraConfig``.
     """
@@ -55,7 +56,7 @@ class _Source(NamedTuple):
 
     def refuse(self, fault: str) -> NoReturn:
         """Raise an error about this adapter."""
-        raise InputError(f"adapters: {shown(self.name)} in {self.folder} {fault}")
+        raise InputError(f"adapters: {shown(self.name)}: the adapter in {self.folder} {fault}")
 
 
 def add_row_adapters(
@@ -82,14 +83,18 @@ def add_row_adapters(
     if not folders:
         return
     if len(folders) > MAX_ADAPTERS:
-        raise InputError(f"adapters: {len(folders)} are more than the limit of {MAX_ADAPTERS}")
+        raise InputError(
+            f"adapters: {len(folders)} are more than the limit of {MAX_ADAPTERS}: load fewer"
+        )
     if any(hasattr(module, "adapter_layer_names") for module in modules_of(model)):
         raise InputError(
             "adapters: the model has an adapter for all requests already: load the base model, and "
             "name that adapter here too"
         )
     if len(places := devices(part)) > 1 or places == {torch.device("meta")}:
-        raise InputError("adapters: all weights must be on one device: pass device, no device_map")
+        raise InputError(
+            "adapters: all weights must be on one device: pass device instead of device_map"
+        )
     sources = [_source(f"row_adapter_{at:02}", *item) for at, item in enumerate(folders.items())]
     if (ranks := sum(max(_ranks(source)) for source in sources)) > MAX_RANKS:
         raise InputError(
@@ -117,7 +122,9 @@ def _source(key: str, name: Any, folder: Any) -> _Source:
         if not (source.folder / file).is_file():
             source.refuse(f"has no {file}: pass a folder that save_pretrained of peft has written")
     if (source.folder / CONFIG).stat().st_size > _MAX_CONFIG_BYTES:
-        source.refuse(f"has a {CONFIG} of more than {_MAX_CONFIG_BYTES:,} bytes")
+        source.refuse(
+            f"has an {CONFIG} of more than {_MAX_CONFIG_BYTES:,} bytes, unlike any of peft"
+        )
     try:
         from peft import LoraConfig, PeftConfig
 
@@ -125,7 +132,7 @@ def _source(key: str, name: Any, folder: Any) -> _Source:
     except ImportError:
         raise InputError("adapters: they need peft: pip install peft") from None
     except PEFT_ERRORS as error:
-        source.refuse(f"has a {CONFIG} that cannot be read ({one_line(error)})")
+        source.refuse(f"has an {CONFIG} that cannot be read ({one_line(error)})")
     if not isinstance(config, LoraConfig):
         source.refuse(f"is not LoRA, which alone can be chosen per request: {MERGE}")
     _check_config(source._replace(config=config), LoraConfig())
@@ -146,7 +153,9 @@ def _check_config(source: _Source, usual: Any) -> None:
             "base model: save it with path_initial_model_for_weight_conversion"
         )
     if not isinstance(config.rank_pattern or {}, Mapping):
-        source.refuse(f"has rank_pattern={shown(config.rank_pattern)}, which is not a dict")
+        source.refuse(
+            f"has rank_pattern={shown(config.rank_pattern)}, which is not a dict of ranks"
+        )
     for rank in _ranks(source):
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             source.refuse(f"has rank {shown(rank)}: ranks must be from 1 to {MAX_RANK}")
@@ -173,7 +182,9 @@ def _loaded_layers(model: PreTrainedModel, sources: Sequence[_Source]) -> dict[s
             except InputError:
                 raise
             except PEFT_ERRORS as error:
-                source.refuse(f"cannot be loaded into this model ({one_line(error)})")
+                source.refuse(
+                    f"cannot be loaded into this model ({one_line(error)}): pass one saved for it"
+                )
         named = list(model.named_modules())
         return {path: layer for path, layer in named if isinstance(layer, BaseTunerLayer)}
     finally:
@@ -193,7 +204,7 @@ def _load_weights(source: _Source, adapted: Any) -> None:
         if names := getattr(report, f"{fault}_keys"):
             source.refuse(
                 f"has {len(names)} {fault} weights, such as {shown(names[0])}: it belongs to "
-                "another model"
+                "another model: pass an adapter of this one"
             )
 
 
@@ -258,7 +269,9 @@ def _fill(module: AdaptedLinear, layer: Any, source: _Source, start: int, digest
     own = slice(start, start + len(down))
     module.down[own], module.up[:, own] = down, up
     if not (module.down[own].isfinite().all() and module.up[:, own].isfinite().all()):
-        source.refuse("has weights that are infinite or NaN in the model's dtype")
+        source.refuse(
+            "has weights that are infinite or NaN in the model's dtype: pass an intact adapter"
+        )
     for matrix in (down, up):
         digest.update(repr(tuple(matrix.shape)).encode())
         digest.update(matrix.cpu().contiguous().numpy().tobytes())

@@ -119,7 +119,7 @@ def load_text_model(
         )
     except (*_UNREADABLE, SafetensorError) as error:
         raise InputError(f"model {source}: {first_line(error)}") from error
-    check_fits(source, loaded.config, states=False)  # Its caller crops caches anywhere.
+    check_fits(source, loaded.config, states=False)  # The caller crops caches to any length.
     try:
         loaded.set_attn_implementation(IMPLEMENTATION)
     except (ValueError, KeyError) as error:

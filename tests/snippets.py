@@ -32,7 +32,7 @@ REPOSITORIES = {
 }
 """Bundled models in place of released ones."""
 OMNI = "Qwen/Qwen3-Omni-30B-A3B-Instruct"
-"""A released model that speaks, unlike the bundled ones; a tiny checkpoint is in its place."""
+"""A released model that speaks, unlike the bundled ones; a tiny checkpoint replaces it."""
 DOCUMENTED = {
     "Chat": "oscar_mm.chat.chat",
     "OscarCache": "oscar_mm",

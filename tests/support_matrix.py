@@ -45,13 +45,13 @@ _HEAD = (
     "trained weights",
 )
 _LANGUAGE = {"SmolLM2": "llama", "Qwen2.5-Coder": "qwen2", "Gemma-3": "gemma3_text"}
-"""Names of language models begin with -> model type."""
+"""Beginning of a language model's name -> model type."""
 _VARIANTS = ("_vicuna", "_thinking", "_talker")
 """Ends of names of tiny checkpoints of the same model type."""
 
 
 def table() -> str:
-    """Return the table in Markdown; makes and forgets tiny checkpoints."""
+    """Return the table in Markdown, after building tiny checkpoints in a temporary folder."""
     with TemporaryDirectory() as folder:
         rows = [_row(name, one) for name, one in _checkpoints(Path(folder))]
     lines = [_HEAD, ("---",) * len(_HEAD), *rows]

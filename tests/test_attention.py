@@ -312,7 +312,7 @@ def test_other_caches_and_none_get_sdpa() -> None:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sinks(policy: str, window: int | None) -> None:
-    """In a prompt, in decode steps and in turns of any length, also within a window."""
+    """Sinks count in a prompt, in decode steps and in turns of any length, also within a window."""
     sinks = torch.tensor([-1.0, 0.5, 2.0, 9.0])
     cache = OscarCache(POLICIES[policy])
     check_chunk(cache, chunk(0, 400), ids=random_ids(0, 200, 200), window=window, sinks=sinks)
@@ -322,7 +322,7 @@ def test_sinks(policy: str, window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_sinks_that_kernels_do_not_take(window: int | None, monkeypatch) -> None:
-    """As on a GPU: the past is unpacked, or the part of it that is inside the window."""
+    """The past, or its part inside the window, is unpacked, as on a GPU."""
     decoded = []
     monkeypatch.setattr(paged_attention, "takes_sinks", lambda _: False)
     monkeypatch.setattr(paged_attention, "decode_directly", decoded.append)

@@ -39,7 +39,7 @@ class ChatWriter:
         usage: whether the stream ends with the token usage.
         echo: text to prepend to each answer.
         reasoning: whether the response includes the reasoning.
-        spoken: makes the audio of an answer; None for answers in text.
+        spoken: function that creates the audio of one answer; None for answers in text.
     """
 
     def __init__(

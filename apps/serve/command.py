@@ -76,8 +76,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="NAME=FOLDER",
-            help="LoRA adapter of peft, which clients ask for by NAME as the model; repeat for "
-            "several.",
+            help="LoRA adapter saved by peft; a request chooses it with NAME as its model. "
+            "Repeat for several.",
         ),
     ] = None,
     allow_origin: Annotated[
@@ -287,7 +287,9 @@ def read_adapters(given: Sequence[str]) -> dict[str, str]:
         if not (equals and folder and is_name(name)):
             raise InputError(f"--lora {shown(text)}: must be NAME=FOLDER, such as legal=./legal")
         if name in adapters:
-            raise InputError(f"--lora {shown(text)}: there are two adapters with this name")
+            raise InputError(
+                f"--lora {shown(text)}: another --lora has this name; choose a different one"
+            )
         adapters[name] = folder
     return adapters
 

@@ -24,8 +24,7 @@ class AnswerFormat(Protocol):
     def whole(
         self, choices: Sequence[Choice], usage: Mapping[str, Any], /
     ) -> dict[str, Any] | str | Response:
-        """Return the body of a response that is not streamed: JSON, or plain text; or the
-        response."""
+        """Return a response that is not streamed, or only its body: JSON or plain text."""
         ...
 
     def begin(self, index: int, /) -> Iterator[str | bytes]:
@@ -62,7 +61,7 @@ def _media_type(written: AnswerFormat) -> str:
 
 @runtime_checkable
 class SpokenAnswerFormat(AnswerFormat, Protocol):
-    """Formats answers that may also be said."""
+    """Formats answers that may also be spoken."""
 
     def speech(self, index: int, speech: Speech, /) -> Iterator[str | bytes]:
         """Yield the events for a piece of speech."""

@@ -296,7 +296,7 @@ class Body(ToolFields, SampledBody):
 
     @property
     def speaks(self) -> bool:
-        """Whether the answer is also said."""
+        """Whether the answer is also spoken."""
         return "audio" in (self.modalities or ())
 
     @property
@@ -348,7 +348,7 @@ class ApiRequest:
         raw: token ids of a prompt without a chat template, instead of messages; or None.
         user: user for whom the request is sent, in the client's words; "" if it names none.
         adapter: name of the adapter that answers, or None.
-        spoken: how the answer is said; None for an answer in text.
+        spoken: voice and audio format of the answer; None for an answer in text.
         script: text to read aloud instead of an answer of the model; or None.
     """
 
@@ -467,7 +467,7 @@ def read_request(
         body: the body of the request.
         source: allowed sources of media, and their limits.
         template: validated chat-template options.
-        spoken: how the answer is said; None for an answer in text.
+        spoken: voice and audio format of the answer; None for an answer in text.
         said: transcripts of earlier spoken answers; None if there are none.
 
     Raises:
@@ -508,7 +508,7 @@ def read_request(
 
 
 def _fill_in_transcripts(messages: list[GivenMessage], said: SpokenAnswers) -> None:
-    """Give spoken messages of the assistant, which refer to their audio, their text as content."""
+    """Fill in the text of assistant messages that refer to the audio of an earlier answer."""
     for place, message in enumerate(messages):
         if message.audio is None:
             continue

@@ -521,7 +521,7 @@ class Service:
         return request
 
     def _spoken(self, body: Body) -> SpokenFormat | None:
-        """Return how the answer is said, after checking that the model can; None for text."""
+        """Return voice and format of a spoken answer, after checks; None for an answer in text."""
         if not body.speaks:
             return None
         audio, pipe = body.audio or GivenAudio(), self.conversations.pipe

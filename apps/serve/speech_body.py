@@ -60,7 +60,7 @@ class SpeechBody(StrictModel):
         """Convert the body to a request.
 
         Args:
-            pipe: pipeline that says the text.
+            pipe: pipeline that speaks the text.
 
         Raises:
             FieldError: if the model cannot speak, or the voice or the text is refused.
@@ -84,8 +84,8 @@ class SpeechBody(StrictModel):
 
 
 class SpeechWriter:
-    """Formats a text that is read aloud, see ``AnswerFormat``: samples come as they are said, and
-    files when all is said.
+    """Formats the speech of a text, see ``AnswerFormat``: samples are sent as they are generated,
+    an audio file once it is complete.
 
     Args:
         body: the request.

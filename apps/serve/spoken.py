@@ -59,7 +59,7 @@ class EarlierAudio(StrictModel):
 
 @dataclass(frozen=True)
 class SpokenFormat:
-    """How an answer is said.
+    """Voice and audio format of an answer.
 
     Attributes:
         speaker: name of the voice in lower case.
@@ -103,8 +103,8 @@ def checked_speaker(pipe: Pipeline, voice: str | None, *, field: str, asks: str)
     talker = pipe.family.talker
     if talker is None:
         raise FieldError(
-            "this model answers in text only: audio needs a model that speaks, such as the "
-            "Instruct checkpoint of Qwen3-Omni",
+            "this model answers in text only: for audio, serve a checkpoint with a talker, such as "
+            "Qwen/Qwen3-Omni-30B-A3B-Instruct",
             asks,
         )
     try:
@@ -164,7 +164,7 @@ class SpokenAnswers:
         """Return what an earlier answer said.
 
         Args:
-            audio: reference to the answer; its own transcript counts if the server has none.
+            audio: reference to the answer; its own transcript is used if the server has none.
             field: the API's name for the reference.
 
         Raises:
@@ -185,7 +185,7 @@ class SpokenChoice:
     """The audio of one answer in a response.
 
     Args:
-        spoken: how the answer is said.
+        spoken: voice and format of the audio.
         kept: store of its transcript.
     """
 

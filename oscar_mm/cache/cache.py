@@ -37,12 +37,12 @@ _UNBALANCED = (
     "with OscarCache(policy, model=model), or use a policy with balance=None"
 )
 _FORGET = (
-    "forget: the states of linear-attention layers include these tokens, and nothing can be taken "
-    "out of a state; remove the latest turns instead, or start again without them"
+    "forget: the states of linear-attention layers include these tokens, and no token can be "
+    "removed from a state; remove the latest turns instead, or start again without them"
 )
 _CROP = (
-    "crop to {:,} tokens: linear-attention layers have only their states after the last token and "
-    "after the marked ones ({}); call mark() where a cache is to return to"
+    "crop to {:,} tokens: linear-attention layers have copies of their states only at the marked "
+    "lengths ({}); call mark() at each length to which the cache may be cropped"
 )
 _TWO_STATES = (
     "layer {} has attention and a linear-attention state, but an OscarCache stores only one of "

@@ -578,7 +578,7 @@ def _check_content(
         raise ValueError("it has tokens, but no layers")
     for name, tensor in tensors.items():
         if _STATE.fullmatch(name) and not (len(tensor) == len(tables.codes) and all_finite(tensor)):
-            raise ValueError(f"{name} contains NaN or infinity, or is not of every row")
+            raise ValueError(f"{name} contains NaN or infinity, or does not have every row")
     for index, shape in _with_keys(shapes):
         for bits, count in tables.counts.items():
             slots = tensors[f"layer.{index}.{_name(bits)}"]

@@ -302,8 +302,8 @@ class SpillableConversation:
         """Remove the last reasoning from the cache if the cache is in the store; return the
         conversation.
 
-        So is the token of a step that was running when an answer was left, unless the states of the
-        model include it.
+        The token of a decode step that was running when the caller left the answer is removed too,
+        unless the states of the model already include it.
         """
         conversation = self.conversation
         if conversation.kv is None:

@@ -220,7 +220,8 @@ class PrefixCache:
 
 def kept_tokens(prompt: Prompt) -> int:
     """Return the number of leading tokens that a prefix cache keeps of a prompt: up to the end of
-    its last media item or, if it has no media, of its last full page; 0 if these are few."""
+    its last media item or, if it has no media, of its last full page; 0 if these are
+    fewer than ``MIN_TOKENS``."""
     stop = prompt.media[-1].stop if prompt.media else _whole(prompt.tokens, ())
     return stop if stop >= MIN_TOKENS else 0
 

@@ -1,4 +1,4 @@
-"""Speech: what a talker says of an answer while the answer is written."""
+"""Speech of an answer, which a talker generates while the answer is written."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Voice(ABC):
         words: ids of the answer's first tokens, if the prompt contains any.
 
     Attributes:
-        words: ids of the tokens to say so far.
+        words: ids of the tokens to speak, as far as they are written.
         is_written: whether ``words`` is complete.
-        ended: whether nothing more will be said.
-        frames: number of frames said so far.
+        ended: whether nothing more will be spoken.
+        frames: number of frames generated so far.
         cache: keys and values of the talker; None before it begins.
         reservation: memory reservation, in effect while referenced.
         memory: memory report at the end; None before.
@@ -101,7 +101,7 @@ class Voice(ABC):
 
 
 class Talker(ABC):
-    """A model that says the words of answers; only the engine thread may run it.
+    """A model that turns the words of answers into speech; only the engine thread may run it.
 
     Attributes:
         model: transformers model, whose decoder has attention "oscar".
@@ -122,7 +122,7 @@ class Talker(ABC):
         Args:
             prompt: prompt of a single row.
             speaker: one of ``speakers``.
-            seed: seed of the frames' random choices; None for other choices each time.
+            seed: seed of the frames' random choices; None for different choices each time.
 
         Raises:
             InputError: if the prompt does not begin an answer.

@@ -1,4 +1,4 @@
-"""SpokenRequest: a request whose answer is also said."""
+"""SpokenRequest: a request whose answer is also spoken."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from oscar_mm.engine.speech import Speech, Talker, Voice
 
 
 class SpokenRequest(Request):
-    """Request whose pieces also include ``Speech``; it is over when all words are said.
+    """Request whose pieces also include ``Speech``; it is over when all words are spoken.
 
     Args:
-        talker: talker that says the answer.
+        talker: talker that speaks the answer.
         voice: speech of the answer, made by the talker.
-        script: ids of the tokens to say instead of an answer of the model, which then reads
-            nothing; None to let the model answer.
+        script: ids of the tokens to speak instead of an answer of the model, which then does
+            not run; None to let the model answer.
         request: arguments of ``Request``.
     """
 
@@ -47,7 +47,7 @@ class SpokenRequest(Request):
 
     @property
     def is_over(self) -> bool:
-        """Whether the request has ended, and all words are said."""
+        """Whether the request has ended, and all words are spoken."""
         return self.ended and self.voice.ended
 
     @property
@@ -65,7 +65,7 @@ class SpokenRequest(Request):
         return self.voice.listening(self.cache)
 
     def write(self, token: int) -> None:
-        """Queue the pieces of a sampled token, and have it said."""
+        """Queue the pieces of a sampled token, and pass it to the voice."""
         super().write(token)
         self.voice.words.append(token)
 

@@ -17,7 +17,7 @@ from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.policy import KVPolicy
 
 MAX_VOICES = 16
-"""Maximum number of answers that are said at the same time; the speech of others comes later."""
+"""Maximum number of answers that are spoken at the same time; the speech of others begins later."""
 
 
 class SpeechMemory(Protocol):
@@ -35,7 +35,7 @@ class SpeechMemory(Protocol):
 
 
 class Voices:
-    """Says the answers of a scheduler's spoken requests, all of them together.
+    """Generates the speech of a scheduler's spoken requests, as one batch.
 
     A step adds a frame to each voice whose next word is written, and prefills a chunk of a voice
     that begins. While other answers decode, steps take at most half of the time.
@@ -60,12 +60,12 @@ class Voices:
 
     @property
     def live(self) -> list[SpokenRequest]:
-        """Requests whose words are not all said."""
+        """Requests with words that are not spoken yet."""
         begun = [*(request for request, _ in self._beginning), *self._saying]
         return [*list(self._waiting), *begun]
 
     def add(self, request: SpokenRequest) -> None:
-        """Say the words of a request, from its next step on. Safe from any thread."""
+        """Speak the words of a request, from the next step on. Safe from any thread."""
         self._waiting.append(request)
 
     @property
@@ -74,7 +74,7 @@ class Voices:
         return 0 if self._view is None else self._view.store.memory().used_bytes
 
     def trim(self) -> None:
-        """Return the memory of all pools; call this only while nothing is said."""
+        """Return the memory of all pools; call this only while no speech is generated."""
         if self._view is not None:
             self._view.store.trim_surplus(0)
 
@@ -168,7 +168,7 @@ class Voices:
             raise FloatingPointError(NOT_STORABLE)
 
     def _deliver(self, request: SpokenRequest) -> None:
-        """Hand over the speech of a request once a piece is complete, or all is said."""
+        """Hand over the speech of a request once a piece is complete, or the speech has ended."""
         voice = request.voice
         if voice.is_said or voice.frames % PIECE_FRAMES == 0:
             request.say()

@@ -74,8 +74,8 @@ MAX_COLUMNS = 24
 fifth slower with 16 and a third slower with 8; ``linear_cluster`` is 6% faster with 4 rows and a
 quarter with 24."""
 _MAX_LAUNCHES = 4
-"""Maximum number of launches that multiply quantized weights by some of many rows each, which moves
-fewer bytes than dequantized weights do: 1 for each weight and launch, instead of 5."""
+"""Maximum number of launches that share the rows of a product with quantized weights. They move
+fewer bytes than dequantizing does: 1 for each weight and launch, instead of 5 for each weight."""
 _FRAGMENT = 8
 """Number of columns in a matrix unit's product, and half its number of rows."""
 MAX_DEPTH = 16
@@ -146,7 +146,7 @@ def _kernels(
     x, gated, bits = arguments.x, arguments.gated, arguments.weight_bits
     rows, dtype, device = len(x), x.dtype, x.device
     weights = WeightFormat.of(arguments)
-    few = FEW_ROWS if bits == 16 else _FRAGMENT  # Of quantized weights, see ``_FEW_ROW_TILINGS``.
+    few = FEW_ROWS if bits == 16 else _FRAGMENT  # Quantized: ``_FEW_ROW_TILINGS``.
     if few < rows and takes_in_cluster(rows, weights) and uses_wgmma(device):
         wide = ClusterSpecialization.of(rows, gated, dtype, weights)
         yield LinearClusterKernel.of(wide, device)

@@ -171,7 +171,7 @@ class ClusterTiling(NamedTuple):
 
     def fits(self, specialization: ClusterSpecialization, limit: int) -> bool:
         """Return whether enough stages fit, besides those that the sums take. With quantized
-        weights, long stages are worth more than a third one."""
+        weights, long stages gain more than a third stage does."""
         depth = self.depth(specialization, limit)
         few = 3 if specialization.weights.weight_bits == 16 else 2
         return depth >= few and depth > self.grants(specialization)

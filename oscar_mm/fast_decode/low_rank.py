@@ -2,7 +2,7 @@
 
 y_i = x W_i^T + sum over active adapters of scaling * (x A_i^T) B_i^T
 
-Active are those that PEFT has switched on, for all rows. With row adapters
+The active adapters are those that PEFT has switched on; they act on all rows. With row adapters
 (``oscar_mm.fast_decode.row_adapters``) each row has its own; a third launch leaves the others out.
 """
 

@@ -203,8 +203,8 @@ def _bytes_in(folder: Path) -> int:
 def _within(seconds: float, ask: Callable[[], object]) -> object:
     """Wait for the result of a function in a thread of its own.
 
-    The hub's client has further waits that its timeout does not bound: for the lookup of the host's
-    name, and for three seconds of another request before the first.
+    The timeout of the hub's client does not bound all its waits: neither the lookup of the host's
+    name, nor three seconds of another request before the first.
 
     Raises:
         Exception: the function's error, or ``TimeoutError``.

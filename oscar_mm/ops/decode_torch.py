@@ -60,11 +60,11 @@ class MergedAttention:
         self.merge(*_attention(self._queries, keys, values, self._scaling, causal))
 
     def add_later(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Attend from each of some consecutive tokens to the later ones of them.
+        """Attend from each token of a run of consecutive tokens to the later tokens of the run.
 
         Args:
-            keys, values: (batch, KV heads, n, head_dim) of these tokens, with n at least 2.
-            first: index of the first of these tokens among the queries.
+            keys, values: (batch, KV heads, n, head_dim) of the run, with n at least 2.
+            first: index of the run's first token among the queries.
         """
         tokens = slice(first, first + keys.shape[2] - 1)
         # In reverse order, attention to later tokens is attention to earlier ones.

@@ -134,7 +134,7 @@ class _Int4(CheckpointFormat):
 
     @property
     def reorders(self) -> bool:
-        """Whether each matrix must have the groups of its columns."""
+        """Whether each matrix must have a tensor with the group of each column."""
         return self.order in self.needed
 
     @abstractmethod

@@ -52,7 +52,7 @@ def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1)
-    # A GPU would multiply by the reciprocal of a number that is not a tensor.
+    # A tensor: on a GPU, PyTorch divides by a Python number through its rounded reciprocal.
     scales = torch.where(largest > 0, largest / largest.new_tensor(_LARGEST), 1.0)
     return (blocks / scales[..., None]).flatten(-2).to(CODES), scales
 

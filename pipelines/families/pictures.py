@@ -78,7 +78,7 @@ class PictureFamily(Family):
             shown: dict[str, Any] = {"images": [[medium.content]]}
         else:
             shown = video_arguments(reading.video_processor, [medium.content])
-            shown["videos"] = [shown["videos"]]  # SmolVLM2 up to transformers 5.17 insists.
+            shown["videos"] = [shown["videos"]]  # SmolVLM2 up to transformers 5.17 needs it.
         inputs = reading(text=[placeholder], **shown, return_tensors="pt")
         return self.arguments(inputs), texts[0]
 
@@ -160,7 +160,7 @@ class Gemma3(PictureFamily):
             setattr(layer.self_attn, TWO_WAY, True)
 
     def _shown(self, expansion: str) -> int:
-        """See ``PictureFamily._shown``; the placeholder is not what stands for the image."""
+        """See ``PictureFamily._shown``; an image has other tokens than its placeholder."""
         return expansion.count(self.processor.tokenizer.image_token)
 
 
@@ -239,7 +239,7 @@ class LlavaOnevision(ClipFamily):
 
 
 def _video_by_video(inner: Any, read: Any, pixels: torch.Tensor, **options: Any) -> Any:
-    """Return what the model makes of videos of different lengths; towers take few frames at a time.
+    """Return the features of videos of different lengths; the tower takes few frames at a time.
 
     Args:
         inner: the model with towers and decoder.

@@ -1,8 +1,8 @@
-"""The talker of Qwen3-Omni: says the thinker's words, in frames of 80 ms.
+"""The talker of Qwen3-Omni: turns the thinker's words into speech, in frames of 80 ms.
 
-For each frame the talker reads one more word of the answer and chooses a code, whose further codes
-``code_predictor`` chooses; ``code2wav`` turns codes into samples. Random choices are those of
-transformers' ``generate`` with the same seed.
+For each frame, the talker reads one more word of the answer and chooses the first code;
+``code_predictor`` chooses the frame's other codes, and ``code2wav`` turns codes into samples.
+Random choices are those of transformers' ``generate`` with the same seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from oscar_mm.modality import Modality
 
 _USUAL_SPEAKER = "ethan"
 _CONTROL_CODES = 1024
-"""Number of codes at the end of the talker's vocabulary that are no sound."""
+"""Number of codes at the end of the talker's vocabulary that stand for no sound."""
 _HEAD = 3
 """Tokens of an answer before its first word: <|im_start|>, assistant and a line break."""
 _CHUNK = 1 << 13
@@ -90,7 +90,7 @@ class OmniVoice(Voice):
     """The speech of one answer, see ``Voice``.
 
     Args:
-        talker: talker that says the answer.
+        talker: talker that speaks the answer.
         prompt: prompt of a single row, which begins an answer.
         speaker: name of the voice in lower case.
         seed: see ``Talker.voice``.
@@ -110,7 +110,7 @@ class OmniVoice(Voice):
         self._questions, self._answer = talker.segments(self._ids)
         if self._answer is None or len(self._ids) < self._answer + _HEAD:
             raise InputError(
-                "speak=True: the prompt does not begin an answer, so there is nothing to say: "
+                "speak=True: the prompt does not begin an answer, so there is nothing to speak: "
                 "leave out add_generation_prompt"
             )
         super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist())
@@ -386,7 +386,7 @@ class Qwen3OmniTalker(Talker):
             voice.add(frames[row], hidden[row : row + 1], code)
 
     def _frames(self, voices: Sequence[OmniVoice]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict the further codes of each voice's latest code.
+        """Predict the other codes of the frame that each voice's latest code begins.
 
         Returns:
             (rows, groups) codes and (rows, groups, hidden size), their embeddings.

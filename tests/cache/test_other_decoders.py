@@ -383,7 +383,7 @@ def test_states_of_linear_attention(name: str) -> None:
     assert "states, tables" in str(report)
     with pytest.raises(InputError, match="forget: the states of linear-attention layers"):
         cache.forget(0, 3)
-    with pytest.raises(NotImplementedError, match=r"crop to 49 tokens: .*marked ones \(none\)"):
+    with pytest.raises(NotImplementedError, match=r"crop to 49 tokens: .*marked lengths \(none\)"):
         cache.crop(-1)
     cache.crop(0)
     cache.reset()
@@ -429,7 +429,7 @@ def step(model: PreTrainedModel, cache: OscarCache, tokens: list[int]) -> torch.
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rows_of_a_batch_have_their_own_states(name: str) -> None:
-    """They join and leave; padding, a row that left and a fork change no other row."""
+    """Rows join and leave; padding, a row that left and a fork change no other row."""
     model = decoder(name)
     model.set_attn_implementation("oscar")
     store = PageStore("bf16")
@@ -471,7 +471,7 @@ def test_rows_of_a_batch_have_their_own_states(name: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_marked_states_come_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the cache, a fork and a pickled copy, until more bytes are marked than a cache keeps."""
+    """States return in the cache, a fork and a pickled copy, up to the bytes that a cache keeps."""
     model = decoder(name)
     model.set_attn_implementation("oscar")
     cache, plain = OscarCache("bf16", model=model), OscarCache("bf16", model=model)

@@ -55,7 +55,7 @@ def matrices(dtype: torch.dtype) -> list[QuantizedMatrix]:
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("number", range(11))
 def test_on_a_gpu(dtype: torch.dtype, number: int) -> None:
-    """Bitwise as by PyTorch operations in float32, NaN included."""
+    """The kernel gives bitwise what PyTorch gives in float32, NaN included."""
     matrix = QuantizedMatrix(*(x if x is None else x.cuda() for x in matrices(dtype)[number]))
     wide = matrix.bits == 4 and matrix.scales.dtype == torch.float32
     assert DequantizeKernel.of(Specialization(dtype, matrix.bits, wide), matrix.codes.device)

@@ -72,7 +72,7 @@ def test_compiles(arch: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize(("rows", "width"), [(1, 128), (37, 384), (2000, 12288)])
 def test_kernel(dtype: torch.dtype, rows: int, width: int) -> None:
-    """As by PyTorch, bit by bit; rows of padding are zero; NaN and infinity stay in their row."""
+    """Codes are PyTorch's bit by bit; padding is zero; NaN and infinity stay in their row."""
     x = rows_of(rows, width, dtype).cuda()
     kernel = QuantizeRowsKernel.of(dtype, x.device)
     assert kernel is not None
@@ -90,7 +90,7 @@ def test_kernel(dtype: torch.dtype, rows: int, width: int) -> None:
 @pytest.mark.parametrize("rows", [MAX_CLUSTER_ROWS[8] + 1, 500, 2048])
 @pytest.mark.parametrize("width", [256, 1408, 4096])
 def test_products(rows: int, width: int) -> None:
-    """Equal to float64 products of the quantized rows, up to the rounding of bfloat16."""
+    """Products equal float64 products of the quantized rows, up to the rounding of bfloat16."""
     generator = torch.Generator().manual_seed(width)
     outputs, biased = (1024, 256), [None, torch.randn(256, generator=generator).bfloat16().cuda()]
     weights = [torch.randn(n, width, generator=generator) / width**0.5 for n in outputs]

@@ -1,4 +1,4 @@
-"""What `doctor MODEL` says of a checkpoint is what its loaded model does."""
+"""`doctor MODEL` reports what the loaded checkpoint does."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_images_come_first_and_the_prompt_second(omni) -> None:
 
 
 def test_speech_that_cannot_be(omni, speaking) -> None:
-    refused(omni, "speak", "no talker", speak=True)
+    refused(omni, "speech: ", "no talker", speak=True)
     refused(speaking, "speaker 'Bob'", "ethan, chelsie", speak=True, speaker="Bob")
     refused(speaking, "stop cannot be used with speak", speak=True, stop="x")
     refused(omni, "speaker requires speak=True", speaker="ethan")

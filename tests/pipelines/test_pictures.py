@@ -272,7 +272,7 @@ def test_videos_are_those_of_transformers(one: Pictures, videos: list, monkeypat
 
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
 def test_videos_of_different_lengths(one: Pictures, monkeypatch) -> None:
-    """Which no processor takes: in one pass, and each in a pass of its own."""
+    """Videos that no processor takes together share a pass, or have a pass each."""
     media = one.pipe.read_media(videos=[clip(3), clip(40, 9), clip(5, 2)])
     prompt = one.pipe.family.prompt(first_turn("What is it?", media.parts), media)
     found = [read_prompt(one.pipe.model, prompt, one.pipe.new_cache())]
@@ -283,7 +283,7 @@ def test_videos_of_different_lengths(one: Pictures, monkeypatch) -> None:
 
 @pytest.mark.parametrize("one", CLIPS, indirect=True)
 def test_an_image_before_a_video(one: Pictures, tmp_path: Path) -> None:
-    """In one turn, and then more turns, of a chat that was saved too."""
+    """An image and a video in one turn, then more turns, also of a saved chat."""
     video = clip(6)
     text = one.asked("First: ", IMAGE, "Then: ", VIDEO, "Which one?")
     expected = one.greedy(one.mixed(text, SHOWN[0], video), 6)

@@ -278,7 +278,7 @@ def test_an_answer_of_an_adapter_is_said(qwen3_omni_talker_folder, tmp_path) -> 
 
 
 def test_a_row_is_not_touched_by_other_adapters() -> None:
-    """Not even by infinite products of an adapter that it has not chosen."""
+    """Infinite products of an adapter that a row has not chosen do not change the row."""
     torch.manual_seed(0)
     base = torch.nn.Linear(8, 5)
     down, up = torch.randn(6, 8), torch.randn(5, 6)
@@ -314,7 +314,9 @@ def test_the_model_is_as_before_where_an_adapter_is_refused(qwen3_vl_folder, fol
     with pytest.raises(InputError, match=r"has no adapter_config.json"):
         loaded(model, dtype=None, adapters=folders | {"c": qwen3_vl_folder})
     broken = rewritten(folders["decoder"], r=5)
-    with pytest.raises(InputError, match=r"'c' in .* cannot be loaded into this model"):
+    with pytest.raises(
+        InputError, match=r"'c': the adapter in .* cannot be loaded into this model"
+    ):
         loaded(model, dtype=None, adapters={"a": folders["towers"], "c": broken})
     assert [name for name, _ in model.named_modules()] == names
     assert not hasattr(model, "peft_config")
@@ -374,14 +376,14 @@ def test_folders_and_names_that_are_refused(qwen3_vl_folder, folders, tmp_path) 
         ({"a\n": good}, "is not a name"),
         ({3: good}, "adapters: 3 is not a name"),
         ({"a": None}, "adapters: 'a' needs the path of a folder, not None"),
-        ({"a": "no/such"}, "adapters: 'a' in no/such has no adapter_config.json"),
+        ({"a": "no/such"}, "adapters: 'a': the adapter in no/such has no adapter_config.json"),
         ({str(at): good for at in range(MAX_ADAPTERS + 1)}, "33 are more than the limit of 32"),
         ({str(at): rewritten(good, r=250) for at in range(5)}, "add up to 1,250, more than 1,024"),
     ):
         refused(qwen3_vl_folder, adapters, words)
     broken = rewritten(good)
     (broken / "adapter_config.json").write_text("[")
-    refused(qwen3_vl_folder, {"a": broken}, "has a adapter_config.json that cannot be read")
+    refused(qwen3_vl_folder, {"a": broken}, "has an adapter_config.json that cannot be read")
     (broken / "adapter_config.json").write_text(" " * (1 << 21))
     refused(qwen3_vl_folder, {"a": broken}, "of more than 1,048,576 bytes")
     head = save_adapter(qwen3_vl_folder, tmp_path / "head", r=2, target_modules=["lm_head"])

@@ -23,7 +23,7 @@ UPSAMPLE = 48
 """Samples of a frame of the tiny checkpoint."""
 ASKED: dict[str, Any] = {"prompt": "What is it?", "max_new_tokens": 9, "speak": True}
 LONG = 2
-"""A seed with which the talker says the answer to ASKED in 129 frames."""
+"""A seed with which the talker speaks the answer to ASKED in 129 frames."""
 
 
 class Speaker(Plain):
@@ -115,7 +115,7 @@ def test_codes_and_samples_are_those_of_transformers(
 
 
 def test_the_talker_reads_all_questions(speaking, speaker, monkeypatch) -> None:
-    """But no system prompt and no earlier answers."""
+    """The talker reads neither the system prompt nor earlier answers."""
     brief(monkeypatch, 12)
     picture = noise(64, 96)
     messages = [

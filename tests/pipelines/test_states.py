@@ -94,7 +94,7 @@ def turns(plain: Reference) -> list[list[int]]:
 
 
 def test_turns_are_those_of_transformers(pipe, turns, tmp_path: Path) -> None:
-    """Forks, turns after an undo and saved chats go on from their own states."""
+    """Forks, turns after an undo and saved chats continue from their own states."""
     chat = pipe.chat()
     for question, expected in zip(QUESTIONS[:2], turns, strict=False):
         assert chat.ask(**asked(question)).token_ids == expected
@@ -142,7 +142,7 @@ def test_a_turn_that_failed_or_was_left_changes_no_states(pipe, turns, monkeypat
 
 
 def test_a_step_that_ran_when_an_answer_was_left(pipe, plain) -> None:
-    """Its token is in the states, so it becomes part of the turn."""
+    """The token of such a step is in the states, so it becomes part of the turn."""
     chat, entered, left = pipe.chat(), threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
@@ -205,7 +205,7 @@ def test_requests_join_and_leave_the_batch(pipe, plain) -> None:
 
 
 def test_an_answer_that_is_left_changes_no_other(pipe, plain) -> None:
-    """Nor does a chat that goes on in the batch after its neighbour was left."""
+    """The answer that stays in the batch is the one that it would be alone."""
     [expected] = plain.generate(plain.inputs([SIGN]), max_new_tokens=24)
     other, stream = pipe.stream(**asked(REQUESTS["video"], 24)), pipe.stream(**asked(SIGN, 24))
     next(other)
@@ -375,7 +375,7 @@ ALTERED = {
             _both(f"layer.0.{kind}", lambda x: torch.cat([x, x]))(*content)
             for kind in ("conv", "state")
         ],
-        "not of every row",
+        "does not have every row",
     ),
     "one copy": (_state("layer.0.state.0", lambda x: x[..., :8]), "unexpected shapes"),
     "channels": (_both("layer.0.conv", lambda x: x[:, 1:]), "the model has no such states"),
@@ -412,7 +412,7 @@ def test_files_with_other_states_are_refused(pipe, saved: Path, tmp_path: Path, 
 def test_chats_of_models_without_states_are_refused(
     pipe, saved: Path, qwen3_vl_folder: Path, tmp_path: Path
 ) -> None:
-    """Nor do states get into another model, even under its name."""
+    """The states of another model are refused, even under this model's name."""
     other = exact(OscarVLPipeline, qwen3_vl_folder)
     with pytest.raises(InputError, match="saved with another model"):
         other.load_chat(saved)
@@ -425,7 +425,7 @@ def test_chats_of_models_without_states_are_refused(
 
 
 def test_an_empty_cache_is_saved(pipe, tmp_path: Path) -> None:
-    """Before its first tokens, and when it was cropped to none."""
+    """A cache is saved before its first tokens, and after it was cropped to none."""
     cache = pipe.new_cache()
     with torch.inference_mode():
         pipe.model(input_ids=torch.tensor([[5, 6]]), **as_argument(cache), use_cache=True)

@@ -85,7 +85,7 @@ def test_from_norm_weights(make: type) -> None:
 
 
 def test_norms_of_heads_that_are_rotated_in_part() -> None:
-    """As in Qwen3.5: the first 16 channels in pairs (c, c + 8), each other one by itself."""
+    """As in Qwen3.5, the first 16 channels are balanced in pairs (c, c + 8), others one by one."""
     generator = torch.Generator().manual_seed(4)
     key_weight, query_weight = torch.rand(2, 64, generator=generator) + 0.1
     norms = OnePlusNorm(query_weight - 1), OnePlusNorm(key_weight - 1)

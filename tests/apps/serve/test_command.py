@@ -49,13 +49,16 @@ from tests.processes import Forked, command
         (["--lora", "legal"], "--lora 'legal': must be NAME=FOLDER, such as legal=./legal"),
         (["--lora", "=./legal"], "--lora '=./legal': must be NAME=FOLDER"),
         (["--lora", "legal="], "--lora 'legal=': must be NAME=FOLDER"),
-        (["--lora", "a=b", "--lora", "a=c"], "--lora 'a=c': there are two adapters with this name"),
+        (["--lora", "a=b", "--lora", "a=c"], "--lora 'a=c': another --lora has this name"),
         (["--lora", "pocket-vl=./a", "--model", "pocket-vl"], "--lora pocket-vl: the model has"),
         (
             ["--lora", "b=./a", "--served-model-name", "b", "--model", "pocket-vl"],
             "--lora b: the model has this name already; choose another, or set --served-model-name",
         ),
-        (["--lora", "a=./no/such", "--model", "pocket-vl"], "'a' in no/such has no adapter_config"),
+        (
+            ["--lora", "a=./no/such", "--model", "pocket-vl"],
+            "'a': the adapter in no/such has no adapter_config",
+        ),
         (["--served-model-name", "a\nb"], "--served-model-name 'a\\nb': must be"),
         (["--allow-origin", "*"], "--allow-origin *: any web page could use"),
         (["--allow-origin", "null"], "--allow-origin null: any web page could use"),

@@ -1,4 +1,4 @@
-"""Answers that are also said, over HTTP: whole, streamed, referred to, refused."""
+"""Spoken answers over HTTP: whole, streamed, referred to, refused."""
 
 import base64
 import io
@@ -215,7 +215,7 @@ def test_a_text_is_read_aloud(pipe, spoken, talk) -> None:
         ({"instructions": "Whisper."}, "instructions", "leave it out"),
         ({"response_format": "aac"}, "response_format", "mp3"),
         ({"stream_format": "sse"}, "response_format", "pcm"),
-        ({"input": "a " * 2000}, "input", "at most 40 can be said"),
+        ({"input": "a " * 2000}, "input", "at most 40 can be spoken"),
         ({"model": "other"}, "model", "other"),
     ],
 )
