@@ -208,8 +208,8 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
 using Sums = float[COLUMNS / 2];
 
 #if WEIGHT_BITS != 16
-// Scales and zero points of this lane's two rows of W in a stage, requested a stage ahead, for they
-// come from memory.
+// Scales and zero points of this lane's two rows of W in a stage, requested a stage ahead,
+// because they come from global memory.
 struct StageScales {
   static constexpr int GROUPS_OF_ROW = SPAN / GROUP_COLUMNS;
   const SCALE* of[2];
@@ -219,7 +219,7 @@ struct StageScales {
   uint32_t zeros[GROUPS_OF_ROW][2];
 #endif
 
-  // Rows that were not requested have the scales of others.
+  // Rows beyond the sweep take scales of its last rows.
   __device__ __forceinline__ StageScales(const Matrices& matrices, const Sweeps& sweep) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -236,7 +236,7 @@ struct StageScales {
     }
   }
 
-  // Request those of a stage, whose elements beyond the width have any.
+  // Request the scales of a stage; elements beyond the width get arbitrary ones.
   __device__ __forceinline__ void request(const Matrices& matrices, int stage) {
 #pragma unroll
     for (int i = 0; i < GROUPS_OF_ROW; ++i) {
@@ -267,11 +267,11 @@ __device__ __forceinline__ uint32_t load_pair(uint32_t from) {
   return codes;
 }
 
-constexpr int STEPS = COLUMNS > 96 ? 1 : 2;  // of 16 elements, at a time: more spill registers
+constexpr int STEPS = COLUMNS > 96 ? 1 : 2;  // of 16 elements at a time; with more, registers spill
 using Fragments = uint32_t[STEPS][4];
 
-// Convert this lane's codes in a stage from element `at` on to scaled weights. Of a row, chunks of
-// 16 bytes are swizzled with its number.
+// Convert this lane's codes in a stage to scaled weights, from element `at` on. Chunks of 16 bytes
+// are swizzled by the number of their row.
 __device__ __forceinline__ void convert(Fragments& found, uint32_t stage, int at,
                                         const StageScales& scales) {
   const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
@@ -302,8 +302,8 @@ __device__ __forceinline__ void convert(Fragments& found, uint32_t stage, int at
   }
 }
 
-// Add products of a stage's elements of a warpgroup's rows of W with all rows of x. Some of W are
-// converted while the products of those before are computed.
+// Add products of a stage's elements of a warpgroup's rows of W with all rows of x. Elements of W
+// are converted while the products of the preceding elements are computed.
 __device__ __forceinline__ void multiply(Sums& sums, uint32_t stage, const StageScales& scales) {
   const uint64_t x = swizzled_rows(stage + X_AT);
   Fragments weights[2];

@@ -40,7 +40,7 @@ constexpr int STRIDE = weight_bytes(SPAN) + 16;  // bytes between rows of W in a
 // Bytes between rows of x in a stage. A lane reads 8 bytes with FP8 and 16 with INT4, and ldmatrix
 // otherwise: no bank conflicts.
 constexpr int X_STRIDE = SPAN * 2 + 256 / WEIGHT_BITS;
-// Elements that a warp multiplies at a time: of quantized weights, those of one or two scales.
+// Elements that a warp multiplies at a time; quantized elements of a unit have one or two scales.
 constexpr int UNIT = WEIGHT_BITS == 16 ? 32 : WEIGHT_BITS == 4 && GROUP_COLUMNS < 128 ? 64 : 128;
 constexpr int GROUPS = WEIGHT_BITS == 4 && GROUP_COLUMNS == 32 ? 2 : 1;  // of a row in a unit
 constexpr int FRAGMENT = 16;           // rows of W
@@ -267,8 +267,8 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
 using Sums = float[TILE / 16][COLUMNS / 8][4];
 
 #if WEIGHT_BITS != 16
-// What is multiplied: codes become halves in one instruction for two, bfloat16 in four. Experts
-// have few rows for each load of x, which would be converted again and again.
+// Type of the factors: two codes become halves in one instruction, bfloat16 in four. Experts keep
+// ELEMENT, since they have few rows for each load of x, which would be converted repeatedly.
 #if GROUPED
 using FACTOR = ELEMENT;
 #else
@@ -284,7 +284,8 @@ struct RowScale {
 };
 
 // Scales and zero points of rows of W, for the next unit: each lane has the rows of a tile that are
-// its number plus multiples of 32. They are requested a unit ahead, for they come from memory.
+// its number plus multiples of 32. They are requested a unit ahead, because
+// they come from global memory.
 struct RowScales {
   static constexpr int EACH = (TILE + 31) / 32;
   const SCALE* scales[EACH];
@@ -316,7 +317,7 @@ struct RowScales {
     request(min(warp / tiles * UNIT, matrices.width - UNIT));
   }
 
-  // Request those of the unit that begins at element `at`.
+  // Request the scales of the unit that begins at element `at`.
   __device__ __forceinline__ void request(int at) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
@@ -332,7 +333,7 @@ struct RowScales {
       }
   }
 
-  // Of this lane's row in a half of fragment `i` of a tile.
+  // Return the scale of this lane's row in a half of fragment `i` of a tile.
   __device__ __forceinline__ RowScale of(int i, int half, int group, int lane) const {
     const int owner = i % 2 * 16 + half * 8 + lane / 4;
     const float factor = WEIGHT_BITS == 4 ? 0x1p24f : 1.0f;
@@ -353,8 +354,8 @@ struct Conversion {
   static constexpr uint32_t BIAS = Format<ELEMENT>::BIAS, MANTISSA = Format<ELEMENT>::MANTISSA;
   uint32_t exponent;  // of the power
 
-  // largest: elements among which is the one of the largest magnitude of this lane; LANES share a
-  // unit.
+  // largest: elements that include this lane's element of the largest magnitude; LANES lanes share
+  // a unit.
   template <int LANES>
   __device__ __forceinline__ static Conversion of(uint32_t largest) {
     uint32_t bits = max(largest & 0xffff, largest >> 16);
@@ -377,14 +378,14 @@ struct Conversion {
     return packed(two.x, two.y, __half());
   }
 
-  // What products must be multiplied by.
+  // Return the number by which products must be multiplied.
   __device__ __forceinline__ float undo() const {
     return __uint_as_float((127 + BIAS - exponent) << 23);
   }
 };
 
-// Make factors of a unit's elements of a column of x, of which each of four lanes has some. `undo`:
-// of this lane's columns of products.
+// Convert a unit's elements of a column of x, which four lanes share, to factors. `undo`: the
+// numbers by which this lane's columns of products must be multiplied.
 __device__ __forceinline__ void to_factors(uint32_t (&x)[UNIT / 8], float (&undo)[2], int lane) {
   undo[0] = undo[1] = 1.0f;
   if (WEIGHT_BITS == 8 && (GROUPED || Format<ELEMENT>::HALF)) return;
