@@ -130,7 +130,7 @@ class Scheduler:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests decode, are partly prefilled or are being said."""
+        """Whether requests decode, are partly prefilled or are being spoken."""
         return self._reads_or_decodes or bool(self._voices.live)
 
     @property
