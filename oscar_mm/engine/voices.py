@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
+
+import torch
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, balancing_of
@@ -133,8 +135,8 @@ class Voices:
     def _begin(self, request: SpokenRequest) -> None:
         voice, talker = request.voice, request.talker
         if self._view is None:
-            self._view = BatchView(PageStore(self._policy))
-            self._view.sigmas = balancing_of(talker.model, self._policy)
+            sigmas = balancing_of(talker.model, self._policy)
+            self._view = _view_of(PageStore(self._policy), sigmas)
         cache = OscarCache(self._policy, store=self._view.store)
         cache.sigmas = self._view.sigmas
         voice.reservation = self._memory.reserve_speech(
@@ -159,13 +161,18 @@ class Voices:
     def _say(self, ready: list[SpokenRequest]) -> None:
         view = self._view
         assert view is not None
-        if ready != self._rows:
-            self._rows = ready
-            view.set_rows([request.voice.cache for request in ready])
-        ready[0].talker.say([request.voice for request in ready], view)
-        view.end_step()
-        if view.pop_overflow():
-            raise FloatingPointError(NOT_STORABLE)
+        try:
+            if ready != self._rows:
+                self._rows = ready
+                view.set_rows([request.voice.cache for request in ready])
+            ready[0].talker.say([request.voice for request in ready], view)
+            view.end_step()
+            if view.pop_overflow():
+                raise FloatingPointError(NOT_STORABLE)
+        except BaseException:
+            # The step may have reached only some layers, which no later step may find.
+            self._view, self._rows = _view_of(view.store, view.sigmas), []
+            raise
 
     def _deliver(self, request: SpokenRequest) -> None:
         """Hand over the speech of a request once a piece is complete, or the speech has ended."""
@@ -191,3 +198,9 @@ class Voices:
         except BaseException as error:
             for request in requests:
                 request.fail(error)
+
+
+def _view_of(store: PageStore, sigmas: Mapping[int, torch.Tensor | None] | None) -> BatchView:
+    view = BatchView(store)
+    view.sigmas = sigmas
+    return view

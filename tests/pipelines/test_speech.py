@@ -255,6 +255,21 @@ def test_speech_that_fails_ends_its_own_answer(speaking, monkeypatch) -> None:
     assert len(speaking(**ASKED, seed=LONG).speech) and free(speaking)
 
 
+def test_a_step_that_fails_within_the_talker_ends_no_later_speech(speaking, monkeypatch) -> None:
+    brief(monkeypatch, 8)
+
+    def fails(_: Any, __: tuple, arguments: dict[str, Any]) -> None:
+        if arguments["hidden_states"].shape[1] == 1:
+            raise torch.OutOfMemoryError("no breath")
+
+    layer = speaking.family.talker.model.model.layers[-1].self_attn
+    hook = layer.register_forward_pre_hook(fails, with_kwargs=True)
+    with pytest.raises(torch.OutOfMemoryError, match="no breath"):
+        speaking(**ASKED, seed=LONG)
+    hook.remove()
+    assert speaking(**ASKED, seed=LONG).speech_tokens == 8 and free(speaking)
+
+
 def test_speech_counts_toward_the_budget(speaking, monkeypatch) -> None:
     brief(monkeypatch, 30)
     how: dict[str, Any] = {"processor": speaking.processor, "policy": "bf16", "spill": False}
