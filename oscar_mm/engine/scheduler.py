@@ -218,7 +218,7 @@ class Scheduler:
             self._batches.step()
         self._batches.settle_ended()
         if self._voices.live:
-            self._voices.step(others=self._reads_or_decodes)
+            self._batches.freed |= self._voices.step(others=self._reads_or_decodes)
 
     def _prepare(self) -> None:
         """Prepare to leave the idle state: return surplus pool memory, and drop the graphs if the

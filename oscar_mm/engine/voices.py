@@ -87,15 +87,16 @@ class Voices:
             self._drop(request)
         return bool(ended)
 
-    def step(self, *, others: bool) -> None:
-        """Extend the speech of each request whose next word is written.
+    def step(self, *, others: bool) -> bool:
+        """Extend the speech of each request whose next word is written; return whether any voices
+        ended.
 
         Args:
             others: whether other requests run, which get half of the time.
         """
         begin = time.perf_counter()
         if others and begin - self._ended_at < self._seconds:
-            return
+            return False
         for request in self.live:
             request.voice.is_written |= request.ended
         self._begin_next(others=others)
@@ -105,9 +106,10 @@ class Voices:
             self._guard(ready, lambda: self._say(ready))
         for request in self._saying:
             self._guard([request], lambda request=request: self._deliver(request))
-        self.drop_ended()
+        ended = self.drop_ended()
         self._ended_at = time.perf_counter()
         self._seconds = self._ended_at - begin
+        return ended
 
     def _begin_next(self, *, others: bool) -> None:
         """Begin the voices that have a word and get memory, in order of arrival."""

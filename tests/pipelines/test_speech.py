@@ -301,6 +301,24 @@ def test_speech_counts_toward_the_budget(speaking, monkeypatch) -> None:
     assert used == speech > 0
 
 
+def test_a_request_that_waits_for_memory_begins_when_speech_ends(speaking, monkeypatch) -> None:
+    """Although other speech goes on."""
+    brief(monkeypatch, 120)
+    short = property(lambda self: self.frames >= (10 if len(self.words) < 20 else 120))
+    monkeypatch.setattr(OmniVoice, "is_said", short)
+    how: dict[str, Any] = {"processor": speaking.processor, "policy": "bf16", "spill": False}
+    pipe = OscarOmniPipeline(speaking.family.outer_model, **how, kv_budget=900_000)
+    pieces = [pipe.read_aloud(text).with_speech() for text in ("Read this. " * 20, "Read this.")]
+    for spoken in pieces:
+        while not isinstance(next(spoken), Speech):
+            pass
+    budget = pipe.budget
+    assert budget is not None
+    budget.limit = pipe.engine.call(lambda: budget.taken_bytes) + 1000
+    assert len(pipe(**ASKED | {"speak": False}).token_ids) == 9 and pipe.engine.speech_bytes > 0
+    assert sum(isinstance(piece, Speech) for piece in pieces[0]) > 10 and free(pipe)
+
+
 def test_speech_waits_while_others_need_their_half(speaking, monkeypatch) -> None:
     """After a step that took long, the next one comes when as much time has passed, or at once if
     nobody else runs."""
