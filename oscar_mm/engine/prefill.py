@@ -12,14 +12,16 @@ Decoder arguments are the arguments with which a model calls its decoder after r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, cache_of
@@ -230,13 +232,46 @@ def _embedded(model: Any, prompt: Prompt, cache: OscarCache) -> dict[str, Any]:
     try:
         forward(model, prompt, cache)
     except _DecoderCall as call:
-        if isinstance(call.arguments.get("attention_mask"), dict):
+        arguments = call.arguments
+        if isinstance(arguments.get("attention_mask"), dict):
             # Masks by layer type, made for this part alone: the decoder makes them anew.
-            call.arguments["attention_mask"] = prompt.inputs.get("attention_mask")
-        return call.arguments
+            arguments["attention_mask"] = prompt.inputs.get("attention_mask")
+        if arguments.get("inputs_embeds") is None:  # Language models leave it to their decoder.
+            ids = arguments.pop("input_ids")
+            arguments["inputs_embeds"] = model.get_input_embeddings()(ids)
+        return arguments
     finally:
         hook.remove()
     raise NotImplementedError(f"{type(model).__name__} does not call its decoder")
+
+
+class _Known(nn.Module):
+    """Stands for a decoder whose outputs are known."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, self.states))
+
+
+def _head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from (tokens, channels) outputs of the decoder to logits.
+
+    A language model computes them itself, since some scale what their head returns (Cohere,
+    Granite, Gemma 2).
+    """
+    place = model.base_model_prefix
+    if getattr(model, place, None) is not model.get_decoder():
+        return model.get_output_embeddings()
+
+    def logits(states: torch.Tensor) -> torch.Tensor:
+        twin = copy.copy(model)
+        twin._modules = model._modules | {place: _Known(states[None])}
+        return type(model).forward(twin, inputs_embeds=states[None], use_cache=False).logits[0]
+
+    return logits
 
 
 def length(arguments: dict[str, Any]) -> int:
@@ -358,7 +393,7 @@ def _prefill_in_chunks(
     logprobs: PromptLogprobs | None = None,
 ) -> Iterator[torch.Tensor | None]:
     """Prefill lazily: yield None after each chunk except the last, then the logits."""
-    decoder, head, unread = model.get_decoder(), model.get_output_embeddings(), prompt.tokens
+    decoder, head, unread = model.get_decoder(), _head_of(model), prompt.tokens
     # Use half a chunk: parts that wait until their chunk is full take memory too.
     most = MAX_TOKENS if chunk is None else min(MAX_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)

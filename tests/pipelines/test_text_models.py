@@ -121,6 +121,31 @@ def test_answers_are_those_of_transformers(languages, name: str) -> None:
     assert [result.answer.token_ids for result in results] == [made for _, made in requests]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_in_chunks(languages, name: str) -> None:
+    one = languages[name]
+    ids = torch.tensor([one.ids(one.asked(QUESTIONS[1] * 2))])
+    prompt = one.pipe.family.prompt(first_turn(QUESTIONS[1] * 2, []), Media())
+    with torch.inference_mode():
+        expected = one.model(ids).logits[0]
+    found = read_prompt(one.pipe.model, prompt, one.pipe.new_cache(), 17)
+    torch.testing.assert_close(found[0], expected[-1], atol=2e-4, rtol=2e-4)
+    asked: Any = {"prompt": QUESTIONS[1] * 2, "max_new_tokens": 1, "prompt_logprobs": 0}
+    logprobs = one.pipe(**asked).prompt_logprobs
+    expected = expected[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert [x.logprob for x in logprobs] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_prompts_share_a_pass(languages) -> None:
+    one, passes = languages["qwen3"], list[int]()
+    layer = one.pipe.model.get_decoder().layers[0]
+    hook = layer.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape[1]))
+    texts = [one.asked(question) for question in QUESTIONS]
+    one.pipe.batch([{"prompt": question, "max_new_tokens": 1} for question in QUESTIONS])
+    hook.remove()
+    assert passes == [sum(len(one.ids(text)) for text in texts)]
+
+
 @pytest.mark.parametrize(
     "name",
     (
