@@ -18,6 +18,7 @@ from transformers import Cache
 
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.paged_attention import KeyLength
+from oscar_mm.engine.prefill import head_of
 from oscar_mm.errors import InputError
 from oscar_mm.ops.sinks import with_sink_key
 from oscar_mm.quant.balance import sigmas_of_model
@@ -238,7 +239,7 @@ def answer_logits(model: Any, past: Callable[[int], Pair], length: int, forced: 
         use_cache=True,
     )
     hidden = output.last_hidden_state[forced.targets != IGNORE]
-    return model.get_output_embeddings()(hidden[None])[0].float()
+    return head_of(model)(hidden).float()
 
 
 @dataclass

@@ -256,7 +256,7 @@ class _Known(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, self.states))
 
 
-def _head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function from (tokens, channels) outputs of the decoder to logits.
 
     A language model computes them itself, since some scale what their head returns (Cohere,
@@ -393,7 +393,7 @@ def _prefill_in_chunks(
     logprobs: PromptLogprobs | None = None,
 ) -> Iterator[torch.Tensor | None]:
     """Prefill lazily: yield None after each chunk except the last, then the logits."""
-    decoder, head, unread = model.get_decoder(), _head_of(model), prompt.tokens
+    decoder, head, unread = model.get_decoder(), head_of(model), prompt.tokens
     # Use half a chunk: parts that wait until their chunk is full take memory too.
     most = MAX_TOKENS if chunk is None else min(MAX_TOKENS, max(1, chunk // 2))
     parts = embedded_parts(model, prompt, cache, most)

@@ -16,6 +16,7 @@ from oscar_mm.compare.teacher_forcing import (
     answer_logits,
     as_recorded,
 )
+from tests.checkpoints import build_decoder
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -58,6 +59,24 @@ def test_forced_answers_are_those_of_one_forward_pass(pocket: Pocket) -> None:
         pocket.generator, lambda index: as_recorded(recorder.layers)(3 - index), length, forced
     )
     assert (other - expected).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_logits_have_the_scale_of_the_model() -> None:
+    model, ids = build_decoder("granite", logits_scaling=8.0), torch.randint(10, 90, (1, 40))
+    expected = model(ids).logits[0, 30:]
+    model.set_attn_implementation("oscar")
+    places, recorder = torch.arange(40)[None], Recorder(model, torch.float32)
+    model.get_decoder()(
+        input_ids=ids[:, :30],
+        position_ids=places[:, :30],
+        **as_argument(recorder.cache),
+        use_cache=True,
+    )
+    targets = torch.full((1, 10), 5)
+    forced = Forced(ids[:, 30:], places[:, 30:], targets, torch.zeros_like(targets))
+    found = answer_logits(model, as_recorded(recorder.layers), 30, forced)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
