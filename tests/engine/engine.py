@@ -94,8 +94,16 @@ def spill(pipe: Pipeline, chat: Chat) -> None:
     pipe.engine.call(lambda: chat._spillable.spill(file))
 
 
-def empty(pipe: Pipeline) -> bool:
-    """Whether all requests have released everything."""
+def empty(pipe: Pipeline, seconds: float = 10) -> bool:
+    """Whether all requests have released everything: soon, as the engine's thread may be about to
+    release those that were cancelled last."""
+    end = time.monotonic() + seconds
+    while not (done := _is_empty(pipe)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return done
+
+
+def _is_empty(pipe: Pipeline) -> bool:
     gc.collect()
     pipe.engine.call(pipe.store.collect)
     used = pipe.store.memory().used_bytes
