@@ -93,8 +93,9 @@ class QuantizedRows(NamedTuple):
             codes: (outputs, width).
             scales: (outputs / 128, width / 128).
         """
-        # The library reads four scales of a row at a time.
-        of_weights = pad(scales, (0, -scales.shape[1] % 4)).T
+        # The library reads four scales of a row at a time. Padding by 0 columns would copy them.
+        missing = -scales.shape[1] % 4
+        of_weights = (pad(scales, (0, missing)) if missing else scales).T
         of_rows, blocks = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
         found = scaled_mm(self.codes, codes.T, self.scales, of_rows, of_weights, blocks)
         return found[: self.rows]
