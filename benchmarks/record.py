@@ -112,11 +112,12 @@ def merge_rows(
 
 
 def command(module: str, arguments: Sequence[str]) -> str:
-    """Return the command line of a run without ``--out``, whose folder differs by machine."""
+    """Return the command line of a run without the options whose folders differ by machine."""
     rest = list(arguments)
-    if "--out" in rest:
-        place = rest.index("--out")
-        del rest[place : place + 2]
+    for option in ("--out", "--packages"):
+        if option in rest:
+            place = rest.index(option)
+            del rest[place : place + 2]
     return shlex.join(["python", "-m", module, *rest])
 
 

@@ -1,6 +1,6 @@
 """Measure how much quantizing the weights while loading degrades a language model on real text.
 
-python -m benchmarks.weight_formats --packages benchmarks/packages
+python -m benchmarks.weight_formats
 python -m benchmarks.weight_formats --model qwen2.5-coder-1.5b --passages 4 --add
 
 Models and texts are those of ``benchmarks.language``; the KV cache stays in 16-bit precision.

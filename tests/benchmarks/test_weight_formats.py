@@ -26,7 +26,7 @@ def test_rows(tmp_path, capsys) -> None:
 
 
 def test_differences() -> None:
-    """Of two distributions with a known divergence, and of answers that part at the third token."""
+    """The divergence of two distributions is known; the answers differ from the third token on."""
     exact = Reading(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([0]), [1, 2, 3, 4])
     found = Reading(torch.tensor([[0.25, 0.75]]).log(), torch.tensor([0]), [1, 2, 9, 4])
     row = differences(found, exact)
