@@ -4,17 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    Qwen2VLImageProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
 )
 
-from tests.tiny import qwen_tokenizer, save_qwen
-from tests.tiny_qwen3_vl import QWEN3_VL_TEMPLATE, THINK, THINKING_TEMPLATE
+from tests.tiny import save_qwen
+from tests.tiny_qwen3_vl import qwen3_vl_processor
 
 
 def qwen3_5(
@@ -30,17 +27,8 @@ def qwen3_5(
         config_class, model_class = Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
         overrides = experts | {"shared_expert_intermediate_size": 64} | overrides
-    tokenizer = qwen_tokenizer(500)
-    if thinking:
-        tokenizer.add_tokens(list(THINK))
-    size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
-    video_size = {"shortest_edge": 2 * 32 * 32, "longest_edge": 32 * 64 * 64}
-    processor = Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size),
-        tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(patch_size=16, merge_size=2, size=video_size),
-        chat_template=THINKING_TEMPLATE if thinking else QWEN3_VL_TEMPLATE,
-    )
+    processor = qwen3_vl_processor(thinking=thinking)
+    tokenizer = processor.tokenizer
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,

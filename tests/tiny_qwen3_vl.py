@@ -50,6 +50,26 @@ THINKING_TEMPLATE = (
 """Opens the reasoning of an answer, and leaves that of earlier answers out."""
 
 
+def qwen3_vl_processor(*, thinking: bool) -> Qwen3VLProcessor:
+    """Create a processor of Qwen3-VL with a small vocabulary.
+
+    Args:
+        thinking: whether answers begin with reasoning.
+    """
+    tokenizer = qwen_tokenizer(500)
+    if thinking:
+        tokenizer.add_tokens(list(THINK))
+    # At most 64 tokens for an image and as many for a video, so that tests stay quick.
+    size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
+    video_size = {"shortest_edge": 2 * 32 * 32, "longest_edge": 32 * 64 * 64}
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(patch_size=16, merge_size=2, size=video_size),
+        chat_template=THINKING_TEMPLATE if thinking else QWEN3_VL_TEMPLATE,
+    )
+
+
 def qwen3_vl(
     folder: Path, *, seed: int, moe: bool = False, thinking: bool = False, **overrides: Any
 ) -> None:
@@ -63,18 +83,8 @@ def qwen3_vl(
         config_class, model_class = Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
         overrides = experts | overrides
-    tokenizer = qwen_tokenizer(500)
-    if thinking:
-        tokenizer.add_tokens(list(THINK))
-    # At most 64 tokens for an image and as many for a video, so that tests stay quick.
-    size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
-    video_size = {"shortest_edge": 2 * 32 * 32, "longest_edge": 32 * 64 * 64}
-    processor = Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size),
-        tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(patch_size=16, merge_size=2, size=video_size),
-        chat_template=THINKING_TEMPLATE if thinking else QWEN3_VL_TEMPLATE,
-    )
+    processor = qwen3_vl_processor(thinking=thinking)
+    tokenizer = processor.tokenizer
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,

@@ -110,6 +110,18 @@ def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Pictures(build_pictures(request.param, tmp_path_factory.mktemp(request.param), seed=1))
 
 
+def check_logits(one: Pictures, prompt, inputs, most: int, monkeypatch) -> None:
+    """Logits of a prompt as by plain transformers: whole, and in chunks of 7 tokens with towers on
+    ``most`` tokens at a time."""
+    with torch.inference_mode():
+        logits = one.model(**inputs).logits[:, -1]
+    for at_once, chunk in ((prefill_module.MAX_TOKENS, None), (most, 7)):
+        monkeypatch.setattr(prefill_module, "MAX_TOKENS", at_once)
+        found = read_prompt(one.pipe.model, prompt, one.pipe.new_cache(), chunk)
+        torch.testing.assert_close(found, logits, atol=2e-4, rtol=2e-4)
+    monkeypatch.undo()
+
+
 def test_answers_are_those_of_transformers(one: Pictures, monkeypatch) -> None:
     requests, expected = [], []
     for images in ([], SHOWN[:1], SHOWN):
@@ -124,14 +136,7 @@ def test_answers_are_those_of_transformers(one: Pictures, monkeypatch) -> None:
                 image_grid_thw=inputs.get("image_grid_thw"),
             )[0]
             assert torch.equal(prompt.positions[1:], positions)
-        with torch.inference_mode():
-            logits = one.model(**inputs).logits[:, -1]
-        # Whole, and with towers and chunks of few images at a time.
-        for most, chunk in ((prefill_module.MAX_TOKENS, None), (10, 7)):
-            monkeypatch.setattr(prefill_module, "MAX_TOKENS", most)
-            found = read_prompt(one.pipe.model, prompt, one.pipe.new_cache(), chunk)
-            torch.testing.assert_close(found, logits, atol=2e-4, rtol=2e-4)
-        monkeypatch.undo()
+        check_logits(one, prompt, inputs, 10, monkeypatch)  # Few images at a time.
         requests.append({"images": images, "prompt": "What is it?", "max_new_tokens": 6})
         expected.append(one.greedy(inputs, 6))
     assert len({tuple(tokens) for tokens in expected}) > 1, "the images change nothing"
@@ -258,14 +263,7 @@ def test_videos_are_those_of_transformers(one: Pictures, videos: list, monkeypat
             inputs["input_ids"], mm_token_type_ids=kinds, video_grid_thw=grid
         )[0]
         assert torch.equal(prompt.positions[1:], positions)
-    with torch.inference_mode():
-        logits = one.model(**inputs).logits[:, -1]
-    # Whole, and with frames one at a time.
-    for most, chunk in ((prefill_module.MAX_TOKENS, None), (1, 7)):
-        monkeypatch.setattr(prefill_module, "MAX_TOKENS", most)
-        found = read_prompt(one.pipe.model, prompt, one.pipe.new_cache(), chunk)
-        torch.testing.assert_close(found, logits, atol=2e-4, rtol=2e-4)
-    monkeypatch.undo()
+    check_logits(one, prompt, inputs, 1, monkeypatch)  # One frame at a time.
     answer = one.pipe(prompt="What is it?", videos=videos, max_new_tokens=6)
     assert answer.token_ids == one.greedy(inputs, 6)
 
