@@ -194,13 +194,7 @@ class OscarCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.closed:
             raise RuntimeError("the cache is closed")
-        layer = self._layer(layer_idx)
-        if isinstance(layer, LinearLayer):
-            raise NotImplementedError(_TWO_STATES.format(layer_idx))
-        if not layer.is_initialized:
-            layer.lazy_initialization(key_states, value_states)
-            sigma = self._sigma(layer_idx)
-            layer.sigma = None if sigma is None else sigma.to(layer.device)
+        layer = self.layer_for(layer_idx, key_states, value_states)
         step = self._step_for(layer, key_states)
         if step.pack_jobs and layer.sigma is None:
             self._warn_if_unbalanced()
@@ -216,6 +210,19 @@ class OscarCache(Cache):
         keys, values = layer.with_past(step, key_states, value_states)
         layer.append(key_states, value_states, step)
         return keys, values
+
+    def layer_for(
+        self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> OscarLayer:
+        """Return a layer, set up for keys and values of this shape, dtype and device."""
+        layer = self._layer(layer_idx)
+        if isinstance(layer, LinearLayer):
+            raise NotImplementedError(_TWO_STATES.format(layer_idx))
+        if not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+            sigma = self._sigma(layer_idx)
+            layer.sigma = None if sigma is None else sigma.to(layer.device)
+        return layer
 
     @property
     def balancing(self) -> Mapping[int, torch.Tensor | None] | None:

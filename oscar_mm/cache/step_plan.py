@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -139,6 +139,29 @@ class AttentionShape(NamedTuple):
         return entries, self.kv_heads, self.columns, self.workers
 
 
+class FixedTables(Protocol):
+    """Tables of a step at fixed addresses, which a CUDA graph reads."""
+
+    @property
+    def packs_at_end(self) -> bool:
+        """See ``StepPlan.packs_at_end``."""
+        ...
+
+    def tables(
+        self, past: Sequence[SequenceTable], attention: AttentionShape, device: torch.device
+    ) -> Tables:
+        """Return ``StepPlan.tables``."""
+        ...
+
+    def writes(self, device: torch.device) -> torch.Tensor:
+        """Return ``StepPlan.writes_on``; slot -1 marks unused entries."""
+        ...
+
+    def slots(self, device: torch.device) -> dict[Bits, SlotTables]:
+        """Return ``StepPlan.slots_on``; a negative page marks unused entries."""
+        ...
+
+
 @dataclass
 class StepPlan:
     """Plan of what one forward pass does to the pools of every layer, and each layer's progress.
@@ -179,7 +202,7 @@ class StepPlan:
     from_pages: bool | None = None
     planned: StepPlan | None = None
     layers: frozenset[int] | None = None
-    fixed: GraphTables | None = None
+    fixed: FixedTables | None = None
     _made: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
     # Index of each layer whose keys have arrived -> whether it has carried out the step.
     _progress: dict[int, bool] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import BROKEN, NAN, SampledTokens, Sampler, Sampling, SamplingState
 from oscar_mm.engine.think_tokens import ThinkTokens
 from oscar_mm.fast_decode.graph_runner import GraphRunner
+from oscar_mm.fast_decode.prompt_scratch import PromptPiece
 from oscar_mm.modality import PADDING
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.tensor_parallel import TPGroup
@@ -111,6 +112,7 @@ class DecodeRunner:
 
     Attributes:
         rows: rows of the batch; None marks padding.
+        piece: piece of prompts that the next launch takes along if it can; the caller resets it.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class DecodeRunner:
         self._model, self._cache, self._axes, self._device = model, cache, axes, device
         self._ranks = TPGroup.of(model)
         self.rows: list[RequestState | None] = []
+        self.piece: PromptPiece | None = None
         self._by_size: dict[int, GraphRunner] = {}
         self._sampler = Sampler([], device, self._ranks)
         self._tokens: torch.Tensor | None = None
@@ -187,7 +190,7 @@ class DecodeRunner:
             last = [0 if row is None else row.tokens[-1] for row in live]
             tokens = torch.tensor(last, device=self._device)
             steps.place([0 if row is None else row.position for row in live], _adapters(live))
-        chosen = self._sampler(steps(tokens, ended))
+        chosen = self._sampler(steps(tokens, ended, self.piece))
         self._tokens = chosen.tokens
         if following is not None:
             self.rows = list(following())
@@ -199,7 +202,7 @@ class DecodeRunner:
                 row is None or row.ended or (id(row) in known and row.last_comes)
                 for row in self.rows
             ]
-            steps.ahead(self._tokens, torch.tensor(last_comes))
+            steps.ahead(self._tokens, torch.tensor(last_comes), self.piece)
         _give(rows, chosen)
         if following is not None:
             self._sampler = self._sampler_of(self.rows)

@@ -13,6 +13,7 @@ from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
 from oscar_mm.engine.request import Request
 from oscar_mm.fast_decode.decoder import has_full_attention
+from oscar_mm.fast_decode.prompt_scratch import PromptPiece
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.tensor_parallel import TPGroup
 
@@ -108,6 +109,12 @@ class RunningBatch:
                     self.view.clear_row(place)
         return ended
 
+    @property
+    def next_rows(self) -> int:
+        """Number of rows of the next step."""
+        live = self.live
+        return self._size(live) if live else 0
+
     def _size(self, live: list[Request]) -> int:
         """Return the number of rows in the batch."""
         return 1 if self.view is None else self.batch.size_for(len(live))
@@ -198,10 +205,21 @@ class RunningBatches:
             self._alone.append(self._shared)
             self._shared = None
 
-    def step(self) -> None:
-        """Decode one token for each request."""
-        begin = self.now()
+    @property
+    def rows(self) -> int:
+        """Number of rows of the shared batch's next step; 0 if there is no shared batch."""
+        return 0 if self._shared is None else self._shared.next_rows
+
+    def step(self, piece: PromptPiece | None = None) -> None:
+        """Decode one token for each request.
+
+        Args:
+            piece: piece of prompts that the shared batch's pass takes along if it can.
+        """
+        begin, shared = self.now(), self._shared
         self.stepping = True
+        if shared is not None:
+            shared.batch.piece = piece
         try:
             for group in self._batches:
                 group.finish_early()
@@ -209,6 +227,8 @@ class RunningBatches:
                 group.step()
         finally:
             self.stepping = False
+            if shared is not None:
+                shared.batch.piece = None
             self.wait_since = self.now()
             if self.live:  # The last step may have been launched early, so its time means nothing.
                 self.pace.note(begin, self.wait_since)

@@ -15,6 +15,7 @@ from oscar_mm.cache.placement import SlotForecast
 from oscar_mm.engine.engine_call import Call
 from oscar_mm.engine.engine_thread import EngineThread
 from oscar_mm.engine.family import Family
+from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.prefill_runner import PrefillRunner
 from oscar_mm.engine.prefix_cache import PrefixCache, kept_tokens, processor_settings
 from oscar_mm.engine.prompt import Prompt, remaining
@@ -104,6 +105,9 @@ class Scheduler:
         """Requests whose memory is reserved and whose prompts are prefilled in chunks."""
         self._batches = RunningBatches(family, store, thread, self.runnable_count)
         self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._batches)
+        self._mixed: MixedPrefill | None = None
+        self._may_mix = True
+        """Whether ``_mixed`` may be created for the model with its present weights."""
         self._voices = Voices(store.policy, admission)
         self._blocked = False
         """Whether the queue waits for memory."""
@@ -121,7 +125,8 @@ class Scheduler:
 
     @property
     def _begun(self) -> list[Request]:
-        return [*self._reading, *self._batches.live]
+        mixed = [] if self._mixed is None else self._mixed.requests
+        return [*self._reading, *mixed, *self._batches.live]
 
     @property
     def waiting(self) -> int:
@@ -135,7 +140,8 @@ class Scheduler:
 
     @property
     def _reads_or_decodes(self) -> bool:
-        return bool(self._reading) or self._batches.is_running
+        mixes = self._mixed is not None and bool(self._mixed.requests)
+        return bool(self._reading) or mixes or self._batches.is_running
 
     @property
     def speech_bytes(self) -> int:
@@ -176,6 +182,8 @@ class Scheduler:
         """
         self._batches.forget_batch()
         self._batches.settle_ended()
+        if self._mixed is not None and not self._mixed.requests:
+            self._mixed, self._may_mix = None, True
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
@@ -194,6 +202,9 @@ class Scheduler:
                 self._batches.freed = True
                 self._reading.remove(request)
                 request.settle()
+        for request in () if self._mixed is None else self._mixed.drop():
+            self._batches.freed = True
+            request.settle()
         self._batches.settle_ended()
         self._batches.freed |= self._voices.drop_ended()
 
@@ -214,7 +225,10 @@ class Scheduler:
         self._admit()
         # Decode steps already ran between the layers of a chunk, and if no other requests run, the
         # first tokens need not wait for the second ones.
-        if not self._read_on() and others:
+        decodes = not self._read_on() and others
+        if self._mixed is not None and self._mixed.requests:
+            self._step_mixed(self._mixed)
+        elif decodes:
             self._batches.step()
         self._batches.settle_ended()
         if self._voices.live:
@@ -231,6 +245,7 @@ class Scheduler:
         self._voices.trim()
         if self.reader.refresh():
             self._batches.forget_batch()
+            self._mixed, self._may_mix = None, True
 
     def _admit(self) -> None:
         """Admit requests that get memory, and prefill short prompts together.
@@ -240,21 +255,64 @@ class Scheduler:
         """
         wakes = TPGroup.of(self.family.model).count == 1
         while self._queue and not self._blocked and self.running < self.max_rows:
+            if self._mixed is not None and self._mixed.is_full:
+                return
             self._batches.settle_ended()  # Requests may have ended during the last prefill.
             with self._beginning() as requests:
                 if not self._take_first(requests):
                     self._blocked = True
                     return
-                if requests and requests[0].unread.tokens > self.reader.max_at_once:
+                mixed = self._mixed_for(requests[0]) if requests else None
+                if mixed is not None:
+                    mixed.add(requests[0])
+                elif requests and requests[0].unread.tokens > self.reader.max_at_once:
                     self._reading.extend(requests)
                 elif requests:
                     self._fill_batch(requests)
                     self._begin(requests)
-            if requests and wakes:  # First tokens do not wait for the next step.
+            if requests and mixed is None and wakes:  # First tokens do not wait for the next step.
                 self._thread.after_step()
             self._thread.run_calls()
             if self._thread.has_passes:
                 return
+
+    def _mixed_for(self, request: Request) -> MixedPrefill | None:
+        """Return the reader of prompts that are read along with decode steps, if it takes this
+        one."""
+        if request.ended or not self._batches.joins(request):
+            return None
+        if self._mixed is None and self._may_mix:
+            self._may_mix, axes = False, request.prompt.positions.shape[:-2]
+            self._mixed = MixedPrefill.of(self.family, self.store, self.reader.sigmas, axes)
+        return self._mixed if self._mixed is not None and self._mixed.takes(request) else None
+
+    def _step_mixed(self, mixed: MixedPrefill) -> None:
+        """Run a decode step together with the next piece of prompts.
+
+        The host takes the first tokens of an earlier piece while the device runs this one. After an
+        error, each prompt is read alone.
+        """
+        with self._beginning() as requests:
+            complete = mixed.take_complete()
+            requests += [request for one in complete for request in one.requests]
+            unread: list[Request] = []
+            try:
+                piece = mixed.next_piece(self._batches.rows)
+                self._batches.step(piece)
+                if piece is not None:
+                    mixed.finish(piece)
+            except Exception:
+                unread = mixed.drop(ended=False)
+            for one in complete:
+                if one.stored.overflowed():
+                    unread += one.requests
+                else:
+                    self._take_beginning(one.requests, one.chosen)
+            requests += unread
+            for request in unread:
+                request.cache.reset()
+                request.sampler.restart()
+                self._begin([request])
 
     def _read_on(self) -> bool:
         """Prefill the next chunk of the prompt that has waited longest for it.
@@ -417,20 +475,25 @@ class Scheduler:
         prompt."""
         live = [request for request in requests if not request.ended]
         for read, chosen in self._read_beginnings(live) if live else []:
-            tokens = chosen.listed()
-            logprobs = chosen.logprobs(tokens)
-            for place, (request, token) in enumerate(zip(read, tokens, strict=True)):
-                if not request.ended:  # The request may have been cancelled during prefill.
-                    request.next_logprob = logprobs.get(place)
-                    request.take(token)
-                    if isinstance(request, SpokenRequest):
-                        self._voices.add(request)
-                if self.prefixes is not None and not request.has_past and request.error is None:
-                    state = self._reader_state(request.prompt)
-                    if state == request.reader_state:  # Weights and settings are unchanged.
-                        self.prefixes.keep(request.prompt, state, request.cache)
-                if not request.ended:
-                    self._batches.join(request)
+            self._take_beginning(read, chosen)
+
+    def _take_beginning(self, read: list[Request], chosen: SampledTokens) -> None:
+        """Give requests their first tokens, keep their prompts in the prefix cache, and let them
+        join the decode steps."""
+        tokens = chosen.listed()
+        logprobs = chosen.logprobs(tokens)
+        for place, (request, token) in enumerate(zip(read, tokens, strict=True)):
+            if not request.ended:  # The request may have been cancelled during prefill.
+                request.next_logprob = logprobs.get(place)
+                request.take(token)
+                if isinstance(request, SpokenRequest):
+                    self._voices.add(request)
+            if self.prefixes is not None and not request.has_past and request.error is None:
+                state = self._reader_state(request.prompt)
+                if state == request.reader_state:  # Weights and settings are unchanged.
+                    self.prefixes.keep(request.prompt, state, request.cache)
+            if not request.ended:
+                self._batches.join(request)
 
     def _sample_first(self, requests: list[Request], logits: torch.Tensor) -> SampledTokens:
         """Sample the first token of each prompt, and launch a decode step of the running requests.

@@ -343,6 +343,11 @@ class FastDecoder:
         """Devices on which the layers run."""
         return {part.device for part in self._parts}
 
+    @property
+    def layers(self) -> list[FastLayer]:
+        """All layers, in order."""
+        return [layer for part in self._parts for layer in part.layers]
+
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
@@ -387,7 +392,7 @@ class FastDecoder:
     def _computed(self, part: _Part, states: States, cache: OscarCache) -> States:
         """Return the inputs of the next part, or, for the last part, only the logits."""
         if part is self._parts[0]:
-            states = self._begun(*states)
+            states = self.embedded(*states)
             cache.attend_packed(None)
         rows, cosine, sine = states
         for layer in part.layers:
@@ -395,17 +400,26 @@ class FastDecoder:
         cache.end_step(layer.attention.layer_idx for layer in part.layers)
         if part is not self._parts[-1]:
             return rows, cosine, sine
-        if self._whole_head is not None:
-            return (self._whole_head(rows, norm=self._norm),)
-        return (self._head(self._norm.at_once(rows)),)
+        return (self.logits(rows),)
 
-    def _begun(self, ids: torch.Tensor, positions: torch.Tensor) -> States:
-        """Return (batch, hidden size) embeddings, and (batch, head_dim) cosines and sines of
-        RoPE."""
+    def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> States:
+        """Return (tokens, hidden size) embeddings, and (tokens, head_dim) cosines and sines of
+        RoPE.
+
+        Args:
+            ids: (batch, tokens per row).
+            positions: (batch, tokens per row), or (axes, batch, tokens per row), see ``__call__``.
+        """
         hidden = self._embed(ids)
         angles = self._rotary(hidden, positions[-3:] if positions.ndim == 3 else positions)
-        cosine, sine = (x.expand(len(ids), 1, -1)[:, 0].contiguous() for x in angles)
-        return hidden[:, 0], cosine, sine
+        cosine, sine = (x.expand(*ids.shape, -1).flatten(0, 1).contiguous() for x in angles)
+        return hidden.flatten(0, 1), cosine, sine
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return (rows, vocabulary) logits of the last layer's (rows, hidden size) outputs."""
+        if self._whole_head is not None:
+            return self._whole_head(rows, norm=self._norm)
+        return self._head(self._norm.at_once(rows))
 
 
 def _beside(embed: Any, rotary: nn.Module) -> nn.Module:

@@ -25,6 +25,7 @@ from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
+from oscar_mm.fast_decode.prompt_scratch import GraphCache, PromptPiece
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
 from oscar_mm.modality import PADDING, Modality
@@ -190,6 +191,8 @@ class GraphRunner:
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
         """Version of the steps at the last capture."""
+        self._beside: GraphCache | None = None
+        """Graphs of this step with pieces of prompts."""
         self._failures = self._eager_left = 0
         """Consecutive failed captures, and steps until the next attempt."""
 
@@ -225,7 +228,9 @@ class GraphRunner:
             self._idle = adapters.table[:1].repeat(len(names), 1)
         self._idle.copy_(adapters.table[:1] if idle is None else idle)
 
-    def __call__(self, tokens: torch.Tensor, ended: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, ended: torch.Tensor, piece: PromptPiece | None = None
+    ) -> torch.Tensor:
         """Add one token to each row and return (batch, vocabulary) logits, which a later step
         overwrites.
 
@@ -233,6 +238,7 @@ class GraphRunner:
             tokens: (batch,) ids.
             ended: (batch,) bool on the CPU: rows that have ended and get only padding, which is not
                 stored.
+            piece: piece of prompts to launch in the same pass, if there is a graph for it.
         """
         early, self._early = self._early, None
         with choosing(self._idle):
@@ -241,18 +247,20 @@ class GraphRunner:
                 self.cache.expect(torch.where(ended, PADDING, int(Modality.TEXT))[:, None])
                 logits = self._repeatable()
             else:
-                logits = self._on_fixed_tables(tokens, ended, early)
+                logits = self._on_fixed_tables(tokens, ended, early, piece)
         self._positions += 1
         return logits
 
-    def ahead(self, tokens: torch.Tensor, ended: torch.Tensor) -> None:
+    def ahead(
+        self, tokens: torch.Tensor, ended: torch.Tensor, piece: PromptPiece | None = None
+    ) -> None:
         """Launch the next step early if it is a replay that only appends tokens.
 
         The cache does not change. If the next call has the same tokens, it uses the launched step,
         even if more rows have ended; any other call discards the launched step.
 
         Args:
-            tokens, ended: see ``__call__``.
+            tokens, ended, piece: see ``__call__``.
         """
         if self._replay is None:
             return
@@ -261,8 +269,29 @@ class GraphRunner:
             return
         self._ids.copy_(tokens[:, None])
         with self._steps.dry_run(step):
-            logits = self._replay()
+            logits = self._launched(self._replay, piece, step)
         self._early = InflightStep(tokens, step, logits)
+
+    def _launched(
+        self, replay: Callable[[], torch.Tensor], piece: PromptPiece | None, step: StepPlan
+    ) -> torch.Tensor:
+        """Replay the step, together with a piece that has not been launched if there is a graph for
+        both."""
+        if piece is None or piece.logits is not None:
+            return replay()
+        scratch, size = piece.scratch, piece.size
+        if self._beside is None:
+            self._beside = GraphCache(scratch.capture, self._ids.device)
+
+        def both() -> torch.Tensor:
+            with self._steps.dry_run(step):
+                return scratch.run(size, self._ids, self._expanded_positions(), self.cache)
+
+        if (beside := self._beside.replay((id(scratch), size), both)) is None:
+            return replay()
+        prompts = (found := beside()).shape[0] - len(self._ids)
+        piece.logits = found[:prompts]
+        return found[prompts:]
 
     def _supported_capture(self) -> Capture | None:
         """Return the capture function for CUDA graphs if they are known to work."""
@@ -276,7 +305,11 @@ class GraphRunner:
         return graph_capture(places) if alone and fits else None
 
     def _on_fixed_tables(
-        self, tokens: torch.Tensor, ended: torch.Tensor, early: InflightStep | None
+        self,
+        tokens: torch.Tensor,
+        ended: torch.Tensor,
+        early: InflightStep | None,
+        piece: PromptPiece | None,
     ) -> torch.Tensor:
         """Run a step: use its early launch, replay it, or capture it if necessary."""
         step = self.cache.begin(_codes(ended))
@@ -286,7 +319,7 @@ class GraphRunner:
         self._ids.copy_(tokens[:, None])
         if not self._steps.fix(step):
             return self._repeatable()
-        return self._replayed(step)
+        return self._replayed(step, piece)
 
     def _repeatable(self) -> torch.Tensor:
         """Run the step on tensors at fixed addresses."""
@@ -305,19 +338,21 @@ class GraphRunner:
     def _expanded_positions(self) -> torch.Tensor:
         return self._positions.expand(*self.axes, -1, 1)
 
-    def _replayed(self, step: StepPlan) -> torch.Tensor:
+    def _replayed(self, step: StepPlan, piece: PromptPiece | None) -> torch.Tensor:
         if not self._steps.is_ready:
             # The first step is eager: it requests tables, and compiles kernels.
             return self._repeatable()
         if self._version != self._steps.version:
             self._replay = None  # release its memory before the next capture
+            if self._beside is not None:
+                self._beside.clear()
             if self._eager_left:
                 self._eager_left -= 1
             else:
                 self._capture_step(step)
         if self._replay is None:
             return self._repeatable()
-        logits = self._replay()
+        logits = self._launched(self._replay, piece, step)
         self.cache.replayed(step)
         return logits
 

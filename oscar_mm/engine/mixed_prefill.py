@@ -1,0 +1,250 @@
+"""Mixed prefill: short text prompts are read in pieces, each in the pass of a decode step.
+
+A pass has a fixed number of rows: those of the running requests, and the next tokens of prompts.
+Few rows bound the time between tokens; many rows bound the time to the first token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.engine.family import Family
+from oscar_mm.engine.request import Request
+from oscar_mm.engine.sampling import SampledTokens, Sampler
+from oscar_mm.fast_decode.graph_runner import graph_capture
+from oscar_mm.fast_decode.prompt_layers import PromptLayers
+from oscar_mm.fast_decode.prompt_scratch import (
+    MAX_PIECE,
+    MAX_PROMPTS,
+    PromptPiece,
+    PromptRange,
+    PromptScratch,
+    StoredPrompts,
+)
+from oscar_mm.fast_decode.row_adapters import RowAdapters
+from oscar_mm.modality import Modality
+from oscar_mm.tensor_parallel import TPGroup
+
+_ROWS = (64, 128, 256, 512, 768, 1024, 1536, MAX_PIECE)
+"""Rows of a pass. Products compute tiles of 128 rows, so other numbers would waste a part."""
+_MANY = 128
+"""Number of decoding rows from which on a pass may have more rows."""
+_MOST_ROWS, _MOST_ROWS_OF_MANY = 512, 1024
+"""Maximum number of rows of a pass with decoding rows."""
+_LEAST = 32
+"""Minimum number of prompt tokens in a pass of ``_ROWS``."""
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Request whose prompt is in the scratch in part.
+
+    Attributes:
+        request: the request; its memory is reserved.
+        start: index of the prompt's first token in the scratch; None until there is room.
+        read: number of tokens that have been read.
+    """
+
+    request: Request
+    start: int | None = None
+    read: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.request.unread.tokens
+
+    @property
+    def stop(self) -> int:
+        assert self.start is not None
+        return self.start + self.tokens
+
+
+class CompletePrompts(NamedTuple):
+    """Requests whose prompts are complete, and what the device returns for them.
+
+    Attributes:
+        chosen: their first tokens.
+        stored: result of storing their keys and values.
+    """
+
+    requests: list[Request]
+    chosen: SampledTokens
+    stored: StoredPrompts
+
+
+class MixedPrefill:
+    """Reads short text prompts without a past, on one GPU; used in the engine thread.
+
+    Prompts are read in order, and a piece may end one prompt and begin another.
+
+    Args:
+        scratch: memory for prompts that are not complete.
+        device: device of the logits.
+    """
+
+    def __init__(self, scratch: PromptScratch, device: torch.device) -> None:
+        self._scratch, self._device = scratch, device
+        self._readings = deque[_Reading]()
+        self._ranges: list[tuple[_Reading, PromptRange]] = []
+        """Prompts of the piece that is about to be launched."""
+        self._complete = deque[CompletePrompts]()
+
+    @classmethod
+    def of(
+        cls,
+        family: Family,
+        store: PageStore,
+        sigmas: dict[int, torch.Tensor],
+        axes: tuple[int, ...],
+    ) -> MixedPrefill | None:
+        """Return a reader of a model's prompts; None if the model, its device or the policy is not
+        supported.
+
+        Args:
+            axes: leading axes of the position ids.
+        """
+        model, capture = family.model, graph_capture({family.device}, small=True)
+        if (
+            capture is None
+            or not PromptLayers.takes(model)
+            or RowAdapters.of(model) is not None
+            or not PromptScratch.takes(model, store.policy)
+        ):
+            return None
+        tokens = PromptScratch.capacity(model, family.device)
+        try:
+            scratch = PromptScratch(model, store, axes, sigmas, tokens, capture)
+        except torch.OutOfMemoryError:
+            return None
+        return cls(scratch, family.device)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Requests whose prompts are being read, or whose first tokens are on their way."""
+        waiting = [request for one in self._complete for request in one.requests]
+        return [*waiting, *(reading.request for reading in self._readings)]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next pass has enough tokens without further prompts."""
+        return sum(x.tokens - x.read for x in self._readings) >= MAX_PIECE or any(
+            reading.start is None for reading in self._readings
+        )
+
+    def takes(self, request: Request) -> bool:
+        """Return whether a prompt can be read in pieces; ``request.cache`` must be its own."""
+        prompt = request.unread
+        return (
+            not self._scratch.fails
+            and prompt.tokens <= self._scratch.tokens
+            and not request.is_read_alone
+            and request.cache.get_seq_length() == 0
+            and not prompt.media
+            and bool((prompt.modalities == Modality.TEXT).all())
+        )
+
+    def add(self, request: Request) -> None:
+        """Add a request that ``takes`` accepts."""
+        self._readings.append(_Reading(request))
+
+    def drop(self, *, ended: bool = True) -> list[Request]:
+        """Remove and return the requests whose prompts are not complete, all or only ended ones."""
+        dropped = [x for x in self._readings if x.request.ended or not ended]
+        self._readings = deque(x for x in self._readings if x not in dropped)
+        return [x.request for x in dropped]
+
+    def next_piece(self, rows: int) -> PromptPiece | None:
+        """Prepare the next piece of the prompts; None if there is nothing to read.
+
+        Args:
+            rows: number of rows that decode in the same pass.
+        """
+        self._place()
+        unread = [x for x in self._readings if x.start is not None and x.read < x.tokens]
+        if not unread:
+            return None
+        size = _piece_size(rows, sum(x.tokens - x.read for x in unread))
+        self._ranges = list(_adjacent(unread, size))
+        parts = [
+            (one.request.unread, x.first - x.start, x.last - x.start) for one, x in self._ranges
+        ]
+        ids = [prompt.inputs["input_ids"][0, first:last] for prompt, first, last in parts]
+        positions = [prompt.positions[..., first:last] for prompt, first, last in parts]
+        ranges = [x for _, x in self._ranges]
+        return self._scratch.prepare(ranges, torch.cat(ids), torch.cat(positions, -1), size)
+
+    def finish(self, piece: PromptPiece) -> None:
+        """Launch a piece unless it was launched with a decode step; then sample the first tokens of
+        the prompts that it completes, and store their keys and values."""
+        if piece.logits is None:
+            self._scratch.run_alone(piece)
+        for reading, x in self._ranges:
+            reading.read = x.last - x.start
+        done = [one for one, x in self._ranges if x.completes]
+        if not done:
+            return
+        requests = [one.request for one in done]
+        assert piece.logits is not None and done[0].start is not None
+        sampler = Sampler([x.sampler for x in requests], self._device, TPGroup())
+        chosen = sampler(piece.logits[: len(requests)])
+        stored = self._scratch.store(
+            [request.cache for request in requests],
+            [request.unread.modalities[0].numpy() for request in requests],
+            done[0].start,
+        )
+        for one in done:
+            self._readings.remove(one)
+        self._complete.append(CompletePrompts(requests, chosen, stored))
+
+    def take_complete(self) -> list[CompletePrompts]:
+        """Remove and return the prompts that earlier pieces completed."""
+        complete = list(self._complete)
+        self._complete.clear()
+        return complete
+
+    def _place(self) -> None:
+        """Give prompts room in the scratch, in order."""
+        for reading in self._readings:
+            if reading.start is None:
+                reading.start = self._room(reading.tokens)
+                if reading.start is None:
+                    return
+
+    def _room(self, tokens: int) -> int | None:
+        """Return where to put a prompt in the scratch: behind the last one, or at the beginning."""
+        placed = [x for x in self._readings if x.start is not None]
+        if not placed:
+            return 0
+        begin, end = placed[0].start, placed[-1].stop
+        assert begin is not None
+        if end <= begin:  # The last prompts are before the first.
+            return end if begin - end >= tokens else None
+        if self._scratch.tokens - end >= tokens:
+            return end
+        return 0 if begin >= tokens else None
+
+
+def _piece_size(rows: int, unread: int) -> int:
+    """Return the number of rows for prompt tokens, in a pass with ``rows`` rows that decode."""
+    most = MAX_PIECE if not rows else _MOST_ROWS_OF_MANY if rows >= _MANY else _MOST_ROWS
+    sizes = [total - rows for total in _ROWS if total <= most and total - rows >= _LEAST]
+    return next((size for size in sizes if size >= unread), sizes[-1])
+
+
+def _adjacent(unread: list[_Reading], size: int) -> Iterator[tuple[_Reading, PromptRange]]:
+    """Yield the tokens that come next, up to ``size`` tokens of adjacent prompts."""
+    end = None
+    for count, one in enumerate(unread):
+        if count == MAX_PROMPTS or not size or (end is not None and one.start != end):
+            return
+        assert one.start is not None
+        first, end = one.start + one.read, one.stop
+        last = min(end, first + size)
+        size -= last - first
+        yield one, PromptRange(one.start, end, first, last)

@@ -1,0 +1,333 @@
+"""Prompt scratch: reads short text prompts piece by piece, along with decode steps.
+
+The tokens of a piece and those of decoding rows go through the same products, so that the weights
+are read once for both, and the whole pass is one CUDA graph. Until a prompt is complete, its keys
+and values stay in 16-bit precision in scratch memory, so that attention within the prompt is exact;
+then one more graph stores them in pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from oscar_mm.cache.batch_view import BatchView
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.prompt_tables import PromptTables
+from oscar_mm.cache.varlen_attention import VarlenBatch, can_attend_varlen, flash_varlen
+from oscar_mm.fast_decode.decoder import Capture, FastDecoder, FastLayer
+from oscar_mm.ops.decode_tables import upload
+from oscar_mm.policy import KVPolicy
+
+MAX_PIECE = 2048
+"""Maximum number of rows of a pass: with more, a GPU computes no faster per token."""
+MAX_PROMPTS = 16
+"""Maximum number of prompts that a piece contains in part."""
+_MAX_TOKENS = 8192
+_MEMORY_SHARE = 128
+"""The scratch takes at most this part of the GPU's memory."""
+_MAX_GRAPHS = 8
+"""Maximum number of graphs of each kind that are kept."""
+_log = logging.getLogger(__name__)
+
+
+class PromptRange(NamedTuple):
+    """Tokens of a prompt in the scratch.
+
+    Attributes:
+        start, stop: range of all its tokens.
+        first, last: range of the tokens of a piece.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the piece contains the prompt's last token."""
+        return self.last == self.stop
+
+
+@dataclass
+class PromptPiece:
+    """Piece whose inputs are ready, to be run by ``GraphRunner`` or ``PromptScratch.run_alone``.
+
+    Attributes:
+        size: rows of the pass, padding included.
+        logits: (MAX_PROMPTS, vocabulary) logits after the prompts that the piece completes, in
+            order; None until the pass is launched. The next piece overwrites them.
+    """
+
+    scratch: PromptScratch
+    size: int
+    logits: torch.Tensor | None = None
+
+
+class StoredPrompts(NamedTuple):
+    """Result of storing prompts, which the device may still be working on.
+
+    Attributes:
+        flags: (layers,) int32 on the host: whether a key or value was out of range.
+        arrived: event after the copy of ``flags``; None if it is done.
+    """
+
+    flags: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    def overflowed(self) -> bool:
+        """Wait for the flags, and return whether any is set."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return bool(self.flags.any())
+
+
+class GraphCache:
+    """Graphs by key: work runs eagerly once, is captured the second time, and then replayed.
+
+    Args:
+        capture: capture function.
+        device: device of the work.
+    """
+
+    def __init__(self, capture: Capture, device: torch.device) -> None:
+        self._capture, self._device, self.fails = capture, device, False
+        self._ran = set[Hashable]()
+        self._replays = OrderedDict[Hashable, Callable[[], Any]]()
+
+    def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
+        """Run work, which must depend only on ``key`` and on tensors at fixed addresses."""
+        if (replay := self.replay(key, work)) is not None:
+            return replay()
+        return work()
+
+    def replay(self, key: Hashable, work: Callable[[], Any]) -> Callable[[], Any] | None:
+        """Return the replay of work; None if it is to run eagerly."""
+        if key in self._replays:
+            self._replays.move_to_end(key)
+        elif key in self._ran and not self.fails:
+            try:
+                self._replays[key] = self._capture(work, self._device)
+            except Exception as error:
+                # Ending a broken capture raises an error that hides the cause.
+                self.fails = True
+                _log.warning(
+                    "short prompts are read without CUDA graphs, since none could be captured: %s",
+                    error.__context__ or error,
+                )
+            while len(self._replays) > _MAX_GRAPHS:
+                self._replays.popitem(last=False)
+        self._ran.add(key)
+        return self._replays.get(key)
+
+    def clear(self) -> None:
+        """Drop all graphs, which read tensors that have moved."""
+        self._replays.clear()
+        self._ran.clear()
+
+
+class PromptScratch:
+    """Keys and values of prompts that are not complete yet, and the passes that read them.
+
+    Args:
+        model: model that ``PromptLayers.takes`` accepts, without adapters for each row.
+        store: page store of the prompts' caches.
+        axes: leading axes of the position ids, see ``GraphRunner``.
+        sigmas: see ``balancing_of``.
+        tokens: capacity, see ``capacity``.
+        capture: capture function of graphs that share their memory.
+
+    Attributes:
+        capture: see above; for the graphs of ``GraphRunner``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: PageStore,
+        axes: tuple[int, ...],
+        sigmas: dict[int, torch.Tensor],
+        tokens: int,
+        capture: Capture,
+    ) -> None:
+        self.tokens, self.capture, self._store = tokens, capture, store
+        self._decoder = FastDecoder(model)
+        [device] = self._decoder.devices
+        dtype = model.get_output_embeddings().weight.dtype
+        layers = self._decoder.layers
+        self._indices = [layer.attention.layer_idx for layer in layers]
+        with torch.inference_mode(False):
+            # The last line receives what padding computes.
+            shapes = [(2, tokens + 1, x.heads[1], x.attention.head_dim) for x in layers]
+            self._sides = [torch.zeros(x, dtype=dtype, device=device) for x in shapes]
+            self._ids = torch.zeros(MAX_PIECE, dtype=torch.long, device=device)
+            positions = (*axes, 1, MAX_PIECE)
+            self._positions = torch.zeros(positions, dtype=torch.long, device=device)
+            lines = MAX_PROMPTS + 2 * (MAX_PROMPTS + 2) + MAX_PIECE
+            self._table = torch.zeros(lines, dtype=torch.long, device=device)
+            self._flags = torch.zeros(len(layers), dtype=torch.int32, device=device)
+        self._tables = PromptTables(tokens, MAX_PROMPTS, store.policy, device)
+        self._view = BatchView(store)
+        self._view.sigmas = sigmas
+        self._alone, self._storing = GraphCache(capture, device), GraphCache(capture, device)
+
+    @staticmethod
+    def capacity(model: Any, device: torch.device) -> int:
+        """Return the number of tokens that a scratch should hold."""
+        layers, weight = model.get_decoder().layers, model.get_output_embeddings().weight
+        attention = layers[0].self_attn
+        channels = attention.k_proj.weight.shape[0] + attention.v_proj.weight.shape[0]
+        token_bytes = len(layers) * channels * weight.element_size()
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return min(_MAX_TOKENS, memory // _MEMORY_SHARE // token_bytes)
+
+    @staticmethod
+    def takes(model: Any, policy: KVPolicy) -> bool:
+        """Return whether there are operations for the model's heads and the policy's pages."""
+        head_dim = model.get_decoder().layers[0].self_attn.head_dim
+        weight = model.get_output_embeddings().weight
+        attends = can_attend_varlen(weight.new_empty(1, 1, 1, head_dim))
+        return attends and PromptTables.takes_policy(policy)
+
+    @property
+    def fails(self) -> bool:
+        """Whether graphs could not be captured."""
+        return self._alone.fails or self._storing.fails
+
+    def prepare(
+        self,
+        ranges: Sequence[PromptRange],
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        size: int,
+    ) -> PromptPiece:
+        """Write the inputs of a piece; the previous piece must be launched.
+
+        Args:
+            ranges: adjacent prompts of the piece, at most ``MAX_PROMPTS``; those that the piece
+                completes come first.
+            ids: (tokens,) ids of the piece on the device.
+            positions: (..., 1, tokens) RoPE positions of the piece on the device.
+            size: number of rows, at least as many as tokens; further rows are padding.
+        """
+        count, begin = len(ids), ranges[0].first
+        self._ids[:count].copy_(ids)
+        self._ids[count:size].zero_()
+        self._positions[..., :count].copy_(positions)
+        lasts = [x.stop - 1 - begin for x in ranges if x.completes]
+        query_ends = [0, *(x.last - begin for x in ranges)]
+        key_ends = [ranges[0].start, *(x.last for x in ranges)]
+        ends = np.empty((2, MAX_PROMPTS + 2), np.int64)
+        # One more sequence consists of the padding and attends to nothing.
+        ends[0], ends[1] = size, key_ends[-1]
+        ends[:, : len(query_ends)] = query_ends, key_ends
+        places = np.full(MAX_PIECE, self.tokens)
+        places[:count] = np.arange(begin, begin + count)
+        table = [np.array(lasts + [0] * (MAX_PROMPTS - len(lasts))), ends.ravel(), places]
+        self._table.copy_(upload(np.concatenate(table), self._table.device))
+        return PromptPiece(self, size)
+
+    def run_alone(self, piece: PromptPiece) -> None:
+        """Launch a piece without decoding rows."""
+        piece.logits = self._alone.run(piece.size, partial(self.run, piece.size))
+
+    def run(
+        self,
+        size: int,
+        ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: OscarCache | None = None,
+    ) -> torch.Tensor:
+        """Run the prepared piece, together with a decode step if there is a cache.
+
+        Args:
+            size: rows of the piece.
+            ids, positions, cache: see ``FastDecoder.__call__``.
+
+        Returns:
+            (MAX_PROMPTS + batch, vocabulary) logits of completed prompts and of decoding rows.
+        """
+        every, places = self._ids[None, :size], self._positions[..., :size]
+        if ids is not None and positions is not None and cache is not None:
+            every = torch.cat([every, ids.view(1, -1)], 1)
+            places = torch.cat([places, positions.transpose(-1, -2)], -1)
+            cache.attend_packed(None)
+        rows, cosine, sine = self._decoder.embedded(every, places)
+        lasts, *ends, to = self._table.split(
+            [MAX_PROMPTS, MAX_PROMPTS + 2, MAX_PROMPTS + 2, MAX_PIECE]
+        )
+        query_ends, key_ends = (x.to(torch.int32) for x in ends)
+        run = VarlenBatch(
+            slice(size), {}, (to, to), to[:size], query_ends, key_ends, (size, self.tokens), size
+        )
+        for layer, sides in zip(self._decoder.layers, self._sides, strict=True):
+            heads = layer.projected(rows)
+            layer.turn_(heads, cosine, sine)
+            found = heads.new_empty(len(heads), layer.heads[0], layer.attention.head_dim)
+            if cache is not None:
+                decoded = layer.attend(heads[size:], len(heads) - size, cache)
+                found[size:] = decoded.view_as(found[size:])
+            found[:size] = _attended(layer, heads[:size], sides, run)
+            rows = layer.feed_forward(layer.output(found.flatten(1), residual=rows))
+        if cache is not None:
+            cache.end_step()
+        return self._decoder.logits(torch.cat([rows[lasts], rows[size:]]))
+
+    def store(
+        self, caches: Sequence[OscarCache], modalities: Sequence[np.ndarray], start: int
+    ) -> StoredPrompts:
+        """Store complete prompts, adjacent in the scratch, in the pages of their empty caches.
+
+        Args:
+            caches: at most ``MAX_PROMPTS``.
+            modalities: (tokens,) int8 modality ids of each prompt; all text.
+            start: index of the first token in the scratch.
+        """
+        view = self._view
+        view.set_rows(caches)
+        step = view.begin(modalities)
+        if not self._tables.write(step, start):
+            raise RuntimeError("the tables have too little capacity for these prompts")
+        self._store.reserve(for_graph=True)
+        step.fixed = self._tables
+
+        def work() -> torch.Tensor:
+            self._flags.zero_()
+            for place, (index, sides) in enumerate(zip(self._indices, self._sides, strict=True)):
+                keys, values = sides[:, None, : self.tokens].transpose(2, 3)
+                layer = view.layer_for(index, keys, values)
+                layer.overflow = self._flags[place : place + 1]
+                layer.append(keys, values, step)
+            return self._flags
+
+        flags = self._storing.run(view.version, work)
+        view.unchecked = False  # The caller checks the flags.
+        view.replayed(step)
+        view.settle()
+        sent, arrived = flags.to("cpu", non_blocking=True), None
+        if flags.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(flags.device))
+        view.set_rows([])
+        return StoredPrompts(sent, arrived)
+
+
+def _attended(
+    layer: FastLayer, heads: torch.Tensor, sides: torch.Tensor, run: VarlenBatch
+) -> torch.Tensor:
+    """Copy new keys and values to the scratch, and return (tokens, query heads, head_dim) attention
+    over each prompt's tokens so far."""
+    queries, *new = heads.split(layer.heads, 1)
+    keys, values = sides
+    for side, x in zip((keys, values), new, strict=True):
+        side.index_copy_(0, run.new_places, x)
+    return flash_varlen(queries, keys, values, run, layer.attention.scaling)

@@ -1,0 +1,105 @@
+"""Prompts that are read in pieces, each with a decode step, against the same prompts alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from oscar_mm import OscarVLPipeline
+from oscar_mm.engine import mixed_prefill
+from oscar_mm.engine.mixed_prefill import MixedPrefill, _piece_size
+from oscar_mm.fast_decode import graph_runner, prompt_scratch
+from oscar_mm.fast_decode.prompt_scratch import MAX_PROMPTS, PromptPiece, PromptScratch
+from tests.engine.engine import alone, empty, loaded, made, run, together
+
+WORDS = "what is on the sign near a red door of every second house why not".split()
+CAPACITY = 400
+
+
+def text(count: int, seed: int = 0) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+class Capture:
+    """Capture whose replay runs the function again; ``made`` counts captures."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, function, device):
+        self.made += 1
+        return function
+
+
+def by_rows(queries, keys, values, run, scaling):
+    """``flash_varlen`` for a CPU, sequence by sequence; NaN where it must not be read."""
+    found = torch.full_like(queries, torch.nan)
+    ends = zip(run.query_ends.tolist(), run.key_ends.tolist(), strict=True)
+    (start, key_start), *ends = ends
+    for end, key_end in ends:
+        rows, own = queries[start:end], slice(key_start, key_end)
+        seen = torch.ones(len(rows), key_end - key_start, dtype=torch.bool)
+        seen = seen.tril(key_end - key_start - len(rows))
+        sides = (x.transpose(0, 1)[None] for x in (rows, keys[own], values[own]))
+        out = scaled_dot_product_attention(*sides, seen, scale=scaling, enable_gqa=True)
+        found[start:end] = out[0].transpose(0, 1).nan_to_num() if len(rows) else rows
+        start, key_start = end, key_end
+    return found
+
+
+@pytest.fixture
+def capture(monkeypatch) -> Capture:
+    """Make the engine mix on a CPU."""
+    capture = Capture()
+    for module in (graph_runner, mixed_prefill):
+        monkeypatch.setattr(module, "graph_capture", lambda devices, small=False: capture)
+    monkeypatch.setattr(prompt_scratch, "can_attend_varlen", lambda queries: True)
+    monkeypatch.setattr(prompt_scratch, "flash_varlen", by_rows)
+    monkeypatch.setattr(PromptScratch, "capacity", staticmethod(lambda model, device: CAPACITY))
+    return capture
+
+
+@pytest.fixture
+def pieces(monkeypatch) -> Iterator[list[tuple[int, bool]]]:
+    """Sizes of the pieces that were read, and whether a decode step took them along."""
+    found = list[tuple[int, bool]]()
+    finish = MixedPrefill.finish
+
+    def noted(self: MixedPrefill, piece: PromptPiece) -> None:
+        found.append((piece.size, piece.logits is not None))
+        finish(self, piece)
+
+    monkeypatch.setattr(MixedPrefill, "finish", noted)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
+def test_answers_are_those_alone(qwen3_vl_folder, policy, capture, pieces, monkeypatch) -> None:
+    monkeypatch.setattr(mixed_prefill, "_ROWS", (32, 48, 64))
+    monkeypatch.setattr(mixed_prefill, "_LEAST", 8)
+    prompts = [text(count, count) for count in (3, 90, 41, 7, 150, 150, 16, 60)]
+    others = [text(5, seed) for seed in range(4)]
+    with monkeypatch.context() as unmixed:
+        unmixed.setattr(MixedPrefill, "of", lambda *_: None)
+        plain = loaded(qwen3_vl_folder, policy)
+        expected = alone(plain, prompts)
+        of_others = alone(plain, others, max_new_tokens=60)
+    assert not pieces
+    pipe = loaded(qwen3_vl_folder, policy)
+    assert together(pipe, [made(pipe, prompt) for prompt in prompts]) == expected
+    # Once more, now with captured passes, while other requests decode.
+    running = [made(pipe, other, max_new_tokens=60) for other in others]
+    for one in running:
+        pipe.engine.submit(one)
+    pipe.engine.run_until(lambda: all(one.tokens for one in running))
+    pieces.clear()
+    assert together(pipe, [made(pipe, prompt) for prompt in prompts]) == expected
+    assert {with_step for _, with_step in pieces} == {False, True}
+    run(pipe, running)
+    assert [one.complete().token_ids for one in running] == of_others
+    assert empty(pipe)
