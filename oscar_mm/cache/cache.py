@@ -16,7 +16,7 @@ from transformers.masking_utils import create_causal_mask
 
 from oscar_mm.cache.block_table import SlotSet
 from oscar_mm.cache.kv_manager import KVCacheManager, PendingModalities
-from oscar_mm.cache.layer import OscarLayer, layers_unstorable, pack_together
+from oscar_mm.cache.layer import OscarLayer, forked, layers_unstorable, pack_together
 from oscar_mm.cache.memory import MemoryReport, measure
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.paged_attention import KeyLength, LayerCall
@@ -502,10 +502,11 @@ class OscarCache(Cache):
 
     def take_layers(self, source: OscarCache) -> None:
         """Add copies of the layers of another cache of the same store to this empty cache."""
-        self.layers += [
-            layer.fork(self) if isinstance(layer, OscarLayer) else layer.fork()
-            for layer in source.layers
-        ]
+        packed = {layer.index: layer for layer in forked(source.packed_layers, self)}
+        for index, layer in enumerate(source.layers):
+            if (twin := packed.get(index)) is None:
+                twin = layer.fork(self) if isinstance(layer, OscarLayer) else layer.fork()
+            self.layers.append(twin)
         if self.linear_layers:
             self.store.count_states_of(self)
 

@@ -146,12 +146,17 @@ class OscarLayer(CacheLayerMixin):
 
     values = keys  # pyright: ignore[reportAssignmentType] no attribute, so that none is taken
 
-    def fork(self, cache: LayerCache) -> OscarLayer:
-        """Return a copy of this layer for a fork of the cache, with the same pools and basis."""
+    def fork(self, cache: LayerCache, overflow: torch.Tensor | None = None) -> OscarLayer:
+        """Return a copy of this layer for a fork of the cache, with the same pools and basis.
+
+        Args:
+            cache: cache that will own the copy.
+            overflow: copy of the flag; by default, the flag is copied here.
+        """
         twin = copy.copy(self)
         twin._cache = weakref.ref(cache)
         if self.is_initialized:
-            twin.overflow = self.overflow.clone()
+            twin.overflow = self.overflow.clone() if overflow is None else overflow
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -348,17 +353,31 @@ def pack_together(layers: Iterable[OscarLayer], step: StepPlan) -> None:
 
 def layers_unstorable(layers: Iterable[OscarLayer]) -> list[OscarLayer]:
     """Return the layers with keys or values out of range; waits once for each device."""
+    return [
+        layer
+        for there, flags in _flags(layers)
+        for layer, overflow in zip(there, flags.tolist(), strict=True)
+        if overflow
+    ]
+
+
+def forked(layers: Iterable[OscarLayer], cache: LayerCache) -> list[OscarLayer]:
+    """Return forks of layers that have received keys, with one launch for each device."""
+    forks = {
+        layer.index: layer.fork(cache, flag)
+        for there, flags in _flags(layers)
+        for layer, flag in zip(there, flags.split(1), strict=True)
+    }
+    return [forks[index] for index in sorted(forks)]
+
+
+def _flags(layers: Iterable[OscarLayer]) -> Iterator[tuple[list[OscarLayer], torch.Tensor]]:
+    """Yield the layers of each device and a copy of their overflow flags, (layers,) int32."""
     by_device = defaultdict[torch.device, list[OscarLayer]](list)
     for layer in layers:
         by_device[layer.device].append(layer)
-    return [
-        layer
-        for there in by_device.values()
-        for layer, overflow in zip(
-            there, torch.cat([x.overflow for x in there]).tolist(), strict=True
-        )
-        if overflow
-    ]
+    for there in by_device.values():
+        yield there, torch.cat([layer.overflow for layer in there])
 
 
 def _joined(pages: torch.Tensor, used: list[tuple[int, int]] | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +12,32 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oscar_mm import OscarVLPipeline
 from oscar_mm.engine import mixed_prefill
-from oscar_mm.engine.mixed_prefill import MixedPrefill, _piece_size
+from oscar_mm.engine.mixed_prefill import MixedPrefill
+from oscar_mm.engine.request import Request
 from oscar_mm.fast_decode import graph_runner, prompt_scratch
-from oscar_mm.fast_decode.prompt_scratch import MAX_PROMPTS, PromptPiece, PromptScratch
+from oscar_mm.fast_decode.prompt_scratch import PromptPiece, PromptScratch
 from tests.engine.engine import alone, empty, loaded, made, run, together
+from tests.engine.engine_waits import engine_waits
 
-WORDS = "what is on the sign near a red door of every second house why not".split()
+MEDIA = Path(__file__).parents[2] / "examples" / "media"
+
+WORDS = [
+    "what",
+    "is",
+    "on",
+    "the",
+    "sign",
+    "near",
+    "a",
+    "red",
+    "door",
+    "of",
+    "every",
+    "second",
+    "house",
+    "why",
+    "not",
+]
 CAPACITY = 400
 
 
@@ -88,12 +108,12 @@ def test_answers_are_those_alone(qwen3_vl_folder, policy, capture, pieces, monke
         unmixed.setattr(MixedPrefill, "of", lambda *_: None)
         plain = loaded(qwen3_vl_folder, policy)
         expected = alone(plain, prompts)
-        of_others = alone(plain, others, max_new_tokens=60)
+        of_others = alone(plain, others, max_new_tokens=24)
     assert not pieces
     pipe = loaded(qwen3_vl_folder, policy)
     assert together(pipe, [made(pipe, prompt) for prompt in prompts]) == expected
     # Once more, now with captured passes, while other requests decode.
-    running = [made(pipe, other, max_new_tokens=60) for other in others]
+    running = [made(pipe, other, max_new_tokens=24) for other in others]
     for one in running:
         pipe.engine.submit(one)
     pipe.engine.run_until(lambda: all(one.tokens for one in running))
@@ -102,4 +122,67 @@ def test_answers_are_those_alone(qwen3_vl_folder, policy, capture, pieces, monke
     assert {with_step for _, with_step in pieces} == {False, True}
     run(pipe, running)
     assert [one.complete().token_ids for one in running] == of_others
+    assert empty(pipe)
+
+
+@torch.inference_mode()
+def read_by_pieces(pipe: OscarVLPipeline, requests: list[Request]) -> list[torch.Tensor]:
+    """Logits after each prompt, read by ``MixedPrefill`` without decode steps."""
+    scheduler = pipe.engine.scheduler
+    axes = requests[0].prompt.positions.shape[:-2]
+    mixed = MixedPrefill.of(pipe.family, pipe.store, scheduler.reader.sigmas, axes)
+    assert mixed is not None and all(mixed.takes(request) for request in requests)
+    found = list[torch.Tensor]()
+    for request in requests:
+        mixed.add(request)
+    while (piece := mixed.next_piece(0)) is not None:
+        piece.scratch.run_alone(piece)
+        count = sum(x.completes for _, x in mixed._ranges)
+        found += piece.logits[:count].clone().split(1)
+        mixed.finish(piece)
+    assert not any(one.stored.overflowed() for one in mixed.take_complete())
+    return found
+
+
+def unpacked(request: Request) -> torch.Tensor:
+    layers = range(len(request.cache.layers))
+    return torch.stack([x for layer in layers for x in request.cache.unpacked(layer)]).float()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
+def test_pieces_on_a_gpu(policy) -> None:
+    """Eagerly, captured and replayed, against the usual prefill."""
+    pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16", policy=policy)
+    lengths = [3, 700, 41, 1500, 90, 2, 700, 700, 2900]
+    for _ in range(3):
+        requests = [made(pipe, text(count, count)) for count in lengths]
+        with engine_waits(pipe):
+            found = read_by_pieces(pipe, requests)
+        for request, logits in zip(requests, found, strict=True):
+            other = made(pipe, "x")
+            with engine_waits(pipe):
+                expected = pipe.engine.scheduler.reader.read(request.prompt, other.cache)
+            assert (logits - expected).abs().max() <= 0.05 * expected.abs().max()
+            ours, theirs = unpacked(request), unpacked(other)
+            assert (ours - theirs).norm() <= 0.05 * theirs.norm()
+
+
+@pytest.mark.gpu
+def test_decode_steps_with_pieces_on_a_gpu(pieces) -> None:
+    """Requests that decode, and prompts in their passes, are answered as without pieces."""
+    pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16", policy="standard")
+    cards = sorted((MEDIA / "cards").glob("*.png"))[:6]
+    codes = [made(pipe, "What is the code?", card, max_new_tokens=60) for card in cards]
+    expected = together(pipe, codes)
+    for _ in range(3):
+        running = [made(pipe, "What is the code?", card, max_new_tokens=60) for card in cards]
+        for one in running:
+            pipe.engine.submit(one)
+        pipe.engine.run_until(lambda now=running: all(one.tokens for one in now))
+        others = [made(pipe, text(700, seed), max_new_tokens=8) for seed in range(3)]
+        together(pipe, others)
+        run(pipe, running)
+        assert [one.complete().token_ids for one in running] == expected
+    assert {with_step for _, with_step in pieces} == {False, True}
     assert empty(pipe)
