@@ -283,11 +283,10 @@ class GraphRunner:
         if self._beside is None:
             self._beside = GraphCache(scratch.capture, self._ids.device)
 
-        def both() -> torch.Tensor:
-            with self._steps.dry_run(step):
-                return scratch.run(size, self._ids, self._expanded_positions(), self.cache)
-
-        if (beside := self._beside.replay((id(scratch), size), both)) is None:
+        both = partial(scratch.run, size, self._ids, self._expanded_positions(), self.cache)
+        with self._steps.dry_run(step):
+            beside = self._beside.replay((id(scratch), size), both)
+        if beside is None:
             return replay()
         prompts = (found := beside()).shape[0] - len(self._ids)
         piece.logits = found[:prompts]
