@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ _OVERTAKES = 8
 """Maximum number of requests admitted out of order while the head of the queue lacks memory."""
 _CLIENTS = 1024
 """Number of clients whose latest turns are remembered."""
+_log = logging.getLogger(__name__)
 _Beginning = tuple[list[Request], SampledTokens]
 """Requests whose prompts are complete, and their first tokens."""
 
@@ -301,7 +303,8 @@ class Scheduler:
                 self._batches.step(piece)
                 if piece is not None:
                     mixed.finish(piece)
-            except Exception:
+            except Exception as error:
+                _log.warning("prompts are read one by one after an error in their pass: %s", error)
                 unread = mixed.drop(ended=False)
             for one in complete:
                 if one.stored.overflowed():

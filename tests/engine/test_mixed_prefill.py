@@ -21,23 +21,7 @@ from tests.engine.engine_waits import engine_waits
 
 MEDIA = Path(__file__).parents[2] / "examples" / "media"
 
-WORDS = "what is on the sign near a red door of every second house why not".split()  # noqa: SIM905
-    "what",
-    "is",
-    "on",
-    "the",
-    "sign",
-    "near",
-    "a",
-    "red",
-    "door",
-    "of",
-    "every",
-    "second",
-    "house",
-    "why",
-    "not",
-]
+WORDS = ("what", "is", "on", "the", "sign", "near", "a", "red", "door", "why", "not", "every")
 CAPACITY = 400
 
 
