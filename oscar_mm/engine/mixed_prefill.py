@@ -6,7 +6,7 @@ Few rows bound the time between tokens; many rows bound the time to the first to
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
-_ROWS = (64, 128, 256, 512, 768, 1024, 1536, MAX_PIECE)
+_ROWS = (64, 128, 256, 512, 1024, MAX_PIECE)
 """Rows of a pass. Products compute tiles of 128 rows, so other numbers would waste a part."""
 _MANY = 128
 """Number of decoding rows from which on a pass may have more rows."""
@@ -39,6 +39,9 @@ _MOST_ROWS, _MOST_ROWS_OF_MANY = 512, 1024
 """Maximum number of rows of a pass with decoding rows."""
 _LEAST = 32
 """Minimum number of prompt tokens in a pass of ``_ROWS``."""
+_SEPARATE = 4
+"""Number of pieces that run beside a batch of some size before a pass of both is captured. A
+capture takes as long as ten passes, and while clients arrive, each size serves for a few only."""
 
 
 @dataclass(eq=False)
@@ -94,6 +97,8 @@ class MixedPrefill:
         self._ranges: list[tuple[_Reading, PromptRange]] = []
         """Prompts of the piece that is about to be launched."""
         self._complete = deque[CompletePrompts]()
+        self._uses = Counter[tuple[int, int]]()
+        """Number of pieces so far by decoding rows and rows of the piece."""
 
     @classmethod
     def of(
@@ -169,7 +174,11 @@ class MixedPrefill:
         unread = [x for x in self._readings if x.start is not None and x.read < x.tokens]
         if not unread:
             return None
-        size = _piece_size(rows, sum(x.tokens - x.read for x in unread))
+        left = sum(x.tokens - x.read for x in unread)
+        size = _piece_size(rows, left)
+        self._uses[rows, size] += 1
+        if alone := not rows or self._uses[rows, size] <= _SEPARATE:
+            size = _piece_size(0, left, _most_rows(rows))
         self._ranges = list(_adjacent(unread, size))
         parts = [
             (one.request.unread, x.first - x.start, x.last - x.start) for one, x in self._ranges
@@ -177,7 +186,9 @@ class MixedPrefill:
         ids = [prompt.inputs["input_ids"][0, first:last] for prompt, first, last in parts]
         positions = [prompt.positions[..., first:last] for prompt, first, last in parts]
         ranges = [x for _, x in self._ranges]
-        return self._scratch.prepare(ranges, torch.cat(ids), torch.cat(positions, -1), size)
+        piece = self._scratch.prepare(ranges, torch.cat(ids), torch.cat(positions, -1), size)
+        piece.alone = alone
+        return piece
 
     def finish(self, piece: PromptPiece) -> None:
         """Launch a piece unless it was launched with a decode step; then sample the first tokens of
@@ -230,9 +241,14 @@ class MixedPrefill:
         return 0 if begin >= tokens else None
 
 
-def _piece_size(rows: int, unread: int) -> int:
+def _most_rows(rows: int) -> int:
+    """Return the maximum number of rows of a pass with, or between, steps of ``rows`` rows."""
+    return MAX_PIECE if not rows else _MOST_ROWS_OF_MANY if rows >= _MANY else _MOST_ROWS
+
+
+def _piece_size(rows: int, unread: int, most: int | None = None) -> int:
     """Return the number of rows for prompt tokens, in a pass with ``rows`` rows that decode."""
-    most = MAX_PIECE if not rows else _MOST_ROWS_OF_MANY if rows >= _MANY else _MOST_ROWS
+    most = _most_rows(rows) if most is None else most
     sizes = [total - rows for total in _ROWS if total <= most and total - rows >= _LEAST]
     return next((size for size in sizes if size >= unread), sizes[-1])
 

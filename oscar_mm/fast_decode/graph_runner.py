@@ -238,7 +238,7 @@ class GraphRunner:
             tokens: (batch,) ids.
             ended: (batch,) bool on the CPU: rows that have ended and get only padding, which is not
                 stored.
-            piece: piece of prompts to launch in the same pass, if there is a graph for it.
+            piece: piece of prompts to launch in the same pass, if the step is captured.
         """
         early, self._early = self._early, None
         with choosing(self._idle):
@@ -275,9 +275,8 @@ class GraphRunner:
     def _launched(
         self, replay: Callable[[], torch.Tensor], piece: PromptPiece | None, step: StepPlan
     ) -> torch.Tensor:
-        """Replay the step, together with a piece that has not been launched if there is a graph for
-        both."""
-        if piece is None or piece.logits is not None:
+        """Replay the step, or run it together with a piece that has not been launched."""
+        if piece is None or piece.alone or piece.logits is not None:
             return replay()
         scratch, size = piece.scratch, piece.size
         if self._beside is None:
@@ -286,9 +285,8 @@ class GraphRunner:
         both = partial(scratch.run, size, self._ids, self._expanded_positions(), self.cache)
         with self._steps.dry_run(step):
             beside = self._beside.replay((id(scratch), size), both)
-        if beside is None:
-            return replay()
-        prompts = (found := beside()).shape[0] - len(self._ids)
+        # The first pass is eager: it compiles kernels.
+        prompts = (found := (beside or both)()).shape[0] - len(self._ids)
         piece.logits = found[:prompts]
         return found[prompts:]
 

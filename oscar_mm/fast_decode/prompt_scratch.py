@@ -64,12 +64,14 @@ class PromptPiece:
 
     Attributes:
         size: rows of the pass, padding included.
+        alone: whether no decode step may take it along.
         logits: (MAX_PROMPTS, vocabulary) logits after the prompts that the piece completes, in
             order; None until the pass is launched. The next piece overwrites them.
     """
 
     scratch: PromptScratch
     size: int
+    alone: bool = False
     logits: torch.Tensor | None = None
 
 

@@ -86,6 +86,7 @@ def pieces(monkeypatch) -> Iterator[list[tuple[int, bool]]]:
 def test_answers_are_those_alone(qwen3_vl_folder, policy, capture, pieces, monkeypatch) -> None:
     monkeypatch.setattr(mixed_prefill, "_ROWS", (32, 48, 64))
     monkeypatch.setattr(mixed_prefill, "_LEAST", 8)
+    monkeypatch.setattr(mixed_prefill, "_SEPARATE", 1)
     prompts = [text(count, count) for count in (3, 90, 41, 7, 150, 150, 16, 60)]
     others = [text(5, seed) for seed in range(4)]
     with monkeypatch.context() as unmixed:
@@ -138,7 +139,7 @@ def unpacked(request: Request) -> torch.Tensor:
 def test_pieces_on_a_gpu(policy) -> None:
     """Eagerly, captured and replayed, against the usual prefill."""
     pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16", policy=policy)
-    lengths = [3, 700, 41, 1500, 90, 2, 700, 700, 2900]
+    lengths = [3, 200, 41, 400, 90, 2, 200, 200, 900]
     for _ in range(3):
         requests = [made(pipe, text(count, count)) for count in lengths]
         with engine_waits(pipe):
@@ -164,7 +165,7 @@ def test_decode_steps_with_pieces_on_a_gpu(pieces) -> None:
         for one in running:
             pipe.engine.submit(one)
         pipe.engine.run_until(lambda now=running: all(one.tokens for one in now))
-        others = [made(pipe, text(700, seed), max_new_tokens=8) for seed in range(3)]
+        others = [made(pipe, text(600, seed), max_new_tokens=8) for seed in range(3)]
         together(pipe, others)
         run(pipe, running)
         assert [one.complete().token_ids for one in running] == expected
