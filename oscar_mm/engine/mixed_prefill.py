@@ -31,12 +31,12 @@ from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
-_ROWS = (64, 128, 256, 512, 1024, MAX_PIECE)
+_ROWS = (64, *range(128, 1025, 128), 1536, MAX_PIECE)
 """Rows of a pass. Products compute tiles of 128 rows, so other numbers would waste a part."""
 _MANY = 128
 """Number of decoding rows from which on a pass may have more rows."""
 _MOST_ROWS, _MOST_ROWS_OF_MANY = 512, 1024
-"""Maximum number of rows of a pass with decoding rows."""
+"""Maximum number of rows of a pass with decoding rows, unless many requests wait for one."""
 _LEAST = 32
 """Minimum number of prompt tokens in a pass of ``_ROWS``."""
 _SEPARATE = 4
@@ -164,21 +164,23 @@ class MixedPrefill:
         self._readings = deque(x for x in self._readings if x not in dropped)
         return [x.request for x in dropped]
 
-    def next_piece(self, rows: int) -> PromptPiece | None:
+    def next_piece(self, rows: int, *, hurries: bool = False) -> PromptPiece | None:
         """Prepare the next piece of the prompts; None if there is nothing to read.
 
         Args:
             rows: number of rows that decode in the same pass.
+            hurries: whether so many requests wait that the piece should be as large as possible.
         """
         self._place()
         unread = [x for x in self._readings if x.start is not None and x.read < x.tokens]
         if not unread:
             return None
         left = sum(x.tokens - x.read for x in unread)
-        size = _piece_size(rows, left)
+        most = MAX_PIECE if hurries else _most_rows(rows)
+        size = _piece_size(rows, left, most)
         self._uses[rows, size] += 1
         if alone := not rows or self._uses[rows, size] <= _SEPARATE:
-            size = _piece_size(0, left, _most_rows(rows))
+            size = _piece_size(0, left, most)
         self._ranges = list(_adjacent(unread, size))
         parts = [
             (one.request.unread, x.first - x.start, x.last - x.start) for one, x in self._ranges
@@ -242,13 +244,13 @@ class MixedPrefill:
 
 
 def _most_rows(rows: int) -> int:
-    """Return the maximum number of rows of a pass with, or between, steps of ``rows`` rows."""
+    """Return the maximum number of rows of a pass beside steps of ``rows`` rows."""
     return MAX_PIECE if not rows else _MOST_ROWS_OF_MANY if rows >= _MANY else _MOST_ROWS
 
 
-def _piece_size(rows: int, unread: int, most: int | None = None) -> int:
-    """Return the number of rows for prompt tokens, in a pass with ``rows`` rows that decode."""
-    most = _most_rows(rows) if most is None else most
+def _piece_size(rows: int, unread: int, most: int) -> int:
+    """Return the number of rows for prompt tokens, in a pass of at most ``most`` rows of which
+    ``rows`` decode."""
     sizes = [total - rows for total in _ROWS if total <= most and total - rows >= _LEAST]
     return next((size for size in sizes if size >= unread), sizes[-1])
 

@@ -299,7 +299,8 @@ class Scheduler:
             requests += [request for one in complete for request in one.requests]
             unread: list[Request] = []
             try:
-                piece = mixed.next_piece(self._batches.rows)
+                hurries = self._batches.reading_share() > 1.0
+                piece = mixed.next_piece(self._batches.rows, hurries=hurries)
                 self._batches.step(piece)
                 if piece is not None:
                     mixed.finish(piece)

@@ -123,7 +123,7 @@ def read_by_pieces(pipe: OscarVLPipeline, requests: list[Request]) -> list[torch
     while (piece := mixed.next_piece(0)) is not None:
         piece.scratch.run_alone(piece)
         count = sum(x.completes for _, x in mixed._ranges)
-        found += piece.logits[:count].clone().split(1)
+        found += [row[None] for row in piece.logits[:count].clone()]
         mixed.finish(piece)
     assert not any(one.stored.overflowed() for one in mixed.take_complete())
     return found
@@ -140,17 +140,20 @@ def test_pieces_on_a_gpu(policy) -> None:
     """Eagerly, captured and replayed, against the usual prefill."""
     pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16", policy=policy)
     lengths = [3, 200, 41, 400, 90, 2, 200, 200, 900]
+    exact = pipe.with_policy("bf16")
     for _ in range(3):
         requests = [made(pipe, text(count, count)) for count in lengths]
         with engine_waits(pipe):
             found = read_by_pieces(pipe, requests)
         for request, logits in zip(requests, found, strict=True):
-            other = made(pipe, "x")
-            with engine_waits(pipe):
-                expected = pipe.engine.scheduler.reader.read(request.prompt, other.cache)
+            usual, truth = (made(one, text(3, 0)) for one in (pipe, exact))
+            with engine_waits(pipe), engine_waits(exact):
+                expected = pipe.engine.scheduler.reader.read(request.prompt, usual.cache)
+                exact.engine.scheduler.reader.read(request.prompt, truth.cache)
             assert (logits - expected).abs().max() <= 0.05 * expected.abs().max()
-            ours, theirs = unpacked(request), unpacked(other)
-            assert (ours - theirs).norm() <= 0.05 * theirs.norm()
+            true = unpacked(truth)
+            least = (unpacked(usual) - true).norm() + 0.02 * true.norm()
+            assert (unpacked(request) - true).norm() <= 1.05 * least
 
 
 @pytest.mark.gpu
