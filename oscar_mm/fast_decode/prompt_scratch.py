@@ -178,8 +178,8 @@ class PromptScratch:
             self._table = torch.zeros(lines, dtype=torch.long, device=device)
             self._flags = torch.zeros(len(layers), dtype=torch.int32, device=device)
         self._tables = PromptTables(tokens, MAX_PROMPTS, store.policy, device)
-        self._view = BatchView(store)
-        self._view.sigmas = sigmas
+        self._sigmas = sigmas
+        self._view = self._new_view()
         self._alone, self._storing = GraphCache(capture, device), GraphCache(capture, device)
 
     @staticmethod
@@ -294,7 +294,25 @@ class PromptScratch:
             modalities: (tokens,) int8 modality ids of each prompt; all text.
             start: index of the first token in the scratch.
         """
-        view = self._view
+        try:
+            flags = self._stored(self._view, caches, modalities, start)
+        except BaseException:
+            self._view = self._new_view()  # The old one is incomplete.
+            raise
+        sent, arrived = flags.to("cpu", non_blocking=True), None
+        if flags.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(flags.device))
+        return StoredPrompts(sent, arrived)
+
+    def _stored(
+        self,
+        view: BatchView,
+        caches: Sequence[OscarCache],
+        modalities: Sequence[np.ndarray],
+        start: int,
+    ) -> torch.Tensor:
+        """Store prompts, and return the overflow flags of all layers."""
         view.set_rows(caches)
         step = view.begin(modalities)
         if not self._tables.write(step, start):
@@ -302,25 +320,25 @@ class PromptScratch:
         self._store.reserve(for_graph=True)
         step.fixed = self._tables
 
-        def work() -> torch.Tensor:
+        def work() -> None:
             self._flags.zero_()
             for place, (index, sides) in enumerate(zip(self._indices, self._sides, strict=True)):
                 keys, values = sides[:, None, : self.tokens].transpose(2, 3)
                 layer = view.layer_for(index, keys, values)
                 layer.overflow = self._flags[place : place + 1]
                 layer.append(keys, values, step)
-            return self._flags
 
-        flags = self._storing.run(view.version, work)
+        self._storing.run(view.version, work)
         view.unchecked = False  # The caller checks the flags.
         view.replayed(step)
         view.settle()
-        sent, arrived = flags.to("cpu", non_blocking=True), None
-        if flags.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(flags.device))
         view.set_rows([])
-        return StoredPrompts(sent, arrived)
+        return self._flags
+
+    def _new_view(self) -> BatchView:
+        view = BatchView(self._store)
+        view.sigmas = self._sigmas
+        return view
 
 
 def _attended(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.request import Request
 from oscar_mm.fast_decode import graph_runner, prompt_scratch
 from oscar_mm.fast_decode.prompt_scratch import PromptPiece, PromptScratch
-from tests.engine.engine import alone, empty, loaded, made, run, together
+from tests.engine.engine import BAD, alone, empty, loaded, made, run, together
 from tests.engine.engine_waits import engine_waits
 
 MEDIA = Path(__file__).parents[2] / "examples" / "media"
@@ -83,14 +84,13 @@ def pieces(monkeypatch) -> Iterator[list[tuple[int, bool]]]:
 
 
 @pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
-def test_answers_are_those_alone(qwen3_vl_folder, policy, capture, pieces, monkeypatch) -> None:
-    monkeypatch.setattr(mixed_prefill, "_ROWS", (32, 48, 64))
-    monkeypatch.setattr(mixed_prefill, "_LEAST", 8)
-    monkeypatch.setattr(mixed_prefill, "_SEPARATE", 1)
+def test_answers_are_those_alone(
+    qwen3_vl_folder, policy, capture, pieces, small, monkeypatch
+) -> None:
     prompts = [text(count, count) for count in (3, 90, 41, 7, 150, 150, 16, 60)]
     others = [text(5, seed) for seed in range(4)]
-    with monkeypatch.context() as unmixed:
-        unmixed.setattr(MixedPrefill, "of", lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(MixedPrefill, "of", lambda *_: None)
         plain = loaded(qwen3_vl_folder, policy)
         expected = alone(plain, prompts)
         of_others = alone(plain, others, max_new_tokens=24)
@@ -108,6 +108,111 @@ def test_answers_are_those_alone(qwen3_vl_folder, policy, capture, pieces, monke
     run(pipe, running)
     assert [one.complete().token_ids for one in running] == of_others
     assert empty(pipe)
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    """Make passes small, and capture them at once."""
+    monkeypatch.setattr(mixed_prefill, "_ROWS", (32, 48, 64))
+    monkeypatch.setattr(mixed_prefill, "_LEAST", 8)
+    monkeypatch.setattr(mixed_prefill, "_SEPARATE", 1)
+
+
+def unmixed(folder: Path, prompts: list[str], **options) -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MixedPrefill, "of", lambda *_: None)
+        return alone(loaded(folder, "standard"), prompts, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0, "seed": 7}, {"logprobs": 2}, {"max_new_tokens": 1}]
+)
+def test_sampling(qwen3_vl_folder, options, capture, small) -> None:
+    prompts = [text(count, count) for count in (60, 5, 90)]
+    pipe = loaded(qwen3_vl_folder, "standard")
+    requests = [made(pipe, prompt, **options) for prompt in prompts]
+    assert together(pipe, requests) == unmixed(qwen3_vl_folder, prompts, **options)
+    if "logprobs" in options:
+        [first, *_] = requests[0].answer().logprobs
+        assert len(first.top) == 2 and first.logprob <= 0
+
+
+def test_a_cancelled_prompt_leaves(qwen3_vl_folder, capture, pieces, small) -> None:
+    prompts = [text(150, seed) for seed in range(3)]
+    expected = unmixed(qwen3_vl_folder, prompts)
+    pipe = loaded(qwen3_vl_folder, "standard")
+    requests = [made(pipe, prompt) for prompt in prompts]
+    for request in requests:
+        pipe.engine.submit(request)
+    pipe.engine.run_until(lambda: len(pieces) >= 3)
+    requests[0].cancel()
+    run(pipe, requests)
+    assert [request.complete().token_ids for request in requests[1:]] == expected[1:]
+    assert empty(pipe)
+
+
+def test_what_cannot_be_stored_fails_alone(qwen3_vl_folder, capture, small) -> None:
+    """NaN in one of the prompts that a piece completes."""
+    prompts = [text(4), f"{BAD}", text(5)]
+    expected = unmixed(qwen3_vl_folder, prompts)
+    pipe = loaded(qwen3_vl_folder, "standard")
+    [bad] = {pipe.processor.tokenizer("Zq9")["input_ids"][-1]}
+    pipe.model.get_input_embeddings().weight.data[bad] = torch.nan
+    requests = [made(pipe, prompt) for prompt in prompts]
+    for request in requests:
+        pipe.engine.submit(request)
+    run(pipe, requests)
+    assert [requests[i].complete().token_ids for i in (0, 2)] == [expected[0], expected[2]]
+    with pytest.raises(FloatingPointError):
+        requests[1].complete()
+    assert empty(pipe)
+
+
+@pytest.mark.parametrize("broken", ["run", "_stored"])
+def test_after_an_error_prompts_are_read_alone(
+    qwen3_vl_folder, broken, capture, small, monkeypatch, caplog
+) -> None:
+    prompts = [text(count, count) for count in (60, 5, 90)]
+    expected = unmixed(qwen3_vl_folder, prompts)
+    pipe, works = loaded(qwen3_vl_folder, "standard"), getattr(PromptScratch, broken)
+    calls = list[int]()
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("the device says no")
+        return works(*args)
+
+    monkeypatch.setattr(PromptScratch, broken, fails)
+    assert together(pipe, [made(pipe, prompt) for prompt in prompts]) == expected
+    assert "the device says no" in caplog.text
+    assert together(pipe, [made(pipe, prompt) for prompt in prompts]) == expected
+    assert empty(pipe)
+
+
+def test_prompts_never_share_room() -> None:
+    """Random prompts in a scratch that wraps: each token's place is free until it is stored."""
+    generator = random.Random(0)
+    mixed = MixedPrefill(SimpleNamespace(tokens=100), torch.device("cpu"))
+    for number in range(600):
+        length = generator.randint(1, 100)
+        prompt = SimpleNamespace(tokens=length)
+        mixed.add(SimpleNamespace(unread=prompt, number=number, ended=False))
+        mixed._place()
+        held = [range(x.start, x.stop) for x in mixed._readings if x.start is not None]
+        places = [place for some in held for place in some]
+        assert held and len(set(places)) == len(places) and max(places) < 100
+        while len(mixed._readings) > generator.randint(1, 6):
+            mixed._readings.popleft()
+        mixed._place()
+        assert mixed._readings[0].start is not None
+
+
+@pytest.mark.parametrize(
+    ("rows", "unread", "size"), [(0, 10, 64), (0, 5000, 2048), (64, 5000, 448)]
+)
+def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
+    assert mixed_prefill._piece_size(rows, unread, mixed_prefill._most_rows(rows)) == size
 
 
 @torch.inference_mode()
