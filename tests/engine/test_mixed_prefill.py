@@ -209,10 +209,11 @@ def test_prompts_never_share_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "unread", "size"), [(0, 10, 64), (0, 5000, 2048), (64, 5000, 448)]
+    ("rows", "unread", "size"),
+    [(0, 10, 64), (0, 5000, 1024), (64, 5000, 960), (64, 100, 192), (240, 100, 144)],
 )
 def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
-    assert mixed_prefill._piece_size(rows, unread, mixed_prefill._most_rows(rows)) == size
+    assert mixed_prefill._piece_size(rows, unread, 1024) == size
 
 
 @torch.inference_mode()
