@@ -1,10 +1,11 @@
-"""Reports of kernels, for tests that need a compilation to succeed, and no GPU.
+"""Compilation in tests: reports of kernels, for tests that need them to compile, and no GPU.
 
 NVRTC takes about a second for each, and gives the same for the same texts. So a file keeps the
 report under the hash of all that it depends on: kernels that have changed are compiled again.
 """
 
 import ctypes
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,3 +64,8 @@ def compile_once(
         found = replace(compile.compile_text(source, text, arch, macros), code=b"")
         compile._store(path, key, found)
     return found.reports
+
+
+def unexpected(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Return what was logged, except that kernels compile, which depends on earlier tests."""
+    return [record for record in caplog.records if record.name != compile.__name__]
