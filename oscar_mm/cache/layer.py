@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -19,6 +20,7 @@ from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.step_plan import StepPlan
 from oscar_mm.errors import InputError
 from oscar_mm.ops.append import append
+from oscar_mm.ops.decode_tables import upload
 from oscar_mm.ops.library import numbers_of, recipe_numbers
 from oscar_mm.ops.pack import NOT_STORABLE, pack_jobs
 from oscar_mm.ops.store import store, store_layers
@@ -99,7 +101,7 @@ class TokenPlaces(NamedTuple):
             slots += stream.slots
         return cls(
             {bits: _pages(found, device) for bits, found in packed.items()},
-            torch.tensor(slots, dtype=torch.int64, device=device),
+            upload(np.array(slots, np.int64), device),
         )
 
 
@@ -109,7 +111,7 @@ def _pages(streams: list[ModalityTable], device: torch.device) -> Pages:
         tokens for stream in streams for tokens in zip(stream.starts, stream.stops, strict=True)
     ]
     return Pages(
-        torch.tensor(slots, dtype=torch.int32, device=device),
+        upload(np.array(slots, np.int32), device),
         None if all(tokens == (0, PAGE_TOKENS) for tokens in used) else used,
     )
 

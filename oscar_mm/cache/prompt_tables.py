@@ -15,9 +15,12 @@ from oscar_mm.pages.codecs.registry import codec_of
 from oscar_mm.pages.layout import PAGE_TOKENS
 from oscar_mm.policy import Bits, KVPolicy
 
+_MORE_TILES = 64
+"""Tiles for tokens that were stored in 16-bit precision before a prompt."""
+
 
 class PromptTables:
-    """Tables that store the tokens of up to ``rows`` prompts, which had no past.
+    """Tables that store the tokens of up to ``rows`` prompts.
 
     All tables are parts of one tensor, so that a step needs one copy. Unused entries have page or
     slot -1.
@@ -33,7 +36,8 @@ class PromptTables:
 
     def __init__(self, tokens: int, rows: int, policy: KVPolicy, device: torch.device) -> None:
         self._bits = list(policy.packed_bits)
-        jobs = -(-tokens // TILE) + 2 * rows, HEAD + TILE
+        # Tokens of earlier turns leave the window, at most a few hundred.
+        jobs = -(-tokens // TILE) + _MORE_TILES + 2 * rows, HEAD + TILE
         begins = (-(-tokens // PAGE_TOKENS) + rows) * policy.center, HEAD + CENTER_TOKENS
         shapes = [(tokens, 3), *((jobs, begins) if self._bits else ())]
         self._shapes = [shapes[0], *(len(self._bits) * [*shapes[1:]])]
@@ -53,7 +57,7 @@ class PromptTables:
         """Write the tables of a step; return whether they have enough capacity.
 
         Args:
-            step: plan of prompts that had no past; ``lengths`` is set.
+            step: plan of the prompts; ``lengths`` is set.
             start: index of the first prompt's first token in the keys and values that layers store.
         """
         found = [np.zeros((0, 3), np.int32) if step.writes is None else step.writes.T]
@@ -77,8 +81,8 @@ class PromptTables:
     def tables(
         self, past: Sequence[SequenceTable], attention: AttentionShape, device: torch.device
     ) -> Tables:
-        """Raise RuntimeError: prompts without a past attend to no pages."""
-        raise RuntimeError("prompts without a past attend to no pages")
+        """Raise RuntimeError: complete prompts attend to no pages."""
+        raise RuntimeError("complete prompts attend to no pages")
 
     def writes(self, device: torch.device) -> torch.Tensor:
         """Return the table of writes, see ``StepPlan.writes_on``."""

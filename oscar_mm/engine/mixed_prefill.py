@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from oscar_mm.fast_decode.prompt_scratch import (
     PromptRange,
     PromptScratch,
     StoredPrompts,
+    stored_tokens,
 )
 from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.modality import Modality
@@ -49,17 +51,23 @@ class _Reading:
 
     Attributes:
         request: the request; its memory is reserved.
-        start: index of the prompt's first token in the scratch; None until there is room.
-        read: number of tokens that have been read.
+        past: number of tokens in its cache, which come first in the scratch.
+        start: index of the first token in the scratch; None until there is room.
+        read: number of tokens of the prompt that have been read.
     """
 
     request: Request
+    past: int
     start: int | None = None
     read: int = 0
 
     @property
+    def unread(self) -> int:
+        return self.request.unread.tokens - self.read
+
+    @property
     def tokens(self) -> int:
-        return self.request.unread.tokens
+        return self.past + self.request.unread.tokens
 
     @property
     def stop(self) -> int:
@@ -81,7 +89,7 @@ class CompletePrompts(NamedTuple):
 
 
 class MixedPrefill:
-    """Reads short text prompts without a past, on one GPU; used in the engine thread.
+    """Reads short text prompts on one GPU; used in the engine thread.
 
     Prompts are read in order, and a piece may end one prompt and begin another.
 
@@ -137,7 +145,7 @@ class MixedPrefill:
     @property
     def is_full(self) -> bool:
         """Whether the next pass has enough tokens without further prompts."""
-        return sum(x.tokens - x.read for x in self._readings) >= MAX_PIECE or any(
+        return sum(x.unread for x in self._readings) >= MAX_PIECE or any(
             reading.start is None for reading in self._readings
         )
 
@@ -146,16 +154,16 @@ class MixedPrefill:
         prompt = request.unread
         return (
             not self._scratch.fails
-            and prompt.tokens <= self._scratch.tokens
+            and stored_tokens(request.cache) + prompt.tokens <= self._scratch.tokens
+            and self._scratch.can_take(request.cache)
             and not request.is_read_alone
-            and request.cache.get_seq_length() == 0
             and not prompt.media
             and bool((prompt.modalities == Modality.TEXT).all())
         )
 
     def add(self, request: Request) -> None:
         """Add a request that ``takes`` accepts."""
-        self._readings.append(_Reading(request))
+        self._readings.append(_Reading(request, stored_tokens(request.cache)))
 
     def drop(self, *, ended: bool = True) -> list[Request]:
         """Remove and return the requests whose prompts are not complete, all or only ended ones."""
@@ -171,10 +179,10 @@ class MixedPrefill:
             hurries: whether so many requests wait that the piece should be as large as possible.
         """
         self._place()
-        unread = [x for x in self._readings if x.start is not None and x.read < x.tokens]
+        unread = [x for x in self._readings if x.start is not None and x.unread]
         if not unread:
             return None
-        left = sum(x.tokens - x.read for x in unread)
+        left = sum(x.unread for x in unread)
         most = _MOST_ROWS if rows and not hurries else MAX_PIECE
         size = _piece_size(rows, left, most)
         self._uses[rows, size] += 1
@@ -182,10 +190,11 @@ class MixedPrefill:
             size = _piece_size(0, left, most)
         self._ranges = list(_adjacent(unread, size))
         parts = [
-            (one.request.unread, x.first - x.start, x.last - x.start) for one, x in self._ranges
+            (one.request.unread, slice(one.read, one.read + x.last - x.first))
+            for one, x in self._ranges
         ]
-        ids = [prompt.inputs["input_ids"][0, first:last] for prompt, first, last in parts]
-        positions = [prompt.positions[..., first:last] for prompt, first, last in parts]
+        ids = [prompt.inputs["input_ids"][0, tokens] for prompt, tokens in parts]
+        positions = [prompt.positions[..., tokens] for prompt, tokens in parts]
         ranges = [x for _, x in self._ranges]
         piece = self._scratch.prepare(ranges, torch.cat(ids), torch.cat(positions, -1), size)
         piece.alone = alone
@@ -197,22 +206,29 @@ class MixedPrefill:
         if piece.logits is None:
             self._scratch.run_alone(piece)
         for reading, x in self._ranges:
-            reading.read = x.last - x.start
+            reading.read += x.last - x.first
+        assert piece.logits is not None
         done = [one for one, x in self._ranges if x.completes]
-        if not done:
-            return
+        logits = piece.logits
+        # New tokens with a past before them are not adjacent to others.
+        for _, some in groupby(done, key=lambda one: one.past and id(one)):
+            group = list(some)
+            self._complete.append(self._completed(group, logits[: len(group)]))
+            logits = logits[len(group) :]
+            for one in group:
+                self._readings.remove(one)
+
+    def _completed(self, done: list[_Reading], logits: torch.Tensor) -> CompletePrompts:
+        """Sample the first tokens of adjacent prompts, and store their keys and values."""
         requests = [one.request for one in done]
-        assert piece.logits is not None and done[0].start is not None
-        sampler = Sampler([x.sampler for x in requests], self._device, TPGroup())
-        chosen = sampler(piece.logits[: len(requests)])
+        assert done[0].start is not None
+        chosen = Sampler([x.sampler for x in requests], self._device, TPGroup())(logits)
         stored = self._scratch.store(
             [request.cache for request in requests],
             [request.unread.modalities[0].numpy() for request in requests],
-            done[0].start,
+            done[0].start + done[0].past,
         )
-        for one in done:
-            self._readings.remove(one)
-        self._complete.append(CompletePrompts(requests, chosen, stored))
+        return CompletePrompts(requests, chosen, stored)
 
     def take_complete(self) -> list[CompletePrompts]:
         """Remove and return the prompts that earlier pieces completed."""
@@ -227,6 +243,8 @@ class MixedPrefill:
                 reading.start = self._room(reading.tokens)
                 if reading.start is None:
                     return
+                if reading.past:
+                    self._scratch.load(reading.request.cache, reading.start)
 
     def _room(self, tokens: int) -> int | None:
         """Return where to put a prompt in the scratch: behind the last one, or at the beginning."""
@@ -256,7 +274,7 @@ def _adjacent(unread: list[_Reading], size: int) -> Iterator[tuple[_Reading, Pro
         if count == MAX_PROMPTS or not size or (end is not None and one.start != end):
             return
         assert one.start is not None
-        first, end = one.start + one.read, one.stop
+        first, end = one.start + one.past + one.read, one.stop
         last = min(end, first + size)
         size -= last - first
         yield one, PromptRange(one.start, end, first, last)

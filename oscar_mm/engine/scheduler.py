@@ -27,6 +27,7 @@ from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.engine.voices import SpeechMemory, Voices
 from oscar_mm.errors import Cancelled, MemoryBusy
 from oscar_mm.fast_decode.row_adapters import RowAdapters
+from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.tensor_parallel import TPGroup
 from oscar_mm.torch_modes import eager
 
@@ -297,7 +298,7 @@ class Scheduler:
         with self._beginning() as requests:
             complete = mixed.take_complete()
             requests += [request for one in complete for request in one.requests]
-            unread: list[Request] = []
+            again: list[tuple[Request, Exception]] = []
             try:
                 hurries = self._batches.reading_share() > 1.0
                 piece = mixed.next_piece(self._batches.rows, hurries=hurries)
@@ -306,17 +307,27 @@ class Scheduler:
                     mixed.finish(piece)
             except Exception as error:
                 _log.warning("prompts are read one by one after an error in their pass: %s", error)
-                unread = mixed.drop(ended=False)
+                again += [(request, error) for request in mixed.drop(ended=False)]
             for one in complete:
                 if one.stored.overflowed():
-                    unread += one.requests
+                    again += [(x, FloatingPointError(NOT_STORABLE)) for x in one.requests]
                 else:
                     self._take_beginning(one.requests, one.chosen)
-            requests += unread
-            for request in unread:
-                request.cache.reset()
-                request.sampler.restart()
-                self._begin([request])
+            requests += [request for request, _ in again]
+            for request, error in again:
+                self._read_again(request, error)
+
+    def _read_again(self, request: Request, error: Exception) -> None:
+        """Prefill a prompt alone after an error in its mixed passes.
+
+        If the cache had a past, which may have changed, the request fails.
+        """
+        if request.has_past or request.unread.tokens < request.prompt.tokens:
+            request.fail(error)
+            return
+        request.cache.reset()
+        request.sampler.restart()
+        self._begin([request])
 
     def _read_on(self) -> bool:
         """Prefill the next chunk of the prompt that has waited longest for it.

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.layer import TokenPlaces
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.prompt_tables import PromptTables
 from oscar_mm.cache.varlen_attention import VarlenBatch, can_attend_varlen, flash_varlen
@@ -43,7 +45,7 @@ class PromptRange(NamedTuple):
     """Tokens of a prompt in the scratch.
 
     Attributes:
-        start, stop: range of all its tokens.
+        start, stop: range of all tokens, those of the past included.
         first, last: range of the tokens of a piece.
     """
 
@@ -221,22 +223,37 @@ class PromptScratch:
             positions: (..., 1, tokens) RoPE positions of the piece on the device.
             size: number of rows, at least as many as tokens; further rows are padding.
         """
-        count, begin = len(ids), ranges[0].first
+        count = len(ids)
         self._ids[:count].copy_(ids)
         self._ids[count:size].zero_()
         self._positions[..., :count].copy_(positions)
-        lasts = [x.stop - 1 - begin for x in ranges if x.completes]
-        query_ends = [0, *(x.last - begin for x in ranges)]
+        query_ends = [0, *accumulate(x.last - x.first for x in ranges)]
+        lasts = [end - 1 for x, end in zip(ranges, query_ends[1:], strict=True) if x.completes]
         key_ends = [ranges[0].start, *(x.last for x in ranges)]
         ends = np.empty((2, MAX_PROMPTS + 2), np.int64)
         # One more sequence consists of the padding and attends to nothing.
         ends[0], ends[1] = size, key_ends[-1]
         ends[:, : len(query_ends)] = query_ends, key_ends
         places = np.full(MAX_PIECE, self.tokens)
-        places[:count] = np.arange(begin, begin + count)
+        places[:count] = np.concatenate([np.arange(x.first, x.last) for x in ranges])
         table = [np.array(lasts + [0] * (MAX_PROMPTS - len(lasts))), ends.ravel(), places]
         self._table.copy_(upload(np.concatenate(table), self._table.device))
         return PromptPiece(self, size)
+
+    def can_take(self, cache: OscarCache) -> bool:
+        """Return whether a cache has the store and the balancing vectors of this scratch."""
+        return self._view.can_take(cache)
+
+    def load(self, cache: OscarCache, start: int) -> None:
+        """Unpack the stored tokens of a single-row cache, in any order, from ``start`` on."""
+        places = TokenPlaces.of(cache.kv_manager.streams(), self._table.device)
+        layers = {layer.index: layer for layer in cache.packed_layers}
+        for index, sides in zip(self._indices, self._sides, strict=True):
+            end = start
+            for part in layers[index].parts(places, sides.dtype):
+                begin, end = end, end + part[0].shape[1]
+                for side, x in zip(sides, part, strict=True):
+                    side[begin:end] = x.transpose(0, 1)
 
     def run_alone(self, piece: PromptPiece) -> None:
         """Launch a piece without decoding rows."""
@@ -287,12 +304,12 @@ class PromptScratch:
     def store(
         self, caches: Sequence[OscarCache], modalities: Sequence[np.ndarray], start: int
     ) -> StoredPrompts:
-        """Store complete prompts, adjacent in the scratch, in the pages of their empty caches.
+        """Store complete prompts, adjacent in the scratch, in the pages of their caches.
 
         Args:
-            caches: at most ``MAX_PROMPTS``.
+            caches: at most ``MAX_PROMPTS``; a single one if it is not empty.
             modalities: (tokens,) int8 modality ids of each prompt; all text.
-            start: index of the first token in the scratch.
+            start: index of the first new token in the scratch.
         """
         try:
             flags = self._stored(self._view, caches, modalities, start)
@@ -318,7 +335,9 @@ class PromptScratch:
         if not self._tables.write(step, start):
             raise RuntimeError("the tables have too little capacity for these prompts")
         self._store.reserve(for_graph=True)
-        step.fixed = self._tables
+        for layer in view.packed_layers if step.copies else ():
+            layer.copy_pages(step)
+        step.copies, step.fixed = [], self._tables
 
         def work() -> None:
             self._flags.zero_()
@@ -339,6 +358,11 @@ class PromptScratch:
         view = BatchView(self._store)
         view.sigmas = self._sigmas
         return view
+
+
+def stored_tokens(cache: OscarCache) -> int:
+    """Return the number of tokens that a single-row cache stores."""
+    return sum(sequence.stored for sequence in cache.kv_manager.sequences)
 
 
 def _attended(

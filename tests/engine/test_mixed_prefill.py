@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from oscar_mm import OscarVLPipeline
+from oscar_mm import OscarCache, OscarVLPipeline
+from oscar_mm.cache.prompt_tables import PromptTables
 from oscar_mm.engine import mixed_prefill
 from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.request import Request
@@ -23,7 +24,8 @@ from tests.engine.engine_waits import engine_waits
 MEDIA = Path(__file__).parents[2] / "examples" / "media"
 
 WORDS = ("what", "is", "on", "the", "sign", "near", "a", "red", "door", "why", "not", "every")
-CAPACITY = 400
+CAPACITY = 700
+CARDS = sorted((MEDIA / "cards").glob("*.png"))[:1]
 
 
 def text(count: int, seed: int = 0) -> str:
@@ -190,14 +192,76 @@ def test_after_an_error_prompts_are_read_alone(
     assert empty(pipe)
 
 
+def test_turns_and_prefixes(qwen3_vl_folder, capture, pieces, small) -> None:
+    """Prompts that continue a cache: later turns, and prompts that begin alike."""
+    start = text(80, 1)
+
+    def answers(pipe: OscarVLPipeline) -> list[list[int]]:
+        with pipe.chat() as chat, pipe.chat() as other:
+            chat.ask("What is it?", images=CARDS[0], max_new_tokens=9)
+            for turn in (70, 3, 40):
+                chat.ask(text(turn, turn), max_new_tokens=9)
+                other.ask(text(turn, 2 * turn), max_new_tokens=9)
+            alike = [f"{start} {text(count, count)}" for count in (30, 2, 90)]
+            found = [chat.ask("Why?").token_ids, other.ask("Why?").token_ids]
+            for _ in range(2):
+                found += together(pipe, [made(pipe, prompt) for prompt in alike])
+            return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MixedPrefill, "of", lambda *_: None)
+        expected = answers(loaded(qwen3_vl_folder, "bf16", prefix_cache=1 << 26))
+    loads = list[int]()
+    load = PromptScratch.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptScratch, "load", lambda *args: loads.append(args[2]) or load(*args))
+        pipe = loaded(qwen3_vl_folder, "bf16", prefix_cache=1 << 26)
+        assert answers(pipe) == expected
+    assert len(loads) >= 6
+
+
+@pytest.mark.parametrize("policy", ["bf16", "standard", "compact", "channel"])
+def test_a_past_is_unpacked_into_the_scratch(qwen3_vl_folder, policy, capture, small) -> None:
+    """Logits and what is stored, against a prefill that attends to the pages."""
+    pipe = loaded(qwen3_vl_folder, policy)
+    if not PromptTables.takes_policy(pipe.policy):
+        sigmas = pipe.engine.scheduler.reader.sigmas
+        assert MixedPrefill.of(pipe.family, pipe.store, sigmas, (4,)) is None
+        return
+    assert_continued_alike(pipe, (150, 1, 90, 40), (1e-4, 0.02))
+
+
+def assert_continued_alike(
+    pipe: OscarVLPipeline, lengths: tuple[int, ...], errors: tuple[float, float]
+) -> None:
+    """Compare prompts that continue a cache with a usual prefill: logits, and what is stored, where
+    a few codes may differ."""
+    reader = pipe.engine.scheduler.reader
+    before, *requests = (made(pipe, text(count, count)) for count in lengths)
+    with engine_waits(pipe):
+        reader.read(before.prompt, before.cache)
+        usual = [before.cache.fork() for _ in requests]
+        expected = [
+            reader.read(request.prompt, cache)
+            for request, cache in zip(requests, usual, strict=True)
+        ]
+        for request in requests:
+            request.cache = before.cache.fork()
+        found = read_by_pieces(pipe, requests)
+        for request, cache, logits, truth in zip(requests, usual, found, expected, strict=True):
+            assert (logits - truth).abs().max() <= errors[0] * truth.abs().max()
+            theirs = torch.stack(held(cache))
+            assert (unpacked(request) - theirs).norm() <= errors[1] * theirs.norm()
+            assert request.cache.memory() == cache.memory()
+
+
 def test_prompts_never_share_room() -> None:
     """Random prompts in a scratch that wraps: each token's place is free until it is stored."""
-    generator = random.Random(0)
+    generator, none = random.Random(0), SimpleNamespace(kv_manager=SimpleNamespace(sequences=[]))
     mixed = MixedPrefill(SimpleNamespace(tokens=100), torch.device("cpu"))
-    for number in range(600):
-        length = generator.randint(1, 100)
-        prompt = SimpleNamespace(tokens=length)
-        mixed.add(SimpleNamespace(unread=prompt, number=number, ended=False))
+    for _ in range(600):
+        prompt = SimpleNamespace(tokens=generator.randint(1, 100))
+        mixed.add(SimpleNamespace(unread=prompt, cache=none, ended=False))
         mixed._place()
         held = [range(x.start, x.stop) for x in mixed._readings if x.start is not None]
         places = [place for some in held for place in some]
@@ -235,9 +299,12 @@ def read_by_pieces(pipe: OscarVLPipeline, requests: list[Request]) -> list[torch
     return found
 
 
+def held(cache: OscarCache) -> list[torch.Tensor]:
+    return [x.float() for layer in range(len(cache.layers)) for x in cache.unpacked(layer)]
+
+
 def unpacked(request: Request) -> torch.Tensor:
-    layers = range(len(request.cache.layers))
-    return torch.stack([x for layer in layers for x in request.cache.unpacked(layer)]).float()
+    return torch.stack(held(request.cache))
 
 
 @pytest.mark.gpu
@@ -260,6 +327,14 @@ def test_pieces_on_a_gpu(policy) -> None:
             true = unpacked(truth)
             least = (unpacked(usual) - true).norm() + 0.02 * true.norm()
             assert (unpacked(request) - true).norm() <= 1.05 * least
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "standard", "compact"])
+def test_a_past_on_a_gpu(policy) -> None:
+    pipe = OscarVLPipeline("pocket-vl", device="cuda", dtype="bfloat16", policy=policy)
+    for _ in range(3):
+        assert_continued_alike(pipe, (250, 1, 90, 400), (0.05, 0.15))
 
 
 @pytest.mark.gpu
