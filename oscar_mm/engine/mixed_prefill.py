@@ -124,6 +124,7 @@ class MixedPrefill:
         model, capture = family.model, graph_capture({family.device}, small=True)
         if (
             capture is None
+            or family.keeps_states
             or not PromptLayers.takes(model)
             or RowAdapters.of(model) is not None
             or not PromptScratch.takes(model, store.policy)
