@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from oscar_mm.engine.grammar import GrammarMask
+from oscar_mm.ops.decode_tables import upload
 
 if TYPE_CHECKING:
     from oscar_mm.engine.sampling import SamplingState
@@ -79,7 +81,7 @@ class LogitBias:
         ]
         places, tokens, values = zip(*biases, strict=True)
         self._places = _ids(places, device), _ids(tokens, device)
-        self._values = torch.tensor(values, device=device)
+        self._values = upload(np.array(values, np.float32), device)
 
     def apply_(self, scores: torch.Tensor) -> None:
         """Add the biases."""
@@ -221,9 +223,9 @@ class ReasoningEnd:
         ]
         self._rows = _ids([row for row, _ in rows], device)
         self._openings, self._closings = _ids(openings, device), _ids(closings, device)
-        self._open, self._left = torch.tensor(open_, device=device), _ids(left, device)
+        self._open, self._left = upload(np.array(open_), device), _ids(left, device)
         first = [not (one.reasons or one.chosen) for _, one in rows]
-        self._first = torch.tensor(first, device=device)
+        self._first = upload(np.array(first), device)
         """Rows whose next token may open the reasoning; that token does not count."""
 
     def apply_(self, scores: torch.Tensor) -> None:
@@ -258,11 +260,11 @@ def _ban(
 
 
 def _ids(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.long, device=device)
+    return upload(np.array(values, np.int64), device)
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+    return upload(np.array(values, np.float32), device)[:, None]
 
 
 def _zeros(rows: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

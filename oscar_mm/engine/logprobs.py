@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from oscar_mm.ops.decode_tables import upload
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class AskedLogprobs:
 
     def __init__(self, tops: dict[int, int], device: torch.device) -> None:
         self.tops = tops
-        self.rows = torch.tensor([*tops], dtype=torch.long, device=device)
+        self.rows = upload(np.array([*tops], np.int64), device)
 
 
 class StepLogprobs:

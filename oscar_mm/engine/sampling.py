@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -26,6 +27,7 @@ from oscar_mm.engine.logit_edits import logit_edits
 from oscar_mm.engine.logprobs import AskedLogprobs, StepLogprobs, TokenLogprob
 from oscar_mm.engine.think_tokens import ThinkTokens
 from oscar_mm.errors import InputError, shown
+from oscar_mm.ops.decode_tables import upload
 from oscar_mm.tensor_parallel import TPGroup
 
 MAX_BIASES = 1024
@@ -375,7 +377,7 @@ class SamplerGroup:
         self._draws = [
             (
                 # None selects all rows without a copy.
-                None if len(by_rules) == 1 else torch.tensor(rows, device=device),
+                None if len(by_rules) == 1 else upload(np.array(rows), device),
                 RandomDraw([samplers[x] for x in rows], device) if rules else _likeliest,
             )
             for rules, rows in by_rules.items()
@@ -520,7 +522,7 @@ class Sampler:
             for row, sampler in enumerate(samplers)
             if sampler is not None and sampler.sampling.changes_logits
         ]
-        self._rows = torch.tensor([row for row, _ in changed], dtype=torch.long, device=device)
+        self._rows = upload(np.array([row for row, _ in changed], np.int64), device)
         self._chooser = (
             SamplerGroup([sampler for _, sampler in changed], device) if changed else None
         )
