@@ -2,7 +2,9 @@
 // linear_cluster: meanwhile, the weights of the next launch are loading (overlap.cuh). One thread
 // block per row.
 //
-// Compiled with: ELEMENT (__half, __nv_bfloat16).
+// CENTERED: the weight is added to 1, and the result is rounded once.
+//
+// Compiled with: ELEMENT (__half, __nv_bfloat16), CENTERED.
 
 #include "common/overlap.cuh"
 #include "common/rounding.cuh"
@@ -17,6 +19,10 @@ struct Params {
   int width;              // a multiple of 8
   float epsilon;
 };
+
+__device__ __forceinline__ ELEMENT weighted(float x, float weight) {
+  return ELEMENT(CENTERED ? x * (1.0f + weight) : rounded(x) * weight);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm(const __grid_constant__ Params params) {
@@ -65,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 two = unpacked(words[j], ELEMENT()), other = unpacked(by[j], ELEMENT());
-      found[2 * j] = ELEMENT(rounded(two.x * scale) * other.x);
-      found[2 * j + 1] = ELEMENT(rounded(two.y * scale) * other.y);
+      found[2 * j] = weighted(two.x * scale, other.x);
+      found[2 * j + 1] = weighted(two.y * scale, other.y);
     }
     *reinterpret_cast<uint4*>(params.output + row + at) = eight;
   }

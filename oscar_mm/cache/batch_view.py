@@ -27,9 +27,10 @@ class BatchView(OscarCache):
     causal and unbounded, its rows may differ in length without padding. All rows have the same
     query-key balancing vectors.
 
-    The states of linear-attention layers are copied into tensors of the whole batch when the rows
-    are set. From then on the rows' caches refer to their parts of these tensors, until
-    ``clear_row`` or padding gives them copies of their own.
+    The states of linear-attention layers stay in the rows' caches (``state_rows``) until a layer of
+    transformers asks for those of the batch. Then they are copied into tensors of the whole batch,
+    and the rows' caches refer to their parts of these tensors, until ``clear_row`` or padding gives
+    them copies of their own.
 
     Args:
         store: page store of all the caches.
@@ -39,6 +40,10 @@ class BatchView(OscarCache):
         super().__init__(store.policy, store=store)
         self.kv_manager = KVCacheManager(store, owns_slots=False)
         self._caches: list[OscarCache | None] = []
+        self._joined = False
+        """Whether the states of the rows are in tensors of the batch."""
+        self._idle: frozenset[int] = frozenset()
+        """Rows without a new token in the current step."""
 
     def set_rows(self, caches: Sequence[OscarCache | None]) -> None:
         """Set the rows of the batch.
@@ -54,21 +59,59 @@ class BatchView(OscarCache):
         if source is not None and not self.layers:
             self.take_layers(source)
             self.replayed(StepPlan())
-        self._join_states()
+        self._joined, self._idle = False, frozenset()
+        self._drop_states()
+
+    def take_layers(self, source: OscarCache) -> None:
+        """Add copies of the layers of another cache, without its states."""
+        super().take_layers(source)
+        self._drop_states()
+
+    def _drop_states(self) -> None:
+        for index in self.linear_by_index:
+            self.layers[index] = LinearLayer()
 
     def _join_states(self) -> None:
-        """Move the states of the rows into tensors of the batch."""
-        rows = [cache for cache in self._caches if cache is not None]
+        """Move the states of the rows into tensors of the batch, unless they are there."""
+        if self._joined:
+            return
+        self._joined, rows = True, [cache for cache in self._caches if cache is not None]
         for index in self.linear_by_index if rows else ():
             # A padding row may have any state.
             layers = [(cache or rows[0]).layers[index] for cache in self._caches]
             self.layers[index] = batch = LinearLayer.joined(layers)
             for place, cache in enumerate(self._caches):
-                if cache is not None:
+                if cache is not None and place not in self._idle:
                     cache.layers[index] = batch.row(place)
+
+    def state_rows(self) -> list[tuple[Sequence[Any], int] | None]:
+        """Return where the states of each row with a new token are."""
+        return [
+            None if cache is None or place in self._idle else (cache.layers, 0)
+            for place, cache in enumerate(self._caches)
+        ]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the convolution states of the batch, which layers write to in place."""
+        self._join_states()
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the recurrent states of the batch."""
+        self._join_states()
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Return whether the rows have states, see ``OscarCache.has_previous_state``."""
+        self._join_states()
+        return super().has_previous_state(layer_idx, state_idx)
 
     def _part_states(self, place: int) -> None:
         """Give the cache of a row copies of its states, which later steps do not change."""
+        if not self._joined:
+            return
         if (cache := self._caches[place]) is not None:
             for index, layer in cache.linear_by_index.items():
                 cache.layers[index] = layer.fork()
@@ -91,8 +134,7 @@ class BatchView(OscarCache):
         self._part_states(place)
         self._caches[place] = None
         if all(cache is None for cache in self._caches):
-            for index in self.linear_by_index:
-                self.layers[index] = LinearLayer()
+            self._drop_states()
         self.kv_manager.sequences[place] = SequenceTable()
 
     def expect(
@@ -101,12 +143,14 @@ class BatchView(OscarCache):
         """Announce the next tokens, see ``OscarCache.expect``; padding does not change states."""
         super().expect(modalities, attention_mask=attention_mask)
         if modalities is not None:
-            for place in (modalities == PADDING).all(dim=1).nonzero()[:, 0].tolist():
+            self._idle = _without_tokens(modalities.numpy())
+            for place in self._idle:
                 self._part_states(place)
 
     def begin(self, modalities: np.ndarray | Sequence[np.ndarray]) -> StepPlan:
         """Begin the next forward pass of the rows; see ``OscarCache.begin``."""
         step = super().begin(modalities)
+        self._idle = _without_tokens(modalities)
         for cache in self._caches:
             if cache is not None:
                 cache.kv_manager.changes += 1
@@ -135,6 +179,11 @@ class BatchView(OscarCache):
     def __reduce__(self) -> tuple[Any, ...]:
         """Raise InputError; pickle the caches of the rows instead."""
         raise InputError("a BatchView cannot be pickled: pickle the caches of its rows")
+
+
+def _without_tokens(modalities: np.ndarray | Sequence[np.ndarray]) -> frozenset[int]:
+    """Return the rows in which all new tokens are padding."""
+    return frozenset(i for i, row in enumerate(modalities) if (row == PADDING).all())
 
 
 def _row_of(cache: OscarCache | None) -> SequenceTable:

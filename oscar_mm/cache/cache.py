@@ -288,6 +288,10 @@ class OscarCache(Cache):
         """Bytes of ``states``."""
         return held_bytes(self.states)
 
+    def state_rows(self) -> list[tuple[Sequence[Any], int] | None]:
+        """Return where the states of each row are, see ``StateTable.begin``."""
+        return [(self.layers, row) for row in range(len(self.kv_manager.sequences))]
+
     def set_states(self, layers: Mapping[int, LinearLayer], marks: Marks) -> None:
         """Replace the linear-attention layers at these indices, and the copies to return to."""
         for index, layer in layers.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -103,6 +104,11 @@ class LinearLayer(LinearAttentionLayer):
         """Return a layer whose tensors are those of a row, without a copy."""
         return self._with(lambda state: state[index : index + 1])
 
+    def make_contiguous(self) -> None:
+        """Make the state's tensors contiguous, as kernels need them."""
+        for by_state in (self.conv_states, self.recurrent_states):
+            by_state.update({k: x.contiguous() for k, x in by_state.items() if x is not None})
+
     @classmethod
     def joined(cls, layers: Sequence[LinearLayer]) -> LinearLayer:
         """Return a layer with the rows of several, in order."""
@@ -118,6 +124,97 @@ class LinearLayer(LinearAttentionLayer):
         for by_state in (twin.conv_states, twin.recurrent_states):
             by_state.update({k: change(x) for k, x in by_state.items() if x is not None})
         return twin
+
+
+class RowStates(NamedTuple):
+    """States of a batch's rows in one layer, each at its own address.
+
+    Attributes:
+        layers: the layer with the state of each row, one row each; None for a row without a new
+            token, whose state must not change.
+        addresses: (2, rows) int64 on the device: addresses of the convolution states, then of the
+            recurrent states; 0 for a row without a new token.
+    """
+
+    layers: Sequence[LinearLayer | None]
+    addresses: torch.Tensor
+
+    @classmethod
+    def of(cls, layers: Sequence[LinearLayer | None], device: torch.device) -> RowStates:
+        """Return the states of these rows, with their addresses in a new tensor."""
+        table = torch.tensor(addresses_of(layers), dtype=torch.long)
+        return cls(layers, table.to(device))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Convolution state and recurrent state of each row that has a new token."""
+        return [state for layer in self.layers if layer is not None for state in layer.states]
+
+
+def addresses_of(layers: Sequence[LinearLayer | None]) -> list[list[int]]:
+    """Return the addresses of the rows' convolution states, and of their recurrent states."""
+    pairs = [(0, 0) if one is None else [x.data_ptr() for x in one.states] for one in layers]
+    return [list(kind) for kind in zip(*pairs, strict=True)]
+
+
+class StateTable:
+    """Addresses of the states of a batch's rows, in tensors that CUDA graphs read.
+
+    States stay where the rows' caches have them. When rows join or leave, only addresses change:
+    no state is copied, no memory is held for rows that are not there, and whatever a row's cache
+    does with its states between two steps (undo, fork, mark) is what it does outside of a batch.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Sequence[tuple[Sequence[Any], int] | None] = ()
+        self._places: dict[int, tuple[torch.device, int]] = {}
+        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._written: list[tuple[weakref.ref[LinearLayer], int] | None] | None = None
+
+    def begin(self, rows: Sequence[tuple[Sequence[Any], int] | None]) -> None:
+        """Write the addresses of the rows of a step, unless they are still the same.
+
+        Args:
+            rows: for each row, as many as in the first call, the layers of the cache that has its
+                states, and its row there; None for a row without a new token.
+        """
+        self._rows = rows
+        if not self._places:
+            self._allocate(next(layers for layers, _ in filter(None, rows)), len(rows))
+        first = next(iter(self._places))
+        now = [None if row is None else (weakref.ref(row[0][first]), row[1]) for row in rows]
+        if now == self._written:
+            return
+        self._written = now
+        for layers, _ in filter(None, rows):
+            for index in self._places:
+                layers[index].make_contiguous()
+        for device, table in self._tables.items():
+            mine = [index for index, place in self._places.items() if place[0] == device]
+            host = torch.tensor([addresses_of(self._layers(index)) for index in mine])
+            table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)
+
+    def of(self, index: int) -> RowStates:
+        """Return the states of the rows of the current step in a layer."""
+        device, place = self._places[index]
+        return RowStates(self._layers(index), self._tables[device][place])
+
+    def end(self) -> None:
+        """End the step, and keep no state alive."""
+        self._rows = ()
+
+    def _allocate(self, layers: Sequence[Any], rows: int) -> None:
+        counts: dict[torch.device, int] = {}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, LinearLayer):
+                device = layer.states[0].device
+                self._places[index] = device, counts.setdefault(device, 0)
+                counts[device] += 1
+        for device, count in counts.items():
+            self._tables[device] = torch.zeros(count, 2, rows, dtype=torch.long, device=device)
+
+    def _layers(self, index: int) -> list[LinearLayer | None]:
+        return [None if row is None else row[0][index].row(row[1]) for row in self._rows]
 
 
 class Marks:

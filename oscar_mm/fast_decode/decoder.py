@@ -15,36 +15,40 @@ divide a layer among ranks. A model with any other hook runs as transformers' mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_module
 from torch import nn
-from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
-from oscar_mm.attention import attend
 from oscar_mm.cache.cache import OscarCache
-from oscar_mm.fast_decode.experts import expert_kernels
-from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments
-from oscar_mm.fast_decode.linear import linear
-from oscar_mm.fast_decode.linear_torch import Norm
-from oscar_mm.fast_decode.low_rank import LowRank, base_of, computes_as_known, is_lora
-from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
-from oscar_mm.fast_decode.rope import rope_
+from oscar_mm.cache.states import StateTable
+from oscar_mm.fast_decode.hybrid_layers import (
+    HYBRID_LAYERS,
+    DeltaLayer,
+    GatedLayer,
+    has_hybrid_parts,
+    hybrid_launches,
+    is_hybrid,
+)
+from oscar_mm.fast_decode.layers import FastLayer, Product, is_sharded, norm_of
+from oscar_mm.fast_decode.low_rank import base_of, computes_as_known, is_lora
+from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
 from oscar_mm.modules import devices, modules_of, run_as_written
-from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
 
 Capture = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
 """Function that turns work on fixed tensors of a device into a replay of that work, possibly
 without running it."""
-KNOWN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}
+KNOWN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", *HYBRID_LAYERS}
 """Decoder layer classes of transformers' language models with this arithmetic;
 ``Family.fast_layers`` are added."""
+States = tuple[torch.Tensor, ...]
 _SHARDED_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj"), 1),
@@ -76,28 +80,23 @@ def has_full_attention(model: Any) -> bool:
     return getattr(config, "sliding_window", None) is None
 
 
-def is_sharded(module: nn.Module, dimension: int | None = None) -> bool:
-    """Return whether a rank has only a part of a module's weights.
-
-    Args:
-        dimension: dimension along which the weights are divided; None for any.
-    """
-    # Only a DTensor has placements.
-    placements = getattr(module._parameters.get("weight"), "placements", ())
-    return any(one.is_shard(dimension) for one in placements)
-
-
 def _has_known_parts(layer: Any) -> bool:
     """Return whether all norms are RMS norms and the gate is silu; either may be replaced."""
+    if is_hybrid(layer) and not has_hybrid_parts(layer):
+        return False
     mlp, names = layer.mlp, ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
     norms = [one for name, one in layer.named_modules() if name.rpartition(".")[2] in names]
     gate = getattr(mlp if hasattr(mlp, "gate_proj") else mlp.experts, "act_fn", None)
-    return type(gate) is type(ACT2FN["silu"]) and all(hasattr(x, "variance_epsilon") for x in norms)
+    return type(gate) is type(ACT2FN["silu"]) and (
+        is_hybrid(layer) or all(hasattr(x, "variance_epsilon") for x in norms)
+    )
 
 
 def _is_sharded_as_known(layer: Any) -> bool:
     """Return whether the layer is either undivided or divided by heads and MLP inner width."""
     divided = {module for module in modules_of(layer) if is_sharded(module)}
+    if is_hybrid(layer):
+        return not divided
     for block in (layer.self_attn, layer.mlp):
         products = {one: name for name, one in block.named_children() if name in _SHARDED_BY}
         as_known = {one for one, name in products.items() if is_sharded(one, _SHARDED_BY[name])}
@@ -109,188 +108,13 @@ def _is_sharded_as_known(layer: Any) -> bool:
 
 def _is_quantized_as_known(layer: Any) -> bool:
     """Return whether the weights of each launch have the same format, and no other order."""
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    mlp, projections = layer.mlp, hybrid_launches(layer)
     gate_and_up = (mlp.gate_proj, mlp.up_proj) if hasattr(mlp, "gate_proj") else ()
     own = [one for one in modules_of(layer) if isinstance(one, QuantizedLinear)]
     return all(one.permutation is None for one in own) and all(
         len({one.matrix.bits if one in own else 16 for one in map(base_of, launch)}) <= 1
-        for launch in (projections, gate_and_up)
+        for launch in (*projections, gate_and_up)
     )
-
-
-States = tuple[torch.Tensor, ...]
-
-
-class _Product(NamedTuple):
-    """Weights of one launch of ``linear``.
-
-    Attributes:
-        weights, biases, scales, zeros: see ``linear``; the local shards if there are several ranks.
-        ranks: group of ranks that divide the inputs and sum the outputs.
-        low_rank: what LoRA adapters add; None without adapters.
-    """
-
-    weights: States
-    biases: tuple[torch.Tensor | None, ...]
-    scales: States = ()
-    zeros: States = ()
-    ranks: TPGroup = TPGroup()
-    low_rank: LowRank | None = None
-
-    @classmethod
-    def of(cls, *adapted: Any, dtype: torch.dtype) -> _Product:
-        """Collect the weights of modules.
-
-        Args:
-            adapted: linear modules, perhaps with LoRA around them.
-            dtype: dtype of the activations.
-        """
-        modules = [base_of(module) for module in adapted]
-        weights, biases = (
-            tuple(local_shard(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
-        )
-        own = [one for one in modules if isinstance(one, QuantizedLinear)]
-        scales = tuple(one.scales for one in own)
-        zeros = tuple(one.zeros for one in own if one.zeros is not None)
-        ranks = TPGroup.of(modules[0]) if is_sharded(modules[0], 1) else TPGroup()
-        return cls(weights, biases, scales, zeros, ranks, LowRank.of(adapted, dtype))
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:
-        """Compute ``linear``; if the weights are divided by input, without norm and gate."""
-        weights, biases, scales, zeros, *_ = self
-        if self.ranks.count == 1:
-            around = {"norm": norm, "residual": residual, "scales": scales, "zeros": zeros}
-            if self.low_rank is None or not self.low_rank.acts:
-                return linear(x, weights, biases, gated=gated, **around)
-            found = linear(x, weights, biases, **around)
-            self.low_rank.add_(found, x, norm)
-            if not gated:
-                return found
-            gate, up = found.chunk(2, 1)
-            return silu(gate).mul_(up)
-        if self.ranks.rank == 0:
-            found = linear(x, weights, biases, residual=residual)
-        else:
-            found = linear(x, weights)
-        self.ranks.all_reduce(found)
-        return found
-
-
-@dataclass(frozen=True)
-class FastLayer:
-    """Weights of a decoder layer, and its forward pass in few launches."""
-
-    attention: Any
-    attention_norm: Norm
-    projections: _Product
-    heads: tuple[int, ...]
-    """Number of query, key and value heads of this rank."""
-    head_norms: tuple[Norm, Norm] | None
-    output: _Product
-    mlp_norm: Norm
-    mlp: nn.Module
-    gate_and_up: _Product | None
-    down: _Product | None
-    experts: Experts | None
-    """Weights of an undivided mixture; None if it is divided and so runs as its own module."""
-
-    @classmethod
-    def of(cls, layer: Any) -> FastLayer:
-        """Collect the weights of a transformers layer that ``supports`` accepts."""
-        attention, mlp = layer.self_attn, layer.mlp
-        head_norms = None
-        if hasattr(attention, "q_norm"):
-            head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
-        dense = hasattr(mlp, "gate_proj")
-        product = partial(_Product.of, dtype=layer.input_layernorm.weight.dtype)
-        projections = product(attention.q_proj, attention.k_proj, attention.v_proj)
-        return cls(
-            attention,
-            _norm(layer.input_layernorm),
-            projections,
-            tuple(weight.shape[0] // attention.head_dim for weight in projections.weights),
-            head_norms,
-            product(attention.o_proj),
-            _norm(layer.post_attention_layernorm),
-            mlp,
-            product(mlp.gate_proj, mlp.up_proj) if dense else None,
-            product(mlp.down_proj) if dense else None,
-            None if dense else _experts(mlp),
-        )
-
-    def __call__(
-        self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
-    ) -> torch.Tensor:
-        """Run the layer on one token per row, (rows, hidden size)."""
-        return self.feed_forward(self.attended(rows, len(rows), cosine, sine, cache))
-
-    def attended(
-        self,
-        rows: torch.Tensor,
-        batch: int,
-        cosine: torch.Tensor,
-        sine: torch.Tensor,
-        cache: OscarCache,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the output of the attention block as a new (tokens, hidden size) tensor.
-
-        Args:
-            rows: (tokens, hidden size) hidden states, one sequence after the other.
-            batch: number of sequences.
-            cosine, sine: (tokens, head_dim).
-            cache: cache that stores the tokens' keys and values.
-            mask: see ``oscar_mm.attention.attend``.
-        """
-        heads = self.projected(rows)
-        self.turn_(heads, cosine, sine)
-        return self.output(self.attend(heads, batch, cache, mask), residual=rows)
-
-    def projected(self, rows: torch.Tensor) -> torch.Tensor:
-        """Project (tokens, hidden size) to (tokens, query, key and value heads, head_dim)."""
-        states = self.projections(rows, norm=self.attention_norm)
-        return states.view(len(rows), -1, self.attention.head_dim)
-
-    def turn_(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
-        """Apply norms and RoPE to query and key heads, in place."""
-        queries, keys, _ = self.heads
-        rope_(heads[:, : queries + keys], queries, cosine, sine, self.head_norms)
-
-    def attend(
-        self,
-        heads: torch.Tensor,
-        batch: int,
-        cache: OscarCache,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the attention output, (tokens, query heads * head_dim); see ``attended``."""
-        attention, sides = self.attention, heads.split(self.heads, 1)
-        query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in sides)
-        key, value = cache.update(key, value, attention.layer_idx)
-        found, _ = attend(attention, query, key, value, mask, scaling=attention.scaling)
-        return found.reshape(len(heads), -1)
-
-    def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the output of the MLP or mixture of experts as a new (tokens, hidden size)
-        tensor."""
-        if self.gate_and_up is None or self.down is None:
-            return self._by_experts(rows)
-        between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
-        return self.down(between, residual=rows)
-
-    def _by_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        kernels = None if self.experts is None else expert_kernels(rows, self.experts)
-        if self.experts is not None and kernels is not None:
-            return kernels(MixtureArguments(rows, *self.mlp_norm, *self.experts))
-        return rows + self.mlp(self.mlp_norm.at_once(rows)[None])[0]
 
 
 @dataclass(frozen=True)
@@ -302,7 +126,7 @@ class _Part:
     """
 
     device: torch.device
-    layers: Sequence[FastLayer]
+    layers: Sequence[FastLayer | DeltaLayer]
     kept: list[torch.Tensor] = field(default_factory=list)
 
     def brought(self, states: States) -> States:
@@ -327,16 +151,22 @@ class FastDecoder:
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         self._embed = decoder.embed_tokens
         self._rotary = _beside(self._embed, decoder.rotary_emb)
-        places = [(x.input_layernorm.weight.device, FastLayer.of(x)) for x in decoder.layers]
+        self._states = StateTable()
+        places = [(x.input_layernorm.weight.device, self._fast(x)) for x in decoder.layers]
         ends = [(self._embed.weight.device, None), *places, (head.weight.device, None)]
         self._parts = [
             _Part(device, [layer for _, layer in some if layer is not None])
             for device, some in groupby(ends, key=lambda place: place[0])
         ]
-        norm = _norm(decoder.norm)
+        norm = norm_of(decoder.norm)
         self._norm = norm._replace(weight=norm.weight.to(head.weight.device))
         self._head = head
-        self._whole_head = None if is_sharded(head) else _Product.of(head, dtype=norm.weight.dtype)
+        self._whole_head = None if is_sharded(head) else Product.of(head, dtype=norm.weight.dtype)
+
+    def _fast(self, layer: Any) -> FastLayer | DeltaLayer:
+        if hasattr(layer, "linear_attn"):
+            return DeltaLayer.of(layer, self._states)
+        return (GatedLayer if is_hybrid(layer) else FastLayer).of(layer)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -360,9 +190,20 @@ class FastDecoder:
             cache: cache that stores the tokens' keys and values.
         """
         states = ids, positions
-        for part in self._parts:
-            states = self._computed(part, part.brought(states), cache)
+        with self._with_states(cache):
+            for part in self._parts:
+                states = self._computed(part, part.brought(states), cache)
         return states[0].to(ids.device)
+
+    @contextmanager
+    def _with_states(self, cache: OscarCache) -> Iterator[None]:
+        """Within the block, the step uses the states of the cache's rows."""
+        if cache.linear_layers:
+            self._states.begin(cache.state_rows())
+        try:
+            yield
+        finally:
+            self._states.end()
 
     def captured(
         self, capture: Capture, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
@@ -375,16 +216,20 @@ class FastDecoder:
             ids, positions: inputs at fixed addresses.
         """
         given = ids, positions
-        replays = [
-            capture(partial(self._computed, part, tuple(part.kept) or given, cache), part.device)
-            for part in self._parts
-        ]
+        with self._with_states(cache):
+            replays = [
+                capture(
+                    partial(self._computed, part, tuple(part.kept) or given, cache), part.device
+                )
+                for part in self._parts
+            ]
 
         def replay() -> torch.Tensor:
             states = given
-            for part, again in zip(self._parts, replays, strict=True):
-                part.brought(states)
-                states = again()
+            with self._with_states(cache):
+                for part, again in zip(self._parts, replays, strict=True):
+                    part.brought(states)
+                    states = again()
             return states[0].to(ids.device)
 
         return replay
@@ -397,7 +242,7 @@ class FastDecoder:
         rows, cosine, sine = states
         for layer in part.layers:
             rows = layer(rows, cosine, sine, cache)
-        cache.end_step(layer.attention.layer_idx for layer in part.layers)
+        cache.end_step(index for layer in part.layers for index in layer.cache_layers)
         if part is not self._parts[-1]:
             return rows, cosine, sine
         return (self.logits(rows),)
@@ -431,17 +276,3 @@ def _beside(embed: Any, rotary: nn.Module) -> nn.Module:
     copied = copy.deepcopy(rotary)
     remove_hook_from_module(copied)
     return copied.to(device)
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(local_shard(module.weight), module.variance_epsilon)
-
-
-def _experts(mlp: Any) -> Experts | None:
-    router, experts = mlp.gate, mlp.experts
-    weights = router.weight, experts.gate_up_proj, experts.down_proj
-    if any(map(is_dtensor, weights)):
-        return None
-    normalized = getattr(router, "norm_topk_prob", True)
-    scales = experts.scales if isinstance(experts, QuantizedExperts) else []
-    return Experts(*weights, router.top_k, normalized, scales)

@@ -179,6 +179,7 @@ class GraphRunner:
         self.model, self.cache, self.axes = model, cache, axes
         self._ranks = TPGroup.of(model)
         self._layers = FastDecoder(model) if supports(model) else None
+        self._has_states = bool(layers_of_states(model.config))
         # Inputs of the steps, at fixed addresses.
         self._ids = torch.zeros((rows, 1), dtype=torch.long, device=device)
         self._positions = torch.zeros(rows, dtype=torch.long, device=device)
@@ -262,7 +263,8 @@ class GraphRunner:
         Args:
             tokens, ended, piece: see ``__call__``.
         """
-        if self._replay is None:
+        # A step changes states for good, also those of a row that turns out to have ended.
+        if self._replay is None or self._has_states:
             return
         step = self._steps.plan_ahead(_codes(ended))
         if step is None or self._version != self._steps.version:
@@ -297,8 +299,8 @@ class GraphRunner:
         # Communication between devices or ranks within a graph is untested for plain modules.
         places = devices(self.model)
         alone = self._ranks.count == 1 and places == {self._ids.device}
-        # A step that is launched early and then discarded would have changed states.
-        fits = has_full_attention(self.model) and not layers_of_states(self.model.config)
+        # A graph would keep the addresses of states, which change when rows join or leave.
+        fits = has_full_attention(self.model) and not self._has_states
         return graph_capture(places) if alone and fits else None
 
     def _on_fixed_tables(

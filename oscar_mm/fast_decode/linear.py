@@ -32,6 +32,7 @@ from oscar_mm.fast_decode.linear_params import (
     Matrices,
     WeightFormat,
     group_shift,
+    norm_macros,
     normalized,
     worst_error,
 )
@@ -404,7 +405,7 @@ class LinearRowsKernel(
         self.tiling = tiling_for(shared_limit(device), specialization)
         macros = self.tiling.macros(specialization)
         self._kernel = self._load("linear/linear_rows.cu", macros)
-        self._norm = self._load(NORM_SOURCE, {"ELEMENT": macros["ELEMENT"]})
+        self._norm = self._load(NORM_SOURCE, norm_macros(specialization.dtype))
         self._blocks = multiprocessors(device)
 
     def takes(self, width: int, norm: bool) -> bool:

@@ -19,6 +19,7 @@ from oscar_mm.fast_decode.linear_params import (
     WORST_ERROR,
     Matrices,
     WeightFormat,
+    norm_macros,
     normalized,
     worst_error,
 )
@@ -206,8 +207,7 @@ class LinearClusterKernel(
             self._load("linear/linear_cluster.cu", tiling.macros(specialization))
             for tiling in self.tilings
         ]
-        macros = self.tilings[0].macros(specialization)
-        self._norm = self._load(NORM_SOURCE, {"ELEMENT": macros["ELEMENT"]})
+        self._norm = self._load(NORM_SOURCE, norm_macros(specialization.dtype))
 
     def takes(self, width: int, norm: bool) -> bool:
         """Return whether the kernel supports rows of this width."""

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, linear_by_torch
-from oscar_mm.kernels.launch import Kernel, addresses, ints, pointers
+from oscar_mm.kernels.launch import ELEMENTS, Kernel, addresses, ints, pointers
+from oscar_mm.kernels.macros import Macros
 from oscar_mm.kernels.self_check import random_normal, relative_error, worst
 from oscar_mm.weights import fp8, int4
 
@@ -98,6 +99,16 @@ class NormParams(ctypes.Structure):
         *ints("width"),
         ("epsilon", ctypes.c_float),
     )
+
+
+def norm_macros(dtype: torch.dtype, *, centered: bool = False) -> Macros:
+    """Return the macros for the norm's kernel (``NORM_SOURCE``).
+
+    Args:
+        dtype: dtype of the rows.
+        centered: whether the weight is added to 1, see ``CenteredNorm``.
+    """
+    return {"ELEMENT": ELEMENTS[dtype], "CENTERED": int(centered)}
 
 
 def normalized(

@@ -22,8 +22,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from oscar_mm.cache.cache import OscarCache, cache_of
-from oscar_mm.fast_decode.decoder import Capture, FastLayer, supports
+from oscar_mm.fast_decode.decoder import Capture, supports
 from oscar_mm.fast_decode.graph_runner import graph_capture
+from oscar_mm.fast_decode.hybrid_layers import is_hybrid
+from oscar_mm.fast_decode.layers import FastLayer
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing, chosen
 from oscar_mm.modules import devices
 from oscar_mm.tensor_parallel import TPGroup
@@ -215,6 +217,7 @@ class PromptLayers:
         layers = model.get_decoder().layers
         return (
             supports(model)
+            and not any(map(is_hybrid, layers))
             and TPGroup.of(model).count == 1
             and len(devices(layers)) == 1
             and not any("forward" in vars(layer) for layer in layers)

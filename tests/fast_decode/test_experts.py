@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from oscar_mm import OscarOmniPipeline
-from oscar_mm.fast_decode.decoder import _experts, _norm
 from oscar_mm.fast_decode.experts import (
     COMBINE_THREADS,
     MAX_GROUPED,
@@ -32,6 +31,7 @@ from oscar_mm.fast_decode.experts_torch import (
     MixtureArguments,
     experts_by_torch,
 )
+from oscar_mm.fast_decode.layers import _experts, norm_of
 from oscar_mm.fast_decode.linear import RowsParams, linear
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.compile import csrc_folder
@@ -56,7 +56,7 @@ def test_as_transformers(dtype: torch.dtype) -> None:
     layer = model.get_decoder().layers[1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, model.config.text_config.hidden_size, generator=generator).to(dtype)
-    norm, experts = _norm(layer.post_attention_layernorm), _experts(layer.mlp)
+    norm, experts = norm_of(layer.post_attention_layernorm), _experts(layer.mlp)
     expected = x + layer.mlp(norm(x)[:, None])[:, 0]
     found = experts_by_torch(MixtureArguments(x, *norm, *experts))
     assert (found - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05)
@@ -164,7 +164,7 @@ def test_rows_choose_for_themselves() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     width = model.config.text_config.hidden_size
     x = torch.randn(4, width, generator=generator, device="cuda").bfloat16()
-    norm, experts = _norm(layer.post_attention_layernorm), _experts(layer.mlp)
+    norm, experts = norm_of(layer.post_attention_layernorm), _experts(layer.mlp)
     if expert_kernels(x, experts) is None:
         pytest.skip("experts of a width that the kernels do not take")
     together = expert_kernels(x, experts)(MixtureArguments(x, *norm, *experts))

@@ -19,7 +19,8 @@ from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefill import prefill_varlen, read_prompt
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.fast_decode import prompt_layers
-from oscar_mm.fast_decode.decoder import FastLayer, supports
+from oscar_mm.fast_decode.decoder import supports
+from oscar_mm.fast_decode.layers import FastLayer
 from oscar_mm.fast_decode.prompt_layers import PromptLayers
 from oscar_mm.media.part import media_parts
 from oscar_mm.pipelines.pipeline import Pipeline

@@ -26,6 +26,8 @@ TITLES = {"int4": "INT4 (compressed-tensors)", "fp8": "FP8 (compressed-tensors)"
         ("qwen3_vl_folder", "Qwen3-VL"),
         ("qwen3_vl_moe_folder", "Qwen3-VL"),
         ("llava_next_folder", "LLaVA-NeXT"),
+        ("qwen3_5_folder", "Qwen3.5"),
+        ("qwen3_5_moe_folder", "Qwen3.5"),
     ],
 )
 def test_families(fixture: str, name: str, request) -> None:

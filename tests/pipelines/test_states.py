@@ -154,7 +154,7 @@ def test_a_step_that_ran_when_an_answer_was_left(pipe, plain) -> None:
     other.start()  # The engine makes steps as long as somebody waits for one.
     for _ in range(3):
         next(stream)
-    hook = pipe.model.get_decoder().layers[0].register_forward_hook(wait)
+    hook = pipe.model.get_decoder().embed_tokens.register_forward_hook(wait)
     assert entered.wait(20)
     stream.close()
     hook.remove()

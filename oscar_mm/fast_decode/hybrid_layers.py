@@ -1,0 +1,139 @@
+"""Layers of hybrids (Qwen3-Next, Qwen3.5): Gated DeltaNet, and attention with an output gate.
+
+Their norms are centered (``CenteredNorm``) and need a launch of their own. RoPE turns only the
+first channels of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.cache.states import StateTable
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
+from oscar_mm.fast_decode.delta import DeltaArguments, DeltaShape, Parts, delta
+from oscar_mm.fast_decode.layers import FastLayer, FeedForward, Product, norm_of
+from oscar_mm.fast_decode.linear_torch import Norm
+
+HYBRID_LAYERS = {"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer", "Qwen3NextDecoderLayer"}
+"""Decoder layer classes of transformers with this arithmetic."""
+
+
+def is_hybrid(layer: Any) -> bool:
+    """Return whether a decoder layer is of a known hybrid."""
+    return type(layer).__name__ in HYBRID_LAYERS
+
+
+def has_hybrid_parts(layer: Any) -> bool:
+    """Return whether a hybrid's layer has centered norms, and a convolution without a bias."""
+    names = ("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm")
+    norms = [one for name, one in layer.named_modules() if name.rpartition(".")[2] in names]
+    mixer = getattr(layer, "linear_attn", None)
+    return all(hasattr(one, "eps") for one in norms) and (
+        mixer is None or (mixer.activation == "silu" and mixer.conv1d.bias is None)
+    )
+
+
+def hybrid_launches(layer: Any) -> tuple[tuple[Any, ...], ...]:
+    """Return the projections that each launch before the mixing of tokens multiplies by."""
+    mixer = getattr(layer, "linear_attn", None)
+    if mixer is None:
+        return ((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),)
+    if hasattr(mixer, "in_proj_qkvz"):
+        return (mixer.in_proj_qkvz,), (mixer.in_proj_ba,)
+    return (mixer.in_proj_qkv, mixer.in_proj_z), (mixer.in_proj_b, mixer.in_proj_a)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaLayer(FeedForward):
+    """A layer with Gated DeltaNet, for decode steps of one token per row."""
+
+    index: int
+    """Index of the layer."""
+    table: StateTable
+    """Where the states of the rows are."""
+    mixer_norm: Norm | CenteredNorm
+    mixed: Product
+    gates: Product
+    convolution: torch.Tensor
+    mixer: Any
+    shape: DeltaShape
+    parts_of_heads: Parts
+    output: Product
+    cache_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, layer: Any, table: StateTable) -> DeltaLayer:
+        """Collect the weights of a transformers layer that ``supports`` accepts."""
+        mixer, product = (
+            layer.linear_attn,
+            partial(Product.of, dtype=layer.input_layernorm.weight.dtype),
+        )
+        mixed, gates = hybrid_launches(layer)
+        shape = DeltaShape(mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+        return cls(
+            index=mixer.layer_idx,
+            table=table,
+            mixer_norm=norm_of(layer.input_layernorm),
+            mixed=product(*mixed),
+            gates=product(*gates),
+            convolution=mixer.conv1d.weight.squeeze(1),
+            mixer=mixer,
+            shape=shape,
+            parts_of_heads=shape.one_after_the_other if len(mixed) > 1 else shape.by_key_head,
+            output=product(mixer.out_proj),
+            **cls.parts(layer),
+        )
+
+    def __call__(
+        self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
+    ) -> torch.Tensor:
+        """Run the layer on one token per row, (rows, hidden size)."""
+        x = self.mixer_norm.at_once(rows)
+        mixer, norm = self.mixer, self.mixer.norm
+        found = delta(
+            DeltaArguments(
+                *(self.mixed(x), self.gates(x), self.table.of(self.index), self.convolution),
+                *(mixer.A_log, mixer.dt_bias, norm.weight, norm.variance_epsilon),
+                *(self.shape, self.parts_of_heads),
+            )
+        )
+        return self.feed_forward(self.output(found, residual=rows))
+
+
+class GatedLayer(FastLayer):
+    """A layer whose attention has an output gate, which the query projection also computes."""
+
+    def attended(
+        self,
+        rows: torch.Tensor,
+        batch: int,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        cache: OscarCache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output of the attention block, see ``FastLayer.attended``."""
+        queries, keys, values = self.projected(rows).split(self.heads, 1)
+        # Each head's query comes before its gate.
+        queries, gates = queries[:, ::2], queries[:, 1::2]
+        assert self.head_norms is not None
+        turned = [
+            _turned(norm(side), cosine, sine)
+            for norm, side in zip(self.head_norms, (queries, keys), strict=True)
+        ]
+        found = self.attend_to([*turned, values], batch, cache, mask)
+        return self.output(found * gates.sigmoid().flatten(1), residual=rows)
+
+
+def _turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Apply RoPE to the first channels of heads, (rows, heads, head_dim)."""
+    count = cosine.shape[-1]
+    first, second = heads[..., :count].chunk(2, -1)
+    turned = heads[..., :count] * cosine[:, None]
+    turned += torch.cat([-second, first], -1) * sine[:, None]
+    return torch.cat([turned, heads[..., count:]], -1)

@@ -1,0 +1,265 @@
+"""Fast layers: a decoder layer's arithmetic in few launches, for one token per row or for prompts.
+
+Two norms, the gate and both residual sums are fused into the matrix products next to them
+(``oscar_mm.fast_decode.linear``). The weights and mixtures of experts still belong to the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from oscar_mm.attention import attend
+from oscar_mm.cache.cache import OscarCache
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
+from oscar_mm.fast_decode.experts import expert_kernels
+from oscar_mm.fast_decode.experts_torch import Experts, MixtureArguments
+from oscar_mm.fast_decode.linear import linear
+from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.low_rank import LowRank, base_of
+from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
+from oscar_mm.fast_decode.rope import rope_
+from oscar_mm.tensor_parallel import TPGroup, is_dtensor, local_shard
+
+
+def is_sharded(module: nn.Module, dimension: int | None = None) -> bool:
+    """Return whether a rank has only a part of a module's weights.
+
+    Args:
+        dimension: dimension along which the weights are divided; None for any.
+    """
+    # Only a DTensor has placements.
+    placements = getattr(module._parameters.get("weight"), "placements", ())
+    return any(one.is_shard(dimension) for one in placements)
+
+
+class Product(NamedTuple):
+    """Weights of one launch of ``linear``.
+
+    Attributes:
+        weights, biases, scales, zeros: see ``linear``; the local shards if there are several ranks.
+        ranks: group of ranks that divide the inputs and sum the outputs.
+        low_rank: what LoRA adapters add; None without adapters.
+    """
+
+    weights: tuple[torch.Tensor, ...]
+    biases: tuple[torch.Tensor | None, ...]
+    scales: tuple[torch.Tensor, ...] = ()
+    zeros: tuple[torch.Tensor, ...] = ()
+    ranks: TPGroup = TPGroup()
+    low_rank: LowRank | None = None
+
+    @classmethod
+    def of(cls, *adapted: Any, dtype: torch.dtype) -> Product:
+        """Collect the weights of modules.
+
+        Args:
+            adapted: linear modules, perhaps with LoRA around them.
+            dtype: dtype of the activations.
+        """
+        modules = [base_of(module) for module in adapted]
+        weights, biases = (
+            tuple(local_shard(getattr(one, kind)) for one in modules) for kind in ("weight", "bias")
+        )
+        own = [one for one in modules if isinstance(one, QuantizedLinear)]
+        scales = tuple(one.scales for one in own)
+        zeros = tuple(one.zeros for one in own if one.zeros is not None)
+        ranks = TPGroup.of(modules[0]) if is_sharded(modules[0], 1) else TPGroup()
+        return cls(weights, biases, scales, zeros, ranks, LowRank.of(adapted, dtype))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | CenteredNorm | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """Compute ``linear``; if the weights are divided by input, without norm and gate."""
+        if isinstance(norm, CenteredNorm):
+            x, norm = norm.at_once(x), None
+        weights, biases, scales, zeros, *_ = self
+        if self.ranks.count == 1:
+            around = {"norm": norm, "residual": residual, "scales": scales, "zeros": zeros}
+            if self.low_rank is None or not self.low_rank.acts:
+                return linear(x, weights, biases, gated=gated, **around)
+            found = linear(x, weights, biases, **around)
+            self.low_rank.add_(found, x, norm)
+            if not gated:
+                return found
+            gate, up = found.chunk(2, 1)
+            return silu(gate).mul_(up)
+        if self.ranks.rank == 0:
+            found = linear(x, weights, biases, residual=residual)
+        else:
+            found = linear(x, weights)
+        self.ranks.all_reduce(found)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    """Weights of the second half of a decoder layer: an MLP or a mixture of experts."""
+
+    mlp_norm: Norm | CenteredNorm
+    mlp: nn.Module
+    gate_and_up: Product | None
+    down: Product | None
+    experts: Experts | None
+    """Weights of an undivided mixture; None if it is divided, or has a shared expert, and so runs
+    as its own module."""
+
+    @staticmethod
+    def parts(layer: Any) -> dict[str, Any]:
+        """Collect the fields from a transformers layer."""
+        mlp, product = layer.mlp, partial(Product.of, dtype=layer.input_layernorm.weight.dtype)
+        dense = hasattr(mlp, "gate_proj")
+        return {
+            "mlp_norm": norm_of(layer.post_attention_layernorm),
+            "mlp": mlp,
+            "gate_and_up": product(mlp.gate_proj, mlp.up_proj) if dense else None,
+            "down": product(mlp.down_proj) if dense else None,
+            "experts": None if dense else _experts(mlp),
+        }
+
+    def feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the output of the MLP or mixture of experts as a new (tokens, hidden size)
+        tensor."""
+        if self.gate_and_up is None or self.down is None:
+            return self._by_experts(rows)
+        between = self.gate_and_up(rows, norm=self.mlp_norm, gated=True)
+        return self.down(between, residual=rows)
+
+    def _by_experts(self, rows: torch.Tensor) -> torch.Tensor:
+        kernels = None if self.experts is None else expert_kernels(rows, self.experts)
+        if self.experts is not None and kernels is not None:
+            return kernels(MixtureArguments(rows, *self.mlp_norm, *self.experts))
+        return rows + self.mlp(self.mlp_norm.at_once(rows)[None])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastLayer(FeedForward):
+    """Weights of a decoder layer, and its forward pass in few launches."""
+
+    attention: Any
+    attention_norm: Norm | CenteredNorm
+    projections: Product
+    heads: tuple[int, ...]
+    """Number of query, key and value heads of this rank."""
+    head_norms: tuple[Any, Any] | None
+    """Norms of queries and keys, both of the same kind as the other norms."""
+    output: Product
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        """Collect the weights of a transformers layer that ``supports`` accepts."""
+        attention = layer.self_attn
+        head_norms = None
+        if hasattr(attention, "q_norm"):
+            head_norms = norm_of(attention.q_norm), norm_of(attention.k_norm)
+        product = partial(Product.of, dtype=layer.input_layernorm.weight.dtype)
+        projections = product(attention.q_proj, attention.k_proj, attention.v_proj)
+        return cls(
+            attention=attention,
+            attention_norm=norm_of(layer.input_layernorm),
+            projections=projections,
+            heads=tuple(weight.shape[0] // attention.head_dim for weight in projections.weights),
+            head_norms=head_norms,
+            output=product(attention.o_proj),
+            **cls.parts(layer),
+        )
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """Indices of the layers of the cache that store keys and values."""
+        return (self.attention.layer_idx,)
+
+    def __call__(
+        self, rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, cache: OscarCache
+    ) -> torch.Tensor:
+        """Run the layer on one token per row, (rows, hidden size)."""
+        return self.feed_forward(self.attended(rows, len(rows), cosine, sine, cache))
+
+    def attended(
+        self,
+        rows: torch.Tensor,
+        batch: int,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        cache: OscarCache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output of the attention block as a new (tokens, hidden size) tensor.
+
+        Args:
+            rows: (tokens, hidden size) hidden states, one sequence after the other.
+            batch: number of sequences.
+            cosine, sine: (tokens, head_dim).
+            cache: cache that stores the tokens' keys and values.
+            mask: see ``oscar_mm.attention.attend``.
+        """
+        heads = self.projected(rows)
+        self.turn_(heads, cosine, sine)
+        return self.output(self.attend(heads, batch, cache, mask), residual=rows)
+
+    def projected(self, rows: torch.Tensor) -> torch.Tensor:
+        """Project (tokens, hidden size) to (tokens, query, key and value heads, head_dim)."""
+        states = self.projections(rows, norm=self.attention_norm)
+        return states.view(len(rows), -1, self.attention.head_dim)
+
+    def turn_(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+        """Apply norms and RoPE to query and key heads, in place."""
+        queries, keys, _ = self.heads
+        rope_(heads[:, : queries + keys], queries, cosine, sine, self.head_norms)
+
+    def attend(
+        self,
+        heads: torch.Tensor,
+        batch: int,
+        cache: OscarCache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output, (tokens, query heads * head_dim); see ``attended``."""
+        return self.attend_to(heads.split(self.heads, 1), batch, cache, mask)
+
+    def attend_to(
+        self,
+        sides: Sequence[torch.Tensor],
+        batch: int,
+        cache: OscarCache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output, see ``attend``.
+
+        Args:
+            sides: queries, keys and values, (tokens, heads, head_dim) each.
+        """
+        attention = self.attention
+        query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in sides)
+        key, value = cache.update(key, value, attention.layer_idx)
+        found, _ = attend(attention, query, key, value, mask, scaling=attention.scaling)
+        return found.reshape(len(sides[0]), -1)
+
+
+def norm_of(module: Any) -> Norm | CenteredNorm:
+    """Return the norm of a transformers module."""
+    weight = local_shard(module.weight)
+    if hasattr(module, "variance_epsilon"):
+        return Norm(weight, module.variance_epsilon)
+    return CenteredNorm(weight, module.eps)
+
+
+def _experts(mlp: Any) -> Experts | None:
+    router, experts = mlp.gate, mlp.experts
+    weights = router.weight, experts.gate_up_proj, experts.down_proj
+    if any(map(is_dtensor, weights)) or hasattr(mlp, "shared_expert"):
+        return None
+    normalized = getattr(router, "norm_topk_prob", True)
+    scales = experts.scales if isinstance(experts, QuantizedExperts) else []
+    return Experts(*weights, router.top_k, normalized, scales)
