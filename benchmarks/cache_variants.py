@@ -19,6 +19,7 @@ from oscar_mm.attention import IMPLEMENTATION
 from oscar_mm.cache.cache import as_argument
 from oscar_mm.cache.kv_manager import KVCacheManager
 from oscar_mm.cache.page_store import PageStore
+from oscar_mm.cache.states import StateShape, kinds_of_states
 from oscar_mm.compare.methods import BACKENDS, not_installed, stored_bytes
 from oscar_mm.fast_decode.graph_runner import GraphRunner, capture_cuda_graph
 from oscar_mm.modality import Modality
@@ -51,6 +52,7 @@ class Decoder:
         config: configuration of the decoder.
         axes: leading axes of the position ids.
         attentions: the attention modules, layer by layer.
+        with_states: layer index -> type of each layer that keeps a state instead.
         resident: bytes of all weights, including the weights of towers.
     """
 
@@ -66,6 +68,7 @@ class Decoder:
         self.attentions = [
             module for module in self.model.get_decoder().modules() if hasattr(module, "k_proj")
         ]
+        self.with_states = kinds_of_states(self.config)
         self.resident = bench.facts["weights"]
 
     def weights(self, rows: int) -> float:
@@ -88,7 +91,27 @@ class Decoder:
     def token_bytes(self) -> int:
         """Return the bytes of a token's keys and values in 16-bit precision, in all layers."""
         config = self.config
-        return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return 4 * len(self.attentions) * config.num_key_value_heads * config.head_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of a row's states, in all layers."""
+        return len(self.with_states) * self._state_shape.bytes if self.with_states else 0
+
+    @property
+    def _state_shape(self) -> StateShape:
+        return StateShape.of(self.config, torch.bfloat16)
+
+    def fill_states(self, cache: Cache, rows: int) -> None:
+        """Store random states in a cache of transformers or ours."""
+        generator = torch.Generator(self.device).manual_seed(_SEED)
+        for index in self.with_states:
+            convolution, recurrent = (
+                torch.randn(rows, *shape, generator=generator, device=self.device)
+                for shape in self._state_shape[:2]
+            )
+            cache.update_conv_state(convolution.to(torch.bfloat16), index)
+            cache.update_recurrent_state(recurrent, index)
 
     def states(
         self, rows: int, tokens: int, generator: torch.Generator, heads: int | None = None
@@ -122,6 +145,7 @@ class FilledCache:
         step: function that runs one step.
         kv_bytes: function that returns the size that the cache reports, in bytes.
         captures: list with one entry for each captured graph.
+        state_bytes: bytes of the states, which a step also writes.
         ahead: function that launches the next step before the host has its tokens, as
             ``GraphRunner.ahead`` does; None if a step must wait for the tokens.
     """
@@ -130,6 +154,7 @@ class FilledCache:
     kv_bytes: Callable[[], int]
     captures: list[str] = field(default_factory=list)
     ahead: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    state_bytes: int = 0
 
 
 class CacheVariant(ABC):
@@ -177,11 +202,15 @@ class Dynamic(CacheVariant):
         cache = DynamicCache(config=decoder.config)
         first = _states(decoder, rows, tokens)
         for index, layer in enumerate(cache.layers):
+            if index in decoder.with_states:
+                continue
             layer.lazy_initialization(*(side[:, :, :0] for side in first))
             # update() would temporarily need a second copy.
             layer.keys, layer.values = (side.clone() if index else side for side in first)
+        decoder.fill_states(cache, rows)
         step = _transformers_step(decoder, cache, decoder.model, rows, tokens)
-        return FilledCache(step, lambda: _plain_bytes(cache))
+        states = rows * decoder.state_bytes
+        return FilledCache(step, lambda: _plain_bytes(cache) + states, state_bytes=states)
 
 
 class Static(CacheVariant):
@@ -278,13 +307,14 @@ class Oscar(CacheVariant):
         rows = cache.batch_size
         steps = GraphRunner(decoder.model, cache, rows, decoder.axes, decoder.device, how)
         steps.place([cache.get_seq_length()] * rows)
-        return FilledCache(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead)
+        states = rows * decoder.state_bytes
+        return FilledCache(steps, lambda: cache.memory().kv_bytes, captures, steps.ahead, states)
 
     def row_bytes(self, decoder: Decoder, tokens: int, steps: int) -> int:
         config, policy = decoder.config, KVPolicy.of(self.policy)
         sizes = ModelShape.of(config, 0).slot_bytes(policy)
         row = sum(sizes[bits] * count for bits, count in self.slots(tokens, steps).items())
-        return config.num_hidden_layers * row
+        return len(decoder.attentions) * row + decoder.state_bytes
 
     def slots(self, tokens: int, steps: int) -> dict[Bits, int]:
         """Return the number of slots, by bits, that a row needs for a prompt and an answer.
@@ -329,11 +359,12 @@ class Oscar(CacheVariant):
             allocator.release(reversed(allocator.allocate((rows + more) * count)))
         generator = torch.Generator(decoder.device).manual_seed(_SEED)
         modalities = text_and_images(tokens)
+        decoder.fill_states(cache, rows)
         for start, stop in decoder.pieces(rows, tokens, _ROUND):
             cache.expect(modalities[start:stop].expand(rows, -1))
             cache.attend_packed(None)
             keys, values = (decoder.states(rows, stop - start, generator) for _ in range(2))
-            for index in range(len(decoder.attentions)):
+            for index in (attention.layer_idx for attention in decoder.attentions):
                 cache.update(keys, values, index)
                 cache.layers[index].append(keys, values, cache.step)
 
@@ -375,4 +406,4 @@ def _states(decoder: Decoder, rows: int, tokens: int) -> list[torch.Tensor]:
 
 
 def _plain_bytes(cache: Cache) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return sum(x.keys.nbytes + x.values.nbytes for x in cache.layers if hasattr(x, "keys"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from transformers import (
     LlavaNextImageProcessor,
     LlavaNextProcessor,
     PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3OmniMoeConfig,
@@ -34,6 +37,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
     WhisperFeatureExtractor,
 )
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 import oscar_mm.pipelines
 from oscar_mm import KVPolicy, OscarCache
@@ -94,6 +98,10 @@ class Released(ReleasedModel):
             "num_key_value_heads": max(queries, 2) // queries,
             "vocab_size": 800,
         }
+        if "linear_num_value_heads" in self.text:
+            states = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+            states |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+            text |= states | {"num_hidden_layers": 4}  # One of them has attention.
         if "num_experts" in self.text:
             text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         vision = {"hidden_size": 32, "intermediate_size": 64}
@@ -101,8 +109,10 @@ class Released(ReleasedModel):
             heads = {"num_hidden_layers": 3, "num_attention_heads": 2}
             vision |= heads | {"image_size": 56, "projection_dim": 32}
         else:
-            indexes = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-            vision |= {"depth": 3, "num_heads": 2, "out_hidden_size": 64} | indexes
+            vision |= {"depth": 3, "num_heads": 2, "out_hidden_size": 64}
+            vision |= {"num_position_embeddings": 64}
+        if "deepstack_visual_indexes" in self.vision:
+            vision |= {"deepstack_visual_indexes": [0, 1]}
         audio = {
             "encoder_layers": 2,
             "encoder_attention_heads": 2,
@@ -130,6 +140,45 @@ RELEASED = {
         "qwen3-omni-30b-a3b": "qwen3-omni-30b-a3b",
     }.items()
 }
+
+RELEASED["qwen3.5-9b"] = Released(
+    "Qwen/Qwen3.5-9B",
+    "qwen3_5",
+    {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    },
+    {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 4096,
+    },
+)
+"""A hybrid: three of four layers keep states. Not in ``SHAPES``, since nothing else needs it."""
 
 _QUANTIZED = (
     *(("qwen3-vl-8b", weights) for weights in ("fp8", "int4")),
@@ -186,10 +235,14 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     Queries have larger norms than keys, and the embedding is small compared with what layers add,
     so that logits depend on the full context.
     """
+    stored_minus_1 = {
+        f"{name}.weight" for name, one in model.named_modules() if isinstance(one, Qwen3_5RMSNorm)
+    }
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             of_norm = "norm" in name and name.endswith("weight")
             center, std = (1.5 if "q_norm" in name else 1.0, 0.1) if of_norm else (0.0, 0.1)
+            center -= name in stored_minus_1
         elif "embed_tokens" in name:
             center, std = 0.0, 0.5
         else:
@@ -227,7 +280,11 @@ def _llava_next(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
     return LlavaNextForConditionalGeneration, config, processor
 
 
-def _qwen3_vl(released: Released, *, moe: bool = False) -> tuple[type[PreTrainedModel], Any, Any]:
+def _qwen3_vl(
+    released: Released,
+    config_class: type[Any] = Qwen3VLConfig,
+    model_class: type[PreTrainedModel] = Qwen3VLForConditionalGeneration,
+) -> tuple[type[PreTrainedModel], Any, Any]:
     tokenizer = qwen_tokenizer(520)
     processor = Qwen3VLProcessor(
         tokenizer=tokenizer,
@@ -235,18 +292,13 @@ def _qwen3_vl(released: Released, *, moe: bool = False) -> tuple[type[PreTrained
         image_processor=_images(released),
         video_processor=Qwen3VLVideoProcessor(patch_size=16, merge_size=2),
     )
-    config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
+    config = config_class(
         text_config=dict(released.text),
         vision_config=dict(released.vision),
         tie_word_embeddings=False,
         **_places(tokenizer, "image", "video"),
     )
-    model_class = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
     return model_class, config, processor
-
-
-def _qwen3_vl_moe(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
-    return _qwen3_vl(released, moe=True)
 
 
 def _qwen3_omni(released: Released) -> tuple[type[PreTrainedModel], Any, Any]:
@@ -314,7 +366,14 @@ def _places(tokenizer: Any, *kinds: str) -> dict[str, int]:
 FAMILIES: dict[str, Callable[[Released], tuple[type[PreTrainedModel], Any, Any]]] = {
     "llava_next": _llava_next,
     "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_vl_moe": partial(
+        _qwen3_vl,
+        config_class=Qwen3VLMoeConfig,
+        model_class=Qwen3VLMoeForConditionalGeneration,
+    ),
+    "qwen3_5": partial(
+        _qwen3_vl, config_class=Qwen3_5Config, model_class=Qwen3_5ForConditionalGeneration
+    ),
     "qwen3_omni_moe": _qwen3_omni,
 }
 
