@@ -38,8 +38,8 @@ BY_CPU_KERNELS = "CPU kernels (numba) over packed pages"
 BY_KERNEL = "CUDA kernels over packed pages"
 NO_KERNELS = (
     "no CUDA kernels run here; on an NVIDIA GPU with compute capability 8.0 or newer, the kernels "
-    "of pages (append, decode, pack, unpack) and of decode steps (linear, mixture, rope) are "
-    "compared with PyTorch operations and timed"
+    "of pages (append, decode, pack, unpack) and of decode steps (delta, linear, mixture, rope) "
+    "are compared with PyTorch operations and timed"
 )
 SHAPE = (1, 4, 512, 128)
 CLIP_FRAMES = 8

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 
+from oscar_mm.fast_decode import delta as delta_module
 from oscar_mm.fast_decode import experts as mixture_module
 from oscar_mm.fast_decode import linear as linear_module
 from oscar_mm.fast_decode import rope as rope_module
+from oscar_mm.fast_decode.centered_norm import CenteredNormKernel
+from oscar_mm.fast_decode.delta import DeltaKernel, DeltaShape, delta, sample
 from oscar_mm.fast_decode.experts import (
     ExpertKernels,
     GroupedKernels,
@@ -52,7 +55,7 @@ from oscar_mm.pages.layout import PAGE_TOKENS, PageFormat
 from oscar_mm.pages.quantize import Recipe
 from oscar_mm.policy import DEFAULT, KVPolicy
 
-KERNELS = ("append", "decode", "linear", "mixture", "pack", "rope", "store", "unpack")
+KERNELS = ("append", "decode", "delta", "linear", "mixture", "pack", "rope", "store", "unpack")
 _POLICY = KVPolicy.preset(DEFAULT)
 _WHOLE_PAGE_POLICY = KVPolicy.preset("channel")
 """Policy for checking ``pack``, an operation that the default policy does not use."""
@@ -65,12 +68,15 @@ _BATCH = 64
 """Number of rows of a full batch."""
 _WIDTH, _HIDDEN = 4096, 12288
 """Input and output widths of the feed-forward layer to check."""
+_DELTA = DeltaShape(16, 32, 128, 128)
+"""Heads of Gated DeltaNet in Qwen3.5 with 9 billion parameters."""
 _CHOICE = Choice(32, 8, True, _DTYPE)
 _MIXTURE = mixture_module.Specialization(_CHOICE, 1, 2048, 768)
 _LINEAR_KERNELS = (
     (LinearKernel, linear_module.Specialization(1, True, _DTYPE)),
     (LinearRowsKernel, linear_module.RowsSpecialization.of(_ROWS, True, _DTYPE)),
     (GateKernel, _DTYPE),
+    (CenteredNormKernel, _DTYPE),
 )
 _HOPPER_LINEAR_KERNEL = LinearClusterKernel, ClusterSpecialization.of(_BATCH, True, _DTYPE)
 _MIXTURE_KERNELS = (
@@ -109,6 +115,9 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
         if isinstance(specialization, str):
             raise KernelError(specialization)
         return DecodeKernel.checked.check(specialization, device)
+    if operation == "delta":
+        made = delta_module.Specialization(_DELTA.keys, _DELTA.values, _DELTA.group, _DTYPE)
+        return DeltaKernel.checked.check(made, device)
     if operation == "linear":
         more = (_HOPPER_LINEAR_KERNEL,) if uses_wgmma(device) else ()
         return _first_that_disagrees(device, *_LINEAR_KERNELS, *more)
@@ -227,6 +236,12 @@ def _append(device: torch.device) -> Workload:
     return Workload(call, 2 * (keys.nbytes + values.nbytes))
 
 
+def _delta(device: torch.device) -> Workload:
+    """Prepare a call that makes a step of a full batch, whose states do not fit in the L2 cache."""
+    given = sample(_DELTA, _DELTA.one_after_the_other, _BATCH, _DTYPE, device)
+    return Workload(partial(delta, given), 2 * sum(x.nbytes for x in given.states.tensors))
+
+
 def _linear(device: torch.device) -> Workload:
     """Prepare a call that computes the gate of a feed-forward layer."""
     x = torch.ones(1, _WIDTH, dtype=_DTYPE, device=device)
@@ -256,7 +271,13 @@ def _rope(device: torch.device) -> Workload:
     return Workload(call, 2 * (heads.nbytes + angles.nbytes))
 
 
-_TOKEN_WORKLOADS = {"append": _append, "linear": _linear, "mixture": _mixture, "rope": _rope}
+_TOKEN_WORKLOADS = {
+    "append": _append,
+    "delta": _delta,
+    "linear": _linear,
+    "mixture": _mixture,
+    "rope": _rope,
+}
 
 
 def call_seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -30,6 +30,7 @@ def test_calls_that_are_timed(operation: str) -> None:
         == {
             "append": 2 * 8 * 2 * 8 * 128 * 2,
             "decode": by_token,
+            "delta": 2 * 64 * (4 * 32 * 128 * 128 + 2 * 4 * 8192),
             "linear": 2 * 12288 * 4096 * 2,
             "mixture": 8 * 3 * 768 * 2048 * 2,
             "pack": in_16_bit + by_channel,
@@ -78,7 +79,10 @@ def test_doctor_says_what_a_gpu_would_do(capsys: pytest.CaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     app(["doctor"], standalone_mode=False)
-    assert "(linear, mixture, rope) are compared with PyTorch operations" in capsys.readouterr().out
+    assert (
+        "(delta, linear, mixture, rope) are compared with PyTorch operations"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.gpu

@@ -123,14 +123,15 @@ def test_compiles(arch: str, gated: bool, rows: int, bits: int, wide: bool, grou
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_norm_compiles(arch: str) -> None:
+@pytest.mark.parametrize("centered", [False, True])
+def test_norm_compiles(arch: str, centered: bool) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "linear/rms_norm.cu").read_text() + (
         f"{same_struct(NormParams)}"
         f"static_assert(THREADS == {linear_params.NORM_THREADS});\n"
         f"static_assert(THREADS * EACH * 8 == {linear_params.WIDEST_NORM});\n"
     )
-    macros = {"ELEMENT": "__nv_bfloat16"}
+    macros = linear_params.norm_macros(torch.bfloat16, centered=centered)
     report = compile_once("linear/rms_norm.cu", text, arch, macros)["rms_norm"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 

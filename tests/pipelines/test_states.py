@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from oscar_mm.cache.saved_cache import load_cache, save_cache
 from oscar_mm.chat.history import PastTurn
 from oscar_mm.compare.comparison import Comparison
 from oscar_mm.compare.decoded_answers import AnswerComparison
+from oscar_mm.engine import decode_runner
 from oscar_mm.engine.message import Message, user_message
+from oscar_mm.fast_decode import graph_runner
 from oscar_mm.inspect.inspection import inspect_prompt
 from oscar_mm.media.media import Media
 from oscar_mm.pipelines.plan import Session, plan
 from oscar_mm.policy import KVPolicy
+from tests.fast_decode.test_graph_runner import Repeat
 from tests.pipelines.conftest import NEVER, exact
 from tests.prompts import REQUESTS, Reference, Request, noise
 
@@ -48,6 +52,18 @@ def plain(qwen3_5_folder: Path) -> Reference:
 
 def like(pipe: OscarVLPipeline, **arguments: Any) -> OscarVLPipeline:
     return OscarVLPipeline(pipe.model, processor=pipe.processor, policy="bf16", **arguments)
+
+
+@pytest.fixture(params=["fused", "captured", "modules"])
+def stepping(pipe, request, monkeypatch: pytest.MonkeyPatch) -> OscarVLPipeline:
+    """A pipeline for each way in which decode steps run: states of rows where their caches have
+    them, at addresses that a graph reads, or in tensors of the batch."""
+    if request.param == "captured":
+        runner = partial(graph_runner.GraphRunner, capture=Repeat())
+        monkeypatch.setattr(decode_runner, "GraphRunner", runner)
+    if request.param == "modules":
+        monkeypatch.setattr(graph_runner, "supports", lambda model: False)
+    return like(pipe)
 
 
 def asked(request: Request, tokens: int = TOKENS) -> dict[str, Any]:
@@ -191,35 +207,38 @@ def test_turns_told_together_end_at_marks(pipe) -> None:
     apart.close()
 
 
-def test_requests_join_and_leave_the_batch(pipe, plain) -> None:
+def test_requests_join_and_leave_the_batch(stepping, plain) -> None:
     """Answers of several lengths, more than rows; each is the one that it would be alone."""
     requests = [*REQUESTS.values(), *QUESTIONS]
     lengths = [3 + 7 * (number % 4) for number in range(len(requests))]
-    results = pipe.batch(
+    results = stepping.batch(
         [asked(one, tokens) for one, tokens in zip(requests, lengths, strict=True)], batch_size=3
     )
     for request, tokens, result in zip(requests, lengths, results, strict=True):
         [expected] = plain.generate(plain.inputs([request]), max_new_tokens=tokens)
         assert result.answer.token_ids == expected
-    assert pipe.store.memory().state_bytes == 0
+    assert stepping.store.memory().state_bytes == 0
 
 
-def test_an_answer_that_is_left_changes_no_other(pipe, plain) -> None:
+def test_an_answer_that_is_left_changes_no_other(stepping, plain) -> None:
     """The answer that stays in the batch is the one that it would be alone."""
     [expected] = plain.generate(plain.inputs([SIGN]), max_new_tokens=24)
-    other, stream = pipe.stream(**asked(REQUESTS["video"], 24)), pipe.stream(**asked(SIGN, 24))
+    other, stream = (
+        stepping.stream(**asked(REQUESTS["video"], 24)),
+        stepping.stream(**asked(SIGN, 24)),
+    )
     next(other)
     next(stream)
     next(other)
     other.close()
     list(stream)
     assert stream.result.token_ids == expected
-    assert pipe.store.memory().state_bytes == 0
+    assert stepping.store.memory().state_bytes == 0
 
 
-def test_nan_of_a_row_is_that_rows(pipe, plain) -> None:
+def test_nan_of_a_row_is_that_rows(stepping, plain) -> None:
     [expected] = plain.generate(plain.inputs([SIGN]), max_new_tokens=24)
-    chat, stream = pipe.chat(), pipe.stream(**asked(SIGN, 24))
+    chat, stream = stepping.chat(), stepping.stream(**asked(SIGN, 24))
     broken = chat.stream(**asked(REQUESTS["video"], 24))
     next(stream)
     next(broken)
@@ -231,7 +250,7 @@ def test_nan_of_a_row_is_that_rows(pipe, plain) -> None:
         for state in request.cache.linear_layers[0].states:
             state[:] = torch.nan
 
-    pipe.engine.call(spoil)
+    stepping.engine.call(spoil)
     with pytest.raises(FloatingPointError, match="NaN"):
         list(broken)
     list(stream)

@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", LINEAR | {"num_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_5_text": ("qwen3_5_text", LINEAR),
 }
-FAST = {"llama", "mistral", "qwen2", "qwen3", "qwen3 with experts"}
+FAST = {"llama", "mistral", "qwen2", "qwen3", "qwen3 with experts", "qwen3_next", "qwen3_5_text"}
 QUESTIONS = (
     "What did the user ask about the sign? ",
     "How much does the bread cost, and which month was the wettest?",

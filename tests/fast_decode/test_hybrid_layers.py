@@ -1,0 +1,209 @@
+"""Decode steps of hybrids in few launches, against transformers' own modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oscar_mm import OscarCache, OscarVLPipeline
+from oscar_mm.cache.batch_view import BatchView
+from oscar_mm.cache.cache import as_argument
+from oscar_mm.engine.message import first_turn
+from oscar_mm.engine.prefill import read_prompt
+from oscar_mm.fast_decode import delta as delta_module
+from oscar_mm.fast_decode.centered_norm import CenteredNorm, CenteredNormKernel
+from oscar_mm.fast_decode.decoder import FastDecoder, supports
+from oscar_mm.fast_decode.graph_runner import SWITCH, GraphRunner
+from oscar_mm.fast_decode.prompt_layers import PromptLayers
+from oscar_mm.kernels.launch import ELEMENTS
+from oscar_mm.kernels.self_check import relative_error
+from tests.checkpoints import build_decoder
+from tests.fast_decode.test_graph_runner import Repeat
+from tests.pipelines.conftest import NEVER, exact
+from tests.pipelines.test_text_models import MODELS
+from tests.prompts import REQUESTS
+from tests.tiny_qwen3_5 import qwen3_5
+
+HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""Sizes of heads that the kernel takes."""
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_text"])
+def model(request) -> Any:
+    if request.param in MODELS:
+        kind, fields = MODELS[request.param]
+        made = build_decoder(kind, **fields).eval()
+    else:
+        folder = request.getfixturevalue(f"{request.param}_folder")
+        made = exact(OscarVLPipeline, folder).model
+    made.set_attn_implementation("oscar")
+    return made
+
+
+@torch.inference_mode()
+def both(model: Any, rows: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits of steps, and states at their end, by fast layers and by modules."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(tokens: int) -> torch.Tensor:
+        return torch.randint(5, 200, (rows, tokens), generator=generator).to(device)
+
+    caches, prompt, layers = [OscarCache("bf16") for _ in range(2)], ids(7), FastDecoder(model)
+    for cache in caches:
+        model(input_ids=prompt, **as_argument(cache), use_cache=True)
+    found = []
+    for number in range(steps):
+        tokens, positions = ids(1), torch.full((rows, 1), 7 + number, device=device)
+        fast = layers(tokens, positions, caches[0])
+        inputs = {"input_ids": tokens, "position_ids": positions}
+        output = model(**inputs, **as_argument(caches[1]), use_cache=True)
+        found.append((fast, output.logits[:, -1]))
+    return found + list(zip(*(cache.states for cache in caches), strict=True))
+
+
+def test_steps_are_those_of_the_modules(model) -> None:
+    assert supports(model) and not PromptLayers.takes(model)
+    for rows in (1, 3):
+        for found, expected in both(model, rows, 4):
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_other_parts_run_as_modules(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias of the convolution, another activation, and norms that are not centered."""
+    mixer = model.get_decoder().layers[0].linear_attn
+    monkeypatch.setattr(mixer, "activation", "gelu")
+    assert not supports(model)
+    monkeypatch.undo()
+    monkeypatch.setattr(mixer.conv1d, "bias", torch.nn.Parameter(torch.zeros(1)))
+    assert not supports(model)
+    monkeypatch.undo()
+    monkeypatch.delattr(model.get_decoder().layers[0].input_layernorm, "eps")
+    assert not supports(model)
+
+
+def test_a_centered_norm_keeps_all_bits_of_its_weight() -> None:
+    weight = torch.tensor([2.0**-9, -(2.0**-9), 1.0, 0.0]).bfloat16()
+    x = torch.tensor([[256.0, 256.0, 2.0, -256.0]]).bfloat16()
+    scaled = x.double() / x.double().square().mean().sqrt()
+    expected = (scaled * (1 + weight.double())).bfloat16()
+    assert torch.equal(CenteredNorm(weight, 0.0).at_once(x), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 4096), (300, 16384)])
+def test_centered_norm_on_a_gpu(dtype: torch.dtype, rows: int, width: int) -> None:
+    assert CenteredNormKernel.of(dtype, torch.device("cuda", 0)) is not None
+    x = torch.randn(rows, width, device="cuda").to(dtype)
+    norm = CenteredNorm(torch.randn(width, device="cuda").to(dtype), 1e-6)
+    wide = x.double()
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    expected *= 1 + norm.weight.double()
+    error = (norm.at_once(x).double() - expected).abs()
+    assert bool((error <= torch.finfo(dtype).eps * expected.abs() + 1e-6).all())
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+def on_gpu(request, tmp_path_factory: pytest.TempPathFactory) -> OscarVLPipeline:
+    folder: Path = tmp_path_factory.mktemp("gpu") / "qwen3_5"
+    qwen3_5(folder, seed=3, moe=request.param, hidden_size=256, **HEADS)
+    pipe = OscarVLPipeline(folder, device="cuda", dtype="bfloat16", policy="compact")
+    pipe.model.generation_config.eos_token_id = NEVER
+    return pipe
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu(on_gpu: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and states, by the kernels and by modules in the same precision."""
+    calls = []
+    monkeypatch.setattr(
+        delta_module.DeltaKernel,
+        "__call__",
+        lambda self, given, run=delta_module.DeltaKernel.__call__: (
+            calls.append(given) or run(self, given)
+        ),
+    )
+    for rows in (1, 3, 17):
+        for found, expected in both(on_gpu.model, rows, 4):
+            assert relative_error(found.flatten(1), expected.flatten(1)) <= 0.05
+    assert len(calls) >= 3 * 3 * 4
+
+
+def steps_of_a_batch(pipe: OscarVLPipeline, caches: list[OscarCache], capture: Any) -> list[Any]:
+    """Logits of rows that join, move, end and leave, and the states of their caches at the end."""
+    view, found = BatchView(pipe.store), []
+    view.sigmas = caches[0].sigmas
+    runner = GraphRunner(pipe.model, view, 4, (4,), pipe.family.device, capture)
+    first, second, third = caches
+    for rows, ended in (
+        ([first, second, None, None], ()),
+        ([second, third, None, first], (1,)),
+        ([None, first, None, None], ()),
+    ):
+        view.set_rows(rows)
+        runner.place([0 if cache is None else cache.get_seq_length() for cache in rows])
+        for number in range(5):
+            over = [
+                cache is None or (place in ended and number > 2) for place, cache in enumerate(rows)
+            ]
+            tokens = torch.arange(4, device=pipe.family.device) + 7 * number
+            logits = runner(tokens, torch.tensor(over))
+            found += [logits[place].clone() for place in range(4) if not over[place]]
+    assert runner.captures == (capture is not None)
+    return found + [state for cache in caches for state in cache.states]
+
+
+@torch.inference_mode()
+def check_batch(pipe: OscarVLPipeline, captures: tuple[Any, Any]) -> None:
+    """Compare the steps of a batch bit for bit, by two capture functions."""
+    caches = []
+    for name in ("text", "image", "video"):
+        request, cache = REQUESTS[name], pipe.new_cache()
+        media = pipe.read_media(request.images, request.videos)
+        prompt = pipe.family.prompt(first_turn(request.prompt, media.parts), media)
+        read_prompt(pipe.model, prompt.to(pipe.family.device), cache)
+        caches.append(cache)
+    forks = [cache.fork() for cache in caches]
+    one, other = (
+        steps_of_a_batch(pipe, mine, capture)
+        for mine, capture in zip((caches, forks), captures, strict=True)
+    )
+    for found, expected in zip(one, other, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_steps_on_fixed_addresses(qwen3_5_folder: Path) -> None:
+    pipe, repeat = exact(OscarVLPipeline, qwen3_5_folder), Repeat()
+    check_batch(pipe, (repeat, None))
+    assert repeat.replays > 10
+
+
+@pytest.mark.gpu
+def test_graphs_repeat_steps_bit_for_bit(on_gpu: OscarVLPipeline) -> None:
+    on_gpu.engine.call(lambda: check_batch(on_gpu, ("auto", Repeat())), runs_model=True)
+
+
+@pytest.mark.gpu
+def test_turns_with_graphs(on_gpu: OscarVLPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns, forks and turns after an undo, as with eager steps."""
+
+    def answers() -> list[list[int]]:
+        pipe = OscarVLPipeline(on_gpu.model, processor=on_gpu.processor, policy="compact")
+        chat = pipe.chat()
+        found = [chat.ask("Why?", max_new_tokens=12).token_ids for _ in range(2)]
+        fork = chat.fork()
+        found += [one.ask("How?", max_new_tokens=12).token_ids for one in (chat, fork)]
+        chat.undo()
+        found.append(chat.ask("How?", max_new_tokens=12).token_ids)
+        for one in (chat, fork):
+            one.close()
+        return found
+
+    captured = answers()
+    assert captured[-1] == captured[-2] == captured[-3]
+    monkeypatch.setenv(SWITCH, "off")
+    assert answers() == captured
