@@ -130,7 +130,8 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
         made = store_module.Specialization(Recipe.of(page, _POLICY), _DTYPE)
         return StoreKernel.checked.check(made, device)
     if operation == "rope":
-        return RopeKernel.checked.check(rope_module.Specialization(_HEAD_DIM, _DTYPE), device)
+        made = rope_module.Specialization(_HEAD_DIM, _DTYPE, _HEAD_DIM)
+        return RopeKernel.checked.check(made, device)
     made = unpack_module.Specialization(page, _POLICY.rotate, _DTYPE)
     return UnpackKernel.checked.check(made, device)
 

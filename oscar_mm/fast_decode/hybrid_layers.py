@@ -18,6 +18,7 @@ from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.delta import DeltaArguments, DeltaShape, Parts, delta
 from oscar_mm.fast_decode.layers import FastLayer, FeedForward, Product, norm_of
 from oscar_mm.fast_decode.linear_torch import Norm
+from oscar_mm.fast_decode.rope import rope_
 
 HYBRID_LAYERS = {"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer", "Qwen3NextDecoderLayer"}
 """Decoder layer classes of transformers with this arithmetic."""
@@ -118,22 +119,10 @@ class GatedLayer(FastLayer):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output of the attention block, see ``FastLayer.attended``."""
-        queries, keys, values = self.projected(rows).split(self.heads, 1)
-        # Each head's query comes before its gate.
-        queries, gates = queries[:, ::2], queries[:, 1::2]
-        assert self.head_norms is not None
-        turned = [
-            _turned(norm(side), cosine, sine)
-            for norm, side in zip(self.head_norms, (queries, keys), strict=True)
-        ]
-        found = self.attend_to([*turned, values], batch, cache, mask)
-        return self.output(found * gates.sigmoid().flatten(1), residual=rows)
-
-
-def _turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to the first channels of heads, (rows, heads, head_dim)."""
-    count = cosine.shape[-1]
-    first, second = heads[..., :count].chunk(2, -1)
-    turned = heads[..., :count] * cosine[:, None]
-    turned += torch.cat([-second, first], -1) * sine[:, None]
-    return torch.cat([turned, heads[..., count:]], -1)
+        heads, (queries, keys, _) = self.projected(rows), self.heads
+        # Each query head comes before its gate.
+        turning = heads[:, : queries + keys]
+        rope_(turning, queries // 2, cosine, sine, self.head_norms, gated=True)
+        asked, *others = heads.split(self.heads, 1)
+        found = self.attend_to([asked[:, ::2], *others], batch, cache, mask)
+        return self.output(found * asked[:, 1::2].sigmoid().flatten(1), residual=rows)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.launch import ELEMENTS, addresses, current_stream, ints, pointers
 from oscar_mm.kernels.macros import Macros, macros_of
@@ -22,17 +23,19 @@ _checker = ArgumentChecker("rope")
 
 
 class RopeArguments(NamedTuple):
-    """Arguments of ``rope``, which rotates channels i and i + head_dim / 2 of each head by the
-    angle for its row.
+    """Arguments of ``rope``, which rotates channels i and i + turned / 2 of each head by the angle
+    for its row; channels from ``turned`` on stay.
 
     Attributes:
         heads: (rows, heads, head_dim), query heads first; contiguous except between rows.
         query_heads: number of query heads.
-        cosine: (rows, head_dim), contiguous, in the dtype of heads.
+        cosine: (rows, turned), contiguous, in the dtype of heads; turned is at most head_dim.
         sine: same shape and dtype as cosine.
         query_norm: (head_dim,): RMSNorm weight for query heads; None for no norm.
         key_norm: (head_dim,): RMSNorm weight for key heads; None for no norm.
         epsilon: epsilon of both norms.
+        centered: whether the norms are of the kind of ``CenteredNorm``.
+        gated: whether each query head is followed by a gate, which stays as it is.
     """
 
     heads: Written
@@ -42,6 +45,8 @@ class RopeArguments(NamedTuple):
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     epsilon: float
+    centered: bool = False
+    gated: bool = False
 
 
 class Params(ctypes.Structure):
@@ -50,7 +55,7 @@ class Params(ctypes.Structure):
     _fields_ = (
         *pointers("heads", "query_norm", "key_norm", "cosine", "sine"),
         ("row_stride", ctypes.c_int64),
-        *ints("query_heads", "all_heads"),
+        *ints("query_heads", "all_heads", "query_step"),
         ("epsilon", ctypes.c_float),
     )
 
@@ -60,6 +65,8 @@ class Specialization(NamedTuple):
 
     head_dim: int
     dtype: torch.dtype
+    turned: int
+    centered: bool = False
 
     @property
     def macros(self) -> Macros:
@@ -76,13 +83,13 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
 
     def __call__(self, arguments: RopeArguments) -> None:
         """Launch the kernel."""
-        heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
-        count, block = heads.shape[1], (_WARPS * 32, 1, 1)
+        heads, query_heads, cosine, sine, query_norm, key_norm, epsilon, _, gated = arguments
+        count, block = heads.shape[1] - gated * query_heads, (_WARPS * 32, 1, 1)
         parts = (x.split(_MAX_ROWS) for x in (heads, cosine, sine))
         for some, *angles in zip(*parts, strict=True):
             params = Params(
                 *addresses(some, query_norm, key_norm, *angles),
-                *(heads.stride(0), query_heads, count, epsilon),
+                *(heads.stride(0), query_heads, count, 1 + gated, epsilon),
             )
             grid, stream = (-(-count // _WARPS), len(some), 1), current_stream(heads.device)
             self._kernel.launch(grid, block, 0, params, stream, dependent=True)
@@ -91,15 +98,16 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
     def disagreement(
         specialization: Specialization, kernel: Callable[[Any], None], device: torch.device
     ) -> float:
-        """Return the largest relative error of a head, with and without norms."""
-        head_dim, dtype = specialization
+        """Return the largest relative error of a head, with and without norms, and with gates."""
+        head_dim, dtype, turned, centered = specialization
         random, errors = random_normal(dtype, device), []
-        for norms in ((None, None, 0.0), (random(head_dim), random(head_dim), 1e-6)):
-            heads, angles = random(3, 9, head_dim), random(3, head_dim).float()
+        norms = random(head_dim), random(head_dim), 1e-6
+        for around in ((None, None, 0.0), (*norms, centered), (*norms, centered, True)):
+            heads, angles = random(3, 13, head_dim), random(3, turned).float()
             cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
             found, expected = heads, heads.clone()
             for run, target in ((kernel, found), (rope_by_torch, expected)):
-                run(RopeArguments(target[:, :7], 4, cosine, sine, *norms))
+                run(RopeArguments(target[:, :11], 4, cosine, sine, *around))
             errors.append(relative_error(found, expected))
         return worst(errors)
 
@@ -109,51 +117,63 @@ def rope_(
     query_heads: int,
     cosine: torch.Tensor,
     sine: torch.Tensor,
-    norms: tuple[Norm, Norm] | None = None,
+    norms: tuple[Norm, Norm] | tuple[CenteredNorm, CenteredNorm] | None = None,
+    *,
+    gated: bool = False,
 ) -> None:
     """Rotate heads in place, like ``rope`` but without checking arguments.
 
     Args:
-        heads, query_heads, cosine, sine: see ``RopeArguments``.
+        heads, query_heads, cosine, sine, gated: see ``RopeArguments``.
         norms: norms for query and key heads, with the same epsilon; None for no norms.
     """
     around = (None, None, 0.0)
     if norms is not None:
         (query_norm, epsilon), (key_norm, _) = norms
-        around = (query_norm, key_norm, epsilon)
-    _rope(RopeArguments(heads, query_heads, cosine, sine, *around))
+        around = (query_norm, key_norm, epsilon, isinstance(norms[0], CenteredNorm))
+    _rope(RopeArguments(heads, query_heads, cosine, sine, *around)._replace(gated=gated))
 
 
 def rope_by_torch(arguments: RopeArguments) -> None:
     """Run ``rope`` with PyTorch operations and the rounding of transformers' modules."""
-    heads, query_heads, cosine, sine, query_norm, key_norm, epsilon = arguments
-    if query_norm is not None and key_norm is not None:
-        norms = Norm(query_norm, epsilon), Norm(key_norm, epsilon)
-        sides = heads[:, :query_heads], heads[:, query_heads:]
-        heads[:] = torch.cat([norm(side) for norm, side in zip(norms, sides, strict=True)], 1)
-    first, second = heads.chunk(2, -1)
-    turned = torch.cat([-second, first], -1)
-    heads[:] = heads * cosine[:, None] + turned * sine[:, None]
+    heads, count, cosine, sine, *norms, epsilon, centered, gated = arguments
+    step, turned = 1 + gated, cosine.shape[1]
+    sides = heads[:, : count * step : step], heads[:, count * step :]
+    for side, weight in zip(sides, norms, strict=True):
+        kind = CenteredNorm if centered else Norm
+        normed = side if weight is None else kind(weight, epsilon)(side)
+        first, second = normed[..., :turned].chunk(2, -1)
+        around = torch.cat([-second, first], -1) * sine[:, None]
+        moved = normed[..., :turned] * cosine[:, None] + around
+        side[:] = torch.cat([moved, normed[..., turned:]], -1)
 
 
 def _rope(arguments: RopeArguments) -> None:
-    heads, kernel = arguments.heads, None
-    if heads.is_cuda and heads.shape[2] in HEAD_DIMS and heads.dtype in ELEMENTS:
-        kernel = RopeKernel.of(Specialization(heads.shape[2], heads.dtype), heads.device)
+    heads, turned, kernel = arguments.heads, arguments.cosine.shape[1], None
+    if (
+        heads.is_cuda
+        and heads.shape[2] in HEAD_DIMS
+        and turned % 64 == 0
+        and heads.dtype in ELEMENTS
+    ):
+        made = Specialization(heads.shape[2], heads.dtype, turned, arguments.centered)
+        kernel = RopeKernel.of(made, heads.device)
     (kernel or rope_by_torch)(arguments)
 
 
 def _check(arguments: RopeArguments) -> None:
-    heads, query_heads, cosine, sine, query_norm, key_norm, _ = arguments
+    heads, query_heads, cosine, sine, query_norm, key_norm, *_, gated = arguments
     check, device = _checker.check, heads.device
     check("heads", heads, ("rows", "heads", "head_dim"), STATES, device, rows=True)
     rows, count, head_dim = heads.shape
     if heads.stride(1) != head_dim:
         _checker.refuse("heads", f"of strides {heads.stride()}", "contiguous in each row")
-    if not 0 <= query_heads <= count:
-        _checker.refuse("query_heads", query_heads, f"0 to {count}")
-    for name, angles in (("cosine", cosine), ("sine", sine)):
-        check(name, angles, (rows, head_dim), heads.dtype, device)
+    if not 0 <= query_heads <= count // (1 + gated):
+        _checker.refuse("query_heads", query_heads, f"0 to {count // (1 + gated)}")
+    check("cosine", cosine, (rows, "channels"), heads.dtype, device)
+    if cosine.shape[1] > head_dim or cosine.shape[1] % 2:
+        _checker.refuse("cosine", f"of {cosine.shape[1]} channels", f"even, at most {head_dim}")
+    check("sine", sine, tuple(cosine.shape), heads.dtype, device)
     if (query_norm is None) != (key_norm is None):
         _checker.refuse("query_norm", "one of two norms", "given with key_norm, or both None")
     for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):

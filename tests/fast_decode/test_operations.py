@@ -24,7 +24,7 @@ def arguments_of(name: str, device: str = "cpu") -> tuple:
         around = [random(24), None], random(32), 1e-6, random(3, 32)
         return (random(3, 32), weights, *around, False, [], [])
     if name == "rope":
-        norms = (random(64), random(64), 1e-6)
+        norms = (random(64), random(64), 1e-6, False, False)
         return (random(3, 6, 64)[:, :5], 4, random(3, 64), random(3, 64), *norms)
     experts = (random(5, 32), random(5, 96, 32), random(5, 32, 48), 2, True, [])
     return (random(3, 32), random(32), 1e-6, *experts)
@@ -74,6 +74,9 @@ def test_tensors_that_do_not_fit(name: str) -> None:
         ("linear", "weights", [torch.zeros(24, 31)] * 2, r"must be of shape \(outputs, 32\)"),
         ("linear", "biases", [torch.zeros(9), None], r"biases is of shape \(9,\)"),
         ("rope", "query_heads", 6, "query_heads is 6, must be 0 to 5"),
+        ("rope", "cosine", torch.zeros(3, 66), "of 66 channels, must be even, at most 64"),
+        ("rope", "sine", torch.zeros(3, 62), r"sine is of shape \(3, 62\), must be of shape"),
+        ("rope", "gated", True, "query_heads is 4, must be 0 to 2"),
         ("rope", "key_norm", None, "query_norm is one of two norms, must be given with key_norm"),
         ("mixture", "chosen", 6, "chosen is 6, must be 1 to 5, the experts"),
     ],

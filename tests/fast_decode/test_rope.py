@@ -6,11 +6,14 @@ from math import isnan
 
 import pytest
 import torch
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as partial_rope
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLTextRMSNorm,
     apply_rotary_pos_emb,
 )
 
+from oscar_mm.fast_decode.centered_norm import CenteredNorm
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.fast_decode.rope import (
     HEAD_DIMS,
@@ -49,12 +52,36 @@ def test_as_transformers(dtype: torch.dtype, normed: bool) -> None:
     assert torch.equal(states, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_gated_heads(dtype: torch.dtype) -> None:
+    """As Qwen3.5's attention: centered norms, a quarter of the channels, gates after queries."""
+    rows, query_heads, kv_heads, head_dim, turned = 3, 4, 2, 64, 16
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(rows, 2 * (query_heads + kv_heads), head_dim, generator=generator)
+    states, expected = states.to(dtype), states.to(dtype)
+    angles = torch.randn(rows, turned // 2, generator=generator).repeat(1, 2)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = [Qwen3_5RMSNorm(head_dim, eps=1e-6).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data.copy_(torch.randn(head_dim, generator=generator))
+    asked = expected[:, : 2 * query_heads].unflatten(1, (query_heads, 2))
+    key = expected[:, 2 * query_heads :][:, :kv_heads]
+    with torch.no_grad():
+        sides = norms[0](asked[:, :, 0])[:, :, None], norms[1](key)[:, :, None]
+        query, new = partial_rope(*sides, cosine[:, None], sine[:, None])
+        asked[:, :, 0], key[:] = query[:, :, 0], new[:, :, 0]
+        of_heads = tuple(CenteredNorm(norm.weight, norm.eps) for norm in norms)
+        turning = states[:, : 2 * query_heads + kv_heads]
+        rope_(turning, query_heads, cosine, sine, of_heads, gated=True)
+    assert torch.equal(states, expected)
+
+
 @pytest.mark.parametrize("arch", architectures())
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "rope/rope.cu").read_text() + same_struct(Params)
-    for head_dim in HEAD_DIMS:
-        macros = Specialization(head_dim, torch.bfloat16).macros
+    for head_dim, turned, centered in (*((one, one, False) for one in HEAD_DIMS), (256, 64, True)):
+        macros = Specialization(head_dim, torch.bfloat16, turned, centered).macros
         report = compile_once("rope/rope.cu", text, arch, macros)["rope"]
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
 
@@ -66,7 +93,7 @@ def test_one_wrong_head_of_one_problem_shows(value: float | None) -> None:
         if value is not None and arguments.key_norm is not None:
             arguments.heads[1, 2] = value
 
-    made = Specialization(64, torch.float32)
+    made = Specialization(64, torch.float32, 64)
     worst = RopeKernel.disagreement(made, kernel, torch.device("cpu"))
     assert isnan(worst) if value is torch.nan else worst == (0 if value is None else 1)
 
@@ -74,7 +101,8 @@ def test_one_wrong_head_of_one_problem_shows(value: float | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernel(dtype: torch.dtype, head_dim: int) -> None:
-    made = Specialization(head_dim, dtype)
+@pytest.mark.parametrize(("turned", "centered"), [(None, False), (64, True)])
+def test_kernel(dtype: torch.dtype, head_dim: int, turned: int | None, centered: bool) -> None:
+    made = Specialization(head_dim, dtype, turned or head_dim, centered)
     verdict = RopeKernel.checked.check(made, torch.device("cuda", 0))
     assert verdict.disagreement < 2e-3
