@@ -90,9 +90,14 @@ class DeltaShape(NamedTuple):
         """Parts of projections that have everything of a key head together (Qwen3-Next)."""
         values = self.group * self.values
         width = 2 * self.keys + 2 * values
-        starts = (0, self.keys, 2 * self.keys, 2 * self.keys + values)
-        mixed = (Part(start, width) for start in starts)
-        return Parts(*mixed, Part(0, 2 * self.group), Part(self.group, 2 * self.group))
+        return Parts(
+            Part(0, width),
+            Part(self.keys, width),
+            Part(2 * self.keys, width),
+            Part(2 * self.keys + values, width),
+            Part(0, 2 * self.group),
+            Part(self.group, 2 * self.group),
+        )
 
 
 class DeltaArguments(NamedTuple):

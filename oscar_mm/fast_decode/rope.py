@@ -101,13 +101,14 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
         """Return the largest relative error of a head, with and without norms, and with gates."""
         head_dim, dtype, turned, centered = specialization
         random, errors = random_normal(dtype, device), []
-        norms = random(head_dim), random(head_dim), 1e-6
-        for around in ((None, None, 0.0), (*norms, centered), (*norms, centered, True)):
+        weights = random(head_dim), random(head_dim)
+        for norms, gated in (((None, None), False), (weights, False), (weights, True)):
             heads, angles = random(3, 13, head_dim), random(3, turned).float()
             cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
             found, expected = heads, heads.clone()
+            around = 4, cosine, sine, *norms, 1e-6, centered, gated
             for run, target in ((kernel, found), (rope_by_torch, expected)):
-                run(RopeArguments(target[:, :11], 4, cosine, sine, *around))
+                run(RopeArguments(target[:, :11], *around))
             errors.append(relative_error(found, expected))
         return worst(errors)
 
@@ -127,16 +128,19 @@ def rope_(
         heads, query_heads, cosine, sine, gated: see ``RopeArguments``.
         norms: norms for query and key heads, with the same epsilon; None for no norms.
     """
-    around = (None, None, 0.0)
+    query_norm = key_norm = None
+    epsilon, centered = 0.0, False
     if norms is not None:
         (query_norm, epsilon), (key_norm, _) = norms
-        around = (query_norm, key_norm, epsilon, isinstance(norms[0], CenteredNorm))
-    _rope(RopeArguments(heads, query_heads, cosine, sine, *around)._replace(gated=gated))
+        centered = isinstance(norms[0], CenteredNorm)
+    around = query_norm, key_norm, epsilon, centered, gated
+    _rope(RopeArguments(heads, query_heads, cosine, sine, *around))
 
 
 def rope_by_torch(arguments: RopeArguments) -> None:
     """Run ``rope`` with PyTorch operations and the rounding of transformers' modules."""
-    heads, count, cosine, sine, *norms, epsilon, centered, gated = arguments
+    heads, count, cosine, sine, query_norm, key_norm, epsilon, centered, gated = arguments
+    norms = query_norm, key_norm
     step, turned = 1 + gated, cosine.shape[1]
     sides = heads[:, : count * step : step], heads[:, count * step :]
     for side, weight in zip(sides, norms, strict=True):
