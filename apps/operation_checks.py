@@ -116,7 +116,7 @@ def check_kernel(operation: str, device: torch.device) -> Verdict:
             raise KernelError(specialization)
         return DecodeKernel.checked.check(specialization, device)
     if operation == "delta":
-        made = delta_module.Specialization(_DELTA.keys, _DELTA.values, _DELTA.group, _DTYPE)
+        made = delta_module.Specialization.of(_DELTA, _DTYPE, _BATCH, device)
         return DeltaKernel.checked.check(made, device)
     if operation == "linear":
         more = (_HOPPER_LINEAR_KERNEL,) if uses_wgmma(device) else ()

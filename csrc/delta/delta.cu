@@ -31,6 +31,7 @@ constexpr int CHANNELS = 2 * KEYS + EACH * COLUMNS;  // of the convolution, in a
 constexpr int TURNS = (CHANNELS + THREADS - 1) / THREADS;
 
 static_assert(GROUP * SPLIT % CLUSTER == 0, "all thread blocks have as many items");
+static_assert(EACH * LANES <= THREADS, "a thread for each four outputs");
 static_assert(KEYS % LINES == 0 && VALUES % COLUMNS == 0, "whole items");
 
 // Where the parts of key heads begin in a row.
@@ -128,7 +129,9 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
   __shared__ float channels[TURNS * THREADS];  // queries, keys, values
+  __shared__ float decays[EACH], betas[EACH];
   __shared__ float4 partial[2][WARPS][LANES];
+  __shared__ float4 outputs[EACH * LANES];
   __shared__ float squares[GROUP * SPLIT];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % LANES;
   const int key_head = blockIdx.x / CLUSTER, first = blockIdx.x % CLUSTER * EACH;
@@ -145,12 +148,13 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
   };
 
   // No kernel of this step writes to states or weights, so these reads need not wait.
-  float4 s[ROWS];
+  float4 s[EACH > 1 ? 2 : 1][ROWS];
   uint2 window[TURNS], weights[TURNS];
-  float rates[EACH], biases[EACH];
+  float rate = 0.0f, bias = 0.0f;
+  const int own_head = (first + thread) / SPLIT;  // of the item of a thread below EACH
   if (has_token) {
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) s[i] = *place(first, i);
+    for (int i = 0; i < ROWS; ++i) s[0][i] = *place(first, i);
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
       const int number = turn * THREADS + thread;
@@ -159,48 +163,46 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
       window[turn] = windows[channel];
       weights[turn] = reinterpret_cast<const uint2*>(params.convolution)[channel];
     }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      const int head = first_head + (first + i) / SPLIT;
-      rates[i] = static_cast<float>(params.decay[head]);
-      biases[i] = static_cast<float>(params.bias[head]);
+    if (thread < EACH) {
+      rate = static_cast<float>(params.decay[first_head + own_head]);
+      bias = static_cast<float>(params.bias[first_head + own_head]);
     }
   }
   let_next_begin();
   wait_for_previous();
   if (!has_token) {
-    if (thread < EACH * COLUMNS) output[first * COLUMNS + thread] = ELEMENT(0.0f);
+    for (int i = thread; i < EACH * COLUMNS; i += THREADS)
+      output[first * COLUMNS + i] = ELEMENT(0.0f);
     return;
   }
 
   const ELEMENT* const mixed = params.mixed + row * params.mixed_stride;
   const ELEMENT* const gates = params.gates + row * params.gates_stride;
-  float b[EACH], a[EACH];
-  uint2 z[EACH];
+  ELEMENT x[TURNS];
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int head = (first + i) / SPLIT, column = (first + i) * COLUMNS + lane * 4;
-    b[i] = static_cast<float>(gates[params.b.at(key_head) + head]);
-    a[i] = static_cast<float>(gates[params.a.at(key_head) + head]);
-    z[i] = *reinterpret_cast<const uint2*>(mixed + params.z.at(key_head) + column);
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int number = turn * THREADS + thread;
+    if (number < CHANNELS) x[turn] = mixed[Channel(params, key_head, first, number).at];
+  }
+  if (thread < EACH) {
+    const float a = static_cast<float>(gates[params.a.at(key_head) + own_head]);
+    const float b = static_cast<float>(gates[params.b.at(key_head) + own_head]);
+    decays[thread] = expf(-expf(rate) * softplus(a + bias));
+    betas[thread] = rounded(sigmoid(b));
   }
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     const int number = turn * THREADS + thread;
     if (number >= CHANNELS) continue;
-    const ELEMENT x = mixed[Channel(params, key_head, first, number).at];
-    const uint32_t bits = *reinterpret_cast<const unsigned short*>(&x);
+    const uint32_t bits = *reinterpret_cast<const unsigned short*>(&x[turn]);
     // The oldest input leaves the window.
     window[turn].x = __funnelshift_r(window[turn].x, window[turn].y, 16);
     window[turn].y = window[turn].y >> 16 | bits << 16;
-    const float2 earlier = unpacked(window[turn].x, ELEMENT());
-    const float2 later = unpacked(window[turn].y, ELEMENT());
-    const float2 before = unpacked(weights[turn].x, ELEMENT());
-    const float2 after = unpacked(weights[turn].y, ELEMENT());
-    float sum = earlier.x * before.x;
-    sum = fmaf(earlier.y, before.y, sum);
-    sum = fmaf(later.x, after.x, sum);
-    sum = rounded(fmaf(later.y, after.y, sum));
+    const float4 inputs = four(window[turn]), by = four(weights[turn]);
+    float sum = inputs.x * by.x;
+    sum = fmaf(inputs.y, by.y, sum);
+    sum = fmaf(inputs.z, by.z, sum);
+    sum = rounded(fmaf(inputs.w, by.w, sum));
     channels[number] = rounded(sum * sigmoid(sum));
   }
   __syncthreads();
@@ -208,8 +210,8 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
 
   float query_squares = 0.0f, key_squares = 0.0f, product = 0.0f;
 #pragma unroll
-  for (int i = thread % 32; i < KEYS; i += 32) {
-    const float q = channels[i], k = channels[KEYS + i];
+  for (int i = 0; i < KEYS; i += 32) {
+    const float q = channels[i + thread % 32], k = channels[KEYS + i + thread % 32];
     query_squares = fmaf(q, q, query_squares);
     key_squares = fmaf(k, k, key_squares);
     product = fmaf(q, k, product);
@@ -218,20 +220,20 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
   const float of_query = rsqrtf(warp_sum(query_squares) + TINY) * rsqrtf(float(KEYS));
   product = warp_sum(product) * of_query * of_key;
 
-  float4 y[EACH];
 #pragma unroll
   for (int number = 0; number < EACH; ++number) {
     const int item = first + number;
-    if (number > 0) {
+    float4(&now)[ROWS] = s[number % 2 * (EACH > 1)];
+    if (number + 1 < EACH) {
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i) s[i] = *place(item, i);
+      for (int i = 0; i < ROWS; ++i) s[(number + 1) % 2][i] = *place(item + 1, i);
     }
     float4 by_key = {0.0f, 0.0f, 0.0f, 0.0f}, by_query = by_key;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       const int channel = i * LINES + thread / LANES;
-      add(by_query, s[i], channels[channel]);
-      add(by_key, s[i], channels[KEYS + channel]);
+      add(by_query, now[i], channels[channel]);
+      add(by_key, now[i], channels[KEYS + channel]);
     }
 #pragma unroll
     for (int step = LANES; step < 32; step *= 2) {
@@ -250,8 +252,7 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
       add(by_key, partial[0][i][lane], 1.0f);
       add(by_query, partial[1][i][lane], 1.0f);
     }
-    const float decay = expf(-expf(rates[number]) * softplus(a[number] + biases[number]));
-    const float beta = rounded(sigmoid(b[number]));
+    const float decay = decays[number], beta = betas[number];
     const float* const values = channels + 2 * KEYS + number * COLUMNS + lane * 4;
     float4 update;
     update.x = (values[0] - by_key.x * decay * of_key) * beta;
@@ -261,18 +262,35 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       const float k = channels[KEYS + i * LINES + thread / LANES] * of_key;
-      s[i].x *= decay, s[i].y *= decay, s[i].z *= decay, s[i].w *= decay;
-      add(s[i], update, k);
-      *place(item, i) = s[i];
+      now[i].x *= decay, now[i].y *= decay, now[i].z *= decay, now[i].w *= decay;
+      add(now[i], update, k);
+      *place(item, i) = now[i];
     }
-    y[number] = {0.0f, 0.0f, 0.0f, 0.0f};
-    add(y[number], by_query, decay * of_query);
-    add(y[number], update, product);
-    y[number] = {rounded(y[number].x), rounded(y[number].y), rounded(y[number].z),
-                 rounded(y[number].w)};
+    if (thread < LANES) {
+      float4 y = {0.0f, 0.0f, 0.0f, 0.0f};
+      add(y, by_query, decay * of_query);
+      add(y, update, product);
+      outputs[number * LANES + lane] = {rounded(y.x), rounded(y.y), rounded(y.z), rounded(y.w)};
+    }
   }
+  __syncthreads();
 
+  // A thread finishes four columns.
+  const int item = first + thread / LANES, column = item % SPLIT * COLUMNS + lane * 4;
+  float4 y = {0.0f, 0.0f, 0.0f, 0.0f}, gate = y, by = y;
+  if (thread < EACH * LANES) {
+    y = outputs[thread];
+    by = four(*reinterpret_cast<const uint2*>(params.norm + column));
+    gate = four(*reinterpret_cast<const uint2*>(mixed + params.z.at(key_head) + item * COLUMNS +
+                                                lane * 4));
+  }
+  float sum = fmaf(y.x, y.x, fmaf(y.y, y.y, fmaf(y.z, y.z, y.w * y.w)));
+#pragma unroll
+  for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
   wait();  // All thread blocks of the cluster have read the convolution state.
+  if (thread < EACH * LANES)
+    for (int rank = lane; rank < CLUSTER; rank += LANES) store_at(&squares[item], rank, sum);
+  arrive();
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
     const int number = turn * THREADS + thread;
@@ -280,33 +298,17 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
     if (number < CHANNELS && (number >= 2 * KEYS || first == 0))
       windows[Channel(params, key_head, first, number).index] = window[turn];
   }
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    float sum = y[i].x * y[i].x;
-    sum = fmaf(y[i].y, y[i].y, sum);
-    sum = fmaf(y[i].z, y[i].z, sum);
-    sum = fmaf(y[i].w, y[i].w, sum);
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (thread < CLUSTER) store_at(&squares[first + i], thread, sum);
-  }
-  arrive();
   wait();
-  if (thread >= LANES) return;
+  if (thread >= EACH * LANES) return;
+  sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int item = first + i, column = item % SPLIT * COLUMNS + lane * 4;
-    float sum = 0.0f;
-    for (int part = 0; part < SPLIT; ++part) sum += squares[item / SPLIT * SPLIT + part];
-    const float scale = rsqrtf(sum / VALUES + params.epsilon);
-    const uint2 norm = *reinterpret_cast<const uint2*>(params.norm + column);
-    const float4 by = four(norm), gate = four(z[i]);
-    uint2 words;
-    ELEMENT* found = reinterpret_cast<ELEMENT*>(&words);
-    found[0] = ELEMENT(rounded(rounded(y[i].x * scale) * by.x) * (gate.x * sigmoid(gate.x)));
-    found[1] = ELEMENT(rounded(rounded(y[i].y * scale) * by.y) * (gate.y * sigmoid(gate.y)));
-    found[2] = ELEMENT(rounded(rounded(y[i].z * scale) * by.z) * (gate.z * sigmoid(gate.z)));
-    found[3] = ELEMENT(rounded(rounded(y[i].w * scale) * by.w) * (gate.w * sigmoid(gate.w)));
-    *reinterpret_cast<uint2*>(output + item * COLUMNS + lane * 4) = words;
-  }
+  for (int part = 0; part < SPLIT; ++part) sum += squares[item / SPLIT * SPLIT + part];
+  const float scale = rsqrtf(sum / VALUES + params.epsilon);
+  uint2 words;
+  ELEMENT* found = reinterpret_cast<ELEMENT*>(&words);
+  found[0] = ELEMENT(rounded(rounded(y.x * scale) * by.x) * (gate.x * sigmoid(gate.x)));
+  found[1] = ELEMENT(rounded(rounded(y.y * scale) * by.y) * (gate.y * sigmoid(gate.y)));
+  found[2] = ELEMENT(rounded(rounded(y.z * scale) * by.z) * (gate.z * sigmoid(gate.z)));
+  found[3] = ELEMENT(rounded(rounded(y.w * scale) * by.w) * (gate.w * sigmoid(gate.w)));
+  *reinterpret_cast<uint2*>(output + item * COLUMNS + lane * 4) = words;
 }

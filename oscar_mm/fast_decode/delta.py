@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch.nn.functional import conv1d, silu, softplus
@@ -20,6 +20,7 @@ from oscar_mm.kernels.launch import (
     addresses,
     architecture,
     current_stream,
+    multiprocessors,
     pointers,
     refuse_capture,
 )
@@ -30,6 +31,8 @@ HEAD_DIMS = (64, 128)
 TAPS, THREADS, COLUMNS = 4, 256, 32
 _TINY = 1e-6
 _MAX_CLUSTER = 8
+_BLOCKS = 4
+"""Thread blocks per multiprocessor that a launch should have."""
 _MAX_ROWS = (1 << 16) - 1
 
 
@@ -152,18 +155,37 @@ class Specialization(NamedTuple):
     keys: int
     values: int
     group: int
+    cluster: int
+    """Thread blocks per key head."""
     dtype: torch.dtype
 
-    def cluster(self, arch: str | None) -> int:
-        """Return the number of thread blocks per key head."""
-        items = self.group * self.values // COLUMNS
-        if arch is None or int(arch[3:].rstrip("a")) < 90:
-            return 1
-        return max(size for size in range(1, _MAX_CLUSTER + 1) if items % size == 0)
+    @classmethod
+    def of(cls, shape: DeltaShape, dtype: torch.dtype, rows: int, device: torch.device) -> Self:
+        """Return the specialization for a number of rows: few rows are divided among many thread
+        blocks, which with many rows would load and wait more often."""
+        sizes = cluster_sizes(shape.group, shape.values, architecture(device))
+        least = _BLOCKS * multiprocessors(device)
+        enough = (one for one in sizes if rows * shape.key_heads * one >= least)
+        return cls(shape.keys, shape.values, shape.group, next(enough, sizes[-1]), dtype)
 
-    def macros(self, arch: str | None) -> Macros:
-        """Return the macros for csrc/delta/delta.cu."""
-        return macros_of(self, CLUSTER=self.cluster(arch))
+    @property
+    def macros(self) -> Macros:
+        """Macros for csrc/delta/delta.cu."""
+        return macros_of(self)
+
+
+def cluster_sizes(group: int, values: int, arch: str | None) -> list[int]:
+    """Return the numbers of thread blocks that can share a key head: only one before sm_90.
+
+    Args:
+        group: value heads per key head.
+        values: channels of a value head.
+        arch: architecture of the GPU.
+    """
+    if arch is None or int(arch[3:].rstrip("a")) < 90:
+        return [1]
+    items = group * values // COLUMNS
+    return [size for size in range(1, _MAX_CLUSTER + 1) if items % size == 0]
 
 
 class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02):
@@ -171,9 +193,7 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
 
     def __init__(self, specialization: Specialization, device: torch.device) -> None:
         super().__init__(specialization, device)
-        arch = architecture(device)
-        self._cluster = specialization.cluster(arch)
-        self._kernel = self._load("delta/delta.cu", specialization.macros(arch))
+        self._kernel = self._load("delta/delta.cu", specialization.macros)
 
     def __call__(self, arguments: DeltaArguments) -> torch.Tensor:
         """Launch the kernel; requires at least one row."""
@@ -185,7 +205,8 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
             *(Place(*part) for part in parts),
             epsilon,
         )
-        grid, stream = (shape.key_heads * self._cluster, len(mixed), 1), current_stream(self.device)
+        blocks, stream = shape.key_heads * self.specialization.cluster, current_stream(self.device)
+        grid = (blocks, len(mixed), 1)
         self._kernel.launch(grid, (THREADS, 1, 1), 0, params, stream, dependent=True)
         return output
 
@@ -197,7 +218,7 @@ class DeltaKernel(OperationKernel[Specialization], operation="delta", bound=0.02
     ) -> float:
         """Return the largest relative error of an output or a state, of two steps of three rows,
         one of which has no token."""
-        keys, values, group, dtype = specialization
+        keys, values, group, _, dtype = specialization
         shape, errors = DeltaShape(3, 3 * group, keys, values), list[float]()
         for parts in (shape.one_after_the_other, shape.by_key_head):
             found = sample(shape, parts, 3, dtype, device, idle=1)
@@ -279,7 +300,7 @@ def _kernel_for(arguments: DeltaArguments) -> DeltaKernel | None:
     )
     if not takes:
         return None
-    made = Specialization(shape.keys, shape.values, shape.group, mixed.dtype)
+    made = Specialization.of(shape, mixed.dtype, len(mixed), mixed.device)
     return DeltaKernel.of(made, mixed.device)
 
 

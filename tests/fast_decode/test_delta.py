@@ -18,11 +18,12 @@ from oscar_mm.fast_decode.delta import (
     DeltaShape,
     Params,
     Specialization,
+    cluster_sizes,
     delta,
     sample,
 )
 from oscar_mm.kernels.compile import csrc_folder
-from oscar_mm.kernels.launch import ELEMENTS, NotCapturable
+from oscar_mm.kernels.launch import ELEMENTS, NotCapturable, architecture
 from oscar_mm.kernels.self_check import relative_error
 from tests.compiled import architectures, compile_once, same_struct
 
@@ -154,40 +155,51 @@ def test_a_table_follows_its_rows() -> None:
 
 @pytest.mark.parametrize("arch", architectures(("sm_80", "sm_90a", "sm_100a", "sm_120")))
 @pytest.mark.parametrize(
-    ("dtype", "group", "keys", "values"),
+    ("dtype", "group", "keys", "values", "cluster"),
     [
-        *((torch.bfloat16, group, 128, 128) for group in (1, 2, 3, 4)),
-        (torch.float16, 2, 128, 128),
-        (torch.bfloat16, 1, 64, 128),
-        (torch.bfloat16, 4, 128, 64),
+        *((torch.bfloat16, 2, 128, 128, cluster) for cluster in (1, 2, 4, 8)),
+        (torch.float16, 2, 128, 128, 1),
+        (torch.bfloat16, 3, 128, 128, 1),
+        (torch.bfloat16, 3, 128, 128, 6),
+        (torch.bfloat16, 1, 64, 128, 4),
+        (torch.bfloat16, 4, 128, 64, 8),
     ],
 )
-def test_compiles(arch: str, dtype: torch.dtype, group: int, keys: int, values: int) -> None:
+def test_compiles(
+    arch: str, dtype: torch.dtype, group: int, keys: int, values: int, cluster: int
+) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    made = Specialization(keys, values, group, dtype)
-    assert (made.cluster(arch) > 1) == (arch != "sm_80")
+    if cluster not in cluster_sizes(group, values, arch):
+        assert arch == "sm_80"
+        return
+    made = Specialization(keys, values, group, cluster, dtype)
     text = (csrc_folder() / "delta/delta.cu").read_text() + (
         f"{same_struct(Params).replace('Place', 'Part')}static_assert(THREADS == {THREADS});\n"
         f"static_assert(TAPS == {TAPS} && COLUMNS == {COLUMNS});\n"
     )
-    report = compile_once("delta/delta.cu", text, arch, made.macros(arch))["delta"]
+    report = compile_once("delta/delta.cu", text, arch, made.macros)["delta"]
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    # At least three thread blocks, which hide each other's waits, if they have one item each.
-    assert report.registers * THREADS * (3 if made.cluster(arch) > 1 else 1) <= 65536
+    # At least three thread blocks per multiprocessor, which hide each other's waits.
+    assert report.registers <= 65536 // (3 * THREADS)
+
+
+def test_few_rows_are_divided_among_more_thread_blocks() -> None:
+    assert cluster_sizes(2, 128, "sm_90a") == [1, 2, 4, 8]
+    assert cluster_sizes(3, 128, "sm_120") == [1, 2, 3, 4, 6]
+    assert cluster_sizes(2, 128, "sm_80") == cluster_sizes(2, 128, None) == [1]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize("rows", [1, 3, 20])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "rows"), [*((name, 3) for name in SHAPES), ("as many", 20)])
 @pytest.mark.parametrize("parts", ["one_after_the_other", "by_key_head"])
-def test_on_a_gpu(dtype: torch.dtype, rows: int, name: str, parts: str) -> None:
+def test_on_a_gpu(dtype: torch.dtype, name: str, rows: int, parts: str) -> None:
     shape = SHAPES[name]
-    made = Specialization(shape.keys, shape.values, shape.group, dtype)
-    assert DeltaKernel.of(made, CUDA) is not None
-    if rows == 20 and name != "as many":
-        pytest.skip("the truth takes seconds")
-    given = sample(shape, getattr(shape, parts), rows, dtype, CUDA, idle=1 if rows > 1 else None)
+    sizes = cluster_sizes(shape.group, shape.values, architecture(CUDA))
+    for cluster in sizes if dtype == torch.bfloat16 else sizes[-1:]:
+        made = Specialization(shape.keys, shape.values, shape.group, cluster, dtype)
+        assert DeltaKernel.of(made, CUDA) is not None
+    given = sample(shape, getattr(shape, parts), rows, dtype, CUDA, idle=1)
     check(given, 2, 0.01)
 
 
