@@ -147,7 +147,8 @@ __launch_bounds__(THREADS) delta(const __grid_constant__ Params params) {
     return reinterpret_cast<float4*>(state + line * VALUES + item % SPLIT * COLUMNS) + lane;
   };
 
-  // No kernel of this step writes to states or weights, so these reads need not wait.
+  // No kernel of this step writes to states or weights, so these reads need not wait: a step begins
+  // with kernels that do not overlap with those before them.
   float4 s[EACH > 1 ? 2 : 1][ROWS];
   uint2 window[TURNS], weights[TURNS];
   float rate = 0.0f, bias = 0.0f;

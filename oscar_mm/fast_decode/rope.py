@@ -106,7 +106,8 @@ class RopeKernel(OperationKernel[Specialization], operation="rope", bound=0.01):
             heads, angles = random(3, 13, head_dim), random(3, turned).float()
             cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
             found, expected = heads, heads.clone()
-            around = 4, cosine, sine, *norms, 1e-6, centered, gated
+            query_norm, key_norm = norms
+            around = 4, cosine, sine, query_norm, key_norm, 1e-6, centered, gated
             for run, target in ((kernel, found), (rope_by_torch, expected)):
                 run(RopeArguments(target[:, :11], *around))
             errors.append(relative_error(found, expected))

@@ -24,6 +24,7 @@ from oscar_mm.kernels.launch import ELEMENTS
 from oscar_mm.kernels.self_check import relative_error
 from tests.checkpoints import build_decoder
 from tests.fast_decode.test_graph_runner import Repeat
+from tests.lora import save_adapter
 from tests.pipelines.conftest import NEVER, exact
 from tests.pipelines.test_text_models import MODELS
 from tests.prompts import REQUESTS
@@ -73,6 +74,20 @@ def test_steps_are_those_of_the_modules(model) -> None:
     for rows in (1, 3):
         for found, expected in both(model, rows, 4):
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4", "adapter"])
+def test_other_weights(kind: str, qwen3_5_folder: Path, tmp_path: Path) -> None:
+    """Quantized weights, and LoRA around the products of a linear-attention layer."""
+    source, options = qwen3_5_folder, {"weights": kind}
+    if kind == "adapter":
+        pytest.importorskip("peft")
+        targets = ["q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "down_proj"]
+        source, options = save_adapter(source, tmp_path, target_modules=targets), {}
+    model = OscarVLPipeline(source, policy="bf16", device="cpu", **options).model
+    assert supports(model)
+    for found, expected in both(model, 3, 2):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_other_parts_run_as_modules(model, monkeypatch: pytest.MonkeyPatch) -> None:
