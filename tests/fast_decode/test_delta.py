@@ -157,7 +157,7 @@ def test_a_table_follows_its_rows() -> None:
 @pytest.mark.parametrize(
     ("dtype", "group", "keys", "values", "cluster"),
     [
-        *((torch.bfloat16, 2, 128, 128, cluster) for cluster in (1, 2, 4, 8)),
+        *((torch.bfloat16, 2, 128, 128, cluster) for cluster in (1, 4, 8)),
         (torch.float16, 2, 128, 128, 1),
         (torch.bfloat16, 3, 128, 128, 1),
         (torch.bfloat16, 3, 128, 128, 6),
@@ -196,7 +196,7 @@ def test_few_rows_are_divided_among_more_thread_blocks() -> None:
 def test_on_a_gpu(dtype: torch.dtype, name: str, rows: int, parts: str) -> None:
     shape = SHAPES[name]
     sizes = cluster_sizes(shape.group, shape.values, architecture(CUDA))
-    for cluster in sizes if dtype == torch.bfloat16 else sizes[-1:]:
+    for cluster in sizes if name == "Qwen3.5 9B" else sizes[-1:]:
         made = Specialization(shape.keys, shape.values, shape.group, cluster, dtype)
         assert DeltaKernel.of(made, CUDA) is not None
     given = sample(shape, getattr(shape, parts), rows, dtype, CUDA, idle=1)

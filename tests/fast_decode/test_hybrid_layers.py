@@ -16,6 +16,7 @@ from oscar_mm.engine import decode_runner
 from oscar_mm.engine.message import first_turn
 from oscar_mm.engine.prefill import read_prompt
 from oscar_mm.fast_decode import delta as delta_module
+from oscar_mm.fast_decode import graph_runner
 from oscar_mm.fast_decode.centered_norm import CenteredNorm, CenteredNormKernel
 from oscar_mm.fast_decode.decoder import FastDecoder, supports
 from oscar_mm.fast_decode.graph_runner import GraphRunner
@@ -163,6 +164,7 @@ def steps_of_a_batch(pipe: OscarVLPipeline, caches: list[OscarCache], capture: A
         ([None, first, None, None], ()),
     ):
         view.set_rows(rows)
+        ending: list[torch.Tensor] = []
         runner.place([0 if cache is None else cache.get_seq_length() for cache in rows])
         for number in range(5):
             over = [
@@ -171,13 +173,17 @@ def steps_of_a_batch(pipe: OscarVLPipeline, caches: list[OscarCache], capture: A
             tokens = torch.arange(4, device=pipe.family.device) + 7 * number
             logits = runner(tokens, torch.tensor(over))
             found += [logits[place].clone() for place in range(4) if not over[place]]
+            if number == 2:
+                ending = [x.clone() for place in ended for x in rows[place].states]
+        for place in ended:
+            assert all(map(torch.equal, ending, rows[place].states))
     assert runner.captures == (capture is not None)
     return found + [state for cache in caches for state in cache.states]
 
 
 @torch.inference_mode()
-def check_batch(pipe: OscarVLPipeline, captures: tuple[Any, Any]) -> None:
-    """Compare the steps of a batch bit for bit, by two capture functions."""
+def check_batch(pipe: OscarVLPipeline, captures: tuple[Any, ...]) -> list[list[torch.Tensor]]:
+    """Compare the steps of a batch bit for bit, by several capture functions, and return them."""
     caches = []
     for name in ("text", "image", "video"):
         request, cache = REQUESTS[name], pipe.new_cache()
@@ -185,19 +191,23 @@ def check_batch(pipe: OscarVLPipeline, captures: tuple[Any, Any]) -> None:
         prompt = pipe.family.prompt(first_turn(request.prompt, media.parts), media)
         read_prompt(pipe.model, prompt.to(pipe.family.device), cache)
         caches.append(cache)
-    forks = [cache.fork() for cache in caches]
-    one, other = (
-        steps_of_a_batch(pipe, mine, capture)
-        for mine, capture in zip((caches, forks), captures, strict=True)
-    )
-    for found, expected in zip(one, other, strict=True):
-        assert torch.equal(found, expected)
+    found = [
+        steps_of_a_batch(pipe, [cache.fork() for cache in caches], capture) for capture in captures
+    ]
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    return found
 
 
-def test_steps_on_fixed_addresses(qwen3_5_folder: Path) -> None:
+def test_steps_on_fixed_addresses(qwen3_5_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As eager steps, and as modules, which take the states of the batch in one tensor."""
     pipe, repeat = exact(OscarVLPipeline, qwen3_5_folder), Repeat()
-    check_batch(pipe, (repeat, None))
+    steps, _ = check_batch(pipe, (repeat, None))
     assert repeat.replays > 10
+    monkeypatch.setattr(graph_runner, "supports", lambda model: False)
+    [by_modules] = check_batch(pipe, (None,))
+    for found, expected in zip(steps, by_modules, strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.gpu
