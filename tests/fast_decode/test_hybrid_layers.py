@@ -158,23 +158,23 @@ def steps_of_a_batch(pipe: OscarVLPipeline, caches: list[OscarCache], capture: A
     view.sigmas = caches[0].sigmas
     runner = GraphRunner(pipe.model, view, 4, (4,), pipe.family.device, capture)
     first, second, third = caches
-    for rows, ended in (
-        ([first, second, None, None], ()),
-        ([second, third, None, first], (1,)),
-        ([None, first, None, None], ()),
+    for rows, ended, since in (
+        ([first, second, None, None], (), 0),
+        ([second, third, None, first], (1,), 3),
+        ([None, first, second, None], (2,), 0),
     ):
         view.set_rows(rows)
-        ending: list[torch.Tensor] = []
         runner.place([0 if cache is None else cache.get_seq_length() for cache in rows])
         for number in range(5):
             over = [
-                cache is None or (place in ended and number > 2) for place, cache in enumerate(rows)
+                cache is None or (place in ended and number >= since)
+                for place, cache in enumerate(rows)
             ]
+            if number == since:
+                ending = [x.clone() for place in ended for x in rows[place].states]
             tokens = torch.arange(4, device=pipe.family.device) + 7 * number
             logits = runner(tokens, torch.tensor(over))
             found += [logits[place].clone() for place in range(4) if not over[place]]
-            if number == 2:
-                ending = [x.clone() for place in ended for x in rows[place].states]
         for place in ended:
             assert all(map(torch.equal, ending, rows[place].states))
     assert runner.captures == (capture is not None)
