@@ -32,7 +32,9 @@ def adopt_fp8(model: PreTrainedModel) -> None:
         if isinstance(module, FP8Linear) and module.weight.itemsize == 1:
             own = QuantizedLinear(QuantizedMatrix(*_checked(name, module, "weight")), module.bias)
         elif isinstance(module, FP8Experts) and module.down_proj.itemsize == 1:
-            gate_up, down = (_checked(name, module, x) for x in ("gate_up_proj", "down_proj"))
+            gate_up, down = (
+                QuantizedMatrix(*_checked(name, module, x)) for x in ("gate_up_proj", "down_proj")
+            )
             own = QuantizedExperts(gate_up, down, module.act_fn)
         else:
             continue
@@ -87,7 +89,7 @@ def quantize(
         device: device for the quantized weights; None leaves them where they are.
 
     Raises:
-        InputError: if weights are offloaded, or the format does not support the model.
+        InputError: if weights are offloaded.
     """
     bits = FORMATS[weights]
     names = {id(module): name for name, module in model.named_modules()}
@@ -102,11 +104,7 @@ def quantize(
             if type(module) is nn.Linear:
                 own = QuantizedLinear.of(module, device or module.weight.device, bits)
             elif parameters.keys() == {"gate_up_proj", "down_proj"}:
-                if bits != 8:
-                    raise InputError(
-                        f"weights={weights!r}: mixtures of experts support weights='fp8' only"
-                    )
-                own = QuantizedExperts.of(module, device or parameters["down_proj"].device)
+                own = QuantizedExperts.of(module, device or parameters["down_proj"].device, bits)
             else:
                 continue
             model.set_submodule(names[id(module)], own)

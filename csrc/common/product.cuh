@@ -1,17 +1,18 @@
 // Products of rows of weights, which arrive in pieces in shared memory, with a few rows of x.
 //
 // Compiled with: ROWS (of x), ELEMENT (__half, __nv_bfloat16), WARPS (of a thread block), DEPTH
-// (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256, or of 512 with FP8),
-// USE_TMA (copy.cuh), WEIGHT_BITS (16, 8; weights.cuh); SIDES: rows of weights per output.
+// (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256, of 512 with FP8 or of
+// 1024 with INT4), USE_TMA (copy.cuh), WEIGHT_BITS and FLOAT_SCALES (weights.cuh); SIDES: rows of
+// weights per output.
 #pragma once
 
 #include "common/copy.cuh"
 #include "common/weights.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int EACH = 16 / sizeof(WEIGHT);  // elements that a lane multiplies at a time: 16 bytes
+constexpr int EACH = 128 / WEIGHT_BITS;  // elements that a lane multiplies at a time: 16 bytes
 constexpr int AT_ONCE = 32 * EACH;
-constexpr int PIECE_BYTES = PIECE * sizeof(WEIGHT);
+constexpr int PIECE_BYTES = weight_bytes(PIECE);
 static_assert(PIECE % AT_ONCE == 0 && DEPTH <= 32, "a lane initializes a barrier");
 
 // Iteration of a warp over its pieces.
@@ -34,9 +35,10 @@ struct Cursor {
 // Request the piece of a row of weights that begins at `start`; called by all lanes of a warp.
 __device__ __forceinline__ void request_piece(const WEIGHT* row, int start, int width,
                                               uint8_t* target, uint64_t* barrier, int lane) {
-  const uint32_t bytes = min(PIECE, width - start) * sizeof(WEIGHT);
+  const uint32_t bytes = weight_bytes(min(PIECE, width - start));
+  const uint8_t* from = reinterpret_cast<const uint8_t*>(row) + weight_bytes(start);
   copy_begin(barrier, bytes, lane);
-  copy_piece<true>(target, reinterpret_cast<const uint8_t*>(row + start), bytes, barrier, lane);
+  copy_piece<true>(target, from, bytes, barrier, lane);
   copy_end(barrier);
 }
 
@@ -94,29 +96,103 @@ __device__ __forceinline__ void take_rows(int width, bool normed, float epsilon,
   __syncthreads();
 }
 
-#if WEIGHT_BITS == 8
-// Scales of a lane's elements of a piece, which begins at element `start` of a row of weights.
-// Requested before the piece has arrived.
-struct PieceScales {
-  float scales[PIECE / AT_ONCE];
+// Scales of a row of weights.
+struct RowScales {
+  const SCALE* scales;
+  const uint8_t* zeros;  // INT4: zero points
+  int group_shift;       // INT4: log2 of the columns of a scale
+};
 
-  __device__ __forceinline__ PieceScales(const float* row, int start, int width, int lane) {
+#if WEIGHT_BITS != 16
+// Scale and zero point of a lane's elements that are multiplied at a time.
+struct LaneScale {
+  float scale;
+  uint32_t zero;
+};
+
+// Those of a piece, which begins at element `start` of a row of weights. Requested before the piece
+// has arrived.
+struct PieceScales {
+  LaneScale scales[PIECE / AT_ONCE];
+
+  __device__ __forceinline__ PieceScales() : scales() {}
+
+  // Bring them to the L2 cache. FP8 needs this not, since many rows share a scale.
+  __device__ __forceinline__ static void prefetch(const RowScales& row, int start, int width,
+                                                  int lane) {
+#if WEIGHT_BITS == 4
 #pragma unroll
     for (int i = 0; i < PIECE / AT_ONCE; ++i) {
       const int at = start + i * AT_ONCE + lane * EACH;
-      scales[i] = at < width ? __ldg(row + at / SCALE_COLUMNS) : 0.0f;
+      if (at >= width) continue;
+      const int group = at >> row.group_shift;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(row.scales + group));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(row.zeros + group));
+    }
+#endif
+  }
+
+  __device__ __forceinline__ PieceScales(const RowScales& row, int start, int width, int lane) {
+#pragma unroll
+    for (int i = 0; i < PIECE / AT_ONCE; ++i) {
+      const int at = start + i * AT_ONCE + lane * EACH;
+      scales[i] = {};
+      if (at >= width) continue;
+#if WEIGHT_BITS == 4
+      const int group = at >> row.group_shift;
+      scales[i].zero = __ldg(row.zeros + group);
+#else
+      const int group = at / SCALE_COLUMNS;
+#endif
+      scales[i].scale = static_cast<float>(__ldg(row.scales + group));
     }
   }
 
-  __device__ __forceinline__ float operator[](int i) const { return scales[i]; }
+  __device__ __forceinline__ const LaneScale& operator[](int i) const { return scales[i]; }
 };
 
+#if WEIGHT_BITS == 4
+// Add products of a piece's elements from `at` on, 32 per lane, with COUNT rows that are `width`
+// apart.
+template <int COUNT>
+__device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* piece,
+                                         const ELEMENT* x, int width, int at, int lane,
+                                         const LaneScale& scale) {
+  float products[COUNT] = {};
+  const float offset = CODE_OFFSET + static_cast<float>(scale.zero);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    // Lanes begin with different words: no bank conflicts.
+    const int which = (i + lane / 2 + lane / 8) % 4;
+    const uint32_t word =
+        reinterpret_cast<const uint32_t*>(piece + weight_bytes(at + lane * EACH))[which];
+    float2 weights[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 codes = unpacked(offset_codes(word >> 4 * j), ELEMENT());
+      weights[j] = {codes.x - offset, codes.y - offset};
+    }
+#pragma unroll
+    for (int row = 0; row < COUNT; ++row) {
+      const uint4 eight = load16(x + row * width + at + lane * EACH + which * 8);
+      const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 two = unpacked(words[j], ELEMENT());
+        products[row] = fmaf(weights[j].x, two.x, fmaf(weights[j].y, two.y, products[row]));
+      }
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < COUNT; ++row) sums[row] = fmaf(scale.scale, products[row], sums[row]);
+}
+#else
 // Add products of a piece's elements from `at` on, 16 per lane, with COUNT rows that are `width`
 // apart.
 template <int COUNT>
 __device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* piece,
                                          const ELEMENT* x, int width, int at, int lane,
-                                         float scale) {
+                                         const LaneScale& scale) {
   const uint4 codes = load16(piece + at + lane * EACH);
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   float2 weights[8];
@@ -140,9 +216,10 @@ __device__ __forceinline__ void multiply(float (&sums)[COUNT], const uint8_t* pi
       const float2 two = unpacked(others[j], ELEMENT());
       sum = fmaf(weights[j].x, two.x, fmaf(weights[j].y, two.y, sum));
     }
-    sums[row] = fmaf(scale, sum, sums[row]);
+    sums[row] = fmaf(scale.scale, sum, sums[row]);
   }
 }
+#endif
 
 // Add products of a whole piece, which begins at element `start` of rows of length `width`.
 template <int COUNT>
@@ -157,7 +234,9 @@ __device__ __forceinline__ void multiply_piece(float (&sums)[COUNT], const uint8
 #else
 // 16-bit weights have no scales.
 struct PieceScales {
-  __device__ __forceinline__ PieceScales(const float*, int, int, int) {}
+  PieceScales() = default;
+  __device__ __forceinline__ PieceScales(const RowScales&, int, int, int) {}
+  __device__ __forceinline__ static void prefetch(const RowScales&, int, int, int) {}
 };
 
 // Add products of a piece's elements from `at` on, 8 per lane, with COUNT rows that are `width`

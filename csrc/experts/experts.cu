@@ -25,11 +25,14 @@ struct Params {
   const ELEMENT* norm;      // (width), not with DOWN
   const ELEMENT* logits;    // (ROWS, EXPERTS)
   const WEIGHT* weights;    // (EXPERTS, outputs, width): first the gate's outputs, then the others
-  const float* scales;      // FP8: (EXPERTS, outputs >> shift, width / 128), rounded up
+  const SCALE* scales;      // FP8: (EXPERTS, outputs >> shift, width / 128), rounded up;
+                            // INT4: (EXPERTS, outputs, width >> shift), at least one
+  const uint8_t* zeros;     // INT4: like the scales
   const ELEMENT* residual;  // (ROWS, total), with DOWN
   ELEMENT* output;          // (ROWS, CHOSEN, total), or with DOWN (ROWS, total)
   int total, width;         // total: outputs of a row and expert; width: a multiple of 256
-  int shift;                // FP8: log2 of the rows of a scale; `total` is a multiple of the rows
+  int shift;                // FP8: log2 of the rows of a scale, of which `total` is a multiple;
+                            // INT4: log2 of the columns of a group; 31: as wide as the matrix
   float epsilon;
 };
 
@@ -94,13 +97,37 @@ struct Unit {
 
   __device__ __forceinline__ const WEIGHT* weights(const Params& params, const int* chosen,
                                                    int side) const {
-    return params.weights + row(params, chosen, side) * params.width;
+    const int units = weight_bytes(params.width) / sizeof(WEIGHT);
+    return params.weights + row(params, chosen, side) * units;
   }
 
-  __device__ __forceinline__ const float* scales(const Params& params, const int* chosen,
-                                                 int side) const {
+  __device__ __forceinline__ RowScales scales(const Params& params, const int* chosen,
+                                              int side) const {
+    const int64_t row = this->row(params, chosen, side);
+#if WEIGHT_BITS == 4
+    const int64_t first = row * max(params.width >> params.shift, 1);
+    return {params.scales + first, params.zeros + first, params.shift};
+#else
     const int columns = (params.width + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
-    return params.scales + (row(params, chosen, side) >> params.shift) * columns;
+    return {params.scales + (row >> params.shift) * columns};
+#endif
+  }
+};
+
+// Iteration of a warp over its pieces, and the unit of each.
+struct Pieces : Cursor<SIDES> {
+  Unit unit;
+  const int last;
+
+  __device__ __forceinline__ Pieces(int first, int last, int total)
+      : Cursor<SIDES>(first), unit(first, total), last(last) {}
+
+  __device__ __forceinline__ bool more() const { return output < last; }
+
+  __device__ __forceinline__ void next(const Params& params) {
+    const int before = output;
+    Cursor<SIDES>::next(params.width);
+    if (output != before) unit.next(params.total);
   }
 };
 
@@ -120,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int64_t number = blockIdx.x * WARPS + warp, warps = gridDim.x * WARPS;
   const int64_t units = static_cast<int64_t>(DOWN ? 1 : CHOSEN) * ROWS * total;
   const int first = number * units / warps, last = (number + 1) * units / warps;
-  Unit current(first, total), wanted = current;
-  Cursor<SIDES> ahead(first);
+  Unit current(first, total);
+  Pieces ahead(first, last, total), soon = ahead;
   if (lane < DEPTH) barrier_init(&full[warp][lane]);
   if (threadIdx.x == 0) barrier_init(&rows);
 #if USE_TMA
@@ -136,16 +163,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   let_next_begin();
   choose(params.logits, keys, chosen);
   auto request = [&](int slot) {
-    const WEIGHT* row = wanted.weights(params, chosen, ahead.side);
+    const WEIGHT* row = ahead.unit.weights(params, chosen, ahead.side);
     request_piece(row, ahead.start, width, ring + slot * PIECE_BYTES, &full[warp][slot], lane);
-    const int unit = ahead.output;
-    ahead.next(width);
-    if (ahead.output != unit) wanted.next(total);
+    const RowScales scales = ahead.unit.scales(params, chosen, ahead.side);
+    PieceScales::prefetch(scales, ahead.start, width, lane);
+    ahead.next(params);
+  };
+  PieceScales following;
+  auto request_scales = [&] {
+    if (!soon.more()) return;
+    const RowScales scales = soon.unit.scales(params, chosen, soon.side);
+    following = PieceScales(scales, soon.start, width, lane);
+    soon.next(params);
   };
   int slot = 0;
   if (DOWN) {
 #pragma unroll 1
-    for (; slot < EARLY && ahead.output < last; ++slot) request(slot);
+    for (; slot < EARLY && ahead.more(); ++slot) request(slot);
     // Not by the first warp, which requests x.
     const int row = WARPS - 1 - warp;
     if (row < ROWS) share(keys[row], chosen + row * CHOSEN, shares + row * CHOSEN, lane);
@@ -154,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp == 0) request_rows(params.x, ROWS * CHOSEN * width, x, &rows, lane);
   }
 #pragma unroll 1
-  for (; slot < DEPTH && ahead.output < last; ++slot) request(slot);
+  for (; slot < DEPTH && ahead.more(); ++slot) request(slot);
+  request_scales();
   take_rows(width, !DOWN, params.epsilon, x, norm, &rows, sums);
 
   slot = 0;
@@ -167,13 +202,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       float dot[1] = {};
       const int item = DOWN ? current.item * CHOSEN + side : current.item / CHOSEN;
       const ELEMENT* row = x + item * width;
-      const float* scales = current.scales(params, chosen, side);
       for (int start = 0; start < width; start += PIECE) {
-        const PieceScales of_piece(scales, start, width, lane);
+        const PieceScales of_piece = following;
+        request_scales();
         barrier_wait(&full[warp][slot], parity);
         multiply_piece(dot, ring + slot * PIECE_BYTES, row, start, width, lane, of_piece);
         __syncwarp();
-        if (ahead.output < last) request(slot);
+        if (ahead.more()) request(slot);
         if (++slot == DEPTH) slot = 0, parity ^= 1;
       }
       const float product = warp_sum(dot[0]);

@@ -25,9 +25,9 @@
 //
 // Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
 // (matrices.cuh), GROUP_COLUMNS (INT4: columns of a group: 32, 64, or 128 for larger groups too),
-// GROUPED (not with INT4), RESIDENT (with FP8 and INT4, not GROUPED), CONSUMERS and PRODUCERS
-// (warps), TILE (16, 32 or 64), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32, or of
-// 128 with FP8 and INT4), USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
+// GROUPED, RESIDENT (with FP8 and INT4, not GROUPED), CONSUMERS and PRODUCERS (warps), TILE (16, 32
+// or 64), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32, or of 128 with FP8 and INT4),
+// USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
 #include "common/mma.cuh"
@@ -57,7 +57,7 @@ static_assert(SPAN % UNIT == 0 && TILE % 16 == 0 && COLUMNS % 8 == 0, "whole fra
 struct Params {
   const ELEMENT* x;    // (rows, width), width a multiple of 32
   // GROUPED: those of the first expert; the output is (places, total); with FP8, `total` is a
-  // multiple of the rows of a scale.
+  // multiple of the rows of a scale; rows of all experts' matrices are at most 2^31 - 1.
   Matrices matrices;
   const Group* groups; // GROUPED
   const int* count;    // number of groups
@@ -125,8 +125,11 @@ struct Sweeps {
     group = {found.x, found.y, found.z, found.w};
   }
 
-  __device__ __forceinline__ int64_t expert() const {
-    return GROUPED ? static_cast<int64_t>(group.expert) * SIDES * params.matrices.total : 0;
+  // Row of the weights of an output of the sweep.
+  __device__ __forceinline__ WeightRow row(int within, int side) const {
+    WeightRow found(params.matrices, output() + within, side);
+    if (GROUPED) found.row += group.expert * SIDES * params.matrices.total;
+    return found;
   }
 };
 
@@ -191,13 +194,13 @@ struct Producer {
     const int within = GATED ? row / 16 * 8 + row % 8 : row, side = GATED ? row / 8 % 2 : 0;
     weights = nullptr, x = nullptr;
     if (!more()) return;
-    if (within < sweep.outputs())
-      weights = WeightRow(matrices, sweep.output() + within, side).weights(matrices) +
-                sweep.expert() * width();
+    if (within < sweep.outputs()) {
+      const WeightRow found = sweep.row(within, side);
+      weights = found.weights(matrices);
 #if WEIGHT_BITS == 4
-    if (within < sweep.outputs())
-      WeightRow(matrices, sweep.output() + within, side).prefetch_groups(matrices);
+      found.prefetch_groups(matrices);
 #endif
+    }
     if (row >= sweep.group.rows) return;
     const int place = sweep.group.first + row;
     const int from = GROUPED && params.rows_of != nullptr ? __ldcg(params.rows_of + place) : place;
@@ -267,9 +270,10 @@ __device__ __forceinline__ void produce(const Params& params, Ring ring) {
 using Sums = float[TILE / 16][COLUMNS / 8][4];
 
 #if WEIGHT_BITS != 16
-// Type of the factors: two codes become halves in one instruction, bfloat16 in four. Experts keep
-// ELEMENT, since they have few rows for each load of x, which would be converted repeatedly.
-#if GROUPED
+// Type of the factors: two codes become halves in one instruction, bfloat16 in four. With FP8,
+// experts keep ELEMENT, since they have few rows for each load of x, which would be converted
+// repeatedly.
+#if GROUPED && WEIGHT_BITS == 8
 using FACTOR = ELEMENT;
 #else
 using FACTOR = __half;
@@ -306,12 +310,12 @@ struct RowScales {
     for (int i = 0; i < EACH; ++i) {
       const int at = warp % tiles * TILE + i * 32 + lane % TILE;  // of the stage
       const int output = max(min(GATED ? at / 16 * 8 + at % 8 : at, sweep.outputs() - 1), 0);
-      const WeightRow row(matrices, sweep.output() + output, GATED ? at / 8 % 2 : 0);
+      const WeightRow row = sweep.row(output, GATED ? at / 8 % 2 : 0);
 #if WEIGHT_BITS == 4
       scales[i] = matrices.scales[row.matrix] + row.groups(matrices);
       zeros[i] = matrices.zeros[row.matrix] + row.groups(matrices);
 #else
-      scales[i] = row.scales(matrices, sweep.expert());
+      scales[i] = row.scales(matrices);
 #endif
     }
     request(min(warp / tiles * UNIT, matrices.width - UNIT));

@@ -40,11 +40,10 @@ struct WeightRow {
     return matrices.weights[matrix] + static_cast<int64_t>(row) * units;
   }
 
-  // FP8: the scales of the row that is `offset` rows below this one.
-  __device__ __forceinline__ const SCALE* scales(const Matrices& matrices,
-                                                 int64_t offset = 0) const {
+  // FP8: the scales of the row.
+  __device__ __forceinline__ const SCALE* scales(const Matrices& matrices) const {
     const int columns = (matrices.width + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
-    return matrices.scales[matrix] + ((row + offset) >> matrices.shifts[matrix]) * columns;
+    return matrices.scales[matrix] + static_cast<int64_t>(row >> matrices.shifts[matrix]) * columns;
   }
 
   // INT4: groups of a row, and index of the row's first in scales and zeros.

@@ -1,4 +1,4 @@
-"""Dequantize a weight matrix on a GPU in one launch, for products of many rows.
+"""Dequantize weight matrices on a GPU in one launch, for products of many rows.
 
 PyTorch operations take some ten passes over float32 copies, longer than the product itself.
 """
@@ -47,10 +47,10 @@ class DequantizeKernel(OperationKernel[Specialization], operation="dequantize", 
         self._kernel = self._load("linear/dequantize.cu", macros_of(specialization))
 
     def __call__(self, matrix: QuantizedMatrix) -> torch.Tensor:
-        """Dequantize (outputs, width) weights."""
+        """Dequantize (..., outputs, width) weights."""
         codes, scales, zeros = matrix
-        rows, width = len(codes), matrix.width
-        weights = codes.new_empty(rows, width, dtype=self.specialization.dtype)
+        rows, width = codes[..., 0].numel(), matrix.width
+        weights = codes.new_empty(*codes.shape[:-1], width, dtype=self.specialization.dtype)
         params = Params(*addresses(codes, scales, zeros, weights), rows, width, *_shared(matrix))
         blocks = -(-rows * width // (EACH * THREADS))
         stream = current_stream(codes.device)
@@ -71,7 +71,7 @@ class DequantizeKernel(OperationKernel[Specialization], operation="dequantize", 
 
 
 def dequantized(matrix: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """Return the (outputs, width) weights in ``dtype``."""
+    """Return the (..., outputs, width) weights in ``dtype``."""
     kernel = _kernel_for(matrix, dtype)
     return matrix.dequantized(dtype) if kernel is None else kernel(matrix)
 
@@ -84,6 +84,7 @@ def _kernel_for(matrix: QuantizedMatrix, dtype: torch.dtype) -> DequantizeKernel
         and dtype in ELEMENTS
         and (wide or (matrix.zeros is not None and scales.dtype == dtype))
         and not (matrix.width % EACH or _shared(matrix)[1] % EACH)
+        and (codes.ndim == 2 or codes.shape[-2] % _shared(matrix)[0] == 0)
         and all(x is None or x.is_contiguous() for x in matrix)
         and codes.data_ptr() % EACH == 0
         and codes.numel() > 0
@@ -99,4 +100,4 @@ def _shared(matrix: QuantizedMatrix) -> tuple[int, int]:
     """Return how many rows, and how many columns, share a scale."""
     if matrix.zeros is None:
         return fp8.rows_per_scale(matrix.codes, matrix.scales), fp8.BLOCK
-    return 1, matrix.width // matrix.scales.shape[1]
+    return 1, matrix.width // matrix.scales.shape[-1]

@@ -7,7 +7,7 @@ csrc/experts/experts.cu runs row by row in two launches. For more, csrc/experts/
 rows by expert, csrc/linear/linear_rows.cu multiplies them by the experts' matrices, and
 csrc/experts/combine.cu adds up the outputs of each row's experts. For a prompt
 csrc/experts/prompt.cu copies the rows grouped by expert, and torch's grouped products multiply
-them; FP8 weights are dequantized for it, a layer at a time.
+them; quantized weights are dequantized for it, a layer at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ from oscar_mm.fast_decode.linear import (
     linear,
     tiling_for,
 )
-from oscar_mm.fast_decode.linear_params import Matrices, WeightFormat, scale_shift
+from oscar_mm.fast_decode.linear_params import (
+    UNQUANTIZED,
+    Matrices,
+    WeightFormat,
+    group_shift,
+    scale_shift,
+)
 from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm, in_rows
 from oscar_mm.kernels.compile import KernelError
 from oscar_mm.kernels.launch import (
@@ -59,13 +65,18 @@ from oscar_mm.kernels.launch import (
 from oscar_mm.kernels.macros import Macros, macros_of
 from oscar_mm.kernels.self_check import OperationKernel
 from oscar_mm.ops.library import STATES, ArgumentChecker, define
-from oscar_mm.weights.fp8 import BLOCK, CODES, rows_per_scale, scales_shape
+from oscar_mm.weights import fp8, int4
+from oscar_mm.weights.fp8 import BLOCK
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 _MAX_CHOSEN, _MAX_EXPERTS = 32, 512
 MAX_GROUPED = 512
 """Maximum number of rows for our grouped products; more rows use the kernels for prompts."""
 _MAX_PROMPT_ROWS = 1 << 16
 ROUTE_THREADS, COMBINE_THREADS, PROMPT_THREADS = 1024, 256, 256
+_MOST_COLUMNS = 32
+"""Maximum rows of a group. With so many, a warp multiplies at most 64 elements of INT4 weights at a
+time: those of x take registers."""
 _EARLY = 2
 """Pieces that the second kernel loads without waiting for the first. With one, steps take 1%
 longer; with three, as long as with two (30B-A3B after 32K tokens, H100)."""
@@ -76,7 +87,7 @@ class Params(ctypes.Structure):
     """Mirror of ``Params`` in csrc/experts/experts.cu, field for field."""
 
     _fields_ = (
-        *pointers("x", "norm", "logits", "weights", "scales", "residual", "output"),
+        *pointers("x", "norm", "logits", "weights", "scales", "zeros", "residual", "output"),
         *ints("total", "width", "shift"),
         ("epsilon", ctypes.c_float),
     )
@@ -89,8 +100,7 @@ class Specialization(NamedTuple):
     rows: int
     width: int
     between: int
-    weight_bits: int = 16
-    """16, or 8 for FP8."""
+    weights: WeightFormat = UNQUANTIZED
 
     def macros(self, down: bool, limit: int, tma: bool) -> Macros:
         """Return the macros for csrc/experts/experts.cu.
@@ -100,18 +110,22 @@ class Specialization(NamedTuple):
             limit: maximum shared memory per thread block, in bytes.
             tma: whether to copy by TMA.
         """
-        width = self.between if down else self.width
-        # The kernel multiplies 256 elements at a time, and 512 in FP8.
-        at_once = AT_ONCE * 16 // self.weight_bits
-        piece = min(PIECE_BYTES * 8 // self.weight_bits, -(-width // at_once) * at_once)
-        pieces = {"WARPS": WARPS, "DEPTH": depth_for(limit), "EARLY": _EARLY, "PIECE": piece}
-        made = {"ROWS": self.rows, "DOWN": down, "USE_TMA": tma, "WEIGHT_BITS": self.weight_bits}
-        return macros_of(self.choice, **made, **pieces)
+        width, bits = self.between if down else self.width, self.weights.weight_bits
+        # The kernel multiplies 256 elements at a time, 512 in FP8, and 1,024 in INT4.
+        at_once = AT_ONCE * 16 // bits
+        piece = min(PIECE_BYTES * 8 // bits, -(-width // at_once) * at_once)
+        # Pieces of INT4 have half the bytes.
+        depth = depth_for(limit) * (2 if bits == 4 else 1)
+        pieces = {"WARPS": WARPS, "DEPTH": depth, "EARLY": _EARLY, "PIECE": piece}
+        made = {"ROWS": self.rows, "DOWN": down, "USE_TMA": tma}
+        formats = {"WEIGHT_BITS": bits, "FLOAT_SCALES": self.weights.float_scales}
+        return macros_of(self.choice, **made, **formats, **pieces)
 
     def shared_bytes(self, macros: Macros) -> int:
         """Return the shared memory per thread block in bytes, which stores the pieces, the rows of
         x and the norm's weight."""
-        pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"]) * self.weight_bits // 8
+        bits = self.weights.weight_bits
+        pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"]) * bits // 8
         if macros["DOWN"]:
             return pieces + 2 * self.rows * self.choice.chosen * self.between
         return pieces + 2 * (self.rows + 1) * self.width
@@ -138,20 +152,19 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon, router, gate_and_up, down, _, _, scales = arguments
+        x, weight, epsilon, router, gate_and_up, down, _, _, scales, zeros = arguments
         choice, rows, wide, narrow, _ = self.specialization
-        into, out_of = scales or (None, None)
-        shifts = [scale_shift(*one) for one in zip((gate_and_up, down), scales, strict=False)]
-        inner, outer = shifts or (0, 0)
+        (into, out_of), (zeros_in, zeros_out) = scales or (None, None), zeros or (None, None)
+        inner, outer = map(_shift, arguments.experts.matrices) if scales else (0, 0)
         logits = linear(x, [router], norm=Norm(weight, epsilon))
         between = x.new_empty(rows, choice.chosen, narrow)
         output = arguments.result()
         inward = Params(
-            *addresses(x, weight, logits, gate_and_up, into, None, between),
+            *addresses(x, weight, logits, gate_and_up, into, zeros_in, None, between),
             *(narrow, wide, inner, epsilon),
         )
         outward = Params(
-            *addresses(between, None, logits, down, out_of, x, output),
+            *addresses(between, None, logits, down, out_of, zeros_out, x, output),
             *(wide, narrow, outer, 0.0),
         )
         stream = current_stream(x.device)
@@ -168,9 +181,17 @@ class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=
     ) -> float:
         """Return the largest relative error of a row with unambiguous routing, without the residual
         stream."""
-        choice, rows, width, between, bits = specialization
-        problem = clear_choices([0] * rows, choice, width, between, device, fp8=bits == 8)
+        choice, rows, width, between, weights = specialization
+        problem = clear_choices([0] * rows, choice, width, between, device, weights)
         return error_of(kernel, problem)
+
+
+def _shift(matrix: QuantizedMatrix) -> int | None:
+    """Return what the kernels need to find the scales of a matrix; None if they do not support
+    the groups of INT4."""
+    if matrix.zeros is None:
+        return scale_shift(matrix.codes, matrix.scales)
+    return group_shift(matrix.width, matrix.scales.shape[-1])
 
 
 class GroupedParams(ctypes.Structure):
@@ -194,23 +215,26 @@ class GroupedSpecialization(NamedTuple):
     choice: Choice
     columns: int
     """Maximum number of rows per group."""
-    weight_bits: int = 16
-    """16, or 8 for FP8."""
+    weights: WeightFormat = UNQUANTIZED
 
     @classmethod
-    def of(cls, choice: Choice, rows: int, weight_bits: int = 16) -> GroupedSpecialization:
+    def of(
+        cls, choice: Choice, rows: int, weights: WeightFormat = UNQUANTIZED
+    ) -> GroupedSpecialization:
         """Return the specialization for this number of rows of x.
 
         Groups of 16 rows leave more shared memory for weights in flight, and are seldom too small
         if an expert has six rows on average.
         """
         many = rows * choice.chosen > 6 * choice.experts
-        return cls(choice, 8 if rows <= 8 else 32 if many else 16, weight_bits)
+        return cls(choice, 8 if rows <= 8 else _MOST_COLUMNS if many else 16, weights)
 
     def products(self, gated: bool) -> RowsSpecialization:
         """Return the specialization of linear_rows.cu for the experts' first (gated) or second
         matrices."""
-        weights = WeightFormat(self.weight_bits)
+        weights = self.weights
+        if self.columns == _MOST_COLUMNS:
+            weights = weights._replace(group_columns=min(weights.group_columns, 64))
         return RowsSpecialization(self.columns, gated, self.choice.dtype, True, weights)
 
 
@@ -258,7 +282,7 @@ class GroupedKernels(
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon, router, gate_and_up, down, chosen, _, scales = arguments
+        x, weight, epsilon, router, gate_and_up, down, chosen, _, scales, zeros = arguments
         stream, rows = current_stream(x.device), len(x)
         normed = Norm(weight, epsilon).at_once(x)
         logits = linear(normed, [router])
@@ -277,9 +301,15 @@ class GroupedKernels(
         found = x.new_empty(rows * chosen, down.shape[1])
         # The matrices of the first expert; those of the others follow.
         inward = [gate_and_up[0].chunk(2), [down[0]]]
-        of_each = [scales[0][0].chunk(2), [scales[1][0]]] if scales else [(), ()]
-        first = LinearArguments.of(normed, inward[0], gated=True, scales=of_each[0])
-        second = LinearArguments.of(between, inward[1], scales=of_each[1])
+        of_codes, of_zeros = (
+            [both[0][0].chunk(2), [both[1][0]]] if both else [(), ()] for both in (scales, zeros)
+        )
+        first, second = (
+            LinearArguments.of(rows, weights, gated=gated, scales=of_each, zeros=its_zeros)
+            for rows, weights, gated, of_each, its_zeros in zip(
+                (normed, between), inward, (True, False), of_codes, of_zeros, strict=True
+            )
+        )
         parts = (first, between, rows_of), (second, found, None)
         for (kernel, threads, how), (product, result, from_rows) in zip(
             self._products, parts, strict=True
@@ -305,11 +335,11 @@ class GroupedKernels(
 
         Some experts have more rows than fit in a group.
         """
-        choice, columns, bits = specialization
+        choice, columns, weights = specialization
         kinds = [1, 2, 3, *[0] * (columns + 2)]
-        # In FP8, the rows of an expert's matrices are multiples of a block.
-        width, between = (544, 64) if bits == 16 else (5 * BLOCK, BLOCK)
-        problem = clear_choices(kinds, choice, width, between, device, fp8=bits == 8)
+        # Quantized matrices have whole blocks.
+        width, between = (544, 64) if weights == UNQUANTIZED else (5 * BLOCK, BLOCK)
+        problem = clear_choices(kinds, choice, width, between, device, weights)
         return error_of(kernel, problem)
 
 
@@ -339,7 +369,7 @@ class PromptKernels(OperationKernel[Choice], operation="prompt_mixture", bound=0
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
         x, weight, epsilon = arguments[:3]
-        experts = Experts(*arguments[3:]).dequantized(x.dtype)
+        experts = arguments.experts.dequantized(x.dtype)
         router, gate_and_up, down, chosen, *_ = experts
         (rows, width), count, stream = x.shape, router.shape[0], current_stream(x.device)
         normed = Norm(weight, epsilon).at_once(x)
@@ -388,17 +418,29 @@ def expert_kernels(
     if not in_rows(x, experts.gate_and_up, experts.down):
         return None
     choice = Choice(count, experts.chosen, experts.normalized, x.dtype)
-    bits = 8 if experts.scales else 16
+    if (weights := _format_of(experts)) is None:
+        return None
     if rows > MAX_ROWS:
         if not uses_tma(x.device):
             return None
         if rows <= MAX_GROUPED:
-            return GroupedKernels.of(GroupedSpecialization.of(choice, rows, bits), x.device)
+            return GroupedKernels.of(GroupedSpecialization.of(choice, rows, weights), x.device)
         # torch's grouped products support no other dtype.
         if x.dtype != torch.bfloat16 or rows > _MAX_PROMPT_ROWS:
             return None
         return PromptKernels.of(choice, x.device)
-    return ExpertKernels.of(Specialization(choice, rows, width, both // 2, bits), x.device)
+    return ExpertKernels.of(Specialization(choice, rows, width, both // 2, weights), x.device)
+
+
+def _format_of(experts: Experts) -> WeightFormat | None:
+    """Return the format of the experts' weights; None if the kernels do not support it."""
+    matrices = experts.matrices
+    if not experts.zeros:
+        return WeightFormat(8) if matrices else UNQUANTIZED
+    one, *others = (WeightFormat.of_int4(matrix.width, matrix.scales) for matrix in matrices)
+    as_x = all(matrix.scales.dtype in (experts.router.dtype, torch.float32) for matrix in matrices)
+    has_shifts = None not in map(_shift, matrices)
+    return one if as_x and has_shifts and others == [one] else None
 
 
 def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.Tensor:
@@ -414,27 +456,33 @@ def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.T
 
 
 def _check(arguments: MixtureArguments) -> None:
-    x, norm, _, router, gate_and_up, down, chosen, _, scales = arguments
+    x, norm, _, router, gate_and_up, down, chosen, _, scales, zeros = arguments
     check, dtype, device = _checker.check, x.dtype, x.device
     check("x", x, ("rows", "width"), STATES, device)
     width = x.shape[1]
     check("norm", norm, (width,), dtype, device)
     check("router", router, ("experts", width), dtype, device)
-    stored = CODES if scales else dtype
-    check("gate_and_up", gate_and_up, (len(router), "2 * between", width), stored, device)
-    check("down", down, (len(router), width, gate_and_up.shape[1] // 2), stored, device)
-    if len(scales) not in (0, 2):
-        _checker.refuse("scales", f"{len(scales)} tensors", "none or two")
-    for codes, of_codes in zip((gate_and_up, down), scales, strict=False):
-        shape = scales_shape(codes, rows_per_scale(codes, of_codes))
-        check("scales", of_codes, shape, torch.float32, device)
+    stored, packed = (int4.CODES, 8) if zeros else (fp8.CODES if scales else dtype, 1)
+    into = (len(router), "2 * between", width // packed)
+    check("gate_and_up", gate_and_up, into, stored, device)
+    out_of = (len(router), width, gate_and_up.shape[1] // 2 // packed)
+    check("down", down, out_of, stored, device)
+    for name, tensors in (("scales", scales), ("zeros", zeros)):
+        if len(tensors) not in (0, 2) or (zeros and not scales):
+            _checker.refuse(name, f"{len(tensors)} tensors", "none or two")
+    for matrix in arguments.experts.matrices:
+        matrix.check()
+        dtypes = STATES if zeros else torch.float32
+        check("scales", matrix.scales, tuple(matrix.scales.shape), dtypes, device)
+        if matrix.zeros is not None:
+            check("zeros", matrix.zeros, tuple(matrix.scales.shape), torch.uint8, device)
     if not 1 <= chosen <= len(router):
         _checker.refuse("chosen", chosen, f"1 to {len(router)}, the experts")
 
 
 def _mixture(arguments: MixtureArguments) -> torch.Tensor:
     norm = Norm(arguments.norm, arguments.epsilon)
-    return mixture_of_experts(arguments.x, norm, Experts(*arguments[3:]))
+    return mixture_of_experts(arguments.x, norm, arguments.experts)
 
 
 mixture_operation = define("mixture", MixtureArguments, _check, _mixture, "Tensor")

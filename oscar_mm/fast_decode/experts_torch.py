@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear, silu
 
+from oscar_mm.fast_decode.dequantize import dequantized
+from oscar_mm.fast_decode.linear_params import UNQUANTIZED, WeightFormat
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.self_check import relative_error
-from oscar_mm.weights.fp8 import dequantized, quantized
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 
 class Experts(NamedTuple):
@@ -23,8 +25,8 @@ class Experts(NamedTuple):
         down: (experts, width, between).
         chosen: number of experts per row.
         normalized: whether the shares of a row's experts are normalized to add up to 1.
-        scales: float32 scales of ``gate_and_up`` and of ``down`` (``oscar_mm.weights.fp8``); none
-            unless both are in FP8.
+        scales, zeros: scales of ``gate_and_up`` and of ``down``, and with INT4 zero points, as of
+            ``QuantizedMatrix``; none unless both are quantized to the same format.
     """
 
     router: torch.Tensor
@@ -33,14 +35,20 @@ class Experts(NamedTuple):
     chosen: int
     normalized: bool
     scales: list[torch.Tensor] = []  # noqa: RUF012 never changed
+    zeros: list[torch.Tensor] = []  # noqa: RUF012 never changed
+
+    @property
+    def matrices(self) -> list[QuantizedMatrix]:
+        """``gate_and_up`` and ``down`` if they are quantized; otherwise none."""
+        weights, zeros = (self.gate_and_up, self.down), self.zeros or [None, None]
+        return [QuantizedMatrix(*one) for one in zip(weights, self.scales, zeros, strict=False)]
 
     def dequantized(self, dtype: torch.dtype) -> Experts:
-        """Return experts whose weights are in ``dtype`` if these are in FP8, otherwise these."""
+        """Return experts whose weights are in ``dtype`` if these are quantized, otherwise these."""
         if not self.scales:
             return self
-        pairs = zip((self.gate_and_up, self.down), self.scales, strict=True)
-        gate_and_up, down = (dequantized(*pair, dtype) for pair in pairs)
-        return self._replace(gate_and_up=gate_and_up, down=down, scales=[])
+        gate_and_up, down = (dequantized(matrix, dtype) for matrix in self.matrices)
+        return self._replace(gate_and_up=gate_and_up, down=down, scales=[], zeros=[])
 
 
 class MixtureArguments(NamedTuple):
@@ -50,7 +58,7 @@ class MixtureArguments(NamedTuple):
         x: (rows, width), contiguous.
         norm: (width,): weight of the RMSNorm applied to x.
         epsilon: epsilon of the norm.
-        router, gate_and_up, down, chosen, normalized, scales: see ``Experts``.
+        router, gate_and_up, down, chosen, normalized, scales, zeros: see ``Experts``.
     """
 
     x: torch.Tensor
@@ -62,6 +70,12 @@ class MixtureArguments(NamedTuple):
     chosen: int
     normalized: bool
     scales: list[torch.Tensor]
+    zeros: list[torch.Tensor]
+
+    @property
+    def experts(self) -> Experts:
+        """The weights."""
+        return Experts(*self[3:])
 
     def result(self) -> torch.Tensor:
         """Return an uninitialized (rows, width) tensor for the result."""
@@ -79,18 +93,18 @@ class Choice(NamedTuple):
 
 def experts_by_torch(arguments: MixtureArguments) -> torch.Tensor:
     """Run ``mixture`` with PyTorch operations; only for a few rows, since it copies weights."""
-    x, weight, epsilon, router, gate_and_up, down, count, normalized, scales = arguments
+    x, weight, epsilon, router, gate_and_up, down, count, normalized, *_ = arguments
     normed = Norm(weight, epsilon)(x)
     shares, chosen = _choices(linear(normed, router), count, normalized)
-    return x + of_chosen_experts(normed, chosen, shares, (gate_and_up, down), scales, silu)
+    weights = arguments.experts.matrices or (gate_and_up, down)
+    return x + of_chosen_experts(normed, chosen, shares, weights, silu)
 
 
 def of_chosen_experts(
     rows: torch.Tensor,
     chosen: torch.Tensor,
     shares: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor | QuantizedMatrix],
     act_fn: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Return the (rows, width) sum of each row's experts; copies their weights, and waits for
@@ -100,15 +114,14 @@ def of_chosen_experts(
         rows: (rows, width).
         chosen, shares: (rows, count) indices and factors of each row's experts.
         weights: ``gate_and_up`` and ``down``, see ``Experts``.
-        scales: see ``Experts``.
         act_fn: activation of the gate.
     """
-    inward, outward = (weight[chosen] for weight in weights)
-    if scales:
-        inward, outward = (
-            dequantized(codes, of_all[chosen], rows.dtype)
-            for codes, of_all in zip((inward, outward), scales, strict=True)
-        )
+    inward, outward = (
+        one.chosen(chosen).dequantized(rows.dtype)
+        if isinstance(one, QuantizedMatrix)
+        else one[chosen]
+        for one in weights
+    )
     gates, ups = (inward @ rows[:, None, :, None])[..., 0].chunk(2, -1)
     outputs = (outward @ (act_fn(gates) * ups)[..., None])[..., 0]
     return (outputs * shares.to(rows.dtype)[..., None]).sum(1)
@@ -128,7 +141,7 @@ def clear_choices(
     width: int,
     between: int,
     device: torch.device,
-    fp8: bool = False,
+    weights: WeightFormat = UNQUANTIZED,
 ) -> MixtureArguments:
     """Return a mixture of random experts with unambiguous routing: rounding does not change which
     logits are largest.
@@ -138,7 +151,7 @@ def clear_choices(
         choice: routing parameters and dtype.
         width: width of a row.
         between: inner width of an expert.
-        fp8: whether the experts' weights are in FP8.
+        weights: format of the experts' weights.
     """
     count, dtype = choice.experts, choice.dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -156,17 +169,19 @@ def clear_choices(
         [torch.randperm(count, generator=generator, device=device) for _ in range(different)]
     )
     gate_and_up = random(count, 2 * between, width).div_(width**0.5)
-    down, scales = random(count, width, between), []
-    if fp8:
-        pairs = map(quantized, (gate_and_up, down))
-        (gate_and_up, down), scales = map(list, zip(*pairs, strict=True))
+    down, scales, zeros = random(count, width, between), [], []
+    if weights.weight_bits != 16:
+        matrices = [weights.quantized(one) for one in (gate_and_up, down)]
+        (gate_and_up, down), scales, zeros = map(list, zip(*matrices, strict=True))
         # Different enough that a kernel's error shows if it reads another scale.
-        scales = [one * random(*one.shape).float().sigmoid().add(0.5) for one in scales]
+        factors = [random(*one.shape).float().sigmoid().add(0.5) for one in scales]
+        scales = [(one * by).to(one) for one, by in zip(scales, factors, strict=True)]
+        zeros = zeros if weights.weight_bits == 4 else []
     return MixtureArguments(
         rows[torch.tensor(kinds, device=device)],
         *norm,
         (steps.T.float() / 2 @ directions).to(dtype),
-        *(gate_and_up, down, choice.chosen, choice.normalize, scales),
+        *(gate_and_up, down, choice.chosen, choice.normalize, scales, zeros),
     )
 
 

@@ -261,5 +261,5 @@ def _experts(mlp: Any) -> Experts | None:
     if any(map(is_dtensor, weights)) or hasattr(mlp, "shared_expert"):
         return None
     normalized = getattr(router, "norm_topk_prob", True)
-    scales = experts.scales if isinstance(experts, QuantizedExperts) else []
-    return Experts(*weights, router.top_k, normalized, scales)
+    formats = (experts.scales, experts.zeros) if isinstance(experts, QuantizedExperts) else ()
+    return Experts(*weights, router.top_k, normalized, *formats)

@@ -13,6 +13,7 @@ from oscar_mm.kernels.launch import ELEMENTS, Kernel, addresses, ints, pointers
 from oscar_mm.kernels.macros import Macros
 from oscar_mm.kernels.self_check import random_normal, relative_error, worst
 from oscar_mm.weights import fp8, int4
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 WORST_ERROR = 0.02
 """Maximum relative error of a correct kernel: above the rounding error in 16-bit precision, below
@@ -42,8 +43,25 @@ class WeightFormat(NamedTuple):
         if not arguments.zeros:
             return cls(arguments.weight_bits)
         scales, width = arguments.scales[0], arguments.x.shape[1]
-        group = min(width // scales.shape[1], LARGEST_GROUP)
+        return cls.of_int4(width, scales)
+
+    @classmethod
+    def of_int4(cls, width: int, scales: torch.Tensor) -> WeightFormat:
+        """Return the format of INT4 weights with that many columns, and these scales."""
+        group = min(width // scales.shape[-1], LARGEST_GROUP)
         return cls(4, scales.dtype == torch.float32, group)
+
+    def quantized(self, weight: torch.Tensor, whole: bool = False) -> QuantizedMatrix:
+        """Quantize (..., outputs, width) weights.
+
+        Args:
+            whole: whether INT4 has groups of whole rows.
+        """
+        if self.weight_bits == 8:
+            return QuantizedMatrix(*fp8.quantized(weight))
+        group = weight.shape[-1] if whole else self.group_columns
+        words, scales, zeros = int4.quantized(weight, group)
+        return QuantizedMatrix(words, scales.float() if self.float_scales else scales, zeros)
 
 
 UNQUANTIZED = WeightFormat()
@@ -191,16 +209,13 @@ def _quantized(
         """Return scales that differ so much that a kernel's error shows if it reads another."""
         return scales * random(*scales.shape).float().sigmoid().mul(4).exp2().div(4)
 
-    if form.weight_bits == 8:
-        codes, scales = zip(*map(fp8.quantized, weights), strict=True)
-        if by_row:
-            pairs = zip(codes, scales, strict=True)
-            scales = [one.repeat_interleave(fp8.BLOCK, 0)[: len(w)] for w, one in pairs]
-        return codes, [varied(one) for one in scales]
+    if form.weight_bits == 16:
+        return (weights,)
+    whole = by_row and form.group_columns == LARGEST_GROUP
+    codes, scales, zeros = zip(*(form.quantized(w, whole) for w in weights), strict=True)
     if form.weight_bits == 4:
-        whole = by_row and form.group_columns == LARGEST_GROUP
-        made = [int4.quantized(w, w.shape[1] if whole else form.group_columns) for w in weights]
-        codes, scales, zeros = zip(*made, strict=True)
-        dtype = torch.float32 if form.float_scales else weights[0].dtype
-        return codes, [varied(one).to(dtype) for one in scales], zeros
-    return (weights,)
+        return codes, [varied(one).to(one) for one in scales], zeros
+    if by_row:
+        pairs = zip(codes, scales, strict=True)
+        scales = [one.repeat_interleave(fp8.BLOCK, 0)[: len(w)] for w, one in pairs]
+    return codes, [varied(one) for one in scales]

@@ -9,7 +9,6 @@ from torch import nn
 
 from oscar_mm.fast_decode.experts_torch import of_chosen_experts
 from oscar_mm.fast_decode.linear import linear
-from oscar_mm.weights.fp8 import expanded, quantized
 from oscar_mm.weights.matrix import QuantizedMatrix
 
 _MAX_GATHERED = 16
@@ -69,9 +68,16 @@ class QuantizedLinear(nn.Linear):
         """Multiply (..., in_features) by the weights: (..., out_features) in the same dtype."""
         rows = input.reshape(-1, self.in_features)
         rows = rows.contiguous() if self.permutation is None else rows[:, self.permutation]
-        zeros = [] if self.zeros is None else [self.zeros]
-        found = linear(rows, [self.weight], [self.bias], scales=[self.scales], zeros=zeros)
+        found = _product(rows, self.matrix, self.bias)
         return found.view(*input.shape[:-1], self.out_features)
+
+
+def _product(
+    rows: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply (rows, width) by a matrix."""
+    zeros = [] if matrix.zeros is None else [matrix.zeros]
+    return linear(rows, [matrix.codes], [bias], scales=[matrix.scales], zeros=zeros)
 
 
 def _fixed(tensor: torch.Tensor | None) -> nn.Parameter | None:
@@ -79,46 +85,61 @@ def _fixed(tensor: torch.Tensor | None) -> nn.Parameter | None:
 
 
 class QuantizedExperts(nn.Module):
-    """Stacked experts with FP8 weights and the interface of transformers' experts modules.
+    """Stacked experts with FP8 or INT4 weights and the interface of transformers' experts modules.
 
     Attributes:
-        gate_up_proj: codes, (experts, 2 * between, width), gate outputs first.
-        down_proj: codes, (experts, width, between).
-        gate_up_scales, down_scales: float32, see ``oscar_mm.weights.fp8.scales_shape``.
+        gate_up_proj: codes of (experts, 2 * between, width), gate outputs first.
+        down_proj: codes of (experts, width, between).
+        gate_up_scales, down_scales, gate_up_zeros, down_zeros: see
+            ``oscar_mm.weights.matrix.QuantizedMatrix``.
         act_fn: activation of the gate.
     """
 
-    def __init__(
-        self,
-        gate_up: tuple[torch.Tensor, torch.Tensor],
-        down: tuple[torch.Tensor, torch.Tensor],
-        act_fn: Any,
-    ) -> None:
+    gate_up_proj: nn.Parameter
+    gate_up_scales: nn.Parameter
+    gate_up_zeros: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_scales: nn.Parameter
+    down_zeros: nn.Parameter | None
+
+    def __init__(self, gate_up: QuantizedMatrix, down: QuantizedMatrix, act_fn: Any) -> None:
         """
         Args:
-            gate_up, down: codes in ``oscar_mm.weights.fp8.CODES``, and scales, see
-                ``oscar_mm.weights.fp8.expanded``.
+            gate_up, down: the weights, both in FP8 or both in INT4.
             act_fn: activation of the gate.
         """
         super().__init__()
-        (into, into_scales), (out_of, out_of_scales) = gate_up, down
-        self.gate_up_proj = nn.Parameter(into, requires_grad=False)
-        self.gate_up_scales = nn.Parameter(expanded(into, into_scales), requires_grad=False)
-        self.down_proj = nn.Parameter(out_of, requires_grad=False)
-        self.down_scales = nn.Parameter(expanded(out_of, out_of_scales), requires_grad=False)
+        for name, matrix in (("gate_up", gate_up), ("down", down)):
+            self.register_parameter(f"{name}_proj", _fixed(matrix.codes))
+            self.register_parameter(f"{name}_scales", _fixed(matrix.scales))
+            self.register_parameter(f"{name}_zeros", _fixed(matrix.zeros))
         self.act_fn = act_fn
 
     @classmethod
-    def of(cls, module: Any, device: torch.device) -> Self:
-        """Quantize the weights of an experts module, and place the new module on a device."""
+    def of(cls, module: Any, device: torch.device, bits: int) -> Self:
+        """Quantize the weights of an experts module to 8 or 4 bits, and place the new module on a
+        device."""
         weights = module.gate_up_proj, module.down_proj
-        gate_up, down = (quantized(weight.detach().to(device)) for weight in weights)
+        gate_up, down = (QuantizedMatrix.of(one.detach().to(device), bits) for one in weights)
         return cls(gate_up, down, module.act_fn)
 
     @property
     def scales(self) -> list[torch.Tensor]:
         """Scales of ``gate_up_proj`` and of ``down_proj``."""
         return [self.gate_up_scales, self.down_scales]
+
+    @property
+    def zeros(self) -> list[torch.Tensor]:
+        """Zero points of ``gate_up_proj`` and of ``down_proj`` in INT4; none in FP8."""
+        return [one for one in (self.gate_up_zeros, self.down_zeros) if one is not None]
+
+    @property
+    def matrices(self) -> list[QuantizedMatrix]:
+        """The weights, ``gate_up_proj`` first."""
+        return [
+            QuantizedMatrix(self.gate_up_proj, self.gate_up_scales, self.gate_up_zeros),
+            QuantizedMatrix(self.down_proj, self.down_scales, self.down_zeros),
+        ]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -134,9 +155,8 @@ class QuantizedExperts(nn.Module):
             (tokens, width), in the dtype of the hidden states.
         """
         if len(hidden_states) <= _MAX_GATHERED:
-            weights = self.gate_up_proj, self.down_proj
             choices = top_k_index, top_k_weights
-            return of_chosen_experts(hidden_states, *choices, weights, self.scales, self.act_fn)
+            return of_chosen_experts(hidden_states, *choices, self.matrices, self.act_fn)
         found = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
@@ -147,7 +167,6 @@ class QuantizedExperts(nn.Module):
 
     def _one(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
         """Run an expert on (rows, width)."""
-        into, of_into = self.gate_up_proj[expert], self.gate_up_scales[expert]
-        gate, up = linear(rows, [into], scales=[of_into]).chunk(2, -1)
-        between = self.act_fn(gate) * up
-        return linear(between, [self.down_proj[expert]], scales=[self.down_scales[expert]])
+        gate_up, down = (matrix.chosen(expert) for matrix in self.matrices)
+        gate, up = _product(rows, gate_up).chunk(2, -1)
+        return _product(self.act_fn(gate) * up, down)

@@ -32,15 +32,17 @@ from oscar_mm.fast_decode.experts_torch import (
     experts_by_torch,
 )
 from oscar_mm.fast_decode.layers import _experts, norm_of
-from oscar_mm.fast_decode.linear import RowsParams, linear
+from oscar_mm.fast_decode.linear import MAX_ROWS, RowsParams, linear
+from oscar_mm.fast_decode.linear_params import UNQUANTIZED, WeightFormat
 from oscar_mm.fast_decode.linear_torch import Norm
 from oscar_mm.kernels.compile import csrc_folder
 from oscar_mm.kernels.macros import macros_of
-from oscar_mm.weights.fp8 import quantized
 from tests.compiled import architectures, compile_once, same_struct
 
 OMNI_CHOICE = Choice(128, 8, True, torch.bfloat16)
 LARGEST_CHOICE = Choice(512, 32, False, torch.float16)
+FP8, INT4 = WeightFormat(8), WeightFormat(4)
+WEIGHTS = [UNQUANTIZED, FP8, INT4, WeightFormat(4, float_scales=True, group_columns=32)]
 QWEN3_OMNI = Specialization(OMNI_CHOICE, 1, 2048, 768)
 OTHERS = (
     Specialization(OMNI_CHOICE, 4, 2048, 768),
@@ -65,11 +67,11 @@ def test_as_transformers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("down", [False, True])
 @pytest.mark.parametrize("arch", architectures(("sm_80", "sm_90a", "sm_100a", "sm_120")))
-@pytest.mark.parametrize("bits", [16, 8])
-def test_compiles(arch: str, down: bool, bits: int) -> None:
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_compiles(arch: str, down: bool, weights: WeightFormat) -> None:
     pytest.importorskip("cuda.core", reason="needs cuda-core")
     text = (csrc_folder() / "experts/experts.cu").read_text() + same_struct(Params)
-    for specialization in (one._replace(weight_bits=bits) for one in (QWEN3_OMNI, OTHERS[1])):
+    for specialization in (one._replace(weights=weights) for one in (QWEN3_OMNI, OTHERS[1])):
         limit = (227 if arch != "sm_120" else 99) << 10
         macros = specialization.macros(down, limit, arch != "sm_80")
         assert 0 < macros["EARLY"] <= macros["DEPTH"] <= 32
@@ -91,11 +93,11 @@ def _spills(source: str, arch: str, text: str, macros: dict[str, str | int]) -> 
 
 @pytest.mark.parametrize("arch", architectures(("sm_90a", "sm_100a", "sm_120")))
 @pytest.mark.parametrize("columns", [8, 32])
-@pytest.mark.parametrize("bits", [16, 8])
-def test_kernels_of_many_rows_compile(arch: str, columns: int, bits: int) -> None:
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_kernels_of_many_rows_compile(arch: str, columns: int, weights: WeightFormat) -> None:
     """And the host's picture of them is right."""
     pytest.importorskip("cuda.core", reason="needs cuda-core")
-    made, text = GroupedSpecialization(OMNI_CHOICE, columns, bits), same_struct(RowsParams)
+    made, text = GroupedSpecialization(OMNI_CHOICE, columns, weights), same_struct(RowsParams)
     limit = (227 if arch != "sm_120" else 99) << 10
     for gated, tiling in zip((True, False), grouped_tilings(limit), strict=True):
         product = made.products(gated)
@@ -130,7 +132,8 @@ def test_rows_of_a_group(rows: int, columns: int) -> None:
     [
         (ExpertKernels, Specialization(Choice(6, 2, True, torch.float32), 3, 256, 256), 1),
         (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8), 2),
-        (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8, 8), 2),
+        (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8, FP8), 2),
+        (GroupedKernels, GroupedSpecialization(Choice(12, 2, True, torch.float32), 8, INT4), 2),
         (PromptKernels, Choice(12, 2, True, torch.float32), 2),
     ],
 )
@@ -148,9 +151,9 @@ def test_one_wrong_row_shows(kernels, made, row: int, value: float | None) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("specialization", [QWEN3_OMNI, *OTHERS])
-@pytest.mark.parametrize("bits", [16, 8])
-def test_kernel(specialization: Specialization, bits: int) -> None:
-    specialization = specialization._replace(weight_bits=bits)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_kernel(specialization: Specialization, weights: WeightFormat) -> None:
+    specialization = specialization._replace(weights=weights)
     verdict = ExpertKernels.checked.check(specialization, torch.device("cuda", 0))
     assert verdict.disagreement < 0.01
 
@@ -207,10 +210,27 @@ def random_on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
     return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
+def quantized(
+    arguments: MixtureArguments, weights: WeightFormat
+) -> tuple[MixtureArguments, MixtureArguments]:
+    """Experts in a format, and the same in float32."""
+    if weights == UNQUANTIZED:
+        return arguments, arguments
+    gate_and_up, down = map(weights.quantized, (arguments.gate_and_up, arguments.down))
+    arguments = arguments._replace(
+        gate_and_up=gate_and_up.codes,
+        down=down.codes,
+        scales=[gate_and_up.scales, down.scales],
+        zeros=[gate_and_up.zeros, down.zeros] if weights.weight_bits == 4 else [],
+    )
+    exact = (one.dequantized(torch.float32) for one in (gate_and_up, down))
+    return arguments, arguments._replace(**dict(zip(("gate_and_up", "down"), exact, strict=True)))
+
+
 def in_float64(arguments: MixtureArguments) -> torch.Tensor:
     """What the experts add to the residual stream, by the router's logits as they are in 16-bit
     precision."""
-    x, weight, epsilon, router, gate_and_up, down, count, normalized, _ = arguments
+    x, weight, epsilon, router, gate_and_up, down, count, normalized, *_ = arguments
     normed = Norm(weight, epsilon).at_once(x)
     logits = linear(normed, [router]).double()
     shares, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -228,11 +248,11 @@ def in_float64(arguments: MixtureArguments) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [5, 8, 9, 16, 33, 64, 130, 257, MAX_GROUPED, 513, 3000])
+@pytest.mark.parametrize("rows", [1, 4, 5, 8, 9, 16, 33, 64, 130, 257, MAX_GROUPED, 513, 3000])
 @pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @torch.inference_mode()
-def test_many_rows(rows: int, dtype: torch.dtype, skewed: bool, fp8: bool) -> None:
+def test_rows(rows: int, dtype: torch.dtype, skewed: bool, weights: WeightFormat) -> None:
     """Also where most rows choose the same experts, so that these have several groups each."""
     experts, chosen, width, between = 60, 4, 1280, 512
     router = random_on_gpu(experts, width, dtype=dtype) / width**0.5
@@ -243,34 +263,31 @@ def test_many_rows(rows: int, dtype: torch.dtype, skewed: bool, fp8: bool) -> No
         *(x, random_on_gpu(width, dtype=dtype), 1e-5, router),
         random_on_gpu(experts, 2 * between, width, dtype=dtype) / width**0.5,
         random_on_gpu(experts, width, between, dtype=dtype) / between**0.5,
-        *(chosen, not skewed, []),
+        *(chosen, not skewed, [], []),
     )
-    exact = arguments
-    if fp8:
-        pairs = map(quantized, (arguments.gate_and_up, arguments.down))
-        (gate_and_up, down), scales = zip(*pairs, strict=True)
-        arguments = arguments._replace(gate_and_up=gate_and_up, down=down, scales=list(scales))
-        whole = Experts(*arguments[3:]).dequantized(torch.float32)
-        exact = exact._replace(gate_and_up=whole.gate_and_up, down=whole.down)
-    kernels = expert_kernels(x, Experts(*arguments[3:]))
+    arguments, exact = quantized(arguments, weights)
+    kernels = expert_kernels(x, arguments.experts)
     if rows > MAX_GROUPED and dtype == torch.float16:
         assert kernels is None
         return
-    assert isinstance(kernels, PromptKernels if rows > MAX_GROUPED else GroupedKernels)
+    kinds = ExpertKernels, GroupedKernels, PromptKernels
+    assert type(kernels) is kinds[(rows > MAX_ROWS) + (rows > MAX_GROUPED)]
     # What is not written is NaN.
     torch.full((256 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)
     found = kernels(arguments).double() - x.double()
     expected = in_float64(exact)
     errors = (found - expected).norm(dim=1) / (expected.norm(dim=1) + x.double().norm(dim=1))
     # For a prompt, dequantized weights are rounded.
-    assert errors.max() < (4 if fp8 and rows > MAX_GROUPED else 2) * torch.finfo(dtype).eps
+    rounds = weights != UNQUANTIZED and rows > MAX_GROUPED
+    assert errors.max() < (4 if rounds else 2) * torch.finfo(dtype).eps
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [8, 16, 32])
 @pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (512, 32), (4, 2)])
-def test_kernels_of_many_rows(columns: int, experts: int, chosen: int) -> None:
-    made = GroupedSpecialization(Choice(experts, chosen, True, torch.bfloat16), columns)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_kernels_of_many_rows(columns, experts, chosen, weights) -> None:
+    made = GroupedSpecialization(Choice(experts, chosen, True, torch.bfloat16), columns, weights)
     verdict = GroupedKernels.checked.check(made, torch.device("cuda", 0))
     assert verdict.disagreement < 0.01
 

@@ -213,20 +213,21 @@ def test_a_kernel_that_reads_the_scales_of_another_block_is_not_used(bits, gated
         assert by(change) > 2 * WORST_ERROR
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_experts_are_those_of_their_dequantized_weights(tokens) -> None:
+def test_experts_are_those_of_their_dequantized_weights(tokens, bits) -> None:
     generator = torch.Generator().manual_seed(0)
     count, width, between = 6, 200, 72
     into = torch.randn(count, 2 * between, width, generator=generator) / width**0.5
     out_of = torch.randn(count, width, between, generator=generator) / between**0.5
-    gate_up, down = quantized(into), quantized(out_of)
+    gate_up, down = (QuantizedMatrix.of(weight, bits) for weight in (into, out_of))
     own = QuantizedExperts(gate_up, down, nn.SiLU())
     x = torch.randn(tokens, width, generator=generator)
     order = torch.stack([torch.randperm(count, generator=generator)[:3] for _ in range(tokens)])
     shares = torch.rand(tokens, 3, generator=generator)
     into, out_of = (
-        torch.stack([dequantized(*one, torch.float32) for one in zip(*pair, strict=True)]).double()
-        for pair in (gate_up, down)
+        torch.stack([one.chosen(i).dequantized(torch.float32) for i in range(count)]).double()
+        for one in (gate_up, down)
     )
     expected = torch.zeros(tokens, width, dtype=torch.float64)
     for token in range(tokens):
