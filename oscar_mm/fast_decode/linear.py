@@ -81,6 +81,8 @@ _FRAGMENT = 8
 """Number of columns in a matrix unit's product, and half its number of rows."""
 MAX_DEPTH = 16
 _FLOAT = 4
+_RESERVED = 2048
+"""Bytes of shared memory that each thread block of a multiprocessor takes beyond its own."""
 _checker = ArgumentChecker("linear")
 
 
@@ -279,13 +281,13 @@ class RowsSpecialization(NamedTuple):
         resident = rows <= FEW_ROWS and weights.weight_bits != 16
         return cls(-(-rows // _FRAGMENT) * _FRAGMENT, gated, dtype, False, weights, resident)
 
-    def resident_bytes(self, width: int, norm: bool) -> int:
+    def resident_bytes(self, rows: int, width: int, norm: bool) -> int:
         """Return the shared memory of rows of x that stay, and of the norm's weight, which depends
         on the width of the rows."""
         if not self.resident:
             return 0
         pad, undo = 256 // self.weights.weight_bits, _FLOAT * width // self.unit
-        return FEW_ROWS * (2 * width + pad + undo) + 2 * norm * width
+        return rows * (2 * width + pad + undo) + 2 * norm * width
 
     @property
     def unit(self) -> int:
@@ -328,6 +330,8 @@ class Tiling(NamedTuple):
     tile: int = 16
     sweep: int = 64
     span: int = 512
+    blocks: int = 1
+    """Thread blocks of a multiprocessor: with two, the next kernel's weights arrive early."""
 
     def macros(self, specialization: RowsSpecialization) -> Macros:
         """Return the macros for csrc/linear/linear_rows.cu."""
@@ -410,7 +414,7 @@ class LinearRowsKernel(
 
     def takes(self, width: int, norm: bool) -> bool:
         """Return whether the kernel supports rows of this width."""
-        fits = self._cut(self.tiling.sweep * self._blocks, width, norm).depth >= 2
+        fits = self._cut(self.tiling.sweep * self._blocks, FEW_ROWS, width, norm).depth >= 2
         unit = 32 if self.specialization.weights.weight_bits == 16 else LARGEST_GROUP
         return fits and width % unit == 0 and not (norm and width > WIDEST_NORM)
 
@@ -420,7 +424,7 @@ class LinearRowsKernel(
         norm, resident = arguments.norm, self.specialization.resident
         if norm is not None and not resident:
             x, norm = normalized(self._norm, x, norm, arguments.epsilon, stream), None
-        cut = self._cut(output.shape[1], x.shape[1], norm is not None)
+        cut = self._cut(output.shape[1], *x.shape, norm is not None)
         step, depth, shared_bytes = cut
         params = RowsParams(
             *addresses(x),
@@ -433,9 +437,10 @@ class LinearRowsKernel(
         self._kernel.launch(grid, block, shared_bytes, params, stream, dependent=True)
         return output
 
-    def _cut(self, total: int, width: int, norm: bool) -> Launch:
-        outputs, limit = -(-total // self._blocks), self._kernel.shared_limit
-        resident = self.specialization.resident_bytes(width, norm)
+    def _cut(self, total: int, rows: int, width: int, norm: bool) -> Launch:
+        outputs = -(-total // self._blocks)
+        limit = (self._kernel.shared_limit + _RESERVED) // self.tiling.blocks - _RESERVED
+        resident = self.specialization.resident_bytes(rows, width, norm)
         step, depth, shared_bytes = self.tiling.launch(
             self.specialization, outputs, limit - resident
         )

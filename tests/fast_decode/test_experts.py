@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import isnan
 
 import pytest
@@ -100,10 +101,10 @@ def test_kernels_of_many_rows_compile(arch: str, columns: int, weights: WeightFo
     made, text = GroupedSpecialization(OMNI_CHOICE, columns, weights), same_struct(RowsParams)
     limit = (227 if arch != "sm_120" else 99) << 10
     for gated, tiling in zip((True, False), grouped_tilings(limit), strict=True):
-        product = made.products(gated)
-        macros = tiling.macros(product)
+        form = made.products(gated)
+        macros = tiling.macros(form)
         assert _spills("linear/linear_rows.cu", arch, text, macros) == (0, 0, 0)
-        launch = tiling.launch(product, tiling.outputs(gated), limit)
+        launch = tiling.launch(form, tiling.outputs(gated), limit)
         assert launch.depth >= 2 and launch.shared_bytes <= limit
     for name, params, threads in (
         ("route", GroupedParams, ROUTE_THREADS),
@@ -247,10 +248,16 @@ def in_float64(arguments: MixtureArguments) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [
+        *product((torch.bfloat16, torch.float16), WEIGHTS[:2]),
+        (torch.bfloat16, WEIGHTS[2]),
+        (torch.float16, WEIGHTS[3]),
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 4, 5, 8, 9, 16, 33, 64, 130, 257, MAX_GROUPED, 513, 3000])
 @pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize("weights", WEIGHTS)
 @torch.inference_mode()
 def test_rows(rows: int, dtype: torch.dtype, skewed: bool, weights: WeightFormat) -> None:
     """Also where most rows choose the same experts, so that these have several groups each."""
