@@ -3,7 +3,8 @@
 transformers loads such checkpoints with packages and kernels of others, many only on a GPU. Here it
 reads the tensors as they are: a quantizer of our own replaces each quantized ``nn.Linear`` by a
 module that has the tensors of the checkpoint, and after loading each of these by a
-``QuantizedLinear``.
+``QuantizedLinear``. Such checkpoints have three matrices for each expert, where transformers'
+modules stack those of all experts; after loading, they become ``QuantizedExperts``.
 
 The checkpoint's tensors say which modules are quantized, and not the patterns of its configuration,
 since those match names that another version of transformers gave to the modules.
@@ -12,6 +13,7 @@ since those match names that another version of transformers gave to the modules
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,8 +28,15 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
-from oscar_mm.weights.checkpoint_formats import CheckpointFormat, check_shape, formats_of
+from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
+from oscar_mm.weights import fp8
+from oscar_mm.weights.checkpoint_formats import (
+    CheckpointFormat,
+    Tensors,
+    check_shape,
+    formats_of,
+)
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 _METHOD = "oscar_mm"
 _DTYPES = {
@@ -46,6 +55,8 @@ _DTYPES = {
 }
 """Dtypes in the headers of safetensors files."""
 _OFFLOADED = "quantized weights cannot be offloaded; use more or larger GPUs"
+_EXPERT = re.compile(r"(.+\.experts)\.(\d{1,5})\.(gate_proj|up_proj|down_proj)")
+"""Name of an expert's matrix: of all experts, number of the expert, and name of the matrix."""
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -142,11 +153,17 @@ class StoredWeightsQuantizer(HfQuantizer):
         """
         formats = formats_of(self._fields) or []
         names = _Names(model)
+        experts: dict[str, dict[tuple[int, str], Tensors]] = defaultdict(dict)
         for stem, tensors in _headers(checkpoint_files or ()).items():
-            if any(one.marks & tensors.keys() for one in formats):
-                _replace(model, names, formats, stem, tensors)
-            else:
+            if not any(one.marks & tensors.keys() for one in formats):
                 names.check(stem, tensors)
+            elif (found := _EXPERT.fullmatch(stem)) and names.stacks_experts(found[1]):
+                experts[found[1]][int(found[2]), found[3]] = tensors
+            else:
+                _replace(model, names, formats, stem, tensors)
+        for path, stored in experts.items():
+            module = model.get_submodule(path)
+            model.set_submodule(path, _StoredExperts(path, module, formats, stored))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         """See the module's docstring.
@@ -154,11 +171,11 @@ class StoredWeightsQuantizer(HfQuantizer):
         Raises:
             ValueError: if values are invalid, or weights are offloaded.
         """
-        stored = [name for name, one in model.named_modules() if isinstance(one, _StoredLinear)]
-        for name in stored:
-            # Nothing else holds the module, so its memory is free before the next is converted.
-            module: Any = model.get_submodule(name)
-            model.set_submodule(name, module.quantized())
+        for kind in (_StoredExperts, _StoredLinear):
+            for name in [name for name, one in model.named_modules() if isinstance(one, kind)]:
+                # Nothing else holds the module, so its memory is free before the next is converted.
+                module: Any = model.get_submodule(name)
+                model.set_submodule(name, module.quantized())
         model.config.quantization_config = self._fields
 
     def is_serializable(self) -> bool:
@@ -211,14 +228,18 @@ class _Names:
         found, is_merged = self._renamed(f"{stem}.weight")
         if is_merged or ".experts." in stem:
             raise ValueError(
-                f"{stem} is quantized, but weights of experts are not supported in this format; "
-                "use a checkpoint with FP8 experts (quant_method fp8) or with 16-bit weights"
+                f"{stem} is quantized, but is no gate_proj, up_proj or down_proj of an expert of "
+                "the model; use a checkpoint with 16-bit weights"
             )
         if found in self._tied:
             raise ValueError(f"{stem} is quantized, but the configuration ties it to embeddings")
         return found.removesuffix(".weight") if found in self._state else None
 
-    def check(self, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def stacks_experts(self, path: str) -> bool:
+        """Return whether the model has a module of that name that stacks the weights of experts."""
+        return {f"{path}.gate_up_proj", f"{path}.down_proj"} <= self._state.keys()
+
+    def check(self, stem: str, tensors: Tensors) -> None:
         """Check that tensors of a module that is not quantized have the dtypes and the shapes of
         the model.
 
@@ -251,7 +272,7 @@ def _replace(
     names: _Names,
     formats: Sequence[CheckpointFormat],
     stem: str,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
 ) -> None:
     """Replace a module by one that has the tensors of a checkpoint.
 
@@ -265,8 +286,7 @@ def _replace(
         raise ValueError(
             f"{stem} is quantized, but only Linear is supported, and not {type(module).__name__}"
         )
-    chosen = max(formats, key=lambda one: len(one.needed & tensors.keys()))
-    model.set_submodule(name, _StoredLinear(stem, module, chosen, tensors))
+    model.set_submodule(name, _StoredLinear(stem, module, formats, tensors))
 
 
 class _StoredLinear(nn.Module):
@@ -278,20 +298,21 @@ class _StoredLinear(nn.Module):
         self,
         stem: str,
         module: nn.Linear,
-        chosen: CheckpointFormat,
-        tensors: Mapping[str, torch.Tensor],
+        formats: Sequence[CheckpointFormat],
+        tensors: Tensors,
     ) -> None:
         """
         Args:
             stem: name of the module in the checkpoint.
             module: the module to replace.
-            chosen: format of the tensors.
+            formats: formats of the checkpoint, one of which the tensors have.
             tensors: the tensors on the meta device.
 
         Raises:
             ValueError: if the tensors are not those of the module.
         """
         super().__init__()
+        chosen = max(formats, key=lambda one: len(one.needed & tensors.keys()))
         self._stem, self._format = stem, chosen
         self._shape, self._dtype = (module.out_features, module.in_features), module.weight.dtype
         parts = {name: one for name, one in tensors.items() if name in chosen.dtypes}
@@ -328,3 +349,100 @@ class _StoredLinear(nn.Module):
             matrix = matrix._replace(scales=matrix.scales.float())
         bias = None if self.bias is None else self.bias.detach()
         return QuantizedLinear(matrix, bias, permutation)
+
+    def of_expert(self) -> QuantizedMatrix:
+        """Convert the loaded tensors to a matrix.
+
+        Raises:
+            ValueError: see ``quantized``; also if there is a bias, or another order of columns.
+        """
+        found = self.quantized()
+        if found.permutation is not None:
+            raise ValueError(
+                f"{self._stem}: the columns are in another order (desc_act, actorder), which "
+                "experts do not support; use a checkpoint without it"
+            )
+        if found.bias is not None and bool(found.bias.any()):
+            raise ValueError(f"{self._stem}.bias: experts with biases are not supported")
+        return found.matrix
+
+
+class _StoredExperts(nn.Module):
+    """The tensors of all matrices of a layer's experts, with the names of a checkpoint."""
+
+    def __init__(
+        self,
+        path: str,
+        module: Any,
+        formats: Sequence[CheckpointFormat],
+        stored: Mapping[tuple[int, str], Tensors],
+    ) -> None:
+        """
+        Args:
+            path: name of the module in the checkpoint.
+            module: the module to replace, with the stacked weights of experts.
+            formats: formats of the checkpoint.
+            stored: tensors on the meta device, by number of the expert and name of the matrix.
+
+        Raises:
+            ValueError: if the tensors are not those of all experts.
+        """
+        super().__init__()
+        self._path, self._act_fn = path, module.act_fn
+        self._count, width, between = module.down_proj.shape
+        like = {"bias": False, "device": "meta", "dtype": module.down_proj.dtype}
+        inward, outward = nn.Linear(width, between, **like), nn.Linear(between, width, **like)
+        if (last := max(number for number, _ in stored)) >= self._count:
+            raise ValueError(f"{path}.{last} is quantized, but the model has {self._count} experts")
+        for number in range(self._count):
+            expert = nn.Module()
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                stem = f"{path}.{number}.{name}"
+                if (number, name) not in stored:
+                    raise ValueError(f"{stem} is not quantized, but matrices of other experts are")
+                shape = outward if name == "down_proj" else inward
+                part = _StoredLinear(stem, shape, formats, stored[number, name])
+                expert.add_module(name, part)
+            self.add_module(str(number), expert)
+
+    def quantized(self) -> QuantizedExperts:
+        """Convert the loaded tensors, and stack those of all experts.
+
+        Raises:
+            ValueError: if values are invalid, weights are offloaded, or experts differ in format.
+        """
+        experts: Any = [self.get_submodule(str(number)) for number in range(self._count)]
+        inward = [
+            _joined(one.gate_proj.of_expert(), one.up_proj.of_expert(), f"{self._path}.{number}")
+            for number, one in enumerate(experts)
+        ]
+        outward = [one.down_proj.of_expert() for one in experts]
+        return QuantizedExperts(self._stacked(inward), self._stacked(outward), self._act_fn)
+
+    def _stacked(self, matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+        if len(set(map(_kind, matrices))) > 1:
+            raise ValueError(f"{self._path}: the experts have different formats")
+        return QuantizedMatrix.stacked(matrices)
+
+
+def _kind(matrix: QuantizedMatrix) -> tuple[Any, ...]:
+    codes, scales, _ = matrix
+    return codes.dtype, codes.shape, scales.dtype, scales.shape
+
+
+def _joined(gate: QuantizedMatrix, up: QuantizedMatrix, path: str) -> QuantizedMatrix:
+    """Return the outputs of two matrices of the same shape as those of one.
+
+    Raises:
+        ValueError: if the matrices have different formats.
+    """
+    if _kind(gate) != _kind(up):
+        raise ValueError(f"{path}: gate_proj and up_proj have different formats")
+    if gate.zeros is None and len(gate.codes) % fp8.BLOCK:
+        # A block of the one would end within a block of both, so each row gets its own scales.
+        gate, up = (one._replace(scales=fp8.by_row(one.codes, one.scales)) for one in (gate, up))
+    zeros = None
+    if gate.zeros is not None and up.zeros is not None:
+        zeros = torch.cat((gate.zeros, up.zeros))
+    codes, scales = torch.cat((gate.codes, up.codes)), torch.cat((gate.scales, up.scales))
+    return QuantizedMatrix(codes, scales, zeros)

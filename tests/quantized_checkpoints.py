@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.fp8_checkpoints import PRODUCTS
+from tests.fp8_checkpoints import EXPERTS, PRODUCTS
 
 Stored = dict[str, torch.Tensor]
 """Tensors of one matrix, by the last part of their names."""
@@ -185,14 +185,14 @@ def quantize_folder(
         shards: number of files.
 
     Returns:
-        The dequantized weights in float32, by name.
+        The dequantized weights in float32, by name; those of each expert by themselves.
     """
     target.mkdir()
     for file in folder.iterdir():
         if file.suffix != ".safetensors":
             (target / file.name).write_bytes(file.read_bytes())
     truth, written = {}, {}
-    for name, weight in load_file(folder / "model.safetensors").items():
+    for name, weight in unstacked(load_file(folder / "model.safetensors")).items():
         stem, _, last = name.rpartition(".")
         is_product = last == "weight" and stem.rpartition(".")[2] in PRODUCTS
         if not is_product or "vis" in name:
@@ -204,6 +204,23 @@ def quantize_folder(
     fields = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
     return truth
+
+
+def unstacked(tensors: Stored) -> Stored:
+    """The tensors of a checkpoint with the matrices of each expert by themselves, as quantized
+    checkpoints have them, instead of stacked."""
+    found = {}
+    for name, weight in tensors.items():
+        path, _, last = name.rpartition(".")
+        if last not in EXPERTS or not path.endswith(".experts"):
+            found[name] = weight
+            continue
+        for number, one in enumerate(weight):
+            parts = one.chunk(2) if last == "gate_up_proj" else [one]
+            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+            for part, matrix in zip(names, parts, strict=True):
+                found[f"{path}.{number}.{part}.weight"] = matrix.contiguous()
+    return found
 
 
 def _save(target: Path, tensors: Stored, shards: int) -> None:

@@ -424,7 +424,7 @@ class LinearRowsKernel(
         norm, resident = arguments.norm, self.specialization.resident
         if norm is not None and not resident:
             x, norm = normalized(self._norm, x, norm, arguments.epsilon, stream), None
-        cut = self._cut(output.shape[1], *x.shape, norm is not None)
+        cut = self._cut(output.shape[1], len(x), x.shape[1], norm is not None)
         step, depth, shared_bytes = cut
         params = RowsParams(
             *addresses(x),

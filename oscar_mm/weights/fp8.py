@@ -74,8 +74,8 @@ def dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
         part = codes[..., first : first + at_once, :].float()
         count = part.shape[-2]
         of_part = scales[..., first // rows : (first + count - 1) // rows + 1, :]
-        by_row = _by_column(of_part, width).repeat_interleave(rows, -2)[..., :count, :]
-        weight[..., first : first + count, :] = part.mul_(by_row)
+        of_rows = _by_column(of_part, width).repeat_interleave(rows, -2)[..., :count, :]
+        weight[..., first : first + count, :] = part.mul_(of_rows)
     return weight
 
 
@@ -108,6 +108,17 @@ def rows_per_scale(codes: torch.Tensor, scales: torch.Tensor) -> int:
         f"scales: the shape is {list(scales.shape)}, but FP8 weights of shape {list(codes.shape)} "
         f"need {expected}"
     )
+
+
+def by_row(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the scales of each row: (..., outputs, width / 128), rounded up.
+
+    Args:
+        codes: (..., outputs, width).
+        scales: see ``scales_shape``.
+    """
+    outputs = codes.shape[-2]
+    return scales.repeat_interleave(rows_per_scale(codes, scales), -2)[..., :outputs, :]
 
 
 def expanded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

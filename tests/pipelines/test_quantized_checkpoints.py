@@ -2,6 +2,7 @@
 dequantized number by number."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AwqConfig
+from transformers import AutoModelForCausalLM, AwqConfig
 
 from oscar_mm import InputError, OscarVLPipeline
 from oscar_mm.fast_decode.decoder import supports
-from oscar_mm.fast_decode.quantized_modules import QuantizedLinear
+from oscar_mm.fast_decode.quantized_modules import QuantizedExperts, QuantizedLinear
 from oscar_mm.modules import modules_of
+from tests.languages import CHATML, build_language_model
 from tests.prompts import REQUESTS, Reference
 from tests.quantized_checkpoints import (
     AWQ,
@@ -65,20 +67,34 @@ FORMATS = {
     "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(gptq, version=2)),
 }
 FAMILIES = ["llava_next", "llava_next_vicuna", "qwen3_vl", "qwen2_5_vl"]
-CASES = [(name, "qwen2_5_vl") for name in FORMATS] + [
-    (name, family) for name in ("int4", "awq") for family in FAMILIES[:3]
+CASES = [
+    *((name, "qwen2_5_vl") for name in FORMATS),
+    *((name, family) for name in ("int4", "awq") for family in FAMILIES[:3]),
+    *((name, "qwen3_vl_moe") for name in FORMATS if not name.endswith("act_order")),
 ]
 
 
 def reference(folder: Path, truth: dict[str, torch.Tensor]) -> Reference:
     """Plain transformers with the weights of a checkpoint replaced by those of ``truth``."""
     found = Reference(folder)
-    state = found.model.state_dict()
+    copy_into(found.model, truth)
+    return found
+
+
+def copy_into(model: torch.nn.Module, truth: dict[str, torch.Tensor]) -> None:
+    """Replace weights of a model of transformers, whose experts are stacked."""
+    state = model.state_dict()
     for name, weight in truth.items():
         end = name.split("layers.")[1]
+        expert = re.fullmatch(r"(.+experts)\.(\d+)\.(\w+).weight", end)
+        if expert:
+            stacked = "down_proj" if expert[3] == "down_proj" else "gate_up_proj"
+            end = f"{expert[1]}.{stacked}"
         (own,) = (x for x in state if x.endswith(f"layers.{end}") and "vis" not in x)
-        state[own].copy_(weight)
-    return found
+        target = state[own][int(expert[2])] if expert else state[own]
+        if expert and expert[3] != "down_proj":
+            target = target.chunk(2)[expert[3] == "up_proj"]
+        target.copy_(weight)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -96,7 +112,9 @@ def test_answers(name, family, request, tmp_path, monkeypatch, device) -> None:
     answer = REQUEST.ask(pipe, max_new_tokens=12)
     assert answer.token_ids[: len(expected)] == expected
     own = [one for one in modules_of(pipe.model) if type(one) is QuantizedLinear]
-    assert len(own) == len(truth) > 0
+    stacked = [one for one in modules_of(pipe.model) if type(one) is QuantizedExperts]
+    assert len(own) + 3 * sum(len(one.down_proj) for one in stacked) == len(truth) > 0
+    assert bool(stacked) == family.endswith("moe")
     assert supports(pipe.model) == (not name.endswith("act_order"))
     pipe.model.set_attn_implementation("sdpa")
     with torch.inference_mode():
@@ -205,14 +223,98 @@ def test_a_file_that_is_cut(qwen3_vl_folder, tmp_path) -> None:
         OscarVLPipeline(folder, device="cpu")
 
 
-def test_experts_are_refused(qwen3_vl_moe_folder, tmp_path) -> None:
+@pytest.mark.parametrize("name", ["int4", "fp8 channel"])
+def test_experts_that_transformers_stacks_while_loading(tmp_path, name) -> None:
+    """Its rules for names match those of quantized experts too."""
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = build_language_model("qwen3_moe", tmp_path / "plain", seed=0, template=CHATML, **few)
+    config, make = FORMATS[name]
+    truth = quantize_folder(folder, tmp_path / "stored", config, make)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    copy_into(plain, truth)
+    model = OscarVLPipeline(tmp_path / "stored", device="cpu", dtype="float32").model
+    model.set_attn_implementation("sdpa")
+    ids = torch.arange(5, 45)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+BAD_EXPERTS = [
+    ("awq", "0.gate_proj", "scales", lambda x: x / 0, "scales has NaN or infinite values"),
+    (
+        "int4",
+        "3.down_proj",
+        "weight_scale",
+        lambda x: x * float("nan"),
+        "weight_scale has NaN or in",
+    ),
+    (
+        "fp8 channel",
+        "1.up_proj",
+        "weight_scale",
+        lambda x: x / 0,
+        "weight_scale has NaN or infinite",
+    ),
+    ("awq", "2.up_proj", "qzeros", None, "qzeros is missing"),
+    ("gptq act_order", "0.gate_proj", "g_idx", lambda x: x, "the columns are in another order"),
+]
+
+
+@pytest.mark.parametrize(("name", "matrix", "part", "change", "message"), BAD_EXPERTS)
+def test_bad_experts(qwen3_vl_moe_folder, tmp_path, name, matrix, part, change, message) -> None:
+    folder = stored(name, qwen3_vl_moe_folder, tmp_path / "bad")
+    stem = f"model.language_model.layers.1.mlp.experts.{matrix}"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensor = tensors.pop(f"{stem}.{part}")
+        if change is not None:
+            tensors[f"{stem}.{part}"] = change(tensor)
+
+    altered(folder, spoil)
+    with pytest.raises(InputError, match=r"experts\.\d\.\w+(: |\.)" + message) as error:
+        OscarVLPipeline(folder, device="cpu")
+    assert name == "gptq act_order" or stem in str(error.value)
+
+
+def without(path: str, tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if path in name]:
+        del tensors[name]
+
+
+def renumbered(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if ".experts.3." in name]:
+        tensors[name.replace(".experts.3.", ".experts.4.")] = tensors.pop(name)
+
+
+def regrouped(tensors: dict[str, torch.Tensor]) -> None:
+    """An expert whose groups are half as wide as those of the others."""
+    for name in [name for name in tensors if ".experts.2.down_proj." in name]:
+        if name.endswith(("scales", "qzeros")):
+            tensors[name] = tensors[name].repeat_interleave(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (partial(without, ".experts.2."), r"experts\.2\.gate_proj is not quantized, but matrices"),
+        (partial(without, ".experts.2.up"), r"experts\.2\.up_proj is not quantized, but matrices"),
+        (renumbered, r"experts\.4 is quantized, but the model has 4 experts"),
+        (regrouped, r"mlp\.experts: the experts have different formats"),
+    ],
+)
+def test_incomplete_experts(qwen3_vl_moe_folder, tmp_path, change, message) -> None:
+    folder = stored("awq", qwen3_vl_moe_folder, tmp_path / "bad")
+    altered(folder, change)
+    with pytest.raises(InputError, match=message):
+        OscarVLPipeline(folder, device="cpu")
+
+
+def test_experts_of_an_unknown_name(qwen3_vl_moe_folder, tmp_path) -> None:
     folder = stored("awq", qwen3_vl_moe_folder, tmp_path / "experts")
-    stem = "model.language_model.layers.0.mlp.experts.0.gate_proj"
+    stem = "model.language_model.layers.0.mlp.experts.0.w1"
     words = torch.zeros(64, 12, dtype=torch.int32)
     altered(folder, lambda tensors: tensors.update({f"{stem}.qweight": words}))
-    with pytest.raises(
-        InputError, match=r"experts.0.gate_proj is quantized, but weights of experts"
-    ):
+    with pytest.raises(InputError, match=r"experts.0.w1 is quantized, but is no gate_proj, up"):
         OscarVLPipeline(folder, device="cpu")
 
 
