@@ -87,22 +87,6 @@ __device__ __forceinline__ To bits_as(const From& from) {
 }
 
 #if WEIGHT_BITS == 4
-// Elements whose last bits may be those of a code: 2^MANTISSA plus the code.
-constexpr uint32_t OFFSET_BITS =
-    ((Format<ELEMENT>::BIAS + Format<ELEMENT>::MANTISSA) << Format<ELEMENT>::MANTISSA) *
-    0x00010001u;
-constexpr float CODE_OFFSET = 1 << Format<ELEMENT>::MANTISSA;
-
-// Convert the codes in the last four bits of both halves of a word to elements, plus CODE_OFFSET.
-__device__ __forceinline__ uint32_t offset_codes(uint32_t word) {
-  // (word & 0x000f000f) | OFFSET_BITS, in one instruction.
-  uint32_t codes;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;"
-      : "=r"(codes)
-      : "r"(word), "n"(0x000f000f), "r"(OFFSET_BITS));
-  return codes;
-}
-
 // Scale and zero point of INT4 codes.
 struct Group4 {
   using Pair = Format<ELEMENT>::Pair;
@@ -115,8 +99,14 @@ struct Group4 {
 
   // Convert the codes in the last four bits of both halves of a word, rounding once.
   __device__ __forceinline__ uint32_t weights(uint32_t word) const {
-    const Pair codes = __hsub2(bits_as<Pair>(offset_codes(word)), bits_as<Pair>(OFFSET_BITS));
-    const Pair exact = __hsub2(codes, zero);
+    // 2^MANTISSA plus a code is a number whose last bits are the code.
+    constexpr uint32_t UNITS = (Format<ELEMENT>::BIAS + Format<ELEMENT>::MANTISSA)
+                               << Format<ELEMENT>::MANTISSA;
+    constexpr uint32_t BOTH = UNITS * 0x00010001u;
+    // (word & 0x000f000f) | BOTH, in one instruction.
+    uint32_t codes;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(codes) : "r"(word), "n"(0x000f000f), "r"(BOTH));
+    const Pair exact = __hsub2(__hsub2(bits_as<Pair>(codes), bits_as<Pair>(BOTH)), zero);
 #if FLOAT_SCALES
     const float2 two = unpacked(bits_as<uint32_t>(exact), ELEMENT());
     return bits_as<uint32_t>(Pair(ELEMENT(two.x * scale), ELEMENT(two.y * scale)));

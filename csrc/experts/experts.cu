@@ -191,6 +191,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (; slot < DEPTH && ahead.more(); ++slot) request(slot);
   request_scales();
   take_rows(width, !DOWN, params.epsilon, x, norm, &rows, sums);
+#if WEIGHT_BITS == 4
+  Block* blocks = reinterpret_cast<Block*>(norm + (DOWN ? 0 : width));
+  make_integers(x, (DOWN ? CHOSEN : 1) * ROWS * width, blocks);
+#endif
 
   slot = 0;
   uint32_t parity = 0;
@@ -206,7 +210,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const PieceScales of_piece = following;
         request_scales();
         barrier_wait(&full[warp][slot], parity);
-        multiply_piece(dot, ring + slot * PIECE_BYTES, row, start, width, lane, of_piece);
+        const uint8_t* piece = ring + slot * PIECE_BYTES;
+#if WEIGHT_BITS == 4
+        const Block* of_row = blocks + item * width / BLOCK;
+        multiply_piece(dot, piece, row, of_row, start, width, lane, of_piece);
+#else
+        multiply_piece(dot, piece, row, start, width, lane, of_piece);
+#endif
         __syncwarp();
         if (ahead.more()) request(slot);
         if (++slot == DEPTH) slot = 0, parity ^= 1;

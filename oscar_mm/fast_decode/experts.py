@@ -126,9 +126,11 @@ class Specialization(NamedTuple):
         x and the norm's weight."""
         bits = self.weights.weight_bits
         pieces = WARPS * int(macros["DEPTH"]) * int(macros["PIECE"]) * bits // 8
-        if macros["DOWN"]:
-            return pieces + 2 * self.rows * self.choice.chosen * self.between
-        return pieces + 2 * (self.rows + 1) * self.width
+        down = macros["DOWN"]
+        elements = self.rows * (self.choice.chosen * self.between if down else self.width)
+        # In INT4, each block of 32 elements has 8 bytes more.
+        blocks = elements // 4 if bits == 4 else 0
+        return pieces + 2 * (elements if down else elements + self.width) + blocks
 
 
 class ExpertKernels(OperationKernel[Specialization], operation="mixture", bound=0.02):
