@@ -46,6 +46,8 @@ BOUNDS = {
     ("qwen3-vl-8b", 2000, 64): 1.3,
     ("qwen3-vl-8b", 500, 256): 1.2,
     ("qwen3-vl-30b-a3b", 2000, 64): 1.7,
+    ("qwen3-vl-8b-fp8", 2000, 64): 1.2,
+    ("qwen3-vl-30b-a3b-fp8", 2000, 64): 1.2,
 }
 """Required ratio of our tokens/s to vLLM's, by model, tokens of a prompt, and clients."""
 NOTES = [
@@ -54,9 +56,10 @@ NOTES = [
     "greedy and end at their limit. No prompt begins like another.",
     f"Figures are of the time after the first {_WARM_UP:.0%} of the seconds. First token: from "
     "sending the request, with the queue. Between tokens: two tokens of the same answer.",
-    "bf16 weights, random. Ours: policy standard, a thread of the same process prepares the next "
-    "requests from texts. vLLM: the model's decoder alone, token ids as prompts, bf16 KV, CUDA "
-    "graphs without torch.compile, its own token budget for a step.",
+    "Random weights, in bf16 unless the model's name ends in another format, the same for both "
+    "engines. Ours: policy standard, a thread of the same process prepares the next requests from "
+    "texts. vLLM: the model's decoder alone, token ids as prompts, bf16 KV, CUDA graphs without "
+    "torch.compile, its own token budget for a step.",
 ]
 
 

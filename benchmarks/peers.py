@@ -1,6 +1,7 @@
 """Compare our decode steps and batches with those of transformers and vLLM in a single run.
 
-python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--contexts 2048,32768,131072]
+python -m benchmarks.peers [--models qwen3-vl-8b,qwen3-vl-30b-a3b] [--weights bf16,fp8,int4]
+    [--contexts 2048,32768,131072]
 
 Other benchmarks run one after another in their own processes: ``decode_step`` and ``throughput``
 for our caches and those of transformers, ``client_loop`` for many clients with short prompts, and
@@ -41,6 +42,9 @@ NOTES = [
     "Random weights of the released shapes, caches of random values. transformers' caches run "
     "eagerly, StaticCache compiled as in `generate`, at one context, as it compiles for a minute; "
     "ours and vLLM's steps are CUDA graphs, vLLM's without torch.compile.",
+    "Weights are in bf16 unless a model's name ends in fp8 or int4; then vLLM's are too: FP8 that "
+    "it makes while loading, with a scale for each matrix, and INT4 of compressed-tensors with a "
+    "scale for each 128 weights.",
 ]
 
 
@@ -84,6 +88,16 @@ def of_vllm(rows: Iterable[Row]) -> Iterator[Row]:
         elif what == "full memory":
             figures = {name: row[name] for name in ("sequences", "tokens_per_s")}
             yield common | {"full": int(tokens)} | figures
+
+
+def named(models: str, weights: str) -> str:
+    """Return the names of all models in all formats, comma-separated.
+
+    Args:
+        models, weights: comma-separated; "bf16" stands for a model as it is.
+    """
+    pairs = product(models.split(","), weights.split(","))
+    return ",".join(name if form == "bf16" else f"{name}-{form}" for name, form in pairs)
 
 
 def all_rows(models: str, contexts: str, full: str, *, tiny: bool) -> Iterator[Row]:
@@ -163,14 +177,20 @@ def main(arguments: Sequence[str]) -> int:
     options_parser = parser("benchmarks.peers", __doc__)
     add = options_parser.add_argument
     add("--models", default=MODELS, help=f"models, comma-separated: {', '.join(RANDOM_MODELS)}")
+    add(
+        "--weights", default="bf16", help="formats of the weights, comma-separated: bf16, fp8, int4"
+    )
     add("--contexts", default=CONTEXTS, help="tokens of a single sequence, comma-separated")
     add("--full", default=FULL, help="contexts at full memory, comma-separated")
     add("--tiny", action="store_true", help="trial run with tiny models, without vLLM")
     options = options_parser.parse_args(arguments)
+    models = named(options.models, options.weights)
+    if unknown := set(models.split(",")) - RANDOM_MODELS.keys():
+        options_parser.error(f"--models, --weights: there is no {min(unknown)}")
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     line, rows = command("benchmarks.peers", arguments), list[Row]()
     record = Record("peers", line, device, rows, NOTES, extra={"complete": False})
-    for row in all_rows(options.models, options.contexts, options.full, tiny=options.tiny):
+    for row in all_rows(models, options.contexts, options.full, tiny=options.tiny):
         rows.append(row)
         record.write(options.out)  # Keep the results even if the run is interrupted.
     record.extra["complete"] = True

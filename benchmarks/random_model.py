@@ -180,12 +180,10 @@ RELEASED["qwen3.5-9b"] = Released(
 )
 """A hybrid: three of four layers keep states. Not in ``SHAPES``, since nothing else needs it."""
 
-_QUANTIZED = (
-    *(("qwen3-vl-8b", weights) for weights in ("fp8", "int4")),
-    ("qwen3-vl-30b-a3b", "fp8"),
-)
 RANDOM_MODELS = RELEASED | {
-    f"{name}-{weights}": replace(RELEASED[name], weights=weights) for name, weights in _QUANTIZED
+    f"{name}-{weights}": replace(RELEASED[name], weights=weights)
+    for name in ("qwen3-vl-8b", "qwen3-vl-30b-a3b")
+    for weights in ("fp8", "int4")
 }
 """Released models, also with quantized weights."""
 

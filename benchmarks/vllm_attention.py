@@ -37,6 +37,29 @@ _FURTHER = 1024
 _READ_AT_ONCE = 8192
 _PROMPT, _HIT, _LONG = 8192, 7168, 32768
 _LAST_ID = 150_000
+_INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 128,
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+    "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+}
+"""Configuration of weights as compressed-tensors stores them; the weights themselves are vLLM's
+dummies."""
 NOTES = [
     "The decoder of the model alone, with vLLM's random weights. vLLM decodes by CUDA graphs "
     "without torch.compile.",
@@ -66,7 +89,7 @@ _MIXTURE_BOUNDS = (("full memory 32768", "auto", "standard", 3.5),)
 
 def model_folder(name: str, folder: Path) -> Path:
     """Write the config.json of a released model's decoder to a folder, and return the folder."""
-    text = RANDOM_MODELS[name].text
+    text, weights = RANDOM_MODELS[name].text, RANDOM_MODELS[name].weights
     kind = "qwen3_moe" if "num_experts" in text else "qwen3"
     architecture = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
     rope = {"rope_type": "default", "rope_theta": text["rope_parameters"]["rope_theta"]}
@@ -76,6 +99,7 @@ def model_folder(name: str, folder: Path) -> Path:
         "rope_parameters": rope,
         "dtype": "bfloat16",
         "norm_topk_prob": True,
+        **({"quantization_config": _INT4} if weights == "int4" else {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -92,7 +116,8 @@ def engine_options(
         folder: folder of the model.
         longest: maximum number of tokens of a context.
         filled: True to time decoding with a cache of random values, False to time prompts.
-        weights: format that vLLM quantizes the weights to ("fp8"); None for 16 bits.
+        weights: format of the weights: "fp8", to which vLLM quantizes them; "int4", which
+            the configuration of ``model_folder`` says; None for 16 bits.
     """
     options: dict[str, Any] = {
         "model": str(folder),
@@ -111,7 +136,7 @@ def engine_options(
         options["additional_config"] = additional_config(attention)
     else:
         options["kv_cache_dtype"] = attention
-    if weights is not None:
+    if weights == "fp8":
         options["quantization"] = weights
     if not filled:
         return options | {"enforce_eager": True}

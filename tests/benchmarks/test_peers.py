@@ -85,6 +85,27 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_found(
     assert record.extra == {"complete": False}
 
 
+def test_formats_of_weights(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each benchmark runs with the models in all formats; those that are not there are named."""
+    asked = list[tuple[str, str]]()
+
+    def noted(name: str, arguments: list[str]) -> list[Row]:
+        option = "--model" if name == "vllm_attention" else "--models"
+        asked.append((name, arguments[arguments.index(option) + 1]))
+        return []
+
+    monkeypatch.setattr(peers, "measured", noted)
+    monkeypatch.setattr(peers, "find_spec", lambda name: True)
+    line = ["--models", MODEL, "--contexts", "2048", "--out", str(tmp_path)]
+    assert peers.main([*line, "--weights", "bf16,fp8"]) == 0
+    both = f"{MODEL},{MODEL}-fp8"
+    ours = ("decode_step", "throughput", "client_loop")
+    assert asked[:3] == [(name, both) for name in ours]
+    assert [model for _, model in asked[3:]] == [MODEL] * 3 + [f"{MODEL}-fp8"] * 3
+    with pytest.raises(SystemExit):
+        peers.main([*line, "--weights", "int3"])
+
+
 def test_a_benchmark_that_writes_nothing_is_an_error() -> None:
     [row] = peers.measured("no_such_benchmark", [])
     assert row["error"] == "exit code 1"

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import vllm_attention
 from benchmarks.record import Record, Row
 from benchmarks.vllm_attention import BOUNDS, bounds, engine_options, model_folder
+from oscar_mm.weights.checkpoint_formats import formats_of
 
 
 def test_options_of_both_kinds(tmp_path) -> None:
@@ -20,6 +21,17 @@ def test_options_of_both_kinds(tmp_path) -> None:
     theirs = engine_options("fp8", folder, 32768, filled=False)
     assert theirs["kv_cache_dtype"] == "fp8" and "attention_backend" not in theirs
     assert theirs["enable_prefix_caching"] and not ours["enable_prefix_caching"]
+
+
+def test_formats_of_weights(tmp_path) -> None:
+    """vLLM quantizes to FP8 itself; INT4 is what the configuration says."""
+    for form in ("fp8", "int4"):
+        folder = model_folder(f"qwen3-vl-8b-{form}", tmp_path / form)
+        config = json.loads((folder / "config.json").read_text())
+        options = engine_options("auto", folder, 2048, filled=True, weights=form)
+        assert ("quantization_config" in config) == (form == "int4")
+        assert options.get("quantization") == ("fp8" if form == "fp8" else None)
+    assert formats_of(config["quantization_config"])[0].title == "INT4 (compressed-tensors)"
 
 
 def rows_of(spec: dict[str, Any], seconds: float) -> list[Row]:
