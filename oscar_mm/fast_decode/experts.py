@@ -464,14 +464,16 @@ def _check(arguments: MixtureArguments) -> None:
     width = x.shape[1]
     check("norm", norm, (width,), dtype, device)
     check("router", router, ("experts", width), dtype, device)
+    for name, tensors in (("scales", scales), ("zeros", zeros)):
+        if len(tensors) not in (0, 2):
+            _checker.refuse(name, f"{len(tensors)} tensors", "none or two")
+    if zeros and not scales:
+        _checker.refuse("zeros", f"{len(zeros)} tensors", "given with scales")
     stored, packed = (int4.CODES, 8) if zeros else (fp8.CODES if scales else dtype, 1)
     into = (len(router), "2 * between", width // packed)
     check("gate_and_up", gate_and_up, into, stored, device)
     out_of = (len(router), width, gate_and_up.shape[1] // 2 // packed)
     check("down", down, out_of, stored, device)
-    for name, tensors in (("scales", scales), ("zeros", zeros)):
-        if len(tensors) not in (0, 2) or (zeros and not scales):
-            _checker.refuse(name, f"{len(tensors)} tensors", "none or two")
     for matrix in arguments.experts.matrices:
         matrix.check()
         dtypes = STATES if zeros else torch.float32

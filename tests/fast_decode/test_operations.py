@@ -8,6 +8,7 @@ import torch
 from oscar_mm.fast_decode.experts import mixture_operation
 from oscar_mm.fast_decode.linear import linear_operation
 from oscar_mm.fast_decode.rope import rope_operation
+from oscar_mm.weights.matrix import QuantizedMatrix
 
 OPERATIONS = {"linear": linear_operation, "rope": rope_operation, "mixture": mixture_operation}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -26,7 +27,7 @@ def arguments_of(name: str, device: str = "cpu") -> tuple:
     if name == "rope":
         norms = (random(64), random(64), 1e-6, False, False)
         return (random(3, 6, 64)[:, :5], 4, random(3, 64), random(3, 64), *norms)
-    experts = (random(5, 32), random(5, 96, 32), random(5, 32, 48), 2, True, [])
+    experts = (random(5, 32), random(5, 96, 32), random(5, 32, 48), 2, True, [], [])
     return (random(3, 32), random(32), 1e-6, *experts)
 
 
@@ -79,6 +80,8 @@ def test_tensors_that_do_not_fit(name: str) -> None:
         ("rope", "gated", True, "query_heads is 4, must be 0 to 2"),
         ("rope", "key_norm", None, "query_norm is one of two norms, must be given with key_norm"),
         ("mixture", "chosen", 6, "chosen is 6, must be 1 to 5, the experts"),
+        ("mixture", "scales", [torch.zeros(1)], "scales is 1 tensors, must be none or two"),
+        ("mixture", "zeros", [torch.zeros(1)] * 2, "zeros is 2 tensors, must be given with scales"),
     ],
 )
 def test_values_that_do_not_fit(name: str, argument: str, value: object, message: str) -> None:
@@ -93,3 +96,23 @@ def test_a_gate_has_two_matrices() -> None:
     x, weight = torch.zeros(3, 32), torch.zeros(8, 32)
     with pytest.raises(ValueError, match="weights is 1 matrices, must be 2 with a gate"):
         linear_operation(x, [weight], [None], None, 0.0, None, True, [], [])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_mixture_of_quantized_experts(bits: int) -> None:
+    """It is that of the dequantized ones; scales and zero points are checked like weights."""
+    x, norm, epsilon, router, *weights, chosen, normalized, _, _ = arguments_of("mixture")
+    matrices = [QuantizedMatrix.of(weight, bits) for weight in weights]
+    codes, scales, zeros = map(list, zip(*matrices, strict=True))
+    zeros = zeros if bits == 4 else []
+    start = x, norm, epsilon, router
+    plain = [matrix.dequantized(torch.float32) for matrix in matrices]
+    expected = mixture_operation(*start, *plain, chosen, normalized, [], [])
+    found = mixture_operation(*start, *codes, chosen, normalized, scales, zeros)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="scales"):
+        mixture_operation(*start, *codes, chosen, normalized, [scales[0], scales[1][:4]], zeros)
+    if zeros:
+        with pytest.raises(ValueError, match="zeros"):
+            wrong = [zeros[0], zeros[1].int()]
+            mixture_operation(*start, *codes, chosen, normalized, scales, wrong)
