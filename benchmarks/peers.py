@@ -43,8 +43,7 @@ NOTES = [
     "eagerly, StaticCache compiled as in `generate`, at one context, as it compiles for a minute; "
     "ours and vLLM's steps are CUDA graphs, vLLM's without torch.compile.",
     "Weights are in bf16 unless a model's name ends in fp8 or int4; then vLLM's are too: FP8 that "
-    "it makes while loading, with a scale for each matrix, and INT4 of compressed-tensors with a "
-    "scale for each 128 weights.",
+    "it makes while loading, or INT4 of compressed-tensors with a scale for each 128 weights.",
 ]
 
 
