@@ -13,7 +13,7 @@ them; quantized weights are dequantized for it, a layer at a time.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -284,7 +284,7 @@ class GroupedKernels(
 
     def __call__(self, arguments: MixtureArguments) -> torch.Tensor:
         """Launch the kernels."""
-        x, weight, epsilon, router, gate_and_up, down, chosen, _, scales, zeros = arguments
+        x, weight, epsilon, router, gate_and_up, down, chosen, *_ = arguments
         stream, rows = current_stream(x.device), len(x)
         normed = Norm(weight, epsilon).at_once(x)
         logits = linear(normed, [router])
@@ -299,19 +299,11 @@ class GroupedKernels(
             stream,
             dependent=True,
         )
-        between = x.new_empty(rows * chosen, down.shape[2])
+        between = x.new_empty(rows * chosen, gate_and_up.shape[1] // 2)
         found = x.new_empty(rows * chosen, down.shape[1])
-        # The matrices of the first expert; those of the others follow.
-        inward = [gate_and_up[0].chunk(2), [down[0]]]
-        of_codes, of_zeros = (
-            [both[0][0].chunk(2), [both[1][0]]] if both else [(), ()] for both in (scales, zeros)
-        )
-        first, second = (
-            LinearArguments.of(rows, weights, gated=gated, scales=of_each, zeros=its_zeros)
-            for rows, weights, gated, of_each, its_zeros in zip(
-                (normed, between), inward, (True, False), of_codes, of_zeros, strict=True
-            )
-        )
+        inward, outward = _of_first(arguments.experts)
+        first = LinearArguments.of(normed, gated=True, **inward)
+        second = LinearArguments.of(between, **outward)
         parts = (first, between, rows_of), (second, found, None)
         for (kernel, threads, how), (product, result, from_rows) in zip(
             self._products, parts, strict=True
@@ -343,6 +335,18 @@ class GroupedKernels(
         width, between = (544, 64) if weights == UNQUANTIZED else (5 * BLOCK, BLOCK)
         problem = clear_choices(kinds, choice, width, between, device, weights)
         return error_of(kernel, problem)
+
+
+def _of_first(experts: Experts) -> Iterator[dict[str, Any]]:
+    """Yield weights, scales and zero points of the first expert, for both products; those of the
+    other experts follow in memory."""
+    stacked = {
+        "weights": (experts.gate_and_up, experts.down),
+        "scales": experts.scales,
+        "zeros": experts.zeros,
+    }
+    for at, parts in enumerate((2, 1)):
+        yield {name: both[at][0].chunk(parts) if both else () for name, both in stacked.items()}
 
 
 class PromptParams(ctypes.Structure):
@@ -458,7 +462,7 @@ def mixture_of_experts(x: torch.Tensor, norm: Norm, experts: Experts) -> torch.T
 
 
 def _check(arguments: MixtureArguments) -> None:
-    x, norm, _, router, gate_and_up, down, chosen, _, scales, zeros = arguments
+    x, norm, _, router, _, _, chosen, _, scales, zeros = arguments
     check, dtype, device = _checker.check, x.dtype, x.device
     check("x", x, ("rows", "width"), STATES, device)
     width = x.shape[1]
@@ -469,7 +473,15 @@ def _check(arguments: MixtureArguments) -> None:
             _checker.refuse(name, f"{len(tensors)} tensors", "none or two")
     if zeros and not scales:
         _checker.refuse("zeros", f"{len(zeros)} tensors", "given with scales")
-    stored, packed = (int4.CODES, 8) if zeros else (fp8.CODES if scales else dtype, 1)
+    _check_weights(arguments)
+    if not 1 <= chosen <= len(router):
+        _checker.refuse("chosen", chosen, f"1 to {len(router)}, the experts")
+
+
+def _check_weights(arguments: MixtureArguments) -> None:
+    x, _, _, router, gate_and_up, down, _, _, scales, zeros = arguments
+    check, width, device = _checker.check, x.shape[1], x.device
+    stored, packed = (int4.CODES, 8) if zeros else (fp8.CODES if scales else x.dtype, 1)
     into = (len(router), "2 * between", width // packed)
     check("gate_and_up", gate_and_up, into, stored, device)
     out_of = (len(router), width, gate_and_up.shape[1] // 2 // packed)
@@ -480,8 +492,6 @@ def _check(arguments: MixtureArguments) -> None:
         check("scales", matrix.scales, tuple(matrix.scales.shape), dtypes, device)
         if matrix.zeros is not None:
             check("zeros", matrix.zeros, tuple(matrix.scales.shape), torch.uint8, device)
-    if not 1 <= chosen <= len(router):
-        _checker.refuse("chosen", chosen, f"1 to {len(router)}, the experts")
 
 
 def _mixture(arguments: MixtureArguments) -> torch.Tensor:
