@@ -232,8 +232,12 @@ def in_float64(arguments: MixtureArguments) -> torch.Tensor:
     """What the experts add to the residual stream, by the router's logits as they are in 16-bit
     precision."""
     x, weight, epsilon, router, gate_and_up, down, count, normalized, *_ = arguments
-    normed = Norm(weight, epsilon).at_once(x)
-    logits = linear(normed, [router]).double()
+    norm = Norm(weight, epsilon)
+    # As the kernels round, since a row may choose other experts by other logits.
+    few = len(x) <= MAX_ROWS
+    normed = norm(x) if few else norm.at_once(x)
+    logits = linear(x, [router], norm=norm) if few else linear(normed, [router])
+    logits = logits.double()
     shares, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     shares, order = shares[:, :count], order[:, :count]
     if normalized:
