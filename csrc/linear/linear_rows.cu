@@ -26,7 +26,7 @@
 // Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
 // (matrices.cuh), GROUP_COLUMNS (INT4: columns of a group: 32, 64, or 128 for larger groups too),
 // GROUPED, RESIDENT (with FP8 and INT4, not GROUPED), CONSUMERS and PRODUCERS (warps), TILE (16, 32
-// or 64), BLOCKS (thread blocks of a multiprocessor), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32, or of 128 with FP8 and INT4),
+// or 64), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32, or of 128 with FP8 and INT4),
 // USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
@@ -795,7 +795,7 @@ __device__ __forceinline__ void consume(const Params& params, Ring ring, float* 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear_rows(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ uint64_t full[MAX_DEPTH], empty[MAX_DEPTH];

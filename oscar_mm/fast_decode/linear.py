@@ -81,8 +81,6 @@ _FRAGMENT = 8
 """Number of columns in a matrix unit's product, and half its number of rows."""
 MAX_DEPTH = 16
 _FLOAT = 4
-_RESERVED = 2048
-"""Bytes of shared memory that each thread block of a multiprocessor takes beyond its own."""
 _checker = ArgumentChecker("linear")
 
 
@@ -330,8 +328,6 @@ class Tiling(NamedTuple):
     tile: int = 16
     sweep: int = 64
     span: int = 512
-    blocks: int = 1
-    """Thread blocks of a multiprocessor: with two, the next kernel's weights arrive early."""
 
     def macros(self, specialization: RowsSpecialization) -> Macros:
         """Return the macros for csrc/linear/linear_rows.cu."""
@@ -438,8 +434,7 @@ class LinearRowsKernel(
         return output
 
     def _cut(self, total: int, rows: int, width: int, norm: bool) -> Launch:
-        outputs = -(-total // self._blocks)
-        limit = (self._kernel.shared_limit + _RESERVED) // self.tiling.blocks - _RESERVED
+        outputs, limit = -(-total // self._blocks), self._kernel.shared_limit
         resident = self.specialization.resident_bytes(rows, width, norm)
         step, depth, shared_bytes = self.tiling.launch(
             self.specialization, outputs, limit - resident

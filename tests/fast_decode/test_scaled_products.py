@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_cluster import MAX_CLUSTER_ROWS
-from oscar_mm.fast_decode.linear_torch import LinearArguments
+from oscar_mm.fast_decode.linear_torch import LinearArguments, Norm
 from oscar_mm.fast_decode.scaled_products import (
     EACH,
     THREADS,
@@ -134,3 +134,21 @@ def test_gated_and_broken_rows() -> None:
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     # Both factors are rounded to FP8 twice: rows and weights, 2% each.
     assert float(error[torch.arange(300) != 7].max()) < 0.12
+
+
+@pytest.mark.gpu
+@HOPPER
+@torch.inference_mode()
+def test_in_a_cuda_graph() -> None:
+    """As parts of short prompts run: a replay gives what the operations give."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(n, 512, generator=generator).cuda() for n in (256, 128, 128)]
+    codes, scales = zip(*map(fp8.quantized, weights), strict=True)
+    x, norm = rows_of(256, 512).cuda(), Norm(torch.ones(512).bfloat16().cuda(), 1e-5)
+    linear(x, codes, norm=norm, scales=scales)  # Compiles and checks the kernel.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linear(x, codes, norm=norm, scales=scales)
+    x.copy_(x.roll(1, 0) * 2)
+    graph.replay()
+    assert torch.equal(found, linear(x, codes, norm=norm, scales=scales))
