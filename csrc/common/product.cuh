@@ -117,7 +117,7 @@ struct PieceScales {
 
   __device__ __forceinline__ PieceScales() : scales() {}
 
-  // Bring them to the L2 cache. FP8 needs this not, since many rows share a scale.
+  // Bring them to the L2 cache. FP8 does not need this, since many rows share a scale.
   __device__ __forceinline__ static void prefetch(const RowScales& row, int start, int width,
                                                   int lane) {
 #if WEIGHT_BITS == 4
@@ -153,9 +153,9 @@ struct PieceScales {
 
 #if WEIGHT_BITS == 4
 // INT4 codes are multiplied as integers, four in an instruction, by elements of x as integers of 16
-// bits: the largest magnitude of a block becomes 2^15 - 1, which loses less than the norm's
-// rounding does. Eight elements stay in their 16 bytes: high bytes of elements 0, 4, 1, 5 and
-// 2, 6, 3, 7, as their codes lie in a word, then the low bytes.
+// bits: the largest magnitude of a block becomes 2^15 - 1, which changes a block by less than
+// rounding to ELEMENT does. Eight elements stay in their 16 bytes: high bytes of elements 0, 4, 1, 5
+// and 2, 6, 3, 7, as their codes lie in a word, then the low bytes.
 constexpr int BLOCK = EACH;
 
 // Block of BLOCK elements of x.
