@@ -1,9 +1,9 @@
 // Products of rows of weights, which arrive in pieces in shared memory, with a few rows of x.
 //
 // Compiled with: ROWS (of x), ELEMENT (__half, __nv_bfloat16), WARPS (of a thread block), DEPTH
-// (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256, of 512 with FP8 or of
-// 1024 with INT4), USE_TMA (copy.cuh), WEIGHT_BITS and FLOAT_SCALES (weights.cuh); SIDES: rows of
-// weights per output.
+// (pieces of a warp in flight, at most 32), PIECE (elements, a multiple of 256, of 512 with FP8, or
+// of 1024 with INT4), USE_TMA (copy.cuh), WEIGHT_BITS and FLOAT_SCALES (weights.cuh); SIDES: rows
+// of weights per output.
 #pragma once
 
 #include "common/copy.cuh"
@@ -218,7 +218,8 @@ __device__ __forceinline__ void multiply(float& sum, const uint8_t* piece, const
     low = __dp4a(odd, bytes.w, low);
   }
   const Block block = blocks[at / BLOCK + lane];
-  const int product = high * 256 + static_cast<int>(low) - static_cast<int>(scale.zero) * block.sum;
+  const int zero = static_cast<int>(scale.zero);
+  const int product = high * 256 + static_cast<int>(low) - zero * block.sum;
   sum = fmaf(scale.scale * block.undo, static_cast<float>(product), sum);
 }
 

@@ -26,8 +26,8 @@
 // Compiled with: COLUMNS (8, 16, 24, 32), GATED, ELEMENT, WEIGHT_BITS and FLOAT_SCALES
 // (matrices.cuh), GROUP_COLUMNS (INT4: columns of a group: 32, 64, or 128 for larger groups too),
 // GROUPED, RESIDENT (with FP8 and INT4, not GROUPED), CONSUMERS and PRODUCERS (warps), TILE (16, 32
-// or 64), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32, or of 128 with FP8 and INT4),
-// USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
+// or 64), SWEEP (maximum rows of W), SPAN (elements, a multiple of 32, or of 128 with FP8 and
+// INT4), USE_TMA (always 1: without bulk copies, cuBLAS is five times as fast).
 
 #include "common/copy.cuh"
 #include "common/mma.cuh"
