@@ -173,11 +173,6 @@ class FastDecoder:
         """Devices on which the layers run."""
         return {part.device for part in self._parts}
 
-    @property
-    def layers(self) -> list[FastLayer]:
-        """All layers, in order."""
-        return [layer for part in self._parts for layer in part.layers]
-
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:

@@ -25,7 +25,8 @@ from oscar_mm.cache.layer import TokenPlaces
 from oscar_mm.cache.page_store import PageStore
 from oscar_mm.cache.prompt_tables import PromptTables
 from oscar_mm.cache.varlen_attention import VarlenBatch, can_attend_varlen, flash_varlen
-from oscar_mm.fast_decode.decoder import Capture, FastDecoder, FastLayer
+from oscar_mm.fast_decode.decoder import Capture, FastDecoder
+from oscar_mm.fast_decode.layers import FastLayer
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.policy import KVPolicy
 
@@ -167,7 +168,7 @@ class PromptScratch:
         self._decoder = FastDecoder(model)
         [device] = self._decoder.devices
         dtype = model.get_output_embeddings().weight.dtype
-        layers = self._decoder.layers
+        self._layers = layers = [FastLayer.of(layer) for layer in model.get_decoder().layers]
         self._indices = [layer.attention.layer_idx for layer in layers]
         with torch.inference_mode(False):
             # The last line receives what padding computes.
@@ -288,7 +289,7 @@ class PromptScratch:
         run = VarlenBatch(
             slice(size), {}, (to, to), to[:size], query_ends, key_ends, (size, self.tokens), size
         )
-        for layer, sides in zip(self._decoder.layers, self._sides, strict=True):
+        for layer, sides in zip(self._layers, self._sides, strict=True):
             heads = layer.projected(rows)
             layer.turn_(heads, cosine, sine)
             found = heads.new_empty(len(heads), layer.heads[0], layer.attention.head_dim)
