@@ -167,10 +167,18 @@ class MixedPrefill:
         self._readings.append(_Reading(request, stored_tokens(request.cache)))
 
     def drop(self, *, ended: bool = True) -> list[Request]:
-        """Remove and return the requests whose prompts are not complete, all or only ended ones."""
+        """Remove the requests whose prompts are not complete, all or only ended ones.
+
+        Returns:
+            The removed requests, and ended ones that wait for their first tokens.
+        """
         dropped = [x for x in self._readings if x.request.ended or not ended]
         self._readings = deque(x for x in self._readings if x not in dropped)
-        return [x.request for x in dropped]
+        waiting = [request for one in self._complete for request in one.requests]
+        self._complete = deque(
+            one for one in self._complete if not all(request.ended for request in one.requests)
+        )
+        return [x.request for x in dropped] + [request for request in waiting if request.ended]
 
     def next_piece(self, rows: int, *, hurries: bool = False) -> PromptPiece | None:
         """Prepare the next piece of the prompts; None if there is nothing to read.

@@ -110,7 +110,8 @@ class Scheduler:
         self.reader = PrefillRunner(family, store, admission.prefill_chunk, self._batches)
         self._mixed: MixedPrefill | None = None
         self._may_mix = True
-        """Whether ``_mixed`` may be created for the model with its present weights."""
+        """Whether ``_mixed`` may be created, once it has no requests, for the model's present
+        weights."""
         self._voices = Voices(store.policy, admission)
         self._blocked = False
         """Whether the queue waits for memory."""
@@ -185,8 +186,9 @@ class Scheduler:
         """
         self._batches.forget_batch()
         self._batches.settle_ended()
+        self._may_mix = True
         if self._mixed is not None and not self._mixed.requests:
-            self._mixed, self._may_mix = None, True
+            self._mixed = None
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
@@ -284,8 +286,11 @@ class Scheduler:
         one."""
         if request.ended or not self._batches.joins(request):
             return None
-        if self._mixed is None and self._may_mix:
-            self._may_mix, axes = False, request.prompt.positions.shape[:-2]
+        if self._may_mix:
+            if self._mixed is not None and self._mixed.requests:
+                return None
+            self._mixed, self._may_mix = None, False
+            axes = request.prompt.positions.shape[:-2]
             self._mixed = MixedPrefill.of(self.family, self.store, self.reader.sigmas, axes)
         return self._mixed if self._mixed is not None and self._mixed.takes(request) else None
 
@@ -296,28 +301,30 @@ class Scheduler:
         error, each prompt is read alone.
         """
         with self._beginning() as requests:
+            requests += mixed.drop()  # Calls may have used their caches since they ended.
             complete = mixed.take_complete()
             requests += [request for one in complete for request in one.requests]
-            again: list[tuple[Request, Exception]] = []
+            again: list[tuple[Request, BaseException]] = []
             try:
                 hurries = self._batches.reading_share() > 1.0
                 piece = mixed.next_piece(self._batches.rows, hurries=hurries)
                 self._batches.step(piece)
                 if piece is not None:
                     mixed.finish(piece)
-            except Exception as error:
+            except BaseException as error:  # Even an interrupt from a hook, which would come again.
                 _log.warning("prompts are read one by one after an error in their pass: %s", error)
                 again += [(request, error) for request in mixed.drop(ended=False)]
             for one in complete:
                 if one.stored.overflowed():
-                    again += [(x, FloatingPointError(NOT_STORABLE)) for x in one.requests]
+                    error = FloatingPointError(NOT_STORABLE)
+                    again += [(x, error) for x in one.requests if not x.ended]
                 else:
                     self._take_beginning(one.requests, one.chosen)
             requests += [request for request, _ in again]
             for request, error in again:
                 self._read_again(request, error)
 
-    def _read_again(self, request: Request, error: Exception) -> None:
+    def _read_again(self, request: Request, error: BaseException) -> None:
         """Prefill a prompt alone after an error in its mixed passes.
 
         If the cache had a past, which may have changed, the request fails.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from oscar_mm.cache.cache import OscarCache, as_argument
 from oscar_mm.cache.states import layers_of_states
 from oscar_mm.cache.step_plan import GraphTables, StepPlan
 from oscar_mm.fast_decode.decoder import Capture, FastDecoder, has_full_attention, supports
-from oscar_mm.fast_decode.prompt_scratch import GraphCache, PromptPiece
+from oscar_mm.fast_decode.prompt_scratch import GraphCache, PromptPiece, PromptScratch
 from oscar_mm.fast_decode.row_adapters import RowAdapters, choosing
 from oscar_mm.kernels.launch import NotCapturable, kernels_disabled
 from oscar_mm.modality import PADDING, Modality
@@ -192,8 +193,8 @@ class GraphRunner:
         self._replay: Callable[[], torch.Tensor] | None = None
         self._version: tuple[int, ...] | None = None
         """Version of the steps at the last capture."""
-        self._beside: GraphCache | None = None
-        """Graphs of this step with pieces of prompts."""
+        self._beside = WeakKeyDictionary[PromptScratch, GraphCache]()
+        """Graphs of this step with pieces of prompts in a scratch."""
         self._failures = self._eager_left = 0
         """Consecutive failed captures, and steps until the next attempt."""
 
@@ -281,14 +282,17 @@ class GraphRunner:
         if piece is None or piece.alone or piece.logits is not None:
             return replay()
         scratch, size = piece.scratch, piece.size
-        if self._beside is None:
-            self._beside = GraphCache(scratch.capture, self._ids.device)
-
+        graphs = self._beside.setdefault(scratch, GraphCache(scratch.capture, self._ids.device))
         both = partial(scratch.run, size, self._ids, self._expanded_positions(), self.cache)
-        with self._steps.dry_run(step):
-            beside = self._beside.replay((id(scratch), size), both)
-        # The first pass is eager: it compiles kernels.
-        prompts = (found := (beside or both)()).shape[0] - len(self._ids)
+        try:
+            with self._steps.dry_run(step):
+                beside = graphs.replay(size, both)
+                # The first pass is eager: it compiles kernels.
+                found = (beside or both)()
+        except BaseException:  # The prompts are read again, and the step must not fail with them.
+            piece.alone = True
+            return replay()
+        prompts = len(found) - len(self._ids)
         piece.logits = found[:prompts]
         return found[prompts:]
 
@@ -343,8 +347,7 @@ class GraphRunner:
             return self._repeatable()
         if self._version != self._steps.version:
             self._replay = None  # release its memory before the next capture
-            if self._beside is not None:
-                self._beside.clear()
+            self._beside.clear()
             if self._eager_left:
                 self._eager_left -= 1
             else:

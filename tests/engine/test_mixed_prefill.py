@@ -16,9 +16,10 @@ from oscar_mm.cache.prompt_tables import PromptTables
 from oscar_mm.engine import mixed_prefill
 from oscar_mm.engine.mixed_prefill import MixedPrefill
 from oscar_mm.engine.request import Request
+from oscar_mm.engine.scheduler import Scheduler
 from oscar_mm.fast_decode import graph_runner, prompt_scratch
 from oscar_mm.fast_decode.prompt_scratch import PromptPiece, PromptScratch
-from tests.engine.engine import BAD, alone, empty, loaded, made, run, together
+from tests.engine.engine import BAD, alone, embedding, empty, loaded, made, run, together
 from tests.engine.engine_waits import engine_waits
 
 MEDIA = Path(__file__).parents[2] / "examples" / "media"
@@ -253,6 +254,111 @@ def assert_continued_alike(
             theirs = torch.stack(held(cache))
             assert (unpacked(request) - theirs).norm() <= errors[1] * theirs.norm()
             assert request.cache.memory() == cache.memory()
+
+
+def test_requests_that_end_before_their_first_tokens_release_all(
+    qwen3_vl_folder, capture, small
+) -> None:
+    """Nobody waits any more, so the engine rests."""
+    pipe = loaded(qwen3_vl_folder, "standard")
+    requests = [made(pipe, text(20, seed)) for seed in range(3)]
+    for request in requests:
+        pipe.engine.submit(request)
+
+    def completes() -> bool:
+        mixed = pipe.engine.scheduler._mixed
+        return mixed is not None and bool(mixed._complete)
+
+    pipe.engine.run_until(completes)
+    for request in requests:
+        request.cancel()
+    assert empty(pipe)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_a_pass_ends_only_its_prompt(qwen3_vl_folder, error, capture, small) -> None:
+    running, prompts = [text(5, seed) for seed in range(3)], [text(60, 1), BAD, text(60, 2)]
+    expected = unmixed(qwen3_vl_folder, running, max_new_tokens=40)
+    of_prompts = unmixed(qwen3_vl_folder, prompts)
+    pipe = loaded(qwen3_vl_folder, "standard")
+
+    def fails(ids: torch.Tensor) -> None:
+        if ids.shape[1] > 1:  # Answers may have the prompt's tokens too.
+            raise error("the hook says no")
+
+    before = [made(pipe, prompt, max_new_tokens=40) for prompt in running]
+    for request in before:
+        pipe.engine.submit(request)
+    pipe.engine.run_until(lambda: all(len(request.tokens) > 2 for request in before))
+    requests = [made(pipe, prompt) for prompt in prompts]
+    with embedding(pipe, fails):
+        for request in requests:
+            pipe.engine.submit(request)
+        run(pipe, [*before, *requests])
+    assert [request.complete().token_ids for request in before] == expected
+    with pytest.raises(RuntimeError):
+        requests[1].complete()
+    if error is RuntimeError:
+        others = [requests[i].complete().token_ids for i in (0, 2)]
+        assert others == [of_prompts[i] for i in (0, 2)]
+    assert empty(pipe)
+
+
+def test_a_call_may_use_the_cache_of_a_cancelled_request(
+    qwen3_vl_folder, capture, pieces, small, monkeypatch
+) -> None:
+    """Between its end and the next pass, which must not store its prompt."""
+    pipe = loaded(qwen3_vl_folder, "standard")
+    prompts = [text(20, 1), text(20, 2)]
+    expected = unmixed(qwen3_vl_folder, prompts)
+    requests = [made(pipe, prompt) for prompt in prompts]
+    admit = Scheduler._admit
+
+    def then_ends(self: Scheduler) -> None:
+        admit(self)
+        if not requests[0].ended:
+            requests[0].cancel()
+            requests[0].settle()
+
+    monkeypatch.setattr(Scheduler, "_admit", then_ends)
+    for request in requests:
+        pipe.engine.submit(request)
+    run(pipe, requests)
+    assert requests[1].complete().token_ids == expected[1]
+    assert requests[0].cache.closed and not requests[0].cache.kv_manager.sequences
+    assert empty(pipe)
+
+
+def test_graphs_are_released_while_prompts_are_read(
+    qwen3_vl_folder, capture, pieces, small
+) -> None:
+    """The next prompts are read with the model's new weights."""
+    pipe = loaded(qwen3_vl_folder)
+    waiting = [made(pipe, text(150, seed), max_new_tokens=60) for seed in range(2)]
+    for request in waiting:
+        pipe.engine.submit(request)
+    pipe.engine.run_until(lambda: len(pieces) > 2)
+
+    def change() -> None:
+        for layer in pipe.model.get_decoder().layers:
+            weight = layer.mlp.down_proj.weight
+            layer.mlp.down_proj.weight = torch.nn.Parameter(-weight.detach())
+
+    pipe.engine.call(change)
+    pipe.release_graphs()
+    pipe.engine.run_until(lambda: all(len(request.tokens) > 2 for request in waiting))
+    prompts = [text(40, 5), text(50, 6)]
+    pieces.clear()
+    found = together(pipe, [made(pipe, prompt) for prompt in prompts])
+    assert pieces and not all(request.ended for request in waiting)
+    run(pipe, waiting)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MixedPrefill, "of", lambda *_: None)
+        fresh = loaded(qwen3_vl_folder)
+        for layer in fresh.model.get_decoder().layers:
+            weight = layer.mlp.down_proj.weight
+            layer.mlp.down_proj.weight = torch.nn.Parameter(-weight.detach())
+        assert found == alone(fresh, prompts)
 
 
 def test_prompts_never_share_room() -> None:
