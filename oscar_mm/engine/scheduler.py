@@ -189,6 +189,7 @@ class Scheduler:
         self._may_mix = True
         if self._mixed is not None and not self._mixed.requests:
             self._mixed = None
+        self._voices.release_graphs()
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""

@@ -10,12 +10,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.engine.prompt import Prompt
 
-PIECE_FRAMES = 5
-"""Frames in a piece of speech: 0.4 s of 12.5 frames per second."""
+FIRST_FRAMES, PIECE_FRAMES = 2, 5
+"""Frames in the first and in each later piece of speech: 0.16 s and 0.4 s, of 12.5 frames per
+second."""
+
+SIZES = (1, 2, 4, 8, 16)
+"""Numbers of voices for which steps of speech are captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +78,12 @@ class Voice(ABC):
         return self.is_written or len(self.words) > self.frames + 1
 
     @property
+    def ends_piece(self) -> bool:
+        """Whether the latest frame completes a piece of speech."""
+        later = self.frames - FIRST_FRAMES
+        return self.is_said or (later >= 0 and later % PIECE_FRAMES == 0)
+
+    @property
     @abstractmethod
     def is_said(self) -> bool:
         """Whether the talker has ended its speech."""
@@ -84,10 +95,6 @@ class Voice(ABC):
     @abstractmethod
     def read(self, cache: OscarCache) -> Iterator[None]:
         """Prefill lazily, one chunk per iteration, and choose the first frame; needs a word."""
-
-    @abstractmethod
-    def sound(self) -> np.ndarray:
-        """Return the samples of the frames since the last call, (samples,) float32."""
 
     def settle(self) -> None:
         """Release the memory; idempotent."""
@@ -129,10 +136,38 @@ class Talker(ABC):
         """
 
     @abstractmethod
-    def say(self, voices: Sequence[Any], cache: OscarCache) -> None:
+    def frames(self, cache: BatchView) -> Frames:
+        """Return an object that adds frames to voices of this talker.
+
+        Args:
+            cache: cache whose rows will be the voices' caches.
+        """
+
+
+class Frames(ABC):
+    """Adds frames to the voices of a talker; only the engine thread may use it."""
+
+    @abstractmethod
+    def size_for(self, voices: int) -> int:
+        """Return the number of rows that the cache must have for a number of voices."""
+
+    @abstractmethod
+    def say(self, voices: Sequence[Any]) -> None:
         """Add a frame to each voice, all of which are ready.
 
         Args:
-            voices: voices of this talker that have been read.
-            cache: cache whose rows are the voices' caches.
+            voices: voices that have been read; their caches are the first rows of the cache, and
+                the others are padding.
         """
+
+    @abstractmethod
+    def sound(self, voices: Sequence[Any]) -> list[np.ndarray]:
+        """Return the samples of each voice's frames since the last call, (samples,) float32."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Forget captured steps if weights have changed since they were captured."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget captured steps; later ones are captured again."""

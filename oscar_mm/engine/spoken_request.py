@@ -69,9 +69,9 @@ class SpokenRequest(Request):
         super().write(token)
         self.voice.words.append(token)
 
-    def say(self) -> None:
-        """Queue the speech of the voice's new frames, in the engine thread."""
-        if len(samples := self.voice.sound()):
+    def say(self, samples: np.ndarray) -> None:
+        """Queue the next (samples,) of the speech, in the engine thread."""
+        if len(samples):
             self._spoken.append(samples)
             self.queue(Speech(samples, self.talker.sample_rate))
 

@@ -12,13 +12,13 @@ import torch
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, balancing_of
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.engine.speech import PIECE_FRAMES
+from oscar_mm.engine.speech import SIZES, Frames, Talker
 from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.errors import MemoryBusy
 from oscar_mm.ops.pack import NOT_STORABLE
 from oscar_mm.policy import KVPolicy
 
-MAX_VOICES = 16
+MAX_VOICES = SIZES[-1]
 """Maximum number of answers that are spoken at the same time; the speech of others begins later."""
 
 
@@ -55,6 +55,8 @@ class Voices:
         self._beginning: deque[tuple[SpokenRequest, Iterator[None]]] = deque()
         self._saying: list[SpokenRequest] = []
         self._view: BatchView | None = None
+        self._frames: Frames | None = None
+        """Adds frames to the view's rows."""
         self._rows: list[SpokenRequest] = []
         """Requests whose caches are the rows of the view."""
         self._ended_at = self._seconds = 0.0
@@ -76,9 +78,16 @@ class Voices:
         return 0 if self._view is None else self._view.store.memory().used_bytes
 
     def trim(self) -> None:
-        """Return the memory of all pools; call this only while no speech is generated."""
-        if self._view is not None:
+        """Return the memory of all pools, and forget captured steps if the talker's weights have
+        changed; call this only while no speech is generated."""
+        if self._view is not None and self._frames is not None:
             self._view.store.trim_surplus(0)
+            self._frames.refresh()
+
+    def release_graphs(self) -> None:
+        """Drop the CUDA graphs of speech; later steps are captured again."""
+        if self._frames is not None:
+            self._frames.forget()
 
     def drop_ended(self) -> bool:
         """Release the memory of ended voices; return whether there were any."""
@@ -104,8 +113,9 @@ class Voices:
         said = [request for request in self._saying if not request.voice.is_said]
         if ready := [request for request in said if request.voice.is_ready]:
             self._guard(ready, lambda: self._say(ready))
-        for request in self._saying:
-            self._guard([request], lambda request=request: self._deliver(request))
+        spoken = [request for request in self._saying if not request.voice.ended]
+        if due := [request for request in spoken if request.voice.ends_piece]:
+            self._guard(due, lambda: self._deliver(due))
         ended = self.drop_ended()
         self._ended_at = time.perf_counter()
         self._seconds = self._ended_at - begin
@@ -139,6 +149,7 @@ class Voices:
         if self._view is None:
             sigmas = balancing_of(talker.model, self._policy)
             self._view = _view_of(PageStore(self._policy), sigmas)
+            self._frames = talker.frames(self._view)
         cache = OscarCache(self._policy, store=self._view.store)
         cache.sigmas = self._view.sigmas
         voice.reservation = self._memory.reserve_speech(
@@ -161,28 +172,33 @@ class Voices:
             self._saying.append(request)
 
     def _say(self, ready: list[SpokenRequest]) -> None:
-        view = self._view
-        assert view is not None
+        view, frames = self._view, self._frames
+        assert view is not None and frames is not None
         try:
             if ready != self._rows:
+                padding = [None] * (frames.size_for(len(ready)) - len(ready))
                 self._rows = ready
-                view.set_rows([request.voice.cache for request in ready])
-            ready[0].talker.say([request.voice for request in ready], view)
-            view.end_step()
+                view.set_rows([*(request.voice.cache for request in ready), *padding])
+            frames.say([request.voice for request in ready])
             if view.pop_overflow():
                 raise FloatingPointError(NOT_STORABLE)
         except BaseException:
             # The step may have reached only some layers, which no later step may find.
-            self._view, self._rows = _view_of(view.store, view.sigmas), []
+            self._begin_anew(ready[0].talker, view)
             raise
 
-    def _deliver(self, request: SpokenRequest) -> None:
-        """Hand over the speech of a request once a piece is complete, or the speech has ended."""
-        voice = request.voice
-        if voice.is_said or voice.frames % PIECE_FRAMES == 0:
-            request.say()
-        if voice.is_said:
-            voice.settle()
+    def _begin_anew(self, talker: Talker, old: BatchView) -> None:
+        self._view, self._rows = _view_of(old.store, old.sigmas), []
+        self._frames = talker.frames(self._view)
+
+    def _deliver(self, due: list[SpokenRequest]) -> None:
+        """Hand over the speech of requests whose latest frame completes a piece."""
+        assert self._frames is not None
+        sounds = self._frames.sound([request.voice for request in due])
+        for request, samples in zip(due, sounds, strict=True):
+            request.say(samples)
+            if request.voice.is_said:
+                request.voice.settle()
 
     def _drop(self, request: SpokenRequest) -> None:
         if request in self._waiting:

@@ -15,7 +15,7 @@ divide a layer among ranks. A model with any other hook runs as transformers' mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,13 +60,26 @@ all inputs, 1 if it computes partial sums of all outputs from some inputs."""
 def supports(model: Any) -> bool:
     """Return whether the decoder is of a supported kind and its modules run unmodified."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    layers, modules = getattr(decoder, "layers", ()), modules_of(decoder)
     return (
         type(head) is nn.Linear
         and getattr(model.config.get_text_config(decoder=True), "hidden_act", None) == "silu"
         and has_full_attention(model)
-        and all(type(layer).__name__ in KNOWN_LAYERS for layer in layers)
-        and run_as_written((model, head, *(x for x in modules if not is_lora(x))))
+        and run_as_written((model, head))
+        and has_known_layers(decoder, KNOWN_LAYERS)
+    )
+
+
+def has_known_layers(decoder: Any, kinds: Collection[str]) -> bool:
+    """Return whether a decoder's layers run unmodified, with the arithmetic of ``FastLayer``.
+
+    Args:
+        decoder: module with the layers, their embeddings and norms.
+        kinds: names of the classes of layers with this arithmetic.
+    """
+    layers, modules = getattr(decoder, "layers", ()), modules_of(decoder)
+    return (
+        all(type(layer).__name__ in kinds for layer in layers)
+        and run_as_written([x for x in modules if not is_lora(x)])
         and all(computes_as_known(x) for x in modules if is_lora(x))
         and all(len(devices(layer)) == 1 and _has_known_parts(layer) for layer in layers)
         and all(map(_is_sharded_as_known, layers))

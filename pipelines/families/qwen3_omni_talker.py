@@ -1,89 +1,39 @@
 """The talker of Qwen3-Omni: turns the thinker's words into speech, in frames of 80 ms.
 
 For each frame, the talker reads one more word of the answer and chooses the first code;
-``code_predictor`` chooses the frame's other codes, and ``code2wav`` turns codes into samples.
-Random choices are those of transformers' ``generate`` with the same seed.
+``code_predictor`` chooses the frame's other codes (``qwen3_omni_frames.py``), and ``code2wav``
+turns codes into samples (``qwen3_omni_sound.py``). Random choices are those of transformers'
+``generate`` with the same seed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    DynamicCache,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
+from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, as_argument, cache_of
 from oscar_mm.engine.prompt import Prompt
+from oscar_mm.engine.sampling import NAN
 from oscar_mm.engine.speech import Talker, Voice
 from oscar_mm.errors import InputError
+from oscar_mm.fast_decode.decoder import Capture
+from oscar_mm.fast_decode.graph_runner import graph_capture
 from oscar_mm.modality import Modality
+from oscar_mm.modules import devices
+from oscar_mm.pipelines.families.qwen3_omni_frames import Choices, OmniFrames
+from oscar_mm.pipelines.families.qwen3_omni_sound import Sound
 
 _USUAL_SPEAKER = "ethan"
-_CONTROL_CODES = 1024
-"""Number of codes at the end of the talker's vocabulary that stand for no sound."""
 _HEAD = 3
 """Tokens of an answer before its first word: <|im_start|>, assistant and a line break."""
 _CHUNK = 1 << 13
 """Maximum number of tokens of one pass over what the talker reads before it speaks."""
-
-
-class _Choices:
-    """The random choices of transformers' ``generate``, of several voices at once.
-
-    Args:
-        config: configuration of the talker.
-    """
-
-    def __init__(self, config: Any) -> None:
-        vocabulary, end = config.text_config.vocab_size, config.codec_eos_token_id
-        controls = range(vocabulary - _CONTROL_CODES, vocabulary)
-        self._penalty = RepetitionPenaltyLogitsProcessor(1.05)
-        self._codes = LogitsProcessorList(
-            [
-                SuppressTokensLogitsProcessor([code for code in controls if code != end]),
-                TemperatureLogitsWarper(0.9),
-                TopKLogitsWarper(50),
-            ]
-        )
-        self._residual = LogitsProcessorList([TopKLogitsWarper(50), TopPLogitsWarper(0.8)])
-
-    def codes(self, voices: Sequence[OmniVoice], logits: torch.Tensor) -> torch.Tensor:
-        """Draw the talker's next codes, (rows, 1), from (rows, vocabulary) logits."""
-        rows = zip(voices, logits.float().split(1), strict=True)
-        scores = torch.cat([self._penalized(voice, row) for voice, row in rows])
-        return self._drawn(voices, self._codes, scores)
-
-    def _penalized(self, voice: OmniVoice, logits: torch.Tensor) -> torch.Tensor:
-        said = torch.tensor([voice.first_codes], dtype=torch.long, device=logits.device)
-        return self._penalty(cast(torch.LongTensor, said), cast(torch.FloatTensor, logits))
-
-    def residual(self, voices: Sequence[OmniVoice], logits: torch.Tensor) -> torch.Tensor:
-        """Draw codes of the predictor, (rows, 1), from (rows, vocabulary) logits."""
-        return self._drawn(voices, self._residual, logits.float())
-
-    def _drawn(
-        self, voices: Sequence[OmniVoice], rules: LogitsProcessorList, scores: torch.Tensor
-    ) -> torch.Tensor:
-        unused = cast(torch.LongTensor, torch.empty(0, dtype=torch.long))
-        chances = rules(unused, cast(torch.FloatTensor, scores)).softmax(-1).split(1)
-        return torch.cat(
-            [
-                torch.multinomial(row, 1, generator=voice.generator)
-                for voice, row in zip(voices, chances, strict=True)
-            ]
-        )
 
 
 class OmniVoice(Voice):
@@ -99,7 +49,9 @@ class OmniVoice(Voice):
         first_codes: codes that the talker has chosen; the last one is not in a frame yet.
         hidden: (1, 1, hidden size) output of the talker for its latest input.
         position: RoPE position of the next frame.
+        said: (vocabulary,) bool: the codes in ``first_codes``.
         generator: source of random choices.
+        sound: samples of the frames.
     """
 
     def __init__(
@@ -118,6 +70,7 @@ class OmniVoice(Voice):
         self._states: list[torch.Tensor] = []
         self._read = 0
         self.first_codes: list[int] = []
+        self.said = np.zeros(talker.model.config.text_config.vocab_size, dtype=bool)
         self.hidden: torch.Tensor | None = None
         self.position = 0
         self.generator = torch.Generator(talker.model.device)
@@ -125,8 +78,7 @@ class OmniVoice(Voice):
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
-        self._codes: list[torch.Tensor] = []
-        self._sound = _Sound(talker.code2wav)
+        self.sound = Sound()
 
     @property
     def needs_states(self) -> bool:
@@ -180,8 +132,7 @@ class OmniVoice(Voice):
             self.hidden = self._talker.hidden(inputs[:, part], positions[..., part], cache)[:, -1:]
             yield
         assert self.hidden is not None
-        [code] = self._talker.next_codes([self], self.hidden)
-        self.first_codes.append(code)
+        self.choose(self._talker.first_code(self, self.hidden))
 
     def _opening(self) -> torch.Tensor:
         """Return (1, tokens, hidden size): the questions, and the answer up to its first word."""
@@ -217,78 +168,17 @@ class OmniVoice(Voice):
         return ids["eos"] if place == len(self.words) else ids["pad"]
 
     def add(self, frame: torch.Tensor, hidden: torch.Tensor, code: int) -> None:
-        """Add a frame, (groups,) codes, and the output and the code that follow it."""
-        self._codes.append(frame)
+        """Add a frame, (groups,) codes on the CPU, and the output and the code that follow it."""
+        self.sound.add(frame)
         self.frames += 1
         self.position += 1
         self.hidden = hidden
+        self.choose(code)
+
+    def choose(self, code: int) -> None:
+        """Add a code that the talker has chosen."""
         self.first_codes.append(code)
-
-    def sound(self) -> np.ndarray:
-        """See ``Voice.sound``."""
-        if not self._codes:
-            return np.zeros(0, np.float32)
-        codes = torch.stack(self._codes, dim=1)[None]
-        self._codes.clear()
-        return self._sound(codes)
-
-
-class _Sound:
-    """Turns the codes of one answer into samples, piece by piece, as if all came at once.
-
-    Args:
-        code2wav: transformers' module.
-    """
-
-    def __init__(self, code2wav: Any) -> None:
-        self._model = code2wav
-        self._past = DynamicCache(config=code2wav.config)
-        self._context: torch.Tensor | None = None
-        self._frames = self._samples = 0
-
-    @torch.inference_mode()
-    def __call__(self, codes: torch.Tensor) -> np.ndarray:
-        """Return the next samples for (1, groups, frames) codes.
-
-        The samples end a little before the last frame does: they depend on the next one.
-        """
-        model = self._model
-        hidden = model.code_embedding(codes + model.code_offset).mean(1)
-        hidden = model.pre_transformer(
-            inputs_embeds=hidden, **as_argument(self._past), use_cache=True
-        ).last_hidden_state
-        if self._context is not None:
-            hidden = torch.cat([self._context, hidden], dim=1)
-        self._frames += codes.shape[-1]
-        begin = (self._frames - hidden.shape[1]) * int(model.total_upsample)
-        samples = self._wave(hidden)[self._samples - begin :]
-        self._samples += len(samples)
-        self._context = hidden[:, -_context_frames(model.config) :]
-        return samples.float().cpu().numpy()
-
-    def _wave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return (samples,) for (1, frames, hidden size)."""
-        wave = hidden.permute(0, 2, 1)
-        for blocks in self._model.upsample:
-            for block in blocks:
-                wave = block(wave)
-        for block in self._model.decoder:
-            wave = block(wave)
-        return wave[0, 0].clamp(min=-1, max=1)
-
-
-def _context_frames(config: Any) -> int:
-    """Return the number of earlier frames that the convolutions of code2wav read, rounded up."""
-    rate, frames = 1, 1.0  # The last frame is only partly turned into samples.
-    for factor in config.upsampling_ratios:
-        rate *= factor
-        frames += 6 / rate  # A ConvNeXt block, whose kernel has 7 steps.
-    frames += 6 / rate
-    for factor in config.upsample_rates:
-        frames += 1 / rate
-        rate *= factor
-        frames += 6 * (1 + 3 + 9) / rate  # Three units with dilated kernels of 7 steps.
-    return math.ceil(frames + 6 / rate)
+        self.said[code] = True
 
 
 class Qwen3OmniTalker(Talker):
@@ -312,7 +202,13 @@ class Qwen3OmniTalker(Talker):
         self.tts_ids = {
             name: getattr(outer.config, f"tts_{name}_token_id") for name in ("pad", "bos", "eos")
         }
-        self._choices = _Choices(config)
+        self.choices = Choices(config, self.model.device)
+
+    @cached_property
+    def capture(self) -> Capture | None:
+        """Capture function of steps; None if they run eagerly."""
+        places = devices(self.model) | devices(self._outer.thinker.get_input_embeddings())
+        return graph_capture(places) if len(places) == 1 else None
 
     @property
     def listened_layer(self) -> torch.nn.Module:
@@ -337,7 +233,7 @@ class Qwen3OmniTalker(Talker):
         return questions, answer
 
     def text(self, ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Return what the talker reads of (tokens,) thinker's ids: (tokens, hidden size)."""
+        """Return what the talker reads of thinker's ids of any shape: (..., hidden size)."""
         embedding, model = self._outer.thinker.get_input_embeddings(), self.model
         found = embedding(torch.as_tensor(ids, device=embedding.weight.device))
         return model.text_projection(found.to(model.device))
@@ -368,40 +264,21 @@ class Qwen3OmniTalker(Talker):
         )
         return output.last_hidden_state
 
-    def next_codes(self, voices: Sequence[OmniVoice], hidden: torch.Tensor) -> list[int]:
-        """Choose the next code of each voice from (rows, 1, hidden size) outputs."""
-        logits = self.model.codec_head(hidden[:, -1])
-        return self._choices.codes(voices, logits)[:, 0].tolist()
+    def first_code(self, voice: OmniVoice, hidden: torch.Tensor) -> int:
+        """Choose the first code of a voice from its (1, 1, hidden size) output.
 
-    def say(self, voices: Sequence[OmniVoice], cache: OscarCache) -> None:
-        """See ``Talker.say``."""
-        frames, codes = self._frames(voices)
-        inputs = codes.sum(1, keepdim=True)
-        inputs = inputs + self.text([voice.next_word() for voice in voices])[:, None]
-        positions = torch.tensor([voice.position for voice in voices], device=inputs.device)
-        hidden = self.hidden(inputs, positions.expand(3, -1)[..., None], cache)
-        for row, (voice, code) in enumerate(
-            zip(voices, self.next_codes(voices, hidden), strict=True)
-        ):
-            voice.add(frames[row], hidden[row : row + 1], code)
-
-    def _frames(self, voices: Sequence[OmniVoice]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict the other codes of the frame that each voice's latest code begins.
-
-        Returns:
-            (rows, groups) codes and (rows, groups, hidden size), their embeddings.
+        Raises:
+            FloatingPointError: if the logits are NaN.
         """
-        predictor, past = self.model.code_predictor, DynamicCache()
-        hidden = torch.cat([voice.hidden for voice in voices if voice.hidden is not None])
-        codes = torch.tensor([x.first_codes[-1:] for x in voices], device=hidden.device)
-        embedded = [self.model.get_input_embeddings()(codes)]
-        found, inputs = [codes], torch.cat([hidden, embedded[0]], dim=1)
-        for head, embedding in zip(
-            predictor.lm_head, predictor.get_input_embeddings(), strict=True
-        ):
-            output = predictor.model(inputs_embeds=inputs, **as_argument(past), use_cache=True)
-            logits = head(output.last_hidden_state[:, -1])
-            found.append(self._choices.residual(voices, logits))
-            inputs = embedding(found[-1])
-            embedded.append(inputs)
-        return torch.cat(found, dim=1), torch.cat(embedded, dim=1)
+        logits = self.model.codec_head(hidden[:, -1])
+        noise = torch.empty_like(logits, dtype=torch.float32)
+        noise.exponential_(generator=voice.generator)
+        said = torch.zeros_like(logits, dtype=torch.bool)
+        code, failed = self.choices.codes(logits, said, noise)
+        if failed:
+            raise FloatingPointError(NAN)
+        return int(code)
+
+    def frames(self, cache: BatchView) -> OmniFrames:
+        """See ``Talker.frames``."""
+        return OmniFrames(self, cache)

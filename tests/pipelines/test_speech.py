@@ -14,7 +14,9 @@ import torch
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.engine.speech import PIECE_FRAMES, Speech
 from oscar_mm.errors import MemoryBusy
-from oscar_mm.pipelines.families.qwen3_omni_talker import OmniVoice, Qwen3OmniTalker, _Sound
+from oscar_mm.pipelines.families.qwen3_omni_frames import OmniFrames
+from oscar_mm.pipelines.families.qwen3_omni_sound import Sound, Waves
+from oscar_mm.pipelines.families.qwen3_omni_talker import OmniVoice, Qwen3OmniTalker
 from tests.pipelines.conftest import NEVER
 from tests.pipelines.test_qwen3_omni import REQUESTS, Plain
 from tests.prompts import noise, tone
@@ -177,22 +179,28 @@ def test_samples_do_not_depend_on_the_pieces(speaking) -> None:
     model = speaking.family.outer_model.code2wav
     with torch.inference_mode():
         expected = model(codes)[0, 0].numpy()
-    for size in (1, 5, 64):
-        sound = _Sound(model)
-        found = np.concatenate([sound(part) for part in codes.split(size, -1)])
-        np.testing.assert_allclose(found, expected, atol=2e-4)
+    waves = Waves(model)
+    sounds, found = {size: Sound() for size in (1, 5, 64)}, {1: [], 5: [], 64: []}
+    for frame in range(150):
+        for sound in sounds.values():
+            sound.add(codes[0, :, frame])
+        due = [size for size in sounds if (frame + 1) % size == 0 or frame == 149]
+        for size, samples in zip(due, waves([sounds[size] for size in due]), strict=True):
+            found[size].append(samples)
+    for parts in found.values():
+        np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-4)
 
 
 def test_answers_are_said_together(speaking, monkeypatch) -> None:
     brief(monkeypatch, 30)
     alone = [speaking(**ASKED, audio=tone(1 + seed), seed=seed).speech for seed in range(3)]
-    rows, say = [], Qwen3OmniTalker.say
+    rows, say = [], OmniFrames.say
 
-    def note(self: Any, voices: Any, cache: Any) -> None:
+    def note(self: Any, voices: Any) -> None:
         rows.append(len(voices))
-        say(self, voices, cache)
+        say(self, voices)
 
-    monkeypatch.setattr(Qwen3OmniTalker, "say", note)
+    monkeypatch.setattr(OmniFrames, "say", note)
     streams = [speaking.stream(**ASKED, audio=tone(1 + seed), seed=seed) for seed in range(3)]
     together(*(stream.complete for stream in streams))
     for stream, expected in zip(streams, alone, strict=True):
@@ -231,7 +239,7 @@ def test_coroutines_get_speech(speaking, monkeypatch) -> None:
         return [piece async for piece in stream.async_with_speech()]
 
     pieces = asyncio.run(read())
-    assert sum(isinstance(piece, Speech) for piece in pieces) == 2
+    assert sum(isinstance(piece, Speech) for piece in pieces) == 3
 
 
 def test_speech_that_fails_ends_its_own_answer(speaking, monkeypatch) -> None:
@@ -249,7 +257,7 @@ def test_speech_that_fails_ends_its_own_answer(speaking, monkeypatch) -> None:
         assert speaking(**ASKED | {"speak": False}).text
     assert free(speaking)
     with monkeypatch.context() as patched:
-        patched.setattr(Qwen3OmniTalker, "say", fails)
+        patched.setattr(OmniFrames, "say", fails)
         with pytest.raises(RuntimeError, match="no breath"):
             speaking(**ASKED, seed=LONG)
     assert len(speaking(**ASKED, seed=LONG).speech) and free(speaking)
@@ -278,13 +286,13 @@ def test_speech_counts_toward_the_budget(speaking, monkeypatch) -> None:
     assert small(**ASKED | {"speak": False}).text
     with pytest.raises(MemoryBusy, match="kv_budget is 100,000 bytes"):
         small(**ASKED, seed=LONG)
-    rows, say = [], Qwen3OmniTalker.say
+    rows, say = [], OmniFrames.say
 
-    def note(self: Any, voices: Any, cache: Any) -> None:
+    def note(self: Any, voices: Any) -> None:
         rows.append(len(voices))
-        say(self, voices, cache)
+        say(self, voices)
 
-    monkeypatch.setattr(Qwen3OmniTalker, "say", note)
+    monkeypatch.setattr(OmniFrames, "say", note)
     for budget, most in ((230_000, 1), (900_000, 2)):
         rows.clear()
         pipe = OscarOmniPipeline(model, **how, kv_budget=budget)
