@@ -46,6 +46,7 @@ from oscar_mm.engine.request import PrefillRequest, Request
 from oscar_mm.engine.request_options import QuestionOptions, split_media
 from oscar_mm.engine.sampling import Sampling
 from oscar_mm.engine.speech import Speech
+from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.errors import Cancelled, InputError
 from oscar_mm.media.media import Media
 from oscar_mm.media.part import media_parts
@@ -148,6 +149,8 @@ class Chat:
         parts: Sequence[Any] | None = None,
         messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
+        speak: bool = False,
+        speaker: str | None = None,
         **options: Unpack[QuestionOptions],
     ) -> Answer:
         """Ask the next question.
@@ -163,6 +166,10 @@ class Chat:
                 message must be from a user or a tool, see
                 ``oscar_mm.engine.message_lists.messages_from``.
             use_audio_in_video: whether to also use the audio tracks of video files.
+            speak: whether to also speak the answer, in ``answer.speech``; needs a checkpoint with a
+                talker, which must have heard the media of all earlier turns: pass it in each turn
+                with media.
+            speaker: name of one of the checkpoint's voices; by default "Ethan", or the first one.
             options: see ``oscar_mm.engine.request_options.QuestionOptions``.
 
         Returns:
@@ -174,10 +181,11 @@ class Chat:
                 not fit into the context, the budget or the GPU's memory.
         """
         media, sound = (images, videos, audio), use_audio_in_video
-        sampling, how = split_media(options, self.pipe.family)
-        asked = asked_from(prompt, media, parts, messages, sound=sound, options=how)
+        sampling, of_media = split_media(options, self.pipe.family)
+        asked = asked_from(prompt, media, parts, messages, sound=sound, options=of_media)
         with self._calls:
-            return self._stream(asked, sampling, keep_part=False, tools=self.tools).complete()
+            how: dict[str, Any] = {"speak": speak, "speaker": speaker, "tools": self.tools}
+            return self._stream(asked, sampling, keep_part=False, **how).complete()
 
     def stream(
         self,
@@ -189,6 +197,8 @@ class Chat:
         parts: Sequence[Any] | None = None,
         messages: Sequence[Any] | None = None,
         use_audio_in_video: bool = False,
+        speak: bool = False,
+        speaker: str | None = None,
         cut_to_fit: bool = False,
         tools: ToolOffer | None = None,
         **options: Unpack[QuestionOptions],
@@ -196,15 +206,16 @@ class Chat:
         """Ask the next question and stream the answer.
 
         Args:
-            prompt, images, videos, audio, parts, messages, use_audio_in_video, options: see
-                ``ask``.
+            prompt, images, videos, audio, parts, messages, use_audio_in_video, speak, speaker,
+                options: see ``ask``.
             cut_to_fit: whether to lower ``max_new_tokens`` to what context, budget and memory
                 allow, instead of refusing a turn whose longest possible answer does not fit.
             tools: the chat's tools with a tool choice for this turn; by default, the chat's choice.
 
         Returns:
             An iterator over chunks of text; at the end, its ``result`` is the answer. Use its
-            ``with_reasoning`` to also get the reasoning of a thinking model.
+            ``with_reasoning`` to also get the reasoning of a thinking model, and its
+            ``with_speech`` to also get the speech.
 
         Raises:
             InputError: see ``ask``.
@@ -213,7 +224,8 @@ class Chat:
         sampling, of_media = split_media(options, self.pipe.family)
         asked = asked_from(prompt, media, parts, messages, sound=sound, options=of_media)
         with self._calls:
-            how = {"keep_part": True, "cut_to_fit": cut_to_fit}
+            how: dict[str, Any] = {"keep_part": True, "cut_to_fit": cut_to_fit}
+            how |= {"speak": speak, "speaker": speaker}
             return self._stream(asked, sampling, tools=tools or self.tools, **how)
 
     def tell(
@@ -313,6 +325,8 @@ class Chat:
         if request is not None and request is self._spillable.answering:
             self._spillable.answering = None
             request.cache.close()
+            if request.voice is not None and request.voice.cache is not None:
+                request.voice.cache.close()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -329,8 +343,10 @@ class Chat:
         """Memory report of the chat; bytes that forks share appear in the report of each fork."""
 
         def measure() -> MemoryReport:
-            cache = self._spillable.drop_reasoning().kv
-            return (cache if cache is not None else self._new_cache()).memory()
+            now = self._spillable.drop_reasoning()
+            found = (now.kv if now.kv is not None else self._new_cache()).memory()
+            heard = now.heard.cache
+            return found if heard is None else found.with_speech(heard.memory())
 
         return self.pipe.engine.call(measure)
 
@@ -387,9 +403,12 @@ class Chat:
         def forget(now: Conversation) -> None:
             turn, medium = now.place_of(segment)
             span = now.turns[turn].media[medium]
-            cache = now.cache.fork()
+            cache, heard = now.cache.fork(), now.heard.forked()
             cache.forget(span.start, span.stop)
-            self._spillable.replace(now.without_medium(cache, turn, medium))
+            talker = self.pipe.family.talker
+            if heard.cache is not None and talker is not None:
+                heard.cache.forget(*talker.heard_span(now.token_ids[0], span.start, span.stop))
+            self._spillable.replace(now.without_medium(cache, turn, medium, heard))
             self.pipe.store.trim()
 
         self._alone(forget)
@@ -426,9 +445,7 @@ class Chat:
         """Create a second chat that shares the past and its pages; the chats then diverge."""
 
         def fork(now: Conversation) -> Chat:
-            conversation = Conversation(
-                now.cache.fork(), now.token_ids, now.next_position, now.pending, now.turns
-            )
+            conversation = replace(now, kv=now.cache.fork(), heard=now.heard.forked())
             about = self.cache_salt, self.tools, self.adapter
             return Chat(self.pipe, self.system, conversation, *about)
 
@@ -561,6 +578,8 @@ class Chat:
         keep_part: bool,
         tools: ToolOffer | None,
         cut_to_fit: bool = False,
+        speak: bool = False,
+        speaker: str | None = None,
     ) -> AnswerStream:
         start = time.perf_counter()
         pipe = self.pipe
@@ -571,10 +590,16 @@ class Chat:
             with self._calls:
                 pipe.engine.call(self._end_stream)
         sampling = pipe.sampling(pipe.family.with_calls(options, tools), _ARGUMENTS)
+        if speak:
+            speaker = pipe.check_speech(speaker, sampling)
+        elif speaker is not None:
+            raise InputError("speaker requires speak=True")
         max_new_tokens = 1 if cut_to_fit else sampling.max_new_tokens
         decoding = ExitStack()
 
         def prepare(then: Conversation) -> Prompt:
+            if speak:
+                then.missed()
             turn = with_system(None if then.turns else self.system, messages)
             prompt = next_prompt(pipe, then, turn, shown, max_new_tokens, tools)
             decoding.close()
@@ -592,7 +617,8 @@ class Chat:
             prompt, sampling = self._next_turn(prepare, max_new_tokens, fitted)
             asked = with_spans(messages, prompt.media)
             delivery = Delivery()
-            pieces = self._answer(asked, prompt, sampling, start, tools, keep_part, delivery)
+            how = tools, keep_part, delivery, speaker
+            pieces = self._answer(asked, prompt, sampling, start, *how)
             self._running = weakref.ref(pieces)
             return AnswerStream(pieces, self.stop, partial(setattr, self, "_taker"), delivery)
 
@@ -624,6 +650,7 @@ class Chat:
         tools: ToolOffer | None,
         keep_part: bool,
         delivery: Delivery,
+        speaker: str | None,
     ) -> Generator[Piece | Speech | Answer, None, None]:
         """Yield the pieces of the answer, then record the turn and yield the answer."""
 
@@ -632,12 +659,12 @@ class Chat:
             stored = cache.kv_manager.stored_length - before.tokens - prompt.tokens
             said = Message("assistant", (written.text,), "answer", written.tool_calls)
             answer = said, written.token_ids, finish_reason, stored, written.reasoning_span
-            return before.with_turn(cache, prompt, asked, *answer)
+            return before.with_turn(cache, prompt, asked, *answer, running_request.voice)
 
         def begin() -> tuple[Conversation, Request]:
             nonlocal begun
             before = self._spillable.load()
-            begun = running_request = Request(
+            begun = running_request = self._request_kind(before, prompt, sampling, speaker)(
                 self.pipe.engine,
                 prompt.to(self.pipe.family.device),
                 before.forked_cache(),
@@ -655,11 +682,15 @@ class Chat:
             return before, running_request
 
         def end() -> Answer:
+            if running_request.voice is not None:
+                running_request.voice.settle()
             answer = running_request.answer()
             reason = "interrupted" if running_request.cancelled else answer.finish_reason
             self._spillable.conversation = after(reason)
             self._spillable.answering = None
             before.cache.close()
+            if before.heard.cache is not self._spillable.conversation.heard.cache:
+                before.heard.close()
             self._spillable.drop_reasoning().cache.shrink()
             self._spillable.settle()
             return replace(answer, memory=self.memory)
@@ -684,6 +715,17 @@ class Chat:
             self.pipe.engine.call(lambda: self._drop(begun))
             raise
         yield answer
+
+    def _request_kind(
+        self, before: Conversation, prompt: Prompt, sampling: Sampling, speaker: str | None
+    ) -> Callable[..., Request]:
+        """Return what creates the request of a turn, which is spoken if there is a speaker."""
+        talker = self.pipe.family.talker
+        if speaker is None or talker is None:
+            return Request
+        past = before.heard, before.missed()
+        voice = talker.voice(prompt, speaker, sampling.seed, *past)
+        return partial(SpokenRequest, talker=talker, voice=voice)
 
     def _new_cache(self) -> OscarCache:
         return OscarCache(self.pipe.policy, store=self.pipe.store)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -248,6 +248,7 @@ class SpillableConversation:
         self.answering: Request | None = None
         self._conversation: Conversation | None = conversation
         self._file: _SpillFile | None = None
+        self._heard_file: _SpillFile | None = None
         if (budget := engine.admission.budget) is not None:
 
             def use() -> None:
@@ -287,15 +288,21 @@ class SpillableConversation:
         Raises:
             InputError: if the cache exceeds the budget, or the file is missing or altered.
         """
-        conversation, budget = self.conversation, self.engine.admission.budget
+        budget = self.engine.admission.budget
         if budget is not None:
             budget.use(self)
-        if (file := self._file) is not None:
+        for file in [one for one in (self._file, self._heard_file) if one is not None]:
             if budget is not None:
                 budget.free_memory(file.bytes, self)
-            self.conversation = replace(conversation, kv=file.load(self.engine))
+            cache = file.load()
+            if file is self._file:
+                self.conversation = replace(self.conversation, kv=cache)
+                self._file = None
+            else:
+                heard = replace(self.conversation.heard, cache=cache)
+                self.conversation = replace(self.conversation, heard=heard)
+                self._heard_file = None
             file.remove()
-            self._file = None
         return self.drop_reasoning()
 
     def drop_reasoning(self) -> Conversation:
@@ -322,8 +329,10 @@ class SpillableConversation:
 
     def replace(self, new: Conversation) -> None:
         """Replace the conversation with ``new``, whose cache is a fork, and close the old cache."""
-        old, self.conversation = self.conversation.cache, new
-        old.close()
+        old, self.conversation = self.conversation, new
+        old.cache.close()
+        if old.heard.cache is not new.heard.cache:
+            old.heard.close()
         new.cache.shrink()
 
     def settle(self) -> None:
@@ -343,36 +352,47 @@ class SpillableConversation:
         Raises:
             InputError: if the file cannot be written.
         """
-        conversation = self.conversation
-        self._file = _SpillFile(path, conversation.cache, self.engine.fingerprint)
-        self.conversation = replace(conversation, kv=None)
+        conversation, family = self.conversation, self.engine.family
+        about = self.engine.fingerprint, family.layer_devices
+        self._file = _SpillFile(path, conversation.cache, *about)
+        if conversation.heard.cache is not None and family.talker is not None:
+            beside, device = path.with_name(f"{path.name}.heard"), family.talker.model.device
+            self._heard_file = _SpillFile(beside, conversation.heard.cache, about[0], device)
+            conversation.heard.close()
+        heard = replace(conversation.heard, cache=None)
+        self.conversation = replace(conversation, kv=None, heard=heard)
         conversation.cache.close()
 
     def close(self) -> None:
         """Release the pages and delete the file. A second call has no effect."""
         conversation, self._conversation = self._conversation, None
-        if conversation is not None and conversation.kv is not None:
-            conversation.kv.close()
-        if self._file is not None:
-            self._file.remove()
+        if conversation is not None:
+            conversation.heard.close()
+            if conversation.kv is not None:
+                conversation.kv.close()
+        for file in (self._file, self._heard_file):
+            if file is not None:
+                file.remove()
 
 
 class _SpillFile:
     """Spilled cache; its file is removed when this object is no longer referenced."""
 
-    def __init__(self, path: Path, cache: OscarCache, fingerprint: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        cache: OscarCache,
+        fingerprint: str,
+        device: torch.device | Mapping[int, torch.device],
+    ) -> None:
         # Stored here, as the active adapter may differ when the cache is loaded.
-        self._fingerprint = fingerprint
+        self._fingerprint, self._store, self._device = fingerprint, cache.store, device
         save_cache(cache, path, fingerprint=fingerprint)
         self.path, self.bytes = path, path.stat().st_size
         self.remove = weakref.finalize(self, path.unlink, missing_ok=True)
 
-    def load(self, engine: ChatEngine) -> OscarCache:
-        """Read the cache into the engine's store."""
-        cache, _ = load_cache(
-            self.path,
-            fingerprint=self._fingerprint,
-            store=engine.store,
-            device=engine.family.layer_devices,
-        )
+    def load(self) -> OscarCache:
+        """Read the cache into its store."""
+        how: dict[str, Any] = {"store": self._store, "device": self._device}
+        cache, _ = load_cache(self.path, fingerprint=self._fingerprint, **how)
         return cache

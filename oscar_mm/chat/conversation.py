@@ -7,7 +7,7 @@ interface of a pipeline that chats use.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from oscar_mm.engine.family import Family
 from oscar_mm.engine.message import Message
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import Sampling
+from oscar_mm.engine.speech import Heard, Voice
 from oscar_mm.errors import InputError, shown
 from oscar_mm.media.media import Media, MediaReader
 from oscar_mm.modality import MediumSpan, Modality, token_modalities
@@ -110,6 +111,7 @@ class Conversation:
         next_position: (1,) RoPE position of the next token.
         pending: token ids at the end of the last answer that are not in the cache.
         turns: all turns, oldest first.
+        heard: what the talker has heard of the turns, for answers that are spoken.
     """
 
     kv: OscarCache | None
@@ -117,6 +119,7 @@ class Conversation:
     next_position: torch.Tensor
     pending: tuple[int, ...] = ()
     turns: tuple[Turn, ...] = ()
+    heard: Heard = field(default_factory=Heard)
 
     @property
     def cache(self) -> OscarCache:
@@ -164,6 +167,7 @@ class Conversation:
         finish_reason: str,
         stored: int,
         reasoning: ReasoningSpan | None = None,
+        voice: Voice | None = None,
     ) -> Conversation:
         """Return the conversation with one more turn.
 
@@ -181,6 +185,7 @@ class Conversation:
             stored: number of the answer's tokens in the cache.
             reasoning: reasoning at the beginning of the answer, which the caller crops from the
                 cache; None if there is none.
+            voice: speech of the answer; None if it is not spoken.
         """
         read = stored
         if reasoning is not None:
@@ -205,6 +210,7 @@ class Conversation:
             next_position=prompt.next_position.cpu() + stored,
             pending=tuple(ids[read:]),
             turns=(*self.turns, turn),
+            heard=self.heard if voice is None else voice.heard(self.tokens + prompt.tokens),
         )
 
     def with_late_tokens(self, count: int) -> Conversation:
@@ -229,16 +235,35 @@ class Conversation:
             next_position=torch.full_like(self.next_position, last.position),
             pending=last.pending,
             turns=self.turns[:-1],
+            heard=self.heard.until(last.start),
         )
 
-    def without_medium(self, cache: OscarCache, turn: int, medium: int) -> Conversation:
-        """Return the conversation with a media item forgotten; ``cache`` must not contain it."""
+    def without_medium(
+        self, cache: OscarCache, turn: int, medium: int, heard: Heard
+    ) -> Conversation:
+        """Return the conversation with a media item forgotten; ``cache`` and ``heard`` must not
+        contain it."""
         old = self.turns[turn]
         flags = list(old.forgotten)
         flags[medium] = True
         turns = list(self.turns)
         turns[turn] = replace(old, forgotten=tuple(flags))
-        return replace(self, kv=cache, turns=tuple(turns))
+        return replace(self, kv=cache, turns=tuple(turns), heard=heard)
+
+    def missed(self) -> torch.Tensor:
+        """Return (tokens,) ids of what the talker has not heard.
+
+        Raises:
+            InputError: if there are media among them, whose hidden states are not known any more.
+        """
+        start = self.heard.end.tokens
+        if any(span.start >= start for turn in self.turns for span in turn.media):
+            raise InputError(
+                "speak=True: the talker has not heard the media of an earlier turn, which was not "
+                "spoken or comes from a file: pass speak=True in every turn with media, or start a "
+                "new chat"
+            )
+        return self.token_ids[0, start:]
 
     def places(self) -> list[tuple[int, int | None]]:
         """Return, for each segment, the index of its turn and the index of its media item within
@@ -363,6 +388,10 @@ class ChatEngine(Protocol):
     @property
     def media_reader(self) -> MediaReader:
         """Reader that decodes the media of turns."""
+        ...
+
+    def check_speech(self, speaker: Any, sampling: Sampling | None = None) -> str:
+        """Check that answers can be spoken, and return the name of the voice."""
         ...
 
     def sampling(self, options: Mapping[str, Any], arguments: Sequence[str]) -> Sampling:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache
@@ -36,26 +37,87 @@ class Speech:
     sample_rate: int
 
 
+class End(NamedTuple):
+    """Where the question of a spoken turn ends.
+
+    Attributes:
+        tokens: number of the chat's tokens up to here.
+        length: number of the talker's tokens up to here.
+        position: RoPE position of the talker's next token.
+    """
+
+    tokens: int
+    length: int
+    position: float
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """What a talker has heard of a chat: the questions up to that of the latest spoken turn.
+
+    Attributes:
+        cache: the talker's keys and values, perhaps followed by speech; None before the first.
+        ends: the end of the question of each spoken turn.
+        unread: voices of the latest turns, whose questions are not in the cache, since their
+            answers ended before they were spoken.
+    """
+
+    cache: OscarCache | None = None
+    ends: tuple[End, ...] = ()
+    unread: tuple[Voice, ...] = ()
+
+    @property
+    def end(self) -> End:
+        """The end of what was heard."""
+        return self.ends[-1] if self.ends else End(0, 0, 0.0)
+
+    def until(self, tokens: int) -> Heard:
+        """Return what was heard within the first ``tokens`` tokens of the chat."""
+        kept = tuple(end for end in self.ends if end.tokens <= tokens)
+        read = len(self.ends) - len(self.unread)
+        return Heard(self.cache if kept else None, kept, self.unread[: max(len(kept) - read, 0)])
+
+    def continued(self) -> OscarCache | None:
+        """Return a fork of the cache without speech; None if nothing has been read."""
+        if self.cache is None:
+            return None
+        read = self.ends[len(self.ends) - len(self.unread) - 1]
+        cache = self.cache.fork()
+        cache.crop(min(read.length - cache.get_seq_length(), 0))
+        return cache
+
+    def forked(self) -> Heard:
+        """Return a copy with its own cache."""
+        return replace(self, cache=self.continued())
+
+    def close(self) -> None:
+        """Release the memory, in the engine thread."""
+        if self.cache is not None:
+            self.cache.close()
+
+
 class Voice(ABC):
     """The speech of one answer; the engine thread extends it by one frame at a time.
 
     Args:
         prompt: prompt of a single row, which begins an answer.
         words: ids of the answer's first tokens, if the prompt contains any.
+        past: what the talker has heard of the chat; None outside of chats.
 
     Attributes:
         words: ids of the tokens to speak, as far as they are written.
         is_written: whether ``words`` is complete.
         ended: whether nothing more will be spoken.
+        is_read: whether the question is in the cache.
         frames: number of frames generated so far.
         cache: keys and values of the talker; None before it begins.
         reservation: memory reservation, in effect while referenced.
         memory: memory report at the end; None before.
     """
 
-    def __init__(self, prompt: Prompt, words: Sequence[int]) -> None:
-        self.prompt, self.words = prompt, list(words)
-        self.is_written = self.ended = False
+    def __init__(self, prompt: Prompt, words: Sequence[int], past: Heard | None = None) -> None:
+        self.prompt, self.words, self.past = prompt, list(words), past
+        self.is_written = self.ended = self.is_read = False
         self.frames = 0
         self.cache: OscarCache | None = None
         self.reservation: object | None = None
@@ -71,6 +133,22 @@ class Voice(ABC):
     @abstractmethod
     def prompt_tokens(self) -> int:
         """Number of tokens that the talker reads before the first frame."""
+
+    @abstractmethod
+    def end(self, tokens: int) -> End:
+        """Return where the question ends.
+
+        Args:
+            tokens: number of the chat's tokens up to the end of the prompt.
+        """
+
+    def heard(self, tokens: int) -> Heard:
+        """Return what the talker has heard of the chat, with this question; see ``end``."""
+        past = self.past or Heard()
+        ends = (*past.ends, self.end(tokens))
+        if self.is_read:
+            return Heard(self.cache, ends)
+        return Heard(past.cache, ends, (*past.unread, self))
 
     @property
     def is_ready(self) -> bool:
@@ -97,12 +175,17 @@ class Voice(ABC):
         """Prefill lazily, one chunk per iteration, and choose the first frame; needs a word."""
 
     def settle(self) -> None:
-        """Release the memory; idempotent."""
-        if self.cache is not None and not self.cache.closed:
-            if self.is_said:
-                self.cache.shrink()
-                self.memory = self.cache.memory()
-            self.cache.close()
+        """Release the memory, except for that of the questions of a chat; idempotent."""
+        cache = self.cache
+        if cache is not None and not cache.closed:
+            if self.is_said and self.memory is None:
+                cache.shrink()
+                self.memory = cache.memory()
+            if self.past is None or not self.is_read:
+                cache.close()
+            else:
+                cache.crop(min(self.end(0).length - cache.get_seq_length(), 0))
+                cache.shrink()
         self.reservation = None
         self.ended = True  # Last: then the thread that waits for the answer may read ``memory``.
 
@@ -123,16 +206,34 @@ class Talker(ABC):
     speakers: tuple[str, ...]
 
     @abstractmethod
-    def voice(self, prompt: Prompt, speaker: str, seed: int | None) -> Voice:
+    def voice(
+        self,
+        prompt: Prompt,
+        speaker: str,
+        seed: int | None,
+        past: Heard | None = None,
+        missed: torch.Tensor | None = None,
+    ) -> Voice:
         """Create the voice of an answer.
 
         Args:
             prompt: prompt of a single row.
             speaker: one of ``speakers``.
             seed: seed of the frames' random choices; None for different choices each time.
+            past: what the talker has heard of the chat; None outside of chats.
+            missed: (tokens,) ids of the chat between ``past`` and the prompt, without media.
 
         Raises:
             InputError: if the prompt does not begin an answer.
+        """
+
+    @abstractmethod
+    def heard_span(self, ids: torch.Tensor, start: int, stop: int) -> tuple[int, int]:
+        """Return which of the talker's tokens are the tokens ``start`` to ``stop - 1`` of a chat.
+
+        Args:
+            ids: (tokens,) ids of the chat.
+            start, stop: a medium of a question.
         """
 
     @abstractmethod

@@ -150,8 +150,10 @@ class Voices:
             sigmas = balancing_of(talker.model, self._policy)
             self._view = _view_of(PageStore(self._policy), sigmas)
             self._frames = talker.frames(self._view)
-        cache = OscarCache(self._policy, store=self._view.store)
-        cache.sigmas = self._view.sigmas
+        cache = None if voice.past is None else voice.past.continued()
+        if cache is None:
+            cache = OscarCache(self._policy, store=self._view.store)
+            cache.sigmas = self._view.sigmas
         voice.reservation = self._memory.reserve_speech(
             talker.model, cache, voice.prompt_tokens, talker.max_frames
         )

@@ -20,7 +20,7 @@ from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, as_argument, cache_of
 from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import NAN
-from oscar_mm.engine.speech import Talker, Voice
+from oscar_mm.engine.speech import End, Heard, Talker, Voice
 from oscar_mm.errors import InputError
 from oscar_mm.fast_decode.decoder import Capture
 from oscar_mm.fast_decode.graph_runner import graph_capture
@@ -43,7 +43,7 @@ class OmniVoice(Voice):
         talker: talker that speaks the answer.
         prompt: prompt of a single row, which begins an answer.
         speaker: name of the voice in lower case.
-        seed: see ``Talker.voice``.
+        seed, past, missed: see ``Talker.voice``.
 
     Attributes:
         first_codes: codes that the talker has chosen; the last one is not in a frame yet.
@@ -55,20 +55,29 @@ class OmniVoice(Voice):
     """
 
     def __init__(
-        self, talker: Qwen3OmniTalker, prompt: Prompt, speaker: str, seed: int | None
+        self,
+        talker: Qwen3OmniTalker,
+        prompt: Prompt,
+        speaker: str,
+        seed: int | None,
+        past: Heard | None = None,
+        missed: torch.Tensor | None = None,
     ) -> None:
         self._talker, self._speaker = talker, speaker
-        self._ids = prompt.inputs["input_ids"][0].cpu()
+        missed = torch.empty(0, dtype=torch.long) if missed is None else missed
+        self._ids = torch.cat([missed, prompt.inputs["input_ids"][0].cpu()])
         self._questions, self._answer = talker.segments(self._ids)
         if self._answer is None or len(self._ids) < self._answer + _HEAD:
             raise InputError(
                 "speak=True: the prompt does not begin an answer, so there is nothing to speak: "
                 "leave out add_generation_prompt"
             )
-        super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist())
-        self._is_medium = prompt.modalities[0] > Modality.TEXT
+        super().__init__(prompt, self._ids[self._answer + _HEAD :].tolist(), past)
+        is_medium = prompt.modalities[0].cpu() > Modality.TEXT
+        self._is_medium = torch.cat([torch.zeros(len(missed), dtype=torch.bool), is_medium])
+        self._positions, self._following = self._question_positions(len(missed))
         self._states: list[torch.Tensor] = []
-        self._read = 0
+        self._read = len(missed)
         self.first_codes: list[int] = []
         self.said = np.zeros(talker.model.config.text_config.vocab_size, dtype=bool)
         self.hidden: torch.Tensor | None = None
@@ -88,7 +97,20 @@ class OmniVoice(Voice):
     @property
     def prompt_tokens(self) -> int:
         """See ``Voice.prompt_tokens``; the beginning of the answer takes nine tokens."""
-        return int(self._questions.sum()) + _HEAD + 6
+        unread = () if self.past is None else self.past.unread
+        return (
+            sum(x.question_tokens for x in (*unread, self) if isinstance(x, OmniVoice)) + _HEAD + 6
+        )
+
+    @property
+    def question_tokens(self) -> int:
+        """Number of tokens of the questions."""
+        return self._positions.shape[1]
+
+    def end(self, tokens: int) -> End:
+        """See ``Voice.end``."""
+        length = (self.past or Heard()).end.length + self.question_tokens
+        return End(tokens, length, self._following)
 
     @property
     def is_said(self) -> bool:
@@ -124,41 +146,54 @@ class OmniVoice(Voice):
 
     def read(self, cache: OscarCache) -> Iterator[None]:
         """See ``Voice.read``."""
-        inputs = self._opening()
-        positions = self._positions(inputs.shape[1])
+        unread = [] if self.past is None else list(self.past.unread)
+        voices = [x for x in (*unread, self) if isinstance(x, OmniVoice)]
+        inputs = torch.cat([*(voice.question() for voice in voices), self._opening()])[None]
+        after = (self._following + torch.arange(_HEAD + 6)).expand(3, -1)
+        positions = torch.cat([*(voice._positions for voice in voices), after], dim=1)
         self.position = int(positions.max()) + 1
+        positions = positions[:, None].to(inputs.device)
         for start in range(0, inputs.shape[1], _CHUNK):
             part = slice(start, start + _CHUNK)
             self.hidden = self._talker.hidden(inputs[:, part], positions[..., part], cache)[:, -1:]
             yield
         assert self.hidden is not None
+        self.is_read = True
+        self._states.clear()
         self.choose(self._talker.first_code(self, self.hidden))
 
-    def _opening(self) -> torch.Tensor:
-        """Return (1, tokens, hidden size): the questions, and the answer up to its first word."""
-        talker, media = self._talker, self._is_medium[self._questions]
-        texts = talker.text(self._ids[self._questions][~media])
-        questions = texts.new_empty(len(media), texts.shape[-1])
-        questions[~media.to(texts.device)] = texts
+    def question(self) -> torch.Tensor:
+        """Return what the talker reads of the questions, (tokens, hidden size)."""
+        media = self._is_medium[self._questions]
+        texts = self._talker.text(self._ids[self._questions][~media])
+        found = texts.new_empty(len(media), texts.shape[-1])
+        found[~media.to(texts.device)] = texts
         if self._states:
-            questions[media.to(texts.device)] = torch.cat(self._states)
-            self._states.clear()
-        head = self._ids[self._answer :][:_HEAD].tolist()
-        return torch.cat([questions, talker.opening(head, self.words[0], self._speaker)])[None]
+            found[media.to(texts.device)] = torch.cat(self._states)
+        return found
 
-    def _positions(self, tokens: int) -> torch.Tensor:
-        """Return (3, 1, tokens) positions: those of the questions, moved up to each other, then
-        one more for each token."""
-        positions = self.prompt.positions[-3:, 0].cpu()
+    def _opening(self) -> torch.Tensor:
+        """Return (9, hidden size): the answer up to its first word."""
+        head = self._ids[self._answer :][:_HEAD].tolist()
+        return self._talker.opening(head, self.words[0], self._speaker)
+
+    def _question_positions(self, missed: int) -> tuple[torch.Tensor, float]:
+        """Return (3, tokens) positions of the questions, moved up to each other and to those heard
+        before, and the next position.
+
+        Args:
+            missed: number of tokens before the prompt.
+        """
+        own = self.prompt.positions[-3:, 0].cpu().float()
+        positions = torch.cat([torch.arange(missed).float().expand(3, -1), own], dim=1)
         chosen = self._questions.nonzero()[:, 0]
-        parts, place = [], torch.zeros(())
+        parts = [positions[:, :0]]
+        place = (self.past or Heard()).end.position
         for run in torch.tensor_split(chosen, (chosen.diff() > 1).nonzero()[:, 0] + 1):
             if len(run):
                 parts.append(positions[:, run] - positions[0, run[0]] + place)
-                place = parts[-1].max() + 1
-        rest = tokens - len(chosen)
-        parts.append((place + torch.arange(rest)).expand(3, -1))
-        return torch.cat([part.float() for part in parts], dim=1)[:, None].to(self.generator.device)
+                place = float(parts[-1].max()) + 1
+        return torch.cat(parts, dim=1), place
 
     def next_word(self) -> int:
         """Return the id of the word that the talker reads with the next frame."""
@@ -216,9 +251,21 @@ class Qwen3OmniTalker(Talker):
         decoder, number = self._outer.thinker.get_decoder(), self._config.accept_hidden_layer
         return decoder.norm if number == len(decoder.layers) else decoder.layers[number - 1]
 
-    def voice(self, prompt: Prompt, speaker: str, seed: int | None) -> OmniVoice:
+    def voice(
+        self,
+        prompt: Prompt,
+        speaker: str,
+        seed: int | None,
+        past: Heard | None = None,
+        missed: torch.Tensor | None = None,
+    ) -> OmniVoice:
         """See ``Talker.voice``."""
-        return OmniVoice(self, prompt, speaker, seed)
+        return OmniVoice(self, prompt, speaker, seed, past, missed)
+
+    def heard_span(self, ids: torch.Tensor, start: int, stop: int) -> tuple[int, int]:
+        """See ``Talker.heard_span``."""
+        questions, _ = self.segments(ids)
+        return int(questions[:start].sum()), int(questions[:stop].sum())
 
     def segments(self, ids: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Return (tokens,) bool, whether a token is part of a question, and where the last answer
