@@ -1,4 +1,4 @@
-"""Measure how fast Qwen3-Omni's talker, with random weights, speaks several texts at a time.
+"""Measure how soon and how fast Qwen3-Omni speaks, with random weights, beside its bounds.
 
 python -m benchmarks.speech
 """
@@ -10,36 +10,56 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.random_model import RELEASED, Released, build, words
-from benchmarks.record import Record, command, device_name, finish, parser, show
+from benchmarks.random_model import RELEASED, build
+from benchmarks.record import Record, Row, command, device_name, device_of, finish, parser, show
 from oscar_mm import OscarOmniPipeline, Speech
-from oscar_mm.pipelines.loading import device_of
+from oscar_mm.engine.answer import AnswerStream
+from oscar_mm.media.resample import RATE
 
 VOICES = (1, 4, 16)
 FRAMES = 100
-"""Frames of each text: 8 s of speech."""
+"""Frames of each answer: 8 s of speech."""
 WORDS = 40
-"""Words of each text."""
-_FRAME_S = 0.08
+"""Tokens of each answer."""
+QUESTION_S, PAST_S = 5.0, 1800.0
+"""Seconds of a question, and of the conversation before it."""
+TURNS = 5
+"""Questions after the conversation; the first ones compile kernels."""
+FRAME_S = 0.08
+FIRST_AUDIO_S = 0.35
+"""Maximum seconds from the end of a question to the first samples of its answer."""
+FACTORS = {1: 0.25, 16: 0.8}
+"""Maximum real-time factor by the number of answers that are spoken at the same time."""
 NOTES = [
-    "The talker has the shapes of transformers' default configuration, with 16 codes a frame; the "
-    "model that writes answers is tiny and does not run. All texts begin at the same time.",
-    "first: seconds to the first piece (5 frames, 0.4 s) of all texts, median. frame: milliseconds "
-    "of a step that adds a frame to each text, with its part of the samples. times: seconds of "
-    "speech per second, for each text; below 1, playback stalls.",
+    "Qwen3-Omni-30B-A3B with random weights in bfloat16, the default policy: the thinker has the "
+    "shapes of the released config.json, talker, code predictor and code2wav those of "
+    f"transformers' default configuration, with 16 codes a frame. Answers have {WORDS} tokens and "
+    f"{FRAMES} frames of 80 ms; a question is {QUESTION_S:g} s of sound.",
+    f"first audio: from the call with the question, in a chat that has heard {PAST_S / 60:g} "
+    "minutes of sound, to the first samples of the answer; the median of the latest three of "
+    f"{TURNS} turns. With several answers, in the median, from the moment when all are asked at "
+    "once, each in a new conversation.",
+    "real-time factor: seconds from the first to the last samples, per second of speech between "
+    "them, of the slowest answer; above 1, playback stalls.",
+    "bytes an hour: what the cache of the chat takes after the conversation, for an hour of it: "
+    "that of the thinker, and that of the talker, which has read the same sound.",
 ]
+_Times = list[float]
 
 
 def speaking_pipeline(*, tiny: bool, device: torch.device) -> OscarOmniPipeline:
-    """Create a pipeline whose talker has random weights, and speaks every text in FRAMES frames."""
-    dtype = torch.float32 if tiny else torch.bfloat16
-    released: Released = RELEASED["qwen3-omni-30b-a3b"].tiny()
+    """Create a pipeline with random weights that speaks every answer in FRAMES frames."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    released = RELEASED["qwen3-omni-30b-a3b"]
+    released = released.tiny() if tiny else released
     model, processor = build(released, device, dtype, talker=talker_fields(tiny=tiny))
-    pipe = OscarOmniPipeline(model, processor=processor, policy="standard")
+    pipe = OscarOmniPipeline(model, processor=processor)
     talker = pipe.family.talker
     assert talker is not None
     talker.end_code, talker.max_frames = -1, FRAMES
@@ -64,7 +84,7 @@ def talker_fields(*, tiny: bool) -> dict[str, Any]:
         "text_config": text,
         "code_predictor_config": predictor,
         "num_code_groups": 16,
-        "accept_hidden_layer": 1,
+        "accept_hidden_layer": 1 if tiny else 18,
         "codec_pad_id": 2148,
         "codec_bos_id": 2149,
         "codec_eos_token_id": 2150,
@@ -77,48 +97,135 @@ def talker_fields(*, tiny: bool) -> dict[str, Any]:
     return {"talker_config": talker, "code2wav_config": sound}
 
 
-def say(pipe: OscarOmniPipeline, seed: int) -> tuple[float, float]:
-    """Speak a text, and return the times of its first and of its last piece."""
-    stream = pipe.read_aloud(words(WORDS, seed), seed=seed)
-    times = [time.perf_counter() for piece in stream.with_speech() if isinstance(piece, Speech)]
-    assert stream.result.speech_tokens == FRAMES
-    return times[0], times[-1]
+def sound(seconds: float, seed: int) -> tuple[np.ndarray, int]:
+    """Create a recording of noise."""
+    numbers = np.random.default_rng(seed)
+    return 0.1 * numbers.standard_normal(round(seconds * RATE), dtype=np.float32), RATE
 
 
-def measure(pipe: OscarOmniPipeline, voices: int) -> dict[str, Any]:
-    """Speak several texts at the same time, and return the row of the table."""
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(voices) as threads:
-        times = [*threads.map(lambda seed: say(pipe, seed), range(voices))]
-    first, last = zip(*times, strict=True)
-    seconds = max(last) - begin
+def asked(seed: int) -> dict[str, Any]:
+    """Return the arguments of a question."""
+    recording = sound(QUESTION_S, seed)
     return {
-        "voices": voices,
-        "first_s": statistics.median(first) - begin,
-        "frame_ms": seconds / FRAMES * 1e3,
-        "times": FRAMES * _FRAME_S / seconds,
+        "prompt": "Answer.",
+        "audio": recording,
+        "speak": True,
+        "seed": seed,
+        "max_new_tokens": WORDS,
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; return the exit code."""
-    options = parser("benchmarks.speech", __doc__)
-    options.add_argument("--tiny", action="store_true", help="a tiny talker, to try the command")
-    chosen = options.parse_args(arguments)
-    device = device_of(None)
-    pipe = speaking_pipeline(tiny=chosen.tiny, device=device)
-    say(pipe, 0)  # Compiles kernels.
-    rows = [measure(pipe, voices) for voices in VOICES]
+def listen(stream: AnswerStream) -> tuple[_Times, float]:
+    """Return the time of each piece of speech, and the seconds of speech after the first one."""
+    times, samples = [], []
+    for piece in stream.with_speech():
+        if isinstance(piece, Speech):
+            times.append(time.perf_counter())
+            samples.append(len(piece.samples))
+    rate = stream.result.sample_rate
+    assert stream.result.speech_tokens == FRAMES and rate is not None
+    return times, sum(samples[1:]) / rate
+
+
+def factor(times: _Times, seconds: float) -> float:
+    """Return the real-time factor of an answer, given the results of ``listen``."""
+    return (times[-1] - times[0]) / seconds
+
+
+def in_a_long_chat(pipe: OscarOmniPipeline) -> Row:
+    """Ask questions in a chat that has heard PAST_S seconds."""
+    with pipe.chat() as chat:
+        start = time.perf_counter()
+        chat.ask("Listen.", audio=sound(PAST_S, 0), speak=True, max_new_tokens=2)
+        past_s, memory = time.perf_counter() - start, chat.memory
+        waits, factors = [], []
+        for turn in range(TURNS):
+            question = asked(turn)
+            begin = time.perf_counter()
+            times, seconds = listen(chat.stream(**question))
+            waits.append(times[0] - begin)
+            factors.append(factor(times, seconds))
+    speech = memory.by_modality["speech"]
+    return {
+        "case": f"in a chat of {PAST_S / 60:g} minutes",
+        "voices": 1,
+        "first_audio_s": statistics.median(waits[-3:]),
+        "first_audio_each_s": waits,
+        "factor": statistics.median(factors[-3:]),
+        "past_s": past_s,
+        "past_tokens": sum(memory.tokens.values()) - memory.tokens["speech"],
+        "bytes_an_hour": (memory.kv_bytes - speech) / PAST_S * 3600,
+        "talker_bytes_an_hour": speech / PAST_S * 3600,
+        "bf16_bytes_an_hour": memory.bf16_bytes / PAST_S * 3600,
+    }
+
+
+def together(pipe: OscarOmniPipeline, voices: int) -> Row:
+    """Ask several questions at the same time, and return the row of the table."""
+    for first in (voices, 0):  # The first time, kernels are compiled and steps captured.
+        questions = [asked(first + place) for place in range(voices)]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(voices) as threads:
+            found = [*threads.map(lambda question: listen(pipe.stream(**question)), questions)]
+    return {
+        "case": "new conversations",
+        "voices": voices,
+        "first_audio_s": statistics.median(times[0] for times, _ in found) - begin,
+        "factor": max(factor(*one) for one in found),
+    }
+
+
+def verdict(value: float, most: float | None) -> str:
+    """Return the bound on a value, and whether it is met."""
+    if most is None:
+        return ""
+    return f"{most:g}: {'met' if value <= most else 'NOT met'}"
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print the rows beside their bounds, and the bytes of an hour."""
     show(
         "Speech",
-        ("texts at a time", "first s", "frame ms", "times real time"),
+        ("answers at a time", "first audio s", "at most", "real-time factor", "at most"),
         (
-            (str(x["voices"]), f"{x['first_s']:.2f}", f"{x['frame_ms']:.1f}", f"{x['times']:.2f}")
-            for x in rows
+            (
+                f"{row['voices']}, {row['case']}",
+                f"{row['first_audio_s']:.3f}",
+                verdict(row["first_audio_s"], FIRST_AUDIO_S if "past_s" in row else None),
+                f"{row['factor']:.3f}",
+                verdict(row["factor"], FACTORS.get(row["voices"])),
+            )
+            for row in rows
         ),
     )
+    kinds = {"thinker": "bytes_an_hour", "talker": "talker_bytes_an_hour"}
+    kinds |= {"both in 16 bits": "bf16_bytes_an_hour"}
+    for row in (row for row in rows if "past_s" in row):
+        sizes = ((name, f"{row[key] / 1e6:,.0f}") for name, key in kinds.items())
+        show("An hour of conversation", ("cache", "MB"), sizes)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; return the exit code, 2 without a CUDA device."""
+    options = parser("benchmarks.speech", __doc__)
+    options.add_argument("--tiny", action="store_true", help="a tiny model, to try the command")
+    chosen = options.parse_args(arguments)
+    device = device_of("speech", tiny=chosen.tiny)
+    if device is None:
+        return 2
     line = command("benchmarks.speech", arguments)
-    finish(Record("speech", line, device_name(device.type), rows, NOTES), chosen.out)
+    record = Record("speech", line, device_name(device.type), [], NOTES)
+    start = time.perf_counter()
+    pipe = speaking_pipeline(tiny=chosen.tiny, device=device)
+    record.extra["build_s"] = time.perf_counter() - start
+    calls = [partial(in_a_long_chat, pipe), *(partial(together, pipe, x) for x in VOICES)]
+    for call in calls:
+        record.rows.append(call())
+        record.extra["total_s"] = time.perf_counter() - start
+        record.write(chosen.out)
+        print(f"{record.rows[-1]}, after {record.extra['total_s']:.0f} s", flush=True)
+    report(record.rows)
+    finish(record, chosen.out)
     return 0
 
 

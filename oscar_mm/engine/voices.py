@@ -154,9 +154,13 @@ class Voices:
         if cache is None:
             cache = OscarCache(self._policy, store=self._view.store)
             cache.sigmas = self._view.sigmas
-        voice.reservation = self._memory.reserve_speech(
-            talker.model, cache, voice.prompt_tokens, talker.max_frames
-        )
+        try:
+            voice.reservation = self._memory.reserve_speech(
+                talker.model, cache, voice.prompt_tokens, talker.max_frames
+            )
+        except BaseException:
+            cache.close()
+            raise
         voice.cache = cache
         self._beginning.append((request, voice.read(cache)))
 

@@ -14,6 +14,8 @@ import torch
 from oscar_mm import OscarOmniPipeline
 from oscar_mm.engine.speech import PIECE_FRAMES, Speech
 from oscar_mm.errors import MemoryBusy
+from oscar_mm.fast_decode.graph_runner import SWITCH
+from oscar_mm.pipelines.families import qwen3_omni_sound
 from oscar_mm.pipelines.families.qwen3_omni_frames import OmniFrames
 from oscar_mm.pipelines.families.qwen3_omni_sound import Sound, Waves
 from oscar_mm.pipelines.families.qwen3_omni_talker import OmniVoice, Qwen3OmniTalker
@@ -47,14 +49,14 @@ class Speaker(Plain):
         """Return the samples of an answer; its last token is not said, so it takes one more."""
         torch.manual_seed(seed)
         _, wave = self.model.generate(
-            **inputs,
+            **{name: value.to(self.model.device) for name, value in inputs.items()},
             return_audio=True,
             thinker_max_new_tokens=ASKED["max_new_tokens"] + 1,
             thinker_eos_token_id=NEVER,
             thinker_do_sample=False,
             **options,
         )
-        return wave.reshape(-1).numpy()
+        return wave.reshape(-1).cpu().numpy()
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +208,73 @@ def test_answers_are_said_together(speaking, monkeypatch) -> None:
     for stream, expected in zip(streams, alone, strict=True):
         np.testing.assert_allclose(stream.result.speech, expected, atol=2e-4)
     assert max(rows) > 1 and free(speaking)
+
+
+def test_replayed_steps_say_the_same(speaking, monkeypatch) -> None:
+    """Steps on fixed tables, whose rows are padded up to a captured number."""
+    brief(monkeypatch, 40)
+    replays = []
+
+    def capture(function: Callable[[], Any], _: torch.device) -> Callable[[], Any]:
+        return lambda: (replays.append(function), function())[1]
+
+    monkeypatch.setattr(qwen3_omni_sound, "graph_capture", lambda *_, **__: capture)
+    how: dict[str, Any] = {"processor": speaking.processor, "policy": "bf16"}
+    pipe = OscarOmniPipeline(speaking.family.outer_model, **how)
+    monkeypatch.setattr(pipe.family.talker, "capture", capture)
+    alone = [speaking(**ASKED, audio=tone(1 + seed), seed=seed).speech for seed in range(3)]
+    streams = [pipe.stream(**ASKED, audio=tone(1 + seed), seed=seed) for seed in range(3)]
+    together(*(stream.complete for stream in streams))
+    for stream, expected in zip(streams, alone, strict=True):
+        np.testing.assert_allclose(stream.result.speech, expected, atol=2e-4)
+    kinds = {getattr(function, "func", function).__name__ for function in replays}
+    assert kinds == {"_repeatable", "_computed"} and free(pipe)
+
+
+@pytest.mark.gpu
+def test_codes_on_a_gpu_are_those_of_transformers(
+    qwen3_omni_talker_folder: Path, codes: list[torch.Tensor], monkeypatch
+) -> None:
+    brief(monkeypatch, 100)
+    how: dict[str, Any] = {"policy": "bf16", "device": "cuda", "dtype": "float32"}
+    pipe = OscarOmniPipeline(qwen3_omni_talker_folder, **how)
+    pipe.model.generation_config.eos_token_id = NEVER
+    speaker = Speaker(qwen3_omni_talker_folder)
+    speaker.model.to("cuda")
+    inputs = speaker.inputs("What is it?", pipe.read_media(audio=[tone(1)]))
+    for seed in (LONG, 5):
+        codes.clear()
+        expected = speaker.say(inputs, seed, talker_max_new_tokens=101)
+        answer = pipe(**ASKED, audio=tone(1), seed=seed)
+        assert torch.equal(torch.stack(codes, 1), speaker.codes[0].cpu())
+        np.testing.assert_allclose(answer.speech, expected, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "standard"])
+def test_captured_steps_say_what_eager_steps_say(
+    qwen3_omni_talker_folder: Path, codes: list[torch.Tensor], policy: str, monkeypatch
+) -> None:
+    brief(monkeypatch, 60)
+    monkeypatch.setattr(OmniVoice, "is_said", property(lambda voice: voice.frames >= 60))
+    found = []
+    for graphs in ("on", "off"):
+        monkeypatch.setenv(SWITCH, graphs)
+        how: dict[str, Any] = {"policy": policy, "device": "cuda", "dtype": "bfloat16"}
+        pipe = OscarOmniPipeline(qwen3_omni_talker_folder, **how)
+        pipe.model.generation_config.eos_token_id = NEVER
+        codes.clear()
+        answer = pipe(**ASKED, audio=tone(1), seed=LONG)
+        found.append((torch.stack(codes), answer.speech))
+        frames: Any = pipe.engine.scheduler._voices._frames
+        replays = [frames._by_size[1]._replay, *(x.replay for x in frames._waves._by_size.values())]
+        assert all((replay is not None) is (graphs == "on") for replay in replays)
+        streams = [pipe.stream(**ASKED, audio=tone(1), seed=seed) for seed in range(5)]
+        together(*(stream.complete for stream in streams))
+        assert [stream.result.speech_tokens for stream in streams] == [60] * 5 and free(pipe)
+    (captured, spoken), (eager, expected) = found
+    assert torch.equal(captured, eager)
+    np.testing.assert_allclose(spoken, expected, atol=2e-2)
 
 
 def test_the_talkers_cache_is_packed(speaking, monkeypatch) -> None:
