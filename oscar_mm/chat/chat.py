@@ -62,7 +62,10 @@ _TOO_EARLY = (
     "undo: the states of linear attention from before this turn are not kept any more (a chat "
     f"keeps the latest {format_bytes(MARK_BYTES)} of them): start a new chat"
 )
-_ARGUMENTS = "prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"
+_ARGUMENTS = (
+    *("prompt", "images", "videos", "audio", "parts", "messages", "use_audio_in_video"),
+    *("speak", "speaker"),
+)
 
 
 class Chat:

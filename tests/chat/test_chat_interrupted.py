@@ -55,8 +55,8 @@ def test_errors_leave_the_chat_as_it_was(forward, error, packed) -> None:
             ask(**OTHER)
     with pytest.raises(InputError, match=r"gone\.png"):
         chat.ask("What?", images=["gone.png"])
-    with pytest.raises(InputError, match="unknown argument speak: choose from prompt, images"):
-        chat.ask("What?", speak=True)
+    with pytest.raises(InputError, match="unknown argument shout: choose from prompt, images"):
+        chat.ask("What?", shout=True)
     with pytest.raises(InputError, match="prompt is empty"):
         chat.ask(" ")
     gc.collect()
