@@ -12,7 +12,7 @@ import torch
 from oscar_mm.cache.batch_view import BatchView
 from oscar_mm.cache.cache import OscarCache, balancing_of
 from oscar_mm.cache.page_store import PageStore
-from oscar_mm.engine.speech import SIZES, Frames, Talker
+from oscar_mm.engine.speech import FIRST_FRAMES, SIZES, Frames, Talker
 from oscar_mm.engine.spoken_request import SpokenRequest
 from oscar_mm.errors import MemoryBusy
 from oscar_mm.ops.pack import NOT_STORABLE
@@ -40,7 +40,8 @@ class Voices:
     """Generates the speech of a scheduler's spoken requests, as one batch.
 
     A step adds a frame to each voice whose next word is written, and prefills a chunk of a voice
-    that begins. While other answers decode, steps take at most half of the time.
+    that begins. While other answers decode, steps take at most half of the time, except that the
+    first piece of speech comes as soon as possible.
 
     Only the engine thread may use it, except for ``add``.
 
@@ -104,7 +105,8 @@ class Voices:
             others: whether other requests run, which get half of the time.
         """
         begin = time.perf_counter()
-        if others and begin - self._ended_at < self._seconds:
+        waits = others and not self._is_awaited
+        if waits and begin - self._ended_at < self._seconds:
             return False
         for request in self.live:
             request.voice.is_written |= request.ended
@@ -120,6 +122,13 @@ class Voices:
         self._ended_at = time.perf_counter()
         self._seconds = self._ended_at - begin
         return ended
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the first piece of a voice is missing, apart from those that cannot begin yet."""
+        begun = [*(request for request, _ in self._beginning), *self._saying]
+        waiting = list(self._waiting)[: MAX_VOICES - len(begun)]
+        return any(request.voice.frames < FIRST_FRAMES for request in (*begun, *waiting))
 
     def _begin_next(self, *, others: bool) -> None:
         """Begin the voices that have a word and get memory, in order of arrival."""

@@ -28,7 +28,7 @@ from oscar_mm.fast_decode.decoder import FastLayer, has_full_attention, has_know
 from oscar_mm.fast_decode.graph_runner import GraphRunner
 from oscar_mm.fast_decode.linear import linear
 from oscar_mm.fast_decode.linear_torch import Norm
-from oscar_mm.modules import run_as_written, weights_key
+from oscar_mm.modules import run_as_written
 from oscar_mm.ops.decode_tables import upload
 from oscar_mm.pipelines.families.qwen3_omni_sound import Waves
 
@@ -39,8 +39,10 @@ _CONTROL_CODES = 1024
 """Number of codes at the end of the talker's vocabulary that stand for no sound."""
 _PENALTY = 1.05
 """Repetition penalty of the talker's codes."""
-_TALKER_LAYERS = frozenset({"Qwen3OmniMoeTalkerDecoderLayer"})
-_PREDICTOR_LAYERS = frozenset({"Qwen3OmniMoeTalkerCodePredictorDecoderLayer"})
+_LAYERS = frozenset(
+    {"Qwen3OmniMoeTalkerDecoderLayer", "Qwen3OmniMoeTalkerCodePredictorDecoderLayer"}
+)
+"""Classes of layers with the arithmetic of ``FastLayer``."""
 
 
 class Choices:
@@ -95,6 +97,22 @@ def _chosen(
     return (chances / noise).argmax(-1, keepdim=True), chances[:, :1].isnan()
 
 
+def fast_layers(model: Any) -> list[FastLayer]:
+    """Return the layers of the talker or of its code predictor for few launches; none if they do
+    not run as they were written.
+
+    Args:
+        model: model with the decoder ``model.model``.
+    """
+    known = has_known_layers(model.model, _LAYERS) and has_full_attention(model)
+    return [FastLayer.of(layer) for layer in model.model.layers] if known else []
+
+
+def norm_of(decoder: Any) -> Norm:
+    """Return the norm after the last layer."""
+    return Norm(decoder.norm.weight, decoder.norm.variance_epsilon)
+
+
 class _Past:
     """Keys and values of the tokens of a frame."""
 
@@ -124,9 +142,7 @@ class _Predictor:
         predictor = talker.code_predictor
         self._model, self._heads, self._choices = predictor.model, predictor.lm_head, choices
         self._embeddings = [talker.get_input_embeddings(), *predictor.get_input_embeddings()]
-        known = has_known_layers(self._model, _PREDICTOR_LAYERS) and has_full_attention(predictor)
-        known = known and run_as_written([*self._heads])
-        self._layers = [FastLayer.of(layer) for layer in self._model.layers] if known else []
+        self._layers = fast_layers(predictor) if run_as_written([*self._heads]) else []
 
     def __call__(
         self, hidden: torch.Tensor, codes: torch.Tensor, noise: torch.Tensor
@@ -173,7 +189,7 @@ class _Predictor:
         for layer in self._layers:
             rows = layer.feed_forward(layer.attended(rows, len(inputs), cosine, sine, past))
         last = rows.view(inputs.shape)[:, -1].contiguous()
-        return linear(last, [head.weight], norm=_norm(self._model.norm))
+        return linear(last, [head.weight], norm=norm_of(self._model))
 
 
 class FrameSteps(GraphRunner):
@@ -189,9 +205,6 @@ class FrameSteps(GraphRunner):
         model, config = talker.model, talker.model.config
         super().__init__(model, cache, rows, (3,), model.device, capture=talker.capture)
         self._talker, self._predictor = talker, _Predictor(model, talker.choices)
-        decoder = model.model
-        known = has_known_layers(decoder, _TALKER_LAYERS) and has_full_attention(model)
-        self._own = [FastLayer.of(layer) for layer in decoder.layers] if known else []
         vocabulary, residual = (
             config.text_config.vocab_size,
             config.code_predictor_config.vocab_size,
@@ -239,31 +252,13 @@ class FrameSteps(GraphRunner):
         talker = self._talker
         frame, embedded, failed = self._predictor(self._hidden, self._codes, self._residual_noise)
         inputs = embedded.sum(1, keepdim=True) + talker.text(self._ids)
-        hidden = self._talked(inputs)
+        hidden = talker.hidden(inputs, self._expanded_positions(), self.cache)
         self.cache.end_step()
         logits = talker.model.codec_head(hidden[:, -1])
         code, is_nan = talker.choices.codes(logits, self._said, self._noise)
         self._hidden.copy_(hidden)
         failed = torch.cat([*failed, is_nan], dim=1).any(1, keepdim=True)
         return torch.cat([frame, code, failed], dim=1)
-
-    def _talked(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the talker over (rows, 1, hidden size) inputs; the output has their shape."""
-        positions, cache = self._expanded_positions(), self.cache
-        if not self._own:
-            return self._talker.hidden(inputs, positions, cache)
-        model = self._talker.model.model
-        angles = model.rotary_emb(inputs, positions)
-        cosine, sine = (x.expand(len(inputs), 1, -1)[:, 0].contiguous() for x in angles)
-        cache.attend_packed(None)
-        rows = inputs[:, 0]
-        for layer in self._own:
-            rows = layer(rows, cosine, sine, cache)
-        return _norm(model.norm).at_once(rows)[:, None]
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
 
 
 class OmniFrames(Frames):
@@ -276,12 +271,12 @@ class OmniFrames(Frames):
 
     def __init__(self, talker: Qwen3OmniTalker, cache: BatchView) -> None:
         self._talker, self._cache = talker, cache
-        self._weights: tuple[object, ...] = ()
-        self.forget()
+        self._weights: object = None
+        self.refresh()
 
     def refresh(self) -> None:
         """See ``Frames.refresh``."""
-        weights = weights_key(self._talker.model), weights_key(self._talker.code2wav)
+        weights = self._talker.refresh()
         if weights != self._weights:
             self._weights = weights
             self.forget()

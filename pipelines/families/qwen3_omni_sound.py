@@ -1,7 +1,7 @@
 """Sound of Qwen3-Omni's speech: codes to samples, piece by piece, for several voices at once.
 
-The first pieces of an answer have less context than later ones, and run one by one. All later
-pieces have the same shape, and run together, as a CUDA graph.
+Pieces of the same shape run together. The first ones of an answer have less context than later
+ones, which all have one shape and are a CUDA graph.
 """
 
 from __future__ import annotations
@@ -104,21 +104,22 @@ class Waves:
         """
         found = [[np.zeros(0, np.float32)] for _ in sounds]
         while waiting := [place for place, sound in enumerate(sounds) if sound.waiting]:
-            together = [place for place in waiting if self._is_usual(sounds[place])]
-            places = together[: SIZES[-1]] or waiting[:1]
-            pieces = self._pieces([sounds[place] for place in places], graphs=bool(together))
-            for place, samples in zip(places, pieces, strict=True):
+            shape = self._shape(sounds[waiting[0]])
+            alike = [place for place in waiting if self._shape(sounds[place]) == shape]
+            pieces = self._pieces([sounds[place] for place in alike[: SIZES[-1]]])
+            for place, samples in zip(alike, pieces, strict=False):
                 found[place].append(samples)
         return [np.concatenate(parts) for parts in found]
 
-    def _is_usual(self, sound: Sound) -> bool:
-        """Return whether the next piece has the usual number of frames and the full context."""
-        return sound.frames >= self._context_frames and sound.waiting >= PIECE_FRAMES
+    def _shape(self, sound: Sound) -> tuple[int, int]:
+        """Return the number of frames of a sound's context and of its next piece."""
+        return min(sound.frames, self._context_frames), min(sound.waiting, PIECE_FRAMES)
 
-    def _pieces(self, sounds: Sequence[Sound], *, graphs: bool) -> list[np.ndarray]:
+    def _pieces(self, sounds: Sequence[Sound]) -> list[np.ndarray]:
         """Return the samples of the next piece of each sound; the pieces have the same shapes."""
+        usual = self._shape(sounds[0]) == (self._context_frames, PIECE_FRAMES)
         inputs = self._inputs(sounds)
-        outputs = self._replayed(inputs) if graphs and self._capture else self._computed(inputs)
+        outputs = self._replayed(inputs) if usual and self._capture else self._computed(inputs)
         waves = outputs.wave.float().cpu().numpy()
         frames, context = inputs.codes.shape[2], inputs.context.shape[1]
         found = []

@@ -22,11 +22,11 @@ from oscar_mm.engine.prompt import Prompt
 from oscar_mm.engine.sampling import NAN
 from oscar_mm.engine.speech import End, Heard, Talker, Voice
 from oscar_mm.errors import InputError
-from oscar_mm.fast_decode.decoder import Capture
+from oscar_mm.fast_decode.decoder import Capture, FastLayer
 from oscar_mm.fast_decode.graph_runner import graph_capture
 from oscar_mm.modality import Modality
-from oscar_mm.modules import devices
-from oscar_mm.pipelines.families.qwen3_omni_frames import Choices, OmniFrames
+from oscar_mm.modules import devices, weights_key
+from oscar_mm.pipelines.families.qwen3_omni_frames import Choices, OmniFrames, fast_layers, norm_of
 from oscar_mm.pipelines.families.qwen3_omni_sound import Sound
 
 _USUAL_SPEAKER = "ethan"
@@ -238,6 +238,8 @@ class Qwen3OmniTalker(Talker):
             name: getattr(outer.config, f"tts_{name}_token_id") for name in ("pad", "bos", "eos")
         }
         self.choices = Choices(config, self.model.device)
+        self._weights: object = None
+        self._layers: list[FastLayer] = []
 
     @cached_property
     def capture(self) -> Capture | None:
@@ -305,11 +307,32 @@ class Qwen3OmniTalker(Talker):
     def hidden(
         self, inputs: torch.Tensor, positions: torch.Tensor, cache: OscarCache
     ) -> torch.Tensor:
-        """Run the talker over (rows, tokens, hidden size) inputs; the output has their shape."""
-        output = self.model.model(
-            inputs_embeds=inputs, position_ids=positions, **as_argument(cache), use_cache=True
-        )
-        return output.last_hidden_state
+        """Run the talker over (rows, tokens, hidden size) inputs; the output has their shape.
+
+        Args:
+            inputs: see above.
+            positions: (3, rows, tokens).
+            cache: cache that stores the tokens' keys and values.
+        """
+        decoder = self.model.model
+        if not self._layers:
+            how: dict[str, Any] = as_argument(cache) | {"use_cache": True}
+            return decoder(inputs_embeds=inputs, position_ids=positions, **how).last_hidden_state
+        angles = decoder.rotary_emb(inputs, positions)
+        cosine, sine = (x.flatten(0, 1).contiguous() for x in angles)
+        cache.attend_packed(None)
+        rows = inputs.flatten(0, 1)
+        for layer in self._layers:
+            attended = layer.attended(rows, len(inputs), cosine, sine, cache)
+            rows = layer.feed_forward(attended)
+        return norm_of(decoder).at_once(rows).view(inputs.shape)
+
+    def refresh(self) -> object:
+        """Use the current weights; return a value that changes with them."""
+        weights = weights_key(self.model), weights_key(self.code2wav)
+        if weights != self._weights:
+            self._weights, self._layers = weights, fast_layers(self.model)
+        return weights
 
     def first_code(self, voice: OmniVoice, hidden: torch.Tensor) -> int:
         """Choose the first code of a voice from its (1, 1, hidden size) output.
