@@ -172,7 +172,8 @@ class Voice(ABC):
 
     @abstractmethod
     def read(self, cache: OscarCache) -> Iterator[None]:
-        """Prefill lazily, one chunk per iteration, and choose the first frame; needs a word."""
+        """Prefill, with an iteration between two chunks, and choose the first code; needs a
+        word."""
 
     def settle(self) -> None:
         """Release the memory, except for that of the questions of a chat; idempotent."""

@@ -154,9 +154,10 @@ class OmniVoice(Voice):
         self.position = int(positions.max()) + 1
         positions = positions[:, None].to(inputs.device)
         for start in range(0, inputs.shape[1], _CHUNK):
+            if start:
+                yield
             part = slice(start, start + _CHUNK)
             self.hidden = self._talker.hidden(inputs[:, part], positions[..., part], cache)[:, -1:]
-            yield
         assert self.hidden is not None
         self.is_read = True
         self._states.clear()
