@@ -108,6 +108,7 @@ class Voices:
         waits = others and not self._is_awaited
         if waits and begin - self._ended_at < self._seconds:
             return False
+        ended = self.drop_ended()
         for request in self.live:
             request.voice.is_written |= request.ended
         self._begin_next(others=others)
@@ -118,7 +119,7 @@ class Voices:
         spoken = [request for request in self._saying if not request.voice.ended]
         if due := [request for request in spoken if request.voice.ends_piece]:
             self._guard(due, lambda: self._deliver(due))
-        ended = self.drop_ended()
+        ended |= self.drop_ended()
         self._ended_at = time.perf_counter()
         self._seconds = self._ended_at - begin
         return ended

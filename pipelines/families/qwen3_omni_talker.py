@@ -160,7 +160,8 @@ class OmniVoice(Voice):
             self.hidden = self._talker.hidden(inputs[:, part], positions[..., part], cache)[:, -1:]
         assert self.hidden is not None
         self.is_read = True
-        self._states.clear()
+        if self.past is None:  # A chat may have been left before: then it reads the question again.
+            self._states.clear()
         self.choose(self._talker.first_code(self, self.hidden))
 
     def question(self) -> torch.Tensor:
