@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import numpy as np
 
 from oscar_mm.admission.capacity import ModelShape
 from oscar_mm.apps.demo.charts import inspection_view
@@ -97,6 +98,23 @@ class Handlers:
         steps = session.ask(text, files, **self._options(temperature, longest))
         yield from self._answer_from_box(session, steps, text, files, scenario)
 
+    def talk(
+        self,
+        request: gr.Request,
+        recording: str | None,
+        temperature: float,
+        longest: float,
+        *scenario: str,
+    ) -> Iterator[tuple]:
+        """Answer a recording of the microphone; at the end, also return the speech to play."""
+        session = self._session(request)
+        files, options = [recording] if recording else [], self._options(temperature, longest)
+        steps = session.ask("", files, is_talk=True, **options)
+        for shown in self._answer(session, steps, gr.Audio(value=None)):
+            yield *shown, _UNCHANGED
+        speech = session.conversation.speech
+        yield *self.all_parts(session, *scenario), _UNCHANGED, _as_sound(speech)
+
     def retry(
         self, request: gr.Request, temperature: float, longest: float, *scenario: str
     ) -> Iterator[tuple]:
@@ -108,7 +126,8 @@ class Handlers:
             session.show_error(error)
             yield *self.all_parts(session, *scenario), _UNCHANGED
             return
-        steps = session.ask(text, files, **self._options(temperature, longest))
+        options = self._options(temperature, longest)
+        steps = session.ask(text, files, is_talk=not text, **options)
         yield from self._answer_from_box(session, steps, text, files, scenario)
 
     def edit(self, request: gr.Request, *scenario: str) -> tuple:
@@ -358,6 +377,14 @@ class Handlers:
         folder = self.folder / secrets.token_hex(16)
         folder.mkdir(parents=True)
         return folder / name
+
+
+def _as_sound(speech: tuple[int, np.ndarray] | None) -> tuple[int, np.ndarray] | None:
+    """Return speech as the page's player takes it: 16-bit samples."""
+    if speech is None or not len(speech[1]):
+        return None
+    rate, samples = speech
+    return rate, (samples * np.iinfo(np.int16).max).astype(np.int16)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from oscar_mm.cache.memory import MemoryReport
 from oscar_mm.engine.answer import Reasoning, Timings
 from oscar_mm.errors import Cancelled
@@ -129,10 +131,13 @@ class MeasuredChat:
         timings: timings of the latest answer so far.
         finish_reason: reason why the latest answer ended.
         reasoning: reasoning of the latest answer so far.
+        speech: samples per second and samples of the latest answer, as ``Answer`` has them; None if
+            it was not spoken to its end.
     """
 
     def __init__(self, chat: Chat) -> None:
         self.chat, self.curve = chat, MemoryCurve()
+        self.speech: tuple[int, np.ndarray] | None = None
         self.forgotten: list[tuple[int, str]] = []
         self.timings: Timings | None = None
         self.finish_reason = self.reasoning = ""
@@ -181,7 +186,7 @@ class MeasuredChat:
         asked: dict[str, Any] = {"prompt": question}
         asked |= {kind: paths or None for kind, paths in media.items()}
         stream = self.chat.stream(**({"parts": parts} if parts else asked), **options)
-        text, updated, self.reasoning = "", 0.0, ""
+        text, updated, self.reasoning, self.speech = "", 0.0, "", None
         try:
             if stop.is_set():
                 return
@@ -197,7 +202,9 @@ class MeasuredChat:
                     updated = time.monotonic()
                     yield text
             else:
-                self.timings = stream.result.timings
+                self.timings, answer = stream.result.timings, stream.result
+                if answer.speech is not None and answer.sample_rate is not None:
+                    self.speech = answer.sample_rate, answer.speech
         except Cancelled:
             pass  # The chat is unchanged.
         finally:

@@ -152,6 +152,7 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         max_lines=6,
         autofocus=True,
     )
+    talk: dict[str, Any] = _talk_parts(handlers) if Modality.AUDIO in reads else {}
     with gr.Row(elem_id="actions"):
         stop = gr.Button("Stop", elem_id="stop", size="sm", min_width=60)
         undo = gr.Button("Undo", elem_id="undo", size="sm", min_width=60)
@@ -160,7 +161,7 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         fork = gr.Button("Fork", elem_id="fork", size="sm", min_width=60)
         clear = gr.Button("New chat", elem_id="clear", size="sm", min_width=80)
     _HTML(_limits_of(handlers.sessions), elem_id="model-limits")
-    return {
+    return talk | {
         "history": history,
         "live": live,
         "message": message,
@@ -172,6 +173,27 @@ def _conversation_column(handlers: Handlers, initial: dict[str, Any]) -> dict[st
         "clear": clear,
         "examples": examples,
     }
+
+
+def _talk_parts(handlers: Handlers) -> dict[str, Any]:
+    """Add a microphone for spoken questions, and a player if the model speaks."""
+    speaks = handlers.sessions.pipe.family.talker is not None
+    with gr.Accordion("Talk", open=False, elem_id="aloud"):
+        microphone = gr.Audio(
+            label="Ask aloud: the answer begins when you stop the recording",
+            sources=["microphone"],
+            type="filepath",
+            elem_id="microphone",
+        )
+        spoken = gr.Audio(
+            label="Answer",
+            interactive=False,
+            autoplay=True,
+            visible=speaks,
+            waveform_options=gr.WaveformOptions(show_recording_waveform=False),
+            elem_id="spoken",
+        )
+    return {"microphone": microphone, "spoken": spoken}
 
 
 def _limits_of(sessions: Sessions) -> str:
@@ -312,6 +334,14 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
     box = parts["message"]
     box.change(None, box, None, js=_THUMBNAIL_SCRIPT, **private)
     box.submit(handlers.ask, [box, *options, *scenario], [*all_outputs, box], **answer)
+    if "microphone" in parts:
+        microphone, spoken = parts["microphone"], parts["spoken"]
+        microphone.stop_recording(
+            handlers.talk,
+            [microphone, *options, *scenario],
+            [*all_outputs, microphone, spoken],
+            **answer,
+        )
     for button, example in parts["examples"]:
         begun = button.click(handlers.begin, scenario, moved, **private)
         begun.success(

@@ -113,7 +113,9 @@ class Session:
         """Size in bytes of the keys and values at the latest measurement."""
         return sum(chat.curve.last.used_bytes for chat in self._chats)
 
-    def ask(self, text: str, files: Sequence[str | Path], **options: Any) -> Iterator[None]:
+    def ask(
+        self, text: str, files: Sequence[str | Path], *, is_talk: bool = False, **options: Any
+    ) -> Iterator[None]:
         """Ask a question, as a generator; each step updates ``exchanges`` with the answer so far.
 
         An error in the question is stored in the exchange, and the conversation remains usable.
@@ -121,6 +123,8 @@ class Session:
         Args:
             text: text of the question.
             files: paths of the question's media.
+            is_talk: whether the question is a recording of the visitor, which needs no text; the
+                answer is then spoken if possible.
             options: options for the answer: max_new_tokens and temperature.
 
         Raises:
@@ -137,7 +141,7 @@ class Session:
             self._stop.clear()
             seed = secrets.randbits(31)
             shown = text[:_SHOWN_CHARACTERS], list(files[:MAX_FILES])
-            exchange = Exchange(*shown, options={"seed": seed, **options})
+            exchange = Exchange(*shown, options={"seed": seed, **options}, is_talk=is_talk)
             self._show(exchange)
             self.active = exchange
             yield from self._answer(exchange, text, files)
@@ -149,7 +153,8 @@ class Session:
         try:
             exchange.question = bounded_text("message", text)
             # A chat accepts pictures without text, but the visitor probably forgot to ask.
-            self.sessions.pipe.check_text("message", exchange.question)
+            if not exchange.is_talk:
+                self.sessions.pipe.check_text("message", exchange.question)
             self._check_length(exchange.options.get("max_new_tokens"))
             exchange.media = files_by_kind(files, self.sessions.folders)
             exchange.previews = load_previews(exchange.media, self.sessions.pipe.limits)
@@ -201,8 +206,11 @@ class Session:
             )
 
     def _texts(self, chat: MeasuredChat, exchange: Exchange) -> Generator[str]:
+        # The answer with a 16-bit cache is only read.
+        speaks = exchange.is_talk and chat is self.conversation and chat.chat.can_speak
+        options = exchange.options | ({"speak": True} if speaks else {})
         return chat.answer(
-            exchange.question, exchange.media, exchange.options, self._stop, _placed(exchange)
+            exchange.question, exchange.media, options, self._stop, _placed(exchange)
         )
 
     def _answer_baseline(self, chat: MeasuredChat, exchange: Exchange) -> Iterator[None]:

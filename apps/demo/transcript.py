@@ -129,6 +129,7 @@ class Exchange:
         previews: previews of the media, in the order of the turn's segments.
         parts: texts and media of the question, in order; empty if all media precede the text.
         options: sampling options for the answer.
+        is_talk: whether the question is a recording of the visitor, which needs no text.
         reasoning: a thinking model's reasoning so far.
         answer: text of the answer so far.
         baseline: text of the answer with a 16-bit cache so far; None if there is no comparison.
@@ -144,6 +145,7 @@ class Exchange:
     previews: list[Preview] = field(default_factory=list)
     parts: list[str | Preview] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
+    is_talk: bool = False
     reasoning: str = ""
     answer: str = ""
     baseline: str | None = None

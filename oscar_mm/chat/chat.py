@@ -364,6 +364,16 @@ class Chat:
         return self.pipe.engine.call(measure)
 
     @property
+    def can_speak(self) -> bool:
+        """Whether the next answer can be spoken: the model has a talker, which has heard the media
+        of all turns."""
+        try:
+            self._spillable.conversation.missed()
+        except InputError:
+            return False
+        return self.pipe.family.talker is not None
+
+    @property
     def answering(self) -> Request | None:
         """The running request, whose chunks may be read as they arrive; None if none is running.
 

@@ -1,0 +1,71 @@
+"""Questions of the microphone: answers are spoken if the talker can follow."""
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import numpy as np
+import pytest
+
+from oscar_mm import OscarOmniPipeline
+from oscar_mm.apps.demo.handlers import Handlers
+from oscar_mm.apps.demo.sessions import Sessions
+from oscar_mm.pipelines.families.qwen3_omni_talker import Qwen3OmniTalker
+from tests.apps.demo.conftest import COMPACT
+from tests.pipelines.conftest import NEVER
+
+
+@pytest.fixture
+def talking(qwen3_omni_talker_folder, uploads, monkeypatch) -> Iterator[Sessions]:
+    monkeypatch.setattr(Qwen3OmniTalker, "max_frames", 12)
+    pipe = OscarOmniPipeline(qwen3_omni_talker_folder, policy=COMPACT.policy, device="cpu")
+    pipe.model.generation_config.eos_token_id = NEVER
+    made = Sessions(pipe, COMPACT, (uploads,))
+    yield made
+    made.close()
+
+
+def talked(session: Any, *files: Path) -> Any:
+    for _ in session.ask("", files, is_talk=True, max_new_tokens=9, temperature=0.0):
+        pass
+    assert not session.exchanges[-1].error and session.exchanges[-1].answer
+    return session.conversation.speech
+
+
+def test_answers_are_spoken_unless_the_talker_missed_media(talking, uploads) -> None:
+    session = talking.session("a")
+    for _ in range(2):
+        rate, samples = talked(session, uploads / "tone.wav")
+        assert rate == 24_000 and len(samples) and samples.dtype == np.float32
+    for _ in session.ask("And this?", [uploads / "0.png"], max_new_tokens=9):
+        pass
+    assert session.conversation.speech is None
+    assert talked(session, uploads / "tone.wav") is None
+
+
+def test_the_page_gets_the_text_first_and_then_the_speech(
+    talking, uploads, tmp_path, monkeypatch
+) -> None:
+    handlers, session = Handlers(talking, tmp_path), talking.session("a")
+    monkeypatch.setattr(handlers, "_session", lambda _: session)
+    request: Any = None
+    scenario = "H100", "Qwen3-VL-8B", "32K tokens"
+    steps = handlers.talk(request, str(uploads / "tone.wav"), 0.0, 9, *scenario)
+    *shown, last = [*steps]
+    answer = session.turns[0].answer
+    assert shown and all(one[-1] == gr.skip() for one in shown)
+    assert escape(answer.strip()[:4]) in last[0]
+    rate, samples = last[-1]
+    assert rate == 24_000 and samples.dtype == np.int16 and np.abs(samples).max() > 100
+
+
+def test_a_recording_is_asked_again(talking, uploads, tmp_path, monkeypatch) -> None:
+    handlers, session = Handlers(talking, tmp_path), talking.session("a")
+    talked(session, uploads / "tone.wav")
+    monkeypatch.setattr(handlers, "_session", lambda _: session)
+    request: Any = None
+    for _ in handlers.retry(request, 0.0, 9, "H100", "Qwen3-VL-8B", "32K tokens"):
+        pass
+    assert len(session.turns) == 1 and not session.exchanges[-1].error
