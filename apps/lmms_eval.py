@@ -1,5 +1,7 @@
 """Adapter that makes the pipelines an lmms-eval model (entry point "lmms_eval.models").
 
+Install both with ``pip install '.[lmms-eval]'``.
+
 Example:
 
     lmms-eval --model oscar_mm --model_args pretrained=Qwen/Qwen3-VL-8B-Instruct,policy=compact \
@@ -129,6 +131,9 @@ def _medium(medium: Any) -> tuple[str, Any]:
     if isinstance(medium, dict) and "array" in medium:
         samples = np.asarray(medium["array"], dtype=np.float32)
         return "audio", (samples, int(medium["sampling_rate"]))
+    if decode := getattr(medium, "get_all_samples", None):  # torchcodec's, since datasets 4
+        found = decode()
+        return "audio", (np.asarray(found.data, dtype=np.float32), int(found.sample_rate))
     raise InputError(
         f"media of type {type(medium).__name__} are not supported: pass an image, a video or audio"
     )

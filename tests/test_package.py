@@ -150,7 +150,8 @@ def requirements(extra: str | None = None) -> list[Requirement]:
     ("extra", "package", "with_holes"),
     [
         (None, "pillow", "12.2.0"),
-        (None, "av", "17.0.1"),
+        ("demo", "av", "17.0.1"),
+        ("serve", "av", "17.0.1"),
         ("audio", "soundfile", "0.12.1"),
         ("batch", "ray", "2.55.1"),
         ("demo", "starlette", "1.0.0"),

@@ -357,7 +357,7 @@ def opened(source: Path | bytes, label: str) -> Iterator[Any]:
     where = io.BytesIO(source) if isinstance(source, bytes) else f"file:{source.absolute()}"
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
     try:
-        with av.open(where, options=options, **LENIENT) as container:
+        with av.open(where, container_options=options, **LENIENT) as container:
             yield container
     except FFmpegError as error:
         raise InputError(

@@ -348,7 +348,7 @@ def _opened_video(file: Path | bytes, label: str) -> Iterator[tuple[Any, Any]]:
     where = io.BytesIO(file) if isinstance(file, bytes) else f"file:{file.absolute()}"
     options = {"protocol_whitelist": "file", "format_whitelist": CONTAINERS}
     try:
-        with av.open(where, options=options, **LENIENT) as container:
+        with av.open(where, container_options=options, **LENIENT) as container:
             track = picture_track(container)
             if track is None:
                 raise InputError(f"{label}: has no video stream; is it an audio file?")
