@@ -1,0 +1,173 @@
+"""Tables of README and docs/benchmarks.md have the numbers of the records in benchmarks/results."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+MODELS = ("SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct")
+MODELS += ("Gemma-3-270M",)
+METHODS = {
+    "standard, 4-bit keys": "standard, keys 4 bit",
+    "standard, keys 4 bits": "standard, keys 4 bit",
+    "standard in vLLM": "blocks, window 32",
+    "standard in vLLM, window=64": "blocks, window 64",
+    "standard in vLLM, window=128": "blocks, window 128",
+    "standard in vLLM, 2 bits": "blocks, 2 bit, window 32",
+    "KVarN k4v2, as shipped with 192 exact tokens": "KVarN k4v2, own tokens",
+    "TurboQuant 3bit_nc of vLLM, four layers in 16-bit precision": "TurboQuant 3bit_nc",
+}
+"""Rows that the pages name otherwise than the record."""
+SUMMARY = {
+    "step of one sequence, 8B, 2K tokens": ("h200", 2048, "standard, graph"),
+    "the same, 32K": ("h200", 32768, "standard, graph"),
+    "the same, 128K": ("h200", 131072, "standard, graph"),
+    "step of one sequence, 30B, 2K tokens": ("h100-80gb-hbm3", 2048, "standard, graph"),
+    "vLLM with our pages, 8B, 32K": ("h200", 32768, "vLLM, our standard pages"),
+    "full memory, 8B, 32K tokens each": ("h200", "full", "standard, graph"),
+    "full memory, 30B, 32K tokens each": ("h100-80gb-hbm3", "full", "standard, graph"),
+    "the same, full memory": ("h200", "full", "vLLM, our standard pages"),
+}
+"""Rows of the summary that are of ``benchmarks.peers``: device, context, method."""
+
+
+def record(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+
+
+def table(page: str, heading: str) -> dict[str, list[str]]:
+    """Cells of the first table whose heading begins so, by the first cell of their row."""
+    text = page[page.index(f"\n| {heading}") :].strip().partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
+    return {plain(row[0]): row[1:] for row in rows[2:]}
+
+
+def plain(name: str) -> str:
+    return re.sub(r"^oscar_mm ", "", re.sub(r"[`*]", "", name))
+
+
+def numbers(cell: str) -> list[str]:
+    return [text.replace(",", "") for text in re.findall(r"[-+]?\d[\d,]*\.?\d*", cell)]
+
+
+def same(shown: str, measured: float) -> bool:
+    """Whether a number is the measured one, rounded to as many digits as it shows."""
+    step = 10 ** -len(shown.partition(".")[2])
+    return float(shown) == pytest.approx(measured, abs=0.501 * step)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "context", "keys"),
+    [
+        (README, "| bits | SmolLM2-135M", 1024, ("kl", "decoded_kl")),
+        (BENCHMARKS, "1K tokens, decoded", 1024, ("decoded_kl",)),
+        (BENCHMARKS, "1K tokens, stored", 1024, ("kl",)),
+        (BENCHMARKS, "4K tokens, decoded", 4096, ("decoded_kl",)),
+    ],
+)
+def test_divergences(page: str, heading: str, context: int, keys: tuple[str, ...]) -> None:
+    """Each cell: the divergences, the standard error of the last, the rise in perplexity."""
+    measured = {
+        (row["model"], row["method"]): row
+        for row in record("language-nvidia-h200")
+        if row["context"] == context and "missing" not in row
+    }
+    rises = "perplexity_ratio" if keys == ("kl",) else "decoded_perplexity_ratio"
+    compared = 0
+    for name, cells in table(page, heading).items():
+        for model, cell in zip(MODELS, cells[1:], strict=False):
+            if not cell:
+                continue
+            row = measured[model, METHODS.get(name, name)]
+            expected = [1000 * row[key] for key in keys]
+            expected += [1000 * row[f"{keys[-1]}_error"], 100 * row[rises] - 100]
+            assert all(map(same, numbers(cell), expected)), (name, model, cell, expected)
+            compared += 1
+    assert compared > 30
+
+
+def test_bits() -> None:
+    rows = [row for row in record("language-nvidia-h200") if row.get("page_bits")]
+    shown = table(BENCHMARKS, "1K tokens, decoded") | table(README, "| bits | SmolLM2-135M")
+    for name, cells in shown.items():
+        method = METHODS.get(name, name)
+        bits = [
+            row["page_bits"] for row in rows if (row["method"], row["context"]) == (method, 1024)
+        ]
+        least, most = map(float, (numbers(cells[0]) * 2)[:2])
+        assert (least, most) == pytest.approx((min(bits), max(bits)), abs=0.006), name
+
+
+def speeds(device: str, where: int | str) -> dict[str, float]:
+    """Milliseconds of a step, or tokens a second at full memory, by method."""
+    rows = record(f"peers-nvidia-{device}")
+    if where == "full":
+        return {row["method"]: row["tokens_per_s"] for row in rows if "full" in row}
+    return {row["method"]: row["ms"] for row in rows if row.get("context") == where}
+
+
+@pytest.mark.parametrize("name", SUMMARY)
+def test_the_summary_names_the_best_other_program(name: str) -> None:
+    device, where, method = SUMMARY[name]
+    measured = speeds(device, where)
+    others = {
+        other: speed
+        for other, speed in measured.items()
+        if not other.startswith(("standard", "compact", "channel", "bf16", "vLLM, our"))
+    }
+    best = (
+        max(others, key=others.__getitem__)
+        if where == "full"
+        else min(others, key=others.__getitem__)
+    )
+    [line] = [
+        line.strip("| ").split(" | ")
+        for line in BENCHMARKS.splitlines()
+        if line.startswith(f"| {name} |")
+    ][:1]
+    ours, other, times = numbers(line[1])[0], numbers(line[2])[0], float(line[3])
+    assert same(ours, measured[method]) and same(other, others[best])
+    assert line[2].endswith(best.replace("vLLM, ", "vLLM "))
+    ratio = measured[method] / others[best]
+    assert times == pytest.approx(ratio if where == "full" else 1 / ratio, abs=0.006)
+
+
+def test_many_clients() -> None:
+    """The README and the page tell the same losses."""
+    rows = record("client_loop-nvidia-h200")
+    for clients in (64, 256):
+        ours, theirs = (
+            next(
+                row["tokens/s"]
+                for row in rows
+                if row["clients"] == clients and row["engine"] == engine
+            )
+            for engine in ("oscar_mm", "vLLM")
+        )
+        [line] = re.findall(rf"^\| \*\*{clients} clients.*$", BENCHMARKS, re.MULTILINE)
+        assert (
+            f"{ours:,.0f} tokens/s | {theirs:,.0f} tokens/s, vLLM bf16 | **{ours / theirs:.2f}**"
+            in line
+        )
+        flat = " ".join(README.split())
+        assert f"{ours:,.0f}" in flat and f"{theirs:,.0f}" in flat
+
+
+def test_steps_of_the_readme() -> None:
+    shown = table(README, "Shape of Qwen3-VL-8B")
+    steps, full = speeds("h200", 32768), speeds("h200", "full")
+    for name, method in {
+        "standard, the default": "standard, graph",
+        "vLLM 0.25 with oscar_mm's standard pages": "vLLM, our standard pages",
+        "vLLM 0.25, bf16": "vLLM, bf16",
+        "vLLM 0.25, fp8": "vLLM, fp8",
+        "transformers: DynamicCache, SDPA": "DynamicCache",
+    }.items():
+        _, step, throughput = shown[name]
+        assert same(numbers(step)[0], steps[method]), name
+        assert same(numbers(throughput)[1], full[method]), name
