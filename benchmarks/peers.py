@@ -33,7 +33,15 @@ SMALL_CLIENTS = ("--prompts", "40", "--clients", "2", "--new-tokens", "4", "--se
 WAYS = ("dynamic", "bf16-graph", "standard-graph", "compact-graph")
 """Caches to measure with a single sequence; ``FULL_WAYS`` are the caches for full memory."""
 FULL_WAYS = ("dynamic", "standard-graph", "compact-graph")
-ATTENTIONS = {"auto": "vLLM, bf16", "fp8": "vLLM, fp8", "standard": "vLLM, our standard pages"}
+ATTENTIONS = {
+    "auto": "vLLM, bf16",
+    "fp8": "vLLM, fp8",
+    "int4_per_token_head": "vLLM, int4 per token and head",
+    "turboquant_k3v4_nc": "vLLM, TurboQuant k3v4_nc",
+    "turboquant_3bit_nc": "vLLM, TurboQuant 3bit_nc",
+    "standard": "vLLM, our standard pages",
+}
+"""Attentions of ``vllm_attention``; one whose format the installed vLLM lacks becomes an error."""
 OURS = ("standard, graph", "compact, graph", ATTENTIONS["standard"])
 """Our variants, each of which is compared with the best of the other methods."""
 NOTES = [
@@ -44,6 +52,7 @@ NOTES = [
     "ours and vLLM's steps are CUDA graphs, vLLM's without torch.compile.",
     "Weights are in bf16 unless a model's name ends in fp8 or int4; then vLLM's are too: FP8 that "
     "it makes while loading, or INT4 of compressed-tensors with a scale for each 128 weights.",
+    "TurboQuant of vLLM stores the first and last two layers in 16 bits.",
 ]
 
 

@@ -16,10 +16,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.random_model import RANDOM_MODELS
 from benchmarks.record import Record, Row, command, device_name, finish, merge_rows, parser, show
@@ -151,6 +152,20 @@ def is_ours(attention: str) -> bool:
     return attention.partition(":")[0] in KVPolicy.preset_names()
 
 
+def missing(attention: str) -> str | None:
+    """Return why the installed vLLM cannot run an attention; None if it knows it."""
+    if is_ours(attention) or attention == "auto":
+        return None
+    from vllm.config.cache import CacheDType
+
+    if attention in get_args(CacheDType):
+        return None
+    return (
+        f"vLLM {version('vllm')} has no KV cache dtype {attention}; "
+        f"it has {', '.join(get_args(CacheDType))}"
+    )
+
+
 def tokens_of(count: int, seed: object) -> list[int]:
     """Return ``count`` random token ids."""
     generator = random.Random(str(seed))
@@ -248,8 +263,13 @@ def child(spec: dict[str, Any]) -> None:
 
 
 def measured(spec: dict[str, Any], seconds: float) -> list[Row]:
-    """Return the rows of a child process; if it fails or times out, the last row is an error."""
-    found, error = rows_of_child("benchmarks.vllm_attention", spec, seconds)
+    """Return the rows of a child process; if it fails or times out, the last row is an error.
+
+    For an attention that vLLM lacks, no process is started, and the only row is an error.
+    """
+    found, error = list[Row](), missing(spec["attention"])
+    if error is None:
+        found, error = rows_of_child("benchmarks.vllm_attention", spec, seconds)
     if error:
         common = {"model": spec["model"], "attention": spec["attention"]}
         found.append(common | {"what": "prompts" if spec["prompts"] else "decode", "error": error})

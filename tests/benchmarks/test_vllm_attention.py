@@ -1,11 +1,13 @@
 """The benchmark of vLLM's attention, without vLLM: what it asks for and how it judges."""
 
 import json
-from typing import Any
+import sys
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
-from benchmarks import vllm_attention
+from benchmarks import peers, vllm_attention
 from benchmarks.record import Record, Row
 from benchmarks.vllm_attention import BOUNDS, bounds, engine_options, model_folder
 from oscar_mm.weights.checkpoint_formats import formats_of
@@ -82,3 +84,31 @@ def test_a_child_that_fails_is_a_row(tmp_path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("PYTHONPATH", raising=False)
     [row] = vllm_attention.measured(spec, 60.0)
     assert row["error"] == "exit code 1"
+
+
+def test_a_format_that_vllm_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = SimpleNamespace(CacheDType=Literal["auto", "fp8", "turboquant_3bit_nc"])
+    for name, module in (("vllm", None), ("vllm.config", None), ("vllm.config.cache", known)):
+        monkeypatch.setitem(sys.modules, name, module or SimpleNamespace())
+    monkeypatch.setattr(vllm_attention, "version", lambda _: "0.25.0")
+    started: list[str] = []
+
+    def run(module: str, spec: dict[str, Any], seconds: float) -> tuple[list[Row], None]:
+        started.append(spec["attention"])
+        return [], None
+
+    monkeypatch.setattr(vllm_attention, "rows_of_child", run)
+    spec = {"model": "qwen3-vl-8b", "prompts": False}
+    errors = {
+        attention: vllm_attention.measured(spec | {"attention": attention}, 1.0)
+        for attention in peers.ATTENTIONS
+    }
+    assert started == ["auto", "fp8", "turboquant_3bit_nc", "standard"]
+    lacking = {name: rows[0]["error"] for name, rows in errors.items() if rows}
+    assert list(lacking) == ["int4_per_token_head", "turboquant_k3v4_nc"]
+    assert lacking["int4_per_token_head"] == (
+        "vLLM 0.25.0 has no KV cache dtype int4_per_token_head; it has auto, fp8, "
+        "turboquant_3bit_nc"
+    )
+    [row] = peers.of_vllm(errors["turboquant_k3v4_nc"])
+    assert row["method"] == "vLLM, TurboQuant k3v4_nc" and "no KV cache dtype" in row["error"]
