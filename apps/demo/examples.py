@@ -33,12 +33,14 @@ class Example:
         summary: short description; "" if the title says it all.
         messages: questions, in order.
         needs_sound: whether the model must support audio.
+        compare: whether to answer with a 16-bit cache too, side by side.
     """
 
     title: str
     summary: str
     messages: tuple[Message, ...]
     needs_sound: bool = False
+    compare: bool = False
 
     @property
     def exists(self) -> bool:
@@ -78,19 +80,8 @@ QUESTIONS = (
 """Examples with a single question."""
 EXAMPLES = (
     Example(
-        "20 pictures",
-        "codes, receipts and shapes in one message",
-        (
-            Message("What is the code in picture 3?", _ALL_CARDS),
-            Message("What is the code in picture 14?"),
-            Message("What is the sum in picture 16?"),
-            Message("Where is the red circle in picture 18?"),
-            Message("Read pictures 1, 8 and 12."),
-        ),
-    ),
-    Example(
         "100 pictures",
-        "a long conversation: twenty more in each turn",
+        "twenty more in each turn, beside a 16-bit cache",
         (
             Message("What is the code in picture 3?", _ALL_CARDS),
             Message("What is the code in picture 32?", _ALL_CARDS),
@@ -100,6 +91,18 @@ EXAMPLES = (
             Message("What is the code in picture 14?"),
             Message("What is the sum in picture 57?"),
             Message("How much is RICE in picture 36?"),
+        ),
+        compare=True,
+    ),
+    Example(
+        "20 pictures",
+        "codes, receipts and shapes in one message",
+        (
+            Message("What is the code in picture 3?", _ALL_CARDS),
+            Message("What is the code in picture 14?"),
+            Message("What is the sum in picture 16?"),
+            Message("Where is the red circle in picture 18?"),
+            Message("Read pictures 1, 8 and 12."),
         ),
     ),
     Example(

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from oscar_mm.apps.demo.memory_panel import (
     segments_view,
     status_view,
 )
+from oscar_mm.apps.demo.model_choice import ModelChoice
 from oscar_mm.apps.demo.session import Session
 from oscar_mm.apps.demo.sessions import Sessions
 from oscar_mm.apps.demo.transcript import as_markdown, history, live
@@ -48,6 +50,7 @@ class Handlers:
     Args:
         sessions: the visitors' sessions.
         folder: folder for the files that visitors download.
+        choice: choice of another model.
 
     Attributes:
         part_names: names of the page's parts that most handlers return, in order.
@@ -58,8 +61,9 @@ class Handlers:
         *("compared", "capacity", "status", "compare"),
     )
 
-    def __init__(self, sessions: Sessions, folder: Path) -> None:
+    def __init__(self, sessions: Sessions, folder: Path, choice: ModelChoice | None = None) -> None:
         self.sessions, self.folder = sessions, folder
+        self.choice = choice or ModelChoice(sessions.card.name)
         pipe = sessions.pipe
         model = pipe.family.outer_model
         self.shape = ModelShape.of(pipe.model.config, model.num_parameters())
@@ -227,6 +231,19 @@ class Handlers:
             session = self.sessions.begin(str(request.session_hash))
         return *self.all_parts(session, *scenario), session.id
 
+    def begin_example(self, example: Example) -> Callable[..., tuple]:
+        """Return a handler that begins a conversation for an example; it also returns its id."""
+
+        def begin_shown(request: gr.Request, *scenario: str) -> tuple:
+            key = str(request.session_hash)
+            with _errors_as_messages():
+                settings = self.sessions.session(key).settings
+                compare = settings.compare or example.compare
+                session = self.sessions.begin(key, replace(settings, compare=compare))
+            return *self.all_parts(session, *scenario), session.id
+
+        return begin_shown
+
     def stop(self, request: gr.Request) -> None:
         """End the running answer."""
         self._session(request).stop()
@@ -349,8 +366,24 @@ class Handlers:
         with _errors_as_messages():
             session = self.sessions.visit(str(request.session_hash), session_id)
         if session_id and session.id != session_id:
-            gr.Info("The conversation at this address has ended: this is a new one.")
+            gr.Info(self._why_new(session_id))
         return *self.all_parts(session, *scenario), session.id
+
+    def _why_new(self, session_id: str) -> str:
+        model = self.sessions.model_of(session_id)
+        if model in ("", self.sessions.card.name):
+            return "The conversation at this address has ended: this is a new one."
+        return (
+            f"The conversation at this address belongs to the model {model}: load that model in "
+            "Settings to continue it. This is a new one."
+        )
+
+    def load_model(self, request: gr.Request, model: str) -> None:
+        """End this page, so that the server starts one with another model."""
+        self._session(request).stop()
+        with _errors_as_messages():
+            self.choice.choose(model)
+        gr.Info(f"Loading {model}: this page reloads when the model is there.", duration=None)
 
     def fork(self, request: gr.Request, *scenario: str) -> tuple:
         """Continue with a copy of the conversation; also return the id of the copy."""

@@ -86,6 +86,14 @@ document.addEventListener('visibilitychange', () => {
 });
 """
 """Script that shows what another tab of the same conversation has changed."""
+_NEXT_PAGE_SCRIPT = """() => {
+  const reload = async () => {
+    const config = await (await fetch('config', {cache: 'no-store'})).json();
+    if (config.app_id !== window.gradio_config.app_id) location.reload();
+  };
+  setInterval(() => reload().catch(() => {}), 1000);
+}"""
+"""Script that reloads the page once the server serves another one."""
 GPU, MODEL, LENGTH = "H100", "Qwen3-VL-8B", "32K tokens"
 """Initial scenario of the capacity estimate."""
 _HTML = partial(gr.HTML, padding=False, apply_default_css=False, js_on_load=None)
@@ -211,7 +219,7 @@ def _example_buttons(*, supports_audio: bool) -> list[tuple[gr.Button, Example]]
     """Add the example buttons, which style.css shows while the conversation is empty."""
     buttons = []
     with gr.Column(elem_id="examples"):
-        for examples in (QUESTIONS, EXAMPLES):
+        for examples in (EXAMPLES[:1], QUESTIONS, EXAMPLES[1:]):
             with gr.Row():
                 for example in examples:
                     if example.exists and (supports_audio or not example.needs_sound):
@@ -315,7 +323,24 @@ def _settings(handlers: Handlers) -> dict[str, Any]:
     parts["apply"] = gr.Button(
         "Start a conversation with these settings", elem_id="apply", variant="primary"
     )
-    return parts
+    return parts | _model_choice(handlers)
+
+
+def _model_choice(handlers: Handlers) -> dict[str, Any]:
+    """Add the choice of another model, which is hidden if there is none."""
+    choice, sessions = handlers.choice, handlers.sessions
+    ends = "are kept until it is loaded again" if sessions.folder else "end"
+    with gr.Column(visible=len(choice.models) > 1):
+        gr.Markdown("Another model of this machine")
+        other = gr.Dropdown(
+            choice.models,
+            value=choice.current,
+            label="Model",
+            info=choice.failure
+            or f"The model of this page is freed, and its conversations {ends}.",
+        )
+        load = gr.Button("Load this model", elem_id="load-model")
+    return {"other_model": other, "load_model": load}
 
 
 def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
@@ -343,7 +368,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
             **answer,
         )
     for button, example in parts["examples"]:
-        begun = button.click(handlers.begin, scenario, moved, **private)
+        begun = button.click(handlers.begin_example(example), scenario, moved, **private)
         begun.success(
             handlers.example(example), [*options, *scenario], [*all_outputs, box], **answer
         )
@@ -372,6 +397,10 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         done.success(None, None, None, js=_press(target), **private)
     copied = parts["share"].click(None, None, None, js=_COPY_SCRIPT, **private)
     copied.success(handlers.share, queue=False, **private)
+    loading = parts["load_model"].click(
+        handlers.load_model, parts["other_model"], None, queue=False, **private
+    )
+    loading.success(None, None, None, js=_NEXT_PAGE_SCRIPT, **private)
     parts["inspect"].click(handlers.inspect, None, parts["why"], **answer)
     opened = page.load(
         handlers.open_page,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 
 from oscar_mm.apps.connections import ConnectionBounds
 from oscar_mm.apps.demo.examples import FOLDER
+from oscar_mm.apps.demo.model_choice import ModelChoice, local_models
 from oscar_mm.apps.demo.sessions import MAX_VISITS, Sessions
 from oscar_mm.apps.demo.visitor_input import LIMITS, SessionSettings
 from oscar_mm.apps.server_process import (
@@ -43,6 +46,8 @@ GRACE_S = 10.0
 """Maximum seconds to let running answers finish when the page is closed."""
 _KEEP_GRACE_S = 120.0
 """Maximum seconds to write conversations to disk when the page is closed."""
+_LAST_WORDS_S = 0.5
+"""Seconds between the choice of a model and the end of the page of the earlier one."""
 
 
 def serve(
@@ -64,33 +69,81 @@ def serve(
         InputError: if the model does not exist, or the host or port cannot be used.
     """
     with sigterm_as_ctrl_c():
-        sockets = bind(host, port)
-        pipe = pipeline_for(model)(
-            model,
-            policy=policy,
-            dtype=dtype or _dtype(device),
-            device=device,
-            limits=LIMITS,
-            kv_budget=kv_budget,
-            max_context=max_context,
-            prefill_chunk="auto",
-        )
+        loading: dict[str, Any] = {
+            "policy": policy,
+            "dtype": dtype or _dtype(device),
+            "device": device,
+            "limits": LIMITS,
+            "kv_budget": kv_budget,
+            "max_context": max_context,
+            "prefill_chunk": "auto",
+        }
         settings = SessionSettings(KVPolicy.preset(policy), policy, compare=compare)
-        try:
-            _warm_up(pipe)
-            freeze_loaded()
-            page = serve_page(pipe, settings, sockets, host, keep)
-            with short_thread_turns(), page as running:
-                print(f"oscar-mm: {running.address} (Ctrl-C stops it)", file=sys.stderr)
-                wait_for_ctrl_c()
-        finally:
-            if pipe.budget is not None:
-                pipe.budget.close()
+        choice, others = ModelChoice(model), local_models(host)
+        sockets, pipe = bind(host, port), pipeline_for(model)(model, **loading)
+        while True:
+            choice = ModelChoice(choice.current, others, choice.failure)
+            running = _serve_model(pipe, settings, sockets, host, keep, choice)
+            if choice.chosen is None:
+                break
+            # The port of the first page, also if any was free.
+            port = int(running.address.rpartition(":")[2].strip("/"))
+            running.sessions.release()
+            del pipe, running  # Only one model is in memory at a time.
+            _free_memory()
+            sockets = bind(host, port)
+            pipe, choice = _next_model(choice, loading)
     print(file=sys.stderr)
     if not running.sessions.is_empty:
         # A normal exit would wait for the thread in which the model is still processing a prompt.
         sys.stderr.flush()
         os._exit(0)
+
+
+def _serve_model(
+    pipe: Pipeline,
+    settings: SessionSettings,
+    sockets: Sequence[socket.socket],
+    host: str,
+    keep: Path | None,
+    choice: ModelChoice,
+) -> RunningPage:
+    """Serve the page of a model until Ctrl-C, or until a visitor chooses another model."""
+    try:
+        _warm_up(pipe)
+        freeze_loaded()
+        page = serve_page(pipe, settings, sockets, host, keep, choice=choice)
+        with short_thread_turns(), page as running:
+            print(f"oscar-mm: {running.address} (Ctrl-C stops it)", file=sys.stderr)
+            wait_for_ctrl_c(choice.made)
+            if choice.chosen is not None:
+                time.sleep(_LAST_WORDS_S)  # The page hears that its model goes.
+        return running
+    finally:
+        if pipe.budget is not None:
+            pipe.budget.close()
+
+
+def _next_model(choice: ModelChoice, loading: dict[str, Any]) -> tuple[Pipeline, ModelChoice]:
+    """Load the chosen model, or the earlier one again if that fails."""
+    chosen = str(choice.chosen)
+    print(f"oscar-mm: loading {chosen}", file=sys.stderr)
+    try:
+        return pipeline_for(chosen)(chosen, **loading), ModelChoice(chosen)
+    except (InputError, torch.OutOfMemoryError) as error:
+        print(f"oscar-mm: {error}", file=sys.stderr)
+    _free_memory()
+    failure = f"{chosen} could not be loaded; the log of the server has the reason"
+    earlier = choice.current
+    return pipeline_for(earlier)(earlier, **loading), ModelChoice(earlier, failure=failure)
+
+
+def _free_memory() -> None:
+    """Free the memory of a model that is no longer used."""
+    gc.unfreeze()  # ``freeze_loaded`` froze its modules, which refer to each other.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _dtype(device: str | None) -> str | None:
@@ -128,6 +181,7 @@ def serve_page(
     host: str = "127.0.0.1",
     keep: Path | None = None,
     head_s: float = _HEAD_S,
+    choice: ModelChoice | None = None,
 ) -> Iterator[RunningPage]:
     """Serve the page within the block, then end all sessions.
 
@@ -141,6 +195,7 @@ def serve_page(
         keep: folder in which to store conversations, so that they survive a restart of the server;
             None to store none.
         head_s: maximum seconds to receive the head of a request.
+        choice: choice of another model, for visitors; None for no choice.
 
     Raises:
         InputError: if the port is taken, or the folder cannot be created.
@@ -156,7 +211,7 @@ def serve_page(
         from oscar_mm.apps.demo.page_server import PageServer
 
         sessions = Sessions(pipe, settings, (folder, FOLDER), keep)
-        page = build(Handlers(sessions, folder / "made"))
+        page = build(Handlers(sessions, folder / "made", choice))
         page.delete_cache = (_CLEANUP_INTERVAL_S, _MAX_FILE_AGE_S)
         listen(sockets)
         bounds = ConnectionBounds(_CONNECTIONS, head_s)
@@ -170,9 +225,7 @@ def serve_page(
                 closing.join(GRACE_S if keep is None else _KEEP_GRACE_S)
 
 
-def wait_for_ctrl_c() -> None:
-    """Block until Ctrl-C, while other threads serve the page."""
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        return
+def wait_for_ctrl_c(until: threading.Event) -> None:
+    """Block until Ctrl-C or the event, while other threads serve the page."""
+    with suppress(KeyboardInterrupt):
+        until.wait()

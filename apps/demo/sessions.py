@@ -220,6 +220,10 @@ class Sessions:
         elif self.folder is not None and ID.fullmatch(session_id):
             self.folder.remove(session_id)
 
+    def model_of(self, session_id: str) -> str:
+        """Return the name of the model of a stored conversation; "" if it is not known."""
+        return "" if self.folder is None else self.folder.model_of(session_id)
+
     def save_later(self, session: Session) -> None:
         """Write a session to the conversation folder, if there is a folder, in the background."""
         if self.folder is not None and session in self:
@@ -317,6 +321,13 @@ class Sessions:
             if self.folder is not None:
                 self.folder.remove(session.id)
             session.close()
+
+    def release(self) -> None:
+        """Drop the model once the sessions are closed; gradio may keep the page, and so this
+        object."""
+        self._pipes.clear()
+        self._sessions.clear()
+        del self.pipe
 
     def close(self) -> None:
         """Accept no more sessions, stop all answers, and end all sessions.
@@ -443,6 +454,7 @@ class ConversationFolder:
         settings = session.settings
         record = {
             "name": session.name,
+            "model": session.sessions.card.name,
             "title": session.summary.title,
             "media": session.summary.media,
             "bytes": session.used_bytes,
@@ -489,6 +501,11 @@ class ConversationFolder:
             media = {str(kind): int(count) for kind, count in record["media"].items()}
             return Summary(session_id, title, media, int(record["bytes"]))
         return None
+
+    def model_of(self, session_id: str) -> str:
+        """Return the name of the model of a conversation; "" if it is not known."""
+        record = self._record(session_id)
+        return str(record.get("model", "")) if record else ""
 
     def rename(self, session_id: str, name: str) -> None:
         """Set the title of a stored conversation; do nothing if there is none."""

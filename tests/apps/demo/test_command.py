@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -62,7 +63,7 @@ def test_a_port_that_is_taken(qwen3_omni_folder, capsys) -> None:
 def test_it_serves_until_ctrl_c(qwen3_omni_folder, monkeypatch, capsys, tmp_path) -> None:
     port, seen = free_port(), []
 
-    def look_and_end() -> None:
+    def look_and_end(_: object) -> None:
         seen.append(httpx.get(f"http://127.0.0.1:{port}/", timeout=30))
 
     monkeypatch.setattr(server, "wait_for_ctrl_c", look_and_end)
@@ -85,7 +86,7 @@ def test_the_model_has_answered_before_the_first_visitor(qwen3_omni_folder, monk
         pipe.model.lm_head.register_forward_hook(lambda *_: steps.append(len(steps)))
         return pipe
 
-    def look() -> None:
+    def look(_: object) -> None:
         assert len(steps) == 2 and pipes[0].budget.used_bytes == 0
 
     monkeypatch.setattr(server, "pipeline_for", lambda model: made)
@@ -159,10 +160,9 @@ def test_sigterm_leaves_nothing(qwen3_omni_folder, uploads, tmp_path) -> None:
     assert not list(left.iterdir())
 
 
-def test_ctrl_c(monkeypatch) -> None:
-    class Interrupted:
-        def wait(self) -> None:
+def test_ctrl_c() -> None:
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(server, "threading", SimpleNamespace(Event=Interrupted))
-    server.wait_for_ctrl_c()
+    server.wait_for_ctrl_c(Interrupted())
