@@ -38,9 +38,9 @@ class Cancelled(Exception):
 
 
 def shown(value: object) -> str:
-    """Return the repr of a user's value for a message, shortened if it is long."""
+    """Return the repr of a user's value for a message, in one line, shortened if it is long."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split("\n"))
     except ValueError:  # Python does not print integers of more than 4,300 digits.
         text = f"{type(value).__name__} of very many digits"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -173,7 +173,12 @@ def conversation_from(
     """
     if messages is None:
         if isinstance(prompt, str) and not prompt.strip():
-            raise InputError("prompt is empty: add some text")
+            swapped = not prompt and isinstance(media[0], str)
+            raise InputError(
+                "prompt is missing: the first argument is images; pass the question as prompt=..."
+                if swapped
+                else "prompt is empty: add some text"
+            )
         return with_options(first_turn(prompt, media_parts(*media, sound=sound), system), options)
     if prompt:
         raise InputError("pass a prompt or messages, not both: the last message is the question")

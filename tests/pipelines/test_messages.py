@@ -260,6 +260,12 @@ def test_a_prompt_or_messages(qwen) -> None:
         chat.ask("Why?", parts=["Why?"])
     with pytest.raises(InputError, match="prompt is empty"):
         qwen()
+    with pytest.raises(InputError, match=r"the first argument is images; pass .* as prompt="):
+        qwen("What is it?")
+    with pytest.raises(
+        InputError, match=r"^generation_config=GenerationConfig \{.*to the pipeline"
+    ):
+        qwen(None, "Why?", generation_config=qwen.model.generation_config)
 
 
 def test_a_message_of_its_own_type() -> None:
