@@ -397,9 +397,7 @@ def _wire(page: gr.Blocks, handlers: Handlers, parts: dict[str, Any]) -> None:
         done.success(None, None, None, js=_press(target), **private)
     copied = parts["share"].click(None, None, None, js=_COPY_SCRIPT, **private)
     copied.success(handlers.share, queue=False, **private)
-    loading = parts["load_model"].click(
-        handlers.load_model, parts["other_model"], None, queue=False, **private
-    )
+    loading = parts["load_model"].click(handlers.load_model, parts["other_model"], None, **private)
     loading.success(None, None, None, js=_NEXT_PAGE_SCRIPT, **private)
     parts["inspect"].click(handlers.inspect, None, parts["why"], **answer)
     opened = page.load(

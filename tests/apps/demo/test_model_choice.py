@@ -129,7 +129,7 @@ def test_a_page_reloads_with_the_model_that_was_chosen() -> None:
             browser.press("Settings")
             [field] = [one for one in browser.all("input[aria-label=Model]") if one.is_displayed()]
             field.click()
-            field.send_keys("pocket-vl", Keys.ENTER)
+            field.send_keys(Keys.CONTROL, "a", Keys.NULL, "pocket-vl", Keys.ENTER)
             browser.press("Load this model")
             browser.wait(lambda: "pocket-vl" in browser.text("#head .chip"), "the other model")
     finally:
