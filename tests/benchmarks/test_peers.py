@@ -101,7 +101,9 @@ def test_formats_of_weights(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = f"{MODEL},{MODEL}-fp8"
     ours = ("decode_step", "throughput", "client_loop")
     assert asked[:3] == [(name, both) for name in ours]
-    assert [model for _, model in asked[3:]] == [MODEL] * 3 + [f"{MODEL}-fp8"] * 3
+    others = [model for _, model in asked[3:]]
+    half = len(others) // 2
+    assert half >= 3 and others == [MODEL] * half + [f"{MODEL}-fp8"] * half
     with pytest.raises(SystemExit):
         peers.main([*line, "--weights", "int3"])
 
