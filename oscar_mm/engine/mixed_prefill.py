@@ -1,7 +1,7 @@
 """Mixed prefill: short text prompts are read in pieces, each in the pass of a decode step.
 
-A pass has a fixed number of rows: those of the running requests, and the next tokens of prompts.
-Few rows bound the time between tokens; many rows bound the time to the first token.
+A pass has the rows of the running requests, and as many tokens of waiting prompts as it can take:
+its bounded number of rows bounds the time between tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from oscar_mm.fast_decode.row_adapters import RowAdapters
 from oscar_mm.modality import Modality
 from oscar_mm.tensor_parallel import TPGroup
 
-_ROWS = (64, *range(128, 1025, 128), 1536, MAX_PIECE)
-"""Rows of a pass. Products compute tiles of 128 rows, so other numbers would waste a part."""
-_MOST_ROWS = 1024
-"""Maximum number of rows of a pass with decoding rows, unless many requests wait for one. It takes
-some 30 ms (8B, H200), which is the time between tokens; a pass of half as many rows takes 18."""
+_ROWS = (64, 128, 256, 512, 768, 1024, 1536, 2048, MAX_PIECE)
+"""Rows of a pass, no more numbers than graphs are kept. Products compute tiles of 128 rows, so
+other numbers would waste a part."""
 _LEAST = 32
 """Minimum number of prompt tokens in a pass of ``_ROWS``."""
 _SEPARATE = 4
@@ -180,23 +178,21 @@ class MixedPrefill:
         )
         return [x.request for x in dropped] + [request for request in waiting if request.ended]
 
-    def next_piece(self, rows: int, *, hurries: bool = False) -> PromptPiece | None:
+    def next_piece(self, rows: int) -> PromptPiece | None:
         """Prepare the next piece of the prompts; None if there is nothing to read.
 
         Args:
             rows: number of rows that decode in the same pass.
-            hurries: whether so many requests wait that the piece should be as large as possible.
         """
         self._place()
         unread = [x for x in self._readings if x.start is not None and x.unread]
         if not unread:
             return None
         left = sum(x.unread for x in unread)
-        most = _MOST_ROWS if rows and not hurries else MAX_PIECE
-        size = _piece_size(rows, left, most)
+        size = _piece_size(rows, left)
         self._uses[rows, size] += 1
         if alone := not rows or self._uses[rows, size] <= _SEPARATE:
-            size = _piece_size(0, left, most)
+            size = _piece_size(0, left)
         self._ranges = list(_adjacent(unread, size))
         parts = [
             (one.request.unread, slice(one.read, one.read + x.last - x.first))
@@ -269,10 +265,9 @@ class MixedPrefill:
         return 0 if begin >= tokens else None
 
 
-def _piece_size(rows: int, unread: int, most: int) -> int:
-    """Return the number of rows for prompt tokens, in a pass of at most ``most`` rows of which
-    ``rows`` decode."""
-    sizes = [total - rows for total in _ROWS if total <= most and total - rows >= _LEAST]
+def _piece_size(rows: int, unread: int) -> int:
+    """Return the number of rows for prompt tokens, in a pass of which ``rows`` rows decode."""
+    sizes = [total - rows for total in _ROWS if total - rows >= _LEAST]
     return next((size for size in sizes if size >= unread), sizes[-1])
 
 

@@ -307,8 +307,7 @@ class Scheduler:
             requests += [request for one in complete for request in one.requests]
             again: list[tuple[Request, BaseException]] = []
             try:
-                hurries = self._batches.reading_share() > 1.0
-                piece = mixed.next_piece(self._batches.rows, hurries=hurries)
+                piece = mixed.next_piece(self._batches.rows)
                 self._batches.step(piece)
                 if piece is not None:
                     mixed.finish(piece)

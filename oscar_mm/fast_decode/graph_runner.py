@@ -283,6 +283,8 @@ class GraphRunner:
             return replay()
         scratch, size = piece.scratch, piece.size
         graphs = self._beside.setdefault(scratch, GraphCache(scratch.capture, self._ids.device))
+        if graphs.fails:
+            return replay()
         both = partial(scratch.run, size, self._ids, self._expanded_positions(), self.cache)
         try:
             with self._steps.dry_run(step):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,7 +72,7 @@ def capture(monkeypatch) -> Capture:
 
 
 @pytest.fixture
-def pieces(monkeypatch) -> Iterator[list[tuple[int, bool]]]:
+def pieces(monkeypatch) -> list[tuple[int, bool]]:
     """Sizes of the pieces that were read, and whether a decode step took them along."""
     found = list[tuple[int, bool]]()
     finish = MixedPrefill.finish
@@ -380,10 +379,10 @@ def test_prompts_never_share_room() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "unread", "size"),
-    [(0, 10, 64), (0, 5000, 1024), (64, 5000, 960), (64, 100, 192), (240, 100, 144)],
+    [(0, 10, 64), (0, 5000, 2560), (64, 5000, 2496), (64, 100, 192), (240, 100, 272)],
 )
 def test_rows_fill_tiles(rows: int, unread: int, size: int) -> None:
-    assert mixed_prefill._piece_size(rows, unread, 1024) == size
+    assert mixed_prefill._piece_size(rows, unread) == size
 
 
 @torch.inference_mode()

@@ -302,7 +302,7 @@ def test_rows(rows: int, dtype: torch.dtype, skewed: bool, weights: WeightFormat
 def test_kernels_of_many_rows(columns, experts, chosen, weights) -> None:
     made = GroupedSpecialization(Choice(experts, chosen, True, torch.bfloat16), columns, weights)
     verdict = GroupedKernels.checked.check(made, torch.device("cuda", 0))
-    assert verdict.disagreement < 0.01
+    assert verdict.disagreement < 0.75 * verdict.bound
 
 
 @pytest.mark.gpu
